@@ -1,0 +1,43 @@
+# The words people run; CI runs nothing else.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+
+.PHONY: setup check lint types contracts unit test demo bench clean
+
+setup: $(VENV)/.ready
+
+# torch's CPU build first: whatever depends on torch would otherwise bring gigabytes of CUDA along.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+contracts: setup
+	$(BIN)/lint-imports --no-cache
+
+unit: setup
+	$(BIN)/pytest -m "not slow"
+
+check: lint types contracts unit
+
+test: lint types contracts
+	$(BIN)/pytest
+
+demo: setup
+	$(BIN)/paramstore demo
+
+bench: setup
+	$(BIN)/python bench/bench_tiers.py
+
+clean:
+	rm -rf $(VENV) demo-run .mypy_cache .ruff_cache .pytest_cache

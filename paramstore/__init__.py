@@ -1,0 +1,30 @@
+"""paramstore: a storage-tier parameter service for Mixture-of-Experts models.
+
+`import paramstore as ps` is what users type. The public names live in the thin client
+`paramstore_client` and are resolved on first use (PEP 562), so that `paramstore --help` and the
+daemon's decision layers never import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from paramstore_client import *  # noqa: F403
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    client = importlib.import_module("paramstore_client")
+    if name in client.__all__:
+        return getattr(client, name)
+    raise AttributeError(f"module 'paramstore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    client = importlib.import_module("paramstore_client")
+    return sorted([*globals(), *client.__all__])

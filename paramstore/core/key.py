@@ -1,0 +1,74 @@
+"""Expert keys and the set of them that a namespace has.
+
+An expert key is the plain tuple (layer, expert): hot tables are keyed by it, so it is never wrapped in a class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from paramstore.errors import ConfigError, UnknownKey
+
+ExpertKey = tuple[int, int]
+"""(layer, expert), both indices; free of ranks."""
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+LAYERS_MAX = 4096
+EXPERTS_MAX = 65536
+
+
+def check_name(name: str) -> str:
+    """`name`, if it can name a namespace; else ConfigError."""
+    if not NAME_PATTERN.fullmatch(name):
+        raise ConfigError(f"namespace name {name!r}: use 1 to 64 of letters, digits, '.', '_' and '-'")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """The keys of one namespace: every (layer, expert) with `layer` in `layers` and 0 <= expert < `experts`."""
+
+    layers: tuple[int, ...]
+    experts: int
+
+    @classmethod
+    def of(cls, layers: int | Iterable[int], experts: int) -> KeySpace:
+        """`layers`: a count, or the indices of the layers that have experts. Raises ConfigError on an empty or absurd space."""
+        indices = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
+        if not indices or len(indices) > LAYERS_MAX or len(set(indices)) != len(indices) or min(indices) < 0:
+            raise ConfigError(f"layers={layers!r}: give 1 to {LAYERS_MAX} distinct indices, or a count")
+        if not 1 <= experts <= EXPERTS_MAX:
+            raise ConfigError(f"experts={experts}: give 1 to {EXPERTS_MAX}")
+        return cls(layers=tuple(sorted(indices)), experts=experts)
+
+    def __len__(self) -> int:
+        return len(self.layers) * self.experts
+
+    def __iter__(self) -> Iterator[ExpertKey]:
+        return ((layer, expert) for layer in self.layers for expert in range(self.experts))
+
+    def __contains__(self, key: object) -> bool:
+        return (
+            isinstance(key, tuple)
+            and len(key) == 2
+            and isinstance(key[1], int)
+            and 0 <= key[1] < self.experts
+            and key[0] in self.layers
+        )
+
+    def check(self, keys: Iterable[ExpertKey], *, namespace: str) -> None:
+        """Returns if every key is in the space; else raises UnknownKey naming the first that is not."""
+        layers, experts = frozenset(self.layers), self.experts
+        for key in keys:
+            if key[0] not in layers or not 0 <= key[1] < experts:
+                raise UnknownKey(
+                    f"key {tuple(key)} is not in namespace {namespace!r}: layers {_span(self.layers)}, experts 0 to {experts - 1}"
+                )
+
+
+def _span(layers: tuple[int, ...]) -> str:
+    if layers == tuple(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]} to {layers[-1]}"
+    return ", ".join(map(str, layers[:16])) + (", ..." if len(layers) > 16 else "")

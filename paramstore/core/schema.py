@@ -1,0 +1,260 @@
+"""What a record is made of: parts, fields, shapes, dtypes and where each byte lies.
+
+A *stored* part's image is exactly what lies in its extent and in its slot: `header | field | field | ...`, each field
+aligned to 4 KiB. A *derived* part (`param` of an adamw schema) has no header and is never on a volume: it is made from
+the `master` fields. Checksums are one per CHUNK_BYTES; chunks restart at each field, so `master` can be read and
+verified without the moments. The header's size is fixed by the schema.
+
+dtypes are the names torch uses ("float32", "bfloat16"): this file imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from paramstore.errors import SchemaMismatch
+
+PAGE_BYTES = 4096
+CHUNK_BYTES = 1 << 20
+HEADER_FIXED_BYTES = 512
+"""Room of the header before its checksum table; `storage.format` fills it."""
+CHECKSUM_BYTES = 8
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+PARAM_DTYPES = ("float32", "bfloat16", "float16")
+"""What an adamw schema's `param` and gradients may be."""
+MASTER_DTYPE = "float32"
+OPTIM_PREFIXES = ("master", "exp_avg", "exp_avg_sq")
+"""The order in which an adamw record stores its fields; `master` first, so that forward reads a third."""
+FIELDS_MAX = 64
+RANK_MAX = 8
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a torch dtype, or of one given as a string. Raises SchemaMismatch for one we cannot store."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEM_BYTES:
+        raise SchemaMismatch(f"dtype {dtype!r} cannot be stored; use one of {', '.join(ITEM_BYTES)}")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a part. `offset_bytes` counts from the start of the part's image (header included)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset_bytes: int
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def length_bytes(self) -> int:
+        return self.elements * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One checksummed byte range of a stored part's image."""
+
+    offset_bytes: int
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A named piece of a record with its own residency.
+
+    header_bytes: 0 for a derived part. image_bytes: header and fields, rounded up to whole pages; a slot's size.
+    """
+
+    name: str
+    fields: tuple[Field, ...]
+    header_bytes: int
+    image_bytes: int
+
+    @property
+    def is_stored(self) -> bool:
+        return self.header_bytes > 0
+
+    def field(self, name: str) -> Field:
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise SchemaMismatch(f"part {self.name!r} has no field {name!r}; it has {', '.join(f.name for f in self.fields)}")
+
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The part's checksummed ranges in order of offset."""
+        return tuple(
+            Chunk(field.offset_bytes + start, min(CHUNK_BYTES, field.length_bytes - start))
+            for field in self.fields
+            for start in range(0, field.length_bytes, CHUNK_BYTES)
+        )
+
+
+FieldSpecs = tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """Parts and layout of a namespace's records. Make one with `adamw` or `param`; equal schemas have equal layouts.
+
+    kind: "adamw" (parts `optim`, stored, and `param`, derived) or "param" (one stored part `param`).
+    specs: the parameter fields as the user gave them, (name, shape, dtype).
+    gradient_dtype: dtype of pushed gradients; "" for kind "param".
+    """
+
+    kind: str
+    specs: FieldSpecs
+    gradient_dtype: str
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def adamw(
+        cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None
+    ) -> Schema:
+        """A training schema: fp32 `master`, `exp_avg`, `exp_avg_sq` (12 bytes a parameter, the 12·S of SE-MoE, section 3.1).
+
+        fields: name -> shape. param_dtype: float32, bfloat16 or float16. gradient_dtype: default `param_dtype`.
+        Raises SchemaMismatch.
+        """
+        param = _check_param_dtype(param_dtype, "param_dtype")
+        gradient = _check_param_dtype(param if gradient_dtype is None else gradient_dtype, "gradient_dtype")
+        specs = _check_specs({name: (shape, param) for name, shape in fields.items()})
+        optim_specs = [(f"{prefix}/{name}", shape, MASTER_DTYPE) for prefix in OPTIM_PREFIXES for name, shape, _ in specs]
+        parts = (_stored_part("optim", optim_specs), _derived_part("param", specs))
+        return cls(kind="adamw", specs=specs, gradient_dtype=gradient, parts=parts)
+
+    @classmethod
+    def param(cls, fields: Mapping[str, tuple[Sequence[int], object]]) -> Schema:
+        """An inference schema: one stored part in the checkpoint's own dtypes. fields: name -> (shape, dtype)."""
+        specs = _check_specs(fields)
+        return cls(kind="param", specs=specs, gradient_dtype="", parts=(_stored_part("param", specs),))
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, object]) -> Schema:
+        """The schema that `describe` described. Raises SchemaMismatch if it is not a description."""
+        try:
+            kind = description["kind"]
+            raw = description["fields"]
+            fields = {str(name): (tuple(shape), dtype) for name, shape, dtype in raw}  # type: ignore[attr-defined]
+            if kind == "param":
+                return cls.param(fields)
+            if kind == "adamw":
+                dtypes = {dtype for _, dtype in fields.values()}
+                if len(dtypes) != 1:
+                    raise SchemaMismatch(f"an adamw schema has one param dtype, got {sorted(map(str, dtypes))}")
+                shapes = {name: shape for name, (shape, _) in fields.items()}
+                return cls.adamw(shapes, param_dtype=dtypes.pop(), gradient_dtype=description["gradient_dtype"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise SchemaMismatch(f"not a schema description: {error!r}") from error
+        raise SchemaMismatch(f"schema kind {kind!r} is unknown; this version knows 'adamw' and 'param'")
+
+    def describe(self) -> dict[str, object]:
+        """Plain values that travel and are kept in the catalog."""
+        fields = [[name, list(shape), dtype] for name, shape, dtype in self.specs]
+        return {"kind": self.kind, "fields": fields, "gradient_dtype": self.gradient_dtype}
+
+    def part(self, name: str) -> Part:
+        for part in self.parts:
+            if part.name == name:
+                return part
+        raise SchemaMismatch(f"schema has no part {name!r}; it has {', '.join(p.name for p in self.parts)}")
+
+    @property
+    def stored(self) -> Part:
+        """The part that lies on the volume: one per schema. Its `image_bytes` is the record's size there."""
+        return self.parts[0]
+
+    @property
+    def record_bytes(self) -> int:
+        return self.stored.image_bytes
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.kind == "adamw"
+
+    @property
+    def parameter_elements(self) -> int:
+        """Parameters in one record."""
+        return sum(prod(shape) for _, shape, _ in self.specs)
+
+    def initial_fields(self) -> tuple[Field, ...]:
+        """Where each field of an initial value lies in an upload range: fp32 for adamw (it becomes `master`), else as stored."""
+        return self._initial_layout()[0]
+
+    @property
+    def initial_bytes(self) -> int:
+        """Bytes one key's initial value takes in an upload area."""
+        return self._initial_layout()[1]
+
+    def _initial_layout(self) -> tuple[tuple[Field, ...], int]:
+        return _layout(
+            [(name, shape, MASTER_DTYPE if self.is_trainable else dtype) for name, shape, dtype in self.specs], start_bytes=0
+        )
+
+    def gradient_fields(self) -> tuple[Field, ...]:
+        """Where each field's gradient lies in one key's range of an upload area; page-aligned as in a part."""
+        return _layout([(name, shape, self.gradient_dtype) for name, shape, _ in self.specs], start_bytes=0)[0]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes one key's gradients take in an upload area."""
+        return _layout([(name, shape, self.gradient_dtype) for name, shape, _ in self.specs], start_bytes=0)[1]
+
+
+def _check_param_dtype(dtype: object, argument: str) -> str:
+    name = dtype_name(dtype)
+    if name not in PARAM_DTYPES:
+        raise SchemaMismatch(f"{argument}={name}: an adamw schema takes {', '.join(PARAM_DTYPES)}")
+    return name
+
+
+def _check_specs(fields: Mapping[str, tuple[Sequence[int], object]]) -> FieldSpecs:
+    if not 1 <= len(fields) <= FIELDS_MAX:
+        raise SchemaMismatch(f"{len(fields)} fields: give 1 to {FIELDS_MAX}")
+    specs = []
+    for name, (shape, dtype) in fields.items():
+        dimensions = tuple(int(size) for size in shape)
+        if not name or len(name) > 64 or "/" in name or not name.isprintable():
+            raise SchemaMismatch(f"field name {name!r}: use 1 to 64 printable characters without '/'")
+        if not 1 <= len(dimensions) <= RANK_MAX or min(dimensions) < 1:
+            raise SchemaMismatch(f"field {name!r} has shape {dimensions}: give 1 to {RANK_MAX} sizes, each at least 1")
+        specs.append((name, dimensions, dtype_name(dtype)))
+    return tuple(specs)
+
+
+def _layout(specs: Sequence[tuple[str, tuple[int, ...], str]], *, start_bytes: int) -> tuple[tuple[Field, ...], int]:
+    """Fields one after the other, each on a page boundary; and the end, rounded up to a page."""
+    fields, offset_bytes = [], start_bytes
+    for name, shape, dtype in specs:
+        field = Field(name, shape, dtype, offset_bytes)
+        fields.append(field)
+        offset_bytes = round_up(offset_bytes + field.length_bytes, PAGE_BYTES)
+    return tuple(fields), offset_bytes
+
+
+def _stored_part(name: str, specs: Sequence[tuple[str, tuple[int, ...], str]]) -> Part:
+    lengths = [prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in specs]
+    chunk_count = sum(-(-length // CHUNK_BYTES) for length in lengths)
+    header_bytes = round_up(HEADER_FIXED_BYTES + chunk_count * CHECKSUM_BYTES, PAGE_BYTES)
+    fields, image_bytes = _layout(specs, start_bytes=header_bytes)
+    return Part(name, fields, header_bytes, image_bytes)
+
+
+def _derived_part(name: str, specs: Sequence[tuple[str, tuple[int, ...], str]]) -> Part:
+    fields, image_bytes = _layout(specs, start_bytes=0)
+    return Part(name, fields, 0, image_bytes)

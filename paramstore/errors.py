@@ -1,0 +1,150 @@
+"""Every exception of paramstore, service and client alike.
+
+    ParamStoreError
+    ├── ConfigError              a setting or flag is wrong                       (CLI exit code 2)
+    ├── StoreUnavailable         the daemon cannot be reached, or went away       (exit code 3)
+    │   ├── VersionMismatch      the daemon speaks another protocol version
+    │   └── ForkedClient         a client was used in a forked child
+    ├── ProtocolError            a frame that no correct peer sends
+    ├── StoreLocked              another daemon holds this directory
+    ├── UnknownNamespace         no namespace of that name
+    ├── NamespaceExists          the name is taken by a committed namespace
+    ├── UnknownKey               the key is not in the namespace
+    ├── SchemaMismatch           field, shape or dtype differ from the schema
+    ├── CapacityError            a limit of memory, slots, volume or budget; the message names the setting
+    ├── LeaseError               a lease cannot be had, or is used after its release
+    ├── WaitTimeout              a bounded wait ran out; nothing was cancelled
+    ├── TicketCancelled          the ticket was cancelled before it took effect
+    ├── WriterFenced             another writer opened the namespace
+    ├── StepError
+    │   ├── StepOutOfOrder       a commit's step is not above the committed one
+    │   ├── StepMismatch         ranks called a collective operation with unequal arguments
+    │   ├── StepFailed           an apply or commit failed; `rollback` is the way on
+    │   └── StepDropped          the step is not retained any more
+    ├── VolumeError              a volume failed, is missing, or is not ours
+    │   └── CorruptRecord        bytes on a volume do not match their checksum    (exit code 4)
+    └── CatalogError             the catalog failed or is not ours                (exit code 4)
+
+A message names the key, the place, the value seen and, where one helps, the setting to change. Errors cross the
+socket as (class name, message) and arrive as the same class: `from_wire` is the one place that maps them.
+"""
+
+from __future__ import annotations
+
+
+class ParamStoreError(Exception):
+    """Base of every error that paramstore raises on purpose."""
+
+
+class ConfigError(ParamStoreError):
+    """A setting, a flag or an environment variable is wrong."""
+
+
+class StoreUnavailable(ParamStoreError):
+    """The daemon cannot be reached, or it went away; `store.reconnect()` is the way on."""
+
+
+class VersionMismatch(StoreUnavailable):
+    """The daemon and the client speak different protocol versions."""
+
+
+class ForkedClient(StoreUnavailable):
+    """A client was used in a forked child; connect again in the child."""
+
+
+class ProtocolError(ParamStoreError):
+    """A frame that no correct peer sends: garbage, oversized, or out of place."""
+
+
+class StoreLocked(ParamStoreError):
+    """Another daemon holds this directory."""
+
+
+class UnknownNamespace(ParamStoreError):
+    """There is no namespace of that name."""
+
+
+class NamespaceExists(ParamStoreError):
+    """The name is taken by a committed namespace, or by one with another schema."""
+
+
+class UnknownKey(ParamStoreError):
+    """The expert key is not in the namespace."""
+
+
+class SchemaMismatch(ParamStoreError):
+    """A field, shape, dtype or part differs from what the schema says."""
+
+
+class CapacityError(ParamStoreError):
+    """A limit of memory, slots, volume or budget; the message names the sizes and the setting."""
+
+
+class LeaseError(ParamStoreError):
+    """A lease cannot be had, or was used after its release."""
+
+
+class WaitTimeout(ParamStoreError, TimeoutError):
+    """A bounded wait ran out. Nothing was cancelled: the operation may still complete."""
+
+
+class TicketCancelled(ParamStoreError):
+    """The ticket was cancelled before it took effect."""
+
+
+class WriterFenced(ParamStoreError):
+    """Another writer opened the namespace; this handle writes no more."""
+
+
+class StepError(ParamStoreError):
+    """Base of errors about steps."""
+
+
+class StepOutOfOrder(StepError):
+    """A commit's step is not above the committed one."""
+
+
+class StepMismatch(StepError):
+    """Ranks called a collective operation with unequal arguments."""
+
+
+class StepFailed(StepError):
+    """An apply or a commit failed; push, apply and commit refuse until `rollback`."""
+
+
+class StepDropped(StepError):
+    """The step is not retained any more."""
+
+
+class VolumeError(ParamStoreError):
+    """A volume failed, is missing, or does not belong to this store."""
+
+
+class CorruptRecord(VolumeError):
+    """The bytes of a record do not match their checksum or identity."""
+
+
+class CatalogError(ParamStoreError):
+    """The catalog failed, is full, or does not belong to this store."""
+
+
+def _all_classes() -> dict[str, type[ParamStoreError]]:
+    classes: dict[str, type[ParamStoreError]] = {}
+    pending: list[type[ParamStoreError]] = [ParamStoreError]
+    while pending:
+        cls = pending.pop()
+        classes[cls.__name__] = cls
+        pending.extend(cls.__subclasses__())
+    return classes
+
+
+CLASSES = _all_classes()
+"""Every error class by name; what `from_wire` can rebuild."""
+
+
+def from_wire(name: str, message: str) -> ParamStoreError:
+    """The error a peer sent as (class name, message). An unknown name becomes the base class, with the name kept."""
+    cls = CLASSES.get(name)
+    if cls is None:
+        return ParamStoreError(f"{name}: {message}")
+    return cls(message)

@@ -1,0 +1,113 @@
+"""The durable map: which namespaces exist, which record is in force at which step, which volumes belong.
+
+Rows are (namespace, layer, expert, first step) -> Located; in force at step s is the newest row with first_step <= s.
+The whole catalog is read into `Contents` at open and afterwards only written: one `Change` is one durable transaction.
+All calls are made on one thread, never the event loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Located
+
+
+class Row(NamedTuple):
+    """`located` is in force from `first_step` until the key's next row."""
+
+    first_step: int
+    located: Located
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One committed step that can be opened. note_slot: where its commit note lies on every volume."""
+
+    step: int
+    sequence: int
+    note_slot: int
+    record_count: int
+    extra: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRow:
+    """schema: a description of `core.schema.Schema`. epoch and sequence never decrease.
+
+    epoch_bounds: for every earlier epoch, the last sequence that still counts (a rollback sets it).
+    """
+
+    name: str
+    schema: dict[str, object]
+    layers: tuple[int, ...]
+    experts: int
+    epoch: int
+    sequence: int
+    epoch_bounds: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeRow:
+    """written_bytes: below it every block has been written once (write-back is twice as fast there)."""
+
+    index: int
+    uuid: bytes
+    size_bytes: int
+    written_bytes: int
+
+
+@dataclass(slots=True)
+class NamespaceContents:
+    """All the catalog holds of one namespace. rows: per key, oldest first. steps: by step."""
+
+    namespace: NamespaceRow
+    rows: dict[ExpertKey, list[Row]] = field(default_factory=dict)
+    steps: dict[int, StepRow] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Contents:
+    """The whole catalog, as read at open."""
+
+    store_uuid: bytes
+    namespaces: dict[str, NamespaceContents] = field(default_factory=dict)
+    volumes: dict[int, VolumeRow] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One transaction: all of it is durable, or none of it. Within a namespace, drops apply before puts."""
+
+    put_namespaces: tuple[NamespaceRow, ...] = ()
+    drop_namespaces: tuple[str, ...] = ()
+    """With all their rows and steps."""
+    put_rows: tuple[tuple[str, ExpertKey, Row], ...] = ()
+    drop_rows: tuple[tuple[str, ExpertKey, int], ...] = ()
+    """(namespace, key, first_step)."""
+    put_steps: tuple[tuple[str, StepRow], ...] = ()
+    drop_steps: tuple[tuple[str, int], ...] = ()
+    put_volumes: tuple[VolumeRow, ...] = ()
+
+
+class Catalog(Protocol):
+    """LMDB in the daemon, a plain dict in tests; both pass the same contract tests."""
+
+    def load(self) -> Contents:
+        """Everything durable now. Raises CatalogError naming the row whose checksum or shape is wrong."""
+        ...
+
+    def reserve(self, row_count: int) -> None:
+        """Called before data is written: on return a Change of up to `row_count` rows will find room. Raises CatalogError."""
+        ...
+
+    def apply(self, change: Change) -> None:
+        """On return `change` is durable. Raises CatalogError; then the outcome is unknown until `load` after a reopen."""
+        ...
+
+    def reopen(self) -> None:
+        """Closes and opens the store again, after an `apply` that raised."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,60 @@
+"""What every volume offers: reads, writes and flushes of aligned byte ranges, called from worker threads.
+
+A volume knows nothing of records. Offsets, lengths and buffers are multiples of `alignment_bytes`; several calls may be
+under way at once on disjoint ranges. A call either does all of its work or raises VolumeError, and then the range (of a
+read: the buffer) holds garbage and the volume stays usable. Nothing here retries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from paramstore.core.place import Tier
+
+ALIGNMENT_BYTES = 4096
+
+
+class Volume(Protocol):
+    """A file, block device or PMem region that holds extents."""
+
+    @property
+    def index(self) -> int:
+        """Number of the volume in its store; what `Extent.volume` names."""
+        ...
+
+    @property
+    def tier(self) -> Tier:
+        """NVME or PMEM."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Usable size now; `grow` raises it."""
+        ...
+
+    def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
+        """Fills the buffers, one after the other, from `offset_bytes` on. Raises VolumeError (short reads too)."""
+        ...
+
+    def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
+        """Writes the buffers, one after the other. Durable only after `flush`. Raises VolumeError."""
+        ...
+
+    def flush(self) -> None:
+        """On return everything written before the call is durable. Raises VolumeError; then nothing since the last
+        successful flush may be trusted, and the caller must not call again in the hope that it works."""
+        ...
+
+    def grow(self, size_bytes: int) -> None:
+        """Makes the volume at least that large, space allocated on the device. Raises VolumeError naming the bytes missing;
+        the size is then as before."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """For status and benchmarks: path, mode ("direct", "buffered", "pmem"), why a fallback was taken, sizes."""
+        ...
+
+    def close(self) -> None:
+        """Gives the file and mapping back. No other call may follow."""
+        ...

@@ -1,0 +1,83 @@
+"""Frames: a 4-byte little-endian length, then one msgpack message. Size limits are checked before a body is kept.
+
+`FrameDecoder` turns a byte stream into message bodies; `RequestCodec` and `AnswerCodec` turn bodies into messages.
+Whatever a peer sends, the outcome is a message or ProtocolError.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from paramstore.errors import ProtocolError
+from paramstore.wire.messages import Answer, Message, Request
+
+LENGTH = struct.Struct("<I")
+FRAME_BYTES_MAX = 8 << 20
+"""KEYS_MAX keys and the largest `extra` fit; more is no correct peer."""
+FIRST_FRAME_BYTES_MAX = 4096
+"""Until the hello is accepted."""
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Message) -> bytearray:
+    """The frame of `message`. Raises ProtocolError if it would exceed FRAME_BYTES_MAX."""
+    frame = bytearray(LENGTH.size)
+    _encoder.encode_into(message, frame, LENGTH.size)
+    body_bytes = len(frame) - LENGTH.size
+    if body_bytes > FRAME_BYTES_MAX:
+        raise ProtocolError(f"{type(message).__name__} takes {body_bytes} bytes, the limit is {FRAME_BYTES_MAX}: ask in parts")
+    LENGTH.pack_into(frame, 0, body_bytes)
+    return frame
+
+
+def decode_request(body: bytes | bytearray | memoryview) -> Request:
+    try:
+        return _request_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a request: {error}") from error
+
+
+def decode_answer(body: bytes | bytearray | memoryview) -> Answer:
+    try:
+        return _answer_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not an answer: {error}") from error
+
+
+class FrameDecoder:
+    """Cuts a byte stream into frame bodies. Holds at most one unfinished frame and what one `feed` brought.
+
+    limit_bytes: may be raised once the peer is known (`FIRST_FRAME_BYTES_MAX` before).
+    """
+
+    def __init__(self, limit_bytes: int = FRAME_BYTES_MAX) -> None:
+        self.limit_bytes = limit_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Bodies that `data` completes, in order. Raises ProtocolError at a length above the limit."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= LENGTH.size:
+                (body_bytes,) = LENGTH.unpack_from(self._buffer, start)
+                if body_bytes > self.limit_bytes:
+                    raise ProtocolError(f"frame of {body_bytes} bytes; the limit is {self.limit_bytes}")
+                end = start + LENGTH.size + body_bytes
+                if end > len(self._buffer):
+                    break
+                body = bytes(self._buffer[start + LENGTH.size : end])
+                start = end
+                yield body
+        finally:
+            del self._buffer[:start]
+
+    @property
+    def pending_bytes(self) -> int:
+        return len(self._buffer)
