@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,8 @@ import msgspec
 from paramstore.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "PARAMSTORE_"
+VOLUMES_SEPARATOR = re.compile(r"(?<!^pmem)(?<!:pmem):")
+"""As in PATH, but the colon of `pmem:DIR` separates nothing."""
 SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?")
 SIZE_UNITS = {
     "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
@@ -28,14 +31,14 @@ HELD_STEPS = 2
 """Old steps that readers may keep alive beyond the retained ones."""
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: object) -> int:
     """Bytes in `64GiB`, `1.5MB` or a plain number. Raises ConfigError."""
     if isinstance(text, int):
         return text
-    match = SIZE_PATTERN.fullmatch(text.strip())
+    match = SIZE_PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ConfigError(f"size {text!r}: write a number and one of {', '.join(SIZE_UNITS)}, as in 64GiB")
-    return int(float(match[1]) * SIZE_UNITS[match[2] or "B"])
+    return int(Fraction(match[1]) * SIZE_UNITS[match[2] or "B"])
 
 
 def format_size(size_bytes: int) -> str:
@@ -126,7 +129,7 @@ def load(
 def _decode_path(kind: type, value: object) -> object:
     if kind is Path and isinstance(value, str | Path):
         return Path(value)
-    raise NotImplementedError(f"no conversion to {kind}")
+    raise TypeError(f"{value!r} is not a path")
 
 
 def _overlay(values: dict[str, object], layer: Mapping[str, object], *, origin: str) -> None:
@@ -136,9 +139,12 @@ def _overlay(values: dict[str, object], layer: Mapping[str, object], *, origin: 
             raise ConfigError(f"{origin}: there is no setting {given!r}; settings are {', '.join(Config.__struct_fields__)}")
         if name in SIZE_SETTINGS and value is not None:
             try:
-                value = parse_size(value)  # type: ignore[arg-type]
+                value = parse_size(value)
             except ConfigError as error:
                 raise ConfigError(f"{origin}: {given}: {error}") from error
+        before = values.get(name)
+        if isinstance(before, dict) and isinstance(value, Mapping):
+            value = {**before, **value}  # a table is overlaid setting by setting
         values[name] = value
 
 
@@ -164,7 +170,7 @@ def _from_environment(variables: Mapping[str, str]) -> dict[str, object]:
         if name.startswith("policy__"):
             policy[name.removeprefix("policy__")] = text
         elif name == "volumes":
-            table[name] = text.split(os.pathsep)
+            table[name] = VOLUMES_SEPARATOR.split(text) if text else []
         elif name in known:
             table[name] = text
     if policy:
@@ -175,7 +181,7 @@ def _from_environment(variables: Mapping[str, str]) -> dict[str, object]:
 def _check(config: Config) -> None:
     if config.policy.name not in ("decayed_lfu", "lru"):
         raise ConfigError(f"policy.name={config.policy.name!r}: this version has decayed_lfu and lru")
-    if not 0.0 <= config.policy.beta <= 1.0 or config.policy.decay_steps < 1 or config.policy.threshold < 0:
+    if not 0.0 <= config.policy.beta <= 1.0 or config.policy.decay_steps < 1 or not config.policy.threshold >= 0:
         raise ConfigError(f"policy: beta must be in [0, 1], decay_steps at least 1, threshold not negative; got {config.policy}")
     if config.pmem_granularity not in ("page", "cache_line", "byte"):
         raise ConfigError(f"pmem_granularity={config.pmem_granularity!r}: use page, cache_line or byte")

@@ -16,6 +16,8 @@ ExpertKey = tuple[int, int]
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LAYERS_MAX = 4096
+LAYER_INDEX_MAX = (1 << 31) - 1
+"""Keys are stored as 32-bit numbers."""
 EXPERTS_MAX = 65536
 
 
@@ -36,9 +38,12 @@ class KeySpace:
     @classmethod
     def of(cls, layers: int | Iterable[int], experts: int) -> KeySpace:
         """`layers`: a count, or the indices of the layers that have experts. Raises ConfigError on an empty or absurd space."""
-        indices = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
-        if not indices or len(indices) > LAYERS_MAX or len(set(indices)) != len(indices) or min(indices) < 0:
-            raise ConfigError(f"layers={layers!r}: give 1 to {LAYERS_MAX} distinct indices, or a count")
+        indices = tuple(range(min(layers, LAYERS_MAX + 1)) if isinstance(layers, int) else layers)
+        is_valid = 1 <= len(indices) <= LAYERS_MAX and len(set(indices)) == len(indices)
+        if not is_valid or min(indices) < 0 or max(indices) > LAYER_INDEX_MAX:
+            raise ConfigError(
+                f"layers={layers!r}: give 1 to {LAYERS_MAX} distinct indices of 0 to {LAYER_INDEX_MAX}, or a count"
+            )
         if not 1 <= experts <= EXPERTS_MAX:
             raise ConfigError(f"experts={experts}: give 1 to {EXPERTS_MAX}")
         return cls(layers=tuple(sorted(indices)), experts=experts)

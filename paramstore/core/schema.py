@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import index
 
 from paramstore.errors import SchemaMismatch
 
@@ -228,7 +229,10 @@ def _check_specs(fields: Mapping[str, tuple[Sequence[int], object]]) -> FieldSpe
         raise SchemaMismatch(f"{len(fields)} fields: give 1 to {FIELDS_MAX}")
     specs = []
     for name, (shape, dtype) in fields.items():
-        dimensions = tuple(int(size) for size in shape)
+        try:
+            dimensions = tuple(index(size) for size in shape)
+        except TypeError as error:
+            raise SchemaMismatch(f"field {name!r} has shape {shape!r}: give whole numbers") from error
         if not name or len(name) > 64 or "/" in name or not name.isprintable():
             raise SchemaMismatch(f"field name {name!r}: use 1 to 64 printable characters without '/'")
         if not 1 <= len(dimensions) <= RANK_MAX or min(dimensions) < 1:

@@ -37,6 +37,7 @@ class NamespaceRow:
     """schema: a description of `core.schema.Schema`. epoch and sequence never decrease.
 
     epoch_bounds: for every earlier epoch, the last sequence that still counts (a rollback sets it).
+    applies: how many applies the committed step covers (`last_apply` of a record's header counts in them).
     """
 
     name: str
@@ -46,6 +47,7 @@ class NamespaceRow:
     epoch: int
     sequence: int
     epoch_bounds: tuple[tuple[int, int], ...] = ()
+    applies: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,24 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from paramstore.core.place import Tier
+from paramstore.errors import VolumeError
 
 ALIGNMENT_BYTES = 4096
+
+
+def check_range(offset_bytes: int, buffers: Sequence[memoryview], *, size_bytes: int, place: str) -> int:
+    """The bytes of the range that the buffers make from `offset_bytes` on; the same check for every volume.
+
+    An unaligned range is a bug. Raises VolumeError if the range leaves the volume. place: names the volume.
+    """
+    length_bytes = sum([buffer.nbytes for buffer in buffers])
+    is_aligned = (offset_bytes | length_bytes) % ALIGNMENT_BYTES == 0
+    assert is_aligned, f"{place}: {length_bytes} bytes at offset {offset_bytes}"
+    if not 0 <= offset_bytes <= size_bytes - length_bytes:
+        raise VolumeError(
+            f"{place}: {length_bytes} bytes at offset {offset_bytes} are outside its {size_bytes} bytes"
+        )
+    return length_bytes
 
 
 class Volume(Protocol):

@@ -26,9 +26,12 @@ _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answe
 
 
 def encode(message: Message) -> bytearray:
-    """The frame of `message`. Raises ProtocolError if it would exceed FRAME_BYTES_MAX."""
+    """The frame of `message`. Raises ProtocolError if it would exceed FRAME_BYTES_MAX, or a value cannot travel."""
     frame = bytearray(LENGTH.size)
-    _encoder.encode_into(message, frame, LENGTH.size)
+    try:
+        _encoder.encode_into(message, frame, LENGTH.size)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
     body_bytes = len(frame) - LENGTH.size
     if body_bytes > FRAME_BYTES_MAX:
         raise ProtocolError(f"{type(message).__name__} takes {body_bytes} bytes, the limit is {FRAME_BYTES_MAX}: ask in parts")

@@ -27,7 +27,7 @@ LABEL_MAX = 64
 Key = tuple[int, int]
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Base of all; each message is an array whose first item is its tag."""
 
 

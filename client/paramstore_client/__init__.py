@@ -1,0 +1,108 @@
+"""The thin client of paramstore: what a training or inference process imports. `paramstore` re-exports these names.
+
+Names that need torch are resolved on first use (PEP 562): connecting, opening and `ServeOptions` do without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import Schema
+from paramstore.errors import (
+    CapacityError,
+    CatalogError,
+    ConfigError,
+    CorruptRecord,
+    ForkedClient,
+    LeaseError,
+    NamespaceExists,
+    ParamStoreError,
+    ProtocolError,
+    SchemaMismatch,
+    StepDropped,
+    StepError,
+    StepFailed,
+    StepMismatch,
+    StepOutOfOrder,
+    StoreLocked,
+    StoreUnavailable,
+    TicketCancelled,
+    UnknownKey,
+    UnknownNamespace,
+    VersionMismatch,
+    VolumeError,
+    WaitTimeout,
+    WriterFenced,
+)
+from paramstore_client.autostart import ServeOptions
+from paramstore_client.client import Store, adamw_schema, connect, param_schema
+from paramstore_client.lease import Lease
+from paramstore_client.namespace import Namespace
+from paramstore_client.ticket import Ticket
+
+if TYPE_CHECKING:
+    from paramstore_client import nn
+    from paramstore_client.device import DeviceTier
+    from paramstore_client.nn import StoredExperts
+    from paramstore_client.ring import RingMemory
+
+__all__ = [
+    "AdamW",
+    "CapacityError",
+    "CatalogError",
+    "ConfigError",
+    "CorruptRecord",
+    "DeviceTier",
+    "ForkedClient",
+    "Lease",
+    "LeaseError",
+    "Namespace",
+    "NamespaceExists",
+    "ParamStoreError",
+    "ProtocolError",
+    "RingMemory",
+    "Schema",
+    "SchemaMismatch",
+    "ServeOptions",
+    "StepDropped",
+    "StepError",
+    "StepFailed",
+    "StepMismatch",
+    "StepOutOfOrder",
+    "Store",
+    "StoreLocked",
+    "StoreUnavailable",
+    "StoredExperts",
+    "Ticket",
+    "TicketCancelled",
+    "UnknownKey",
+    "UnknownNamespace",
+    "VersionMismatch",
+    "VolumeError",
+    "WaitTimeout",
+    "WriterFenced",
+    "adamw_schema",
+    "connect",
+    "nn",
+    "param_schema",
+]
+
+_TORCH_NAMES = {
+    "DeviceTier": "paramstore_client.device",
+    "RingMemory": "paramstore_client.ring",
+    "StoredExperts": "paramstore_client.nn",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "nn":
+        return importlib.import_module("paramstore_client.nn")
+    if name in _TORCH_NAMES:
+        return getattr(importlib.import_module(_TORCH_NAMES[name]), name)
+    raise AttributeError(f"module 'paramstore_client' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

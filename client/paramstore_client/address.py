@@ -1,0 +1,80 @@
+"""Where a daemon listens, and the connected socket to it.
+
+A socket is handed out only if the process behind it has this user's id or is root's: another user's daemon would see
+gradients and could feed weights.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+from paramstore.config import Config
+from paramstore.errors import ConfigError, StoreUnavailable
+
+ADDRESS_VARIABLE = "PARAMSTORE_ADDRESS"
+SCHEME = "unix://"
+PATH_BYTES_MAX = 107
+"""sockaddr_un holds 108 bytes, one of them the end."""
+PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+Address = str | os.PathLike[str]
+
+
+def parse_address(address: Address) -> Path:
+    """The socket's path in `unix:///path`, or in a plain path. Raises ConfigError."""
+    text = os.fspath(address)
+    path = text.removeprefix(SCHEME)
+    if not path or "://" in path:
+        raise ConfigError(f"address {text!r}: write unix:///path/to/paramstore.sock, or the path alone")
+    if len(os.fsencode(path)) > PATH_BYTES_MAX:
+        raise ConfigError(f"{text!r}: a socket's path has {PATH_BYTES_MAX} bytes at most; serve with a shorter --socket")
+    return Path(path)
+
+
+def default_path() -> Path:
+    """What `address=None` means without autostart: PARAMSTORE_ADDRESS, else where `paramstore serve` listens by default."""
+    variable = os.environ.get(ADDRESS_VARIABLE)
+    return parse_address(variable) if variable else Config().socket_path
+
+
+def try_connect(path: Path, *, timeout_s: float) -> socket.socket | None:
+    """A connected socket; None if nobody listens at `path`. Raises StoreUnavailable if somebody does who cannot be used."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(str(path))
+        _check_peer(sock, path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        return None
+    except TimeoutError as error:
+        sock.close()
+        raise StoreUnavailable(f"unix://{path}: the daemon accepted no connection within {timeout_s:g} s") from error
+    except OSError as error:
+        sock.close()
+        raise StoreUnavailable(f"unix://{path}: {error}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def nobody_listens(path: Path) -> StoreUnavailable:
+    """The error for a path without a daemon."""
+    return StoreUnavailable(
+        f"no daemon listens at unix://{path}: start one with `paramstore serve --dir DIR`, or connect with"
+        " autostart=ServeOptions(dir=...)"
+    )
+
+
+def _check_peer(sock: socket.socket, path: Path) -> None:
+    process_id, user_id, _ = PEER_CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+    )
+    if user_id not in (os.geteuid(), 0):
+        raise StoreUnavailable(
+            f"unix://{path}: process {process_id} behind it belongs to user {user_id}, not to {os.geteuid()} or root"
+        )

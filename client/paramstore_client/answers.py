@@ -1,0 +1,79 @@
+"""What the results of a session's requests look like; every function makes its value of an answer or raises ProtocolError."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from paramstore.errors import ProtocolError
+from paramstore.wire.messages import Done
+
+T = TypeVar("T")
+
+Result = dict[str, Any]
+"""A result that goes to the caller as the daemon sent it; `wire.messages` names its items."""
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """The result of Hello, as far as a client needs it."""
+
+    wait_timeout_s: float | None = None
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """The result of OpenNamespace and CreateNamespace."""
+
+    handle: int
+    name: str
+    schema: dict[str, Any]
+    layers: list[int]
+    experts: int
+    epoch: int
+    lease_slots: int
+    wait_timeout_s: float
+    committed_step: int | None = None
+    view_step: int | None = None
+
+
+def result_of(answer: object, kind: type[T]) -> T:
+    """The result in `answer`, checked to be a `kind`."""
+    if not isinstance(answer, Done):
+        raise ProtocolError(f"a {type(answer).__name__} came where a Done was due")
+    try:
+        return msgspec.convert(answer.result, kind)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"a result is not what the protocol says: {error}") from error
+
+
+def mapping(answer: object) -> Result:
+    return result_of(answer, dict[str, Any])
+
+
+def mappings(answer: object) -> list[Result]:
+    return result_of(answer, list[dict[str, Any]])
+
+
+def number(answer: object) -> int:
+    return result_of(answer, int)
+
+
+def optional_number(answer: object) -> int | None:
+    return result_of(answer, int | None)  # type: ignore[arg-type]  # a union is no `type`, msgspec takes it
+
+
+def real(answer: object) -> float:
+    return result_of(answer, float)
+
+
+def numbers(answer: object) -> list[int]:
+    return result_of(answer, list[int])
+
+
+def data(answer: object) -> bytes:
+    return result_of(answer, bytes)
+
+
+def nothing(answer: object) -> None:
+    """Whatever a Done carries here is of no interest."""
+    result_of(answer, object)

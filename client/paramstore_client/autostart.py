@@ -1,0 +1,175 @@
+"""A daemon started because there was none. It is exec'd, never forked off, and outlives this process.
+
+Ranks that start together get one daemon: each tries to connect, each may start one, the store's lock lets one of them
+live, and the others end with StoreLocked while their ranks go on trying to connect.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paramstore.clock import Clock, MonotonicClock
+from paramstore.config import ENVIRONMENT_PREFIX, load
+from paramstore.errors import StoreLocked, StoreUnavailable
+from paramstore_client.address import try_connect
+
+SERVE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "paramstore", "serve")
+LOG_NAME = "daemon.log"
+RETRY_S = 0.02
+"""Between two attempts to connect while a daemon starts, which takes about ten times as long."""
+LOG_TAIL_LINES = 12
+LINE_BYTES_MAX = 4096
+
+_started: list[subprocess.Popen[bytes]] = []
+"""Daemons of this process: kept so that one that ends is reaped, and dropping it warns nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `paramstore serve` is started with. Sizes are bytes or text like "64GiB"; None is the daemon's default.
+
+    settings: any other setting by name, for example {"policy__name": "lru"}.
+    """
+
+    dir: str | os.PathLike[str] = "paramstore-data"
+    host_budget: int | str | None = None
+    volumes: Sequence[str | os.PathLike[str]] = ()
+    volume_size: int | str | None = None
+    gradient_budget: int | str | None = None
+    socket: str | os.PathLike[str] | None = None
+    config: str | os.PathLike[str] | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def socket_path(self) -> Path:
+        """Where the daemon will listen. Raises ConfigError on options that it would refuse."""
+        flags: dict[str, object] = {"dir": Path(self.dir), **self.settings_without_policy()}
+        flags |= {name: value for name, value in self._sizes() if value is not None}
+        if self.volumes:
+            flags["volumes"] = tuple(Path(volume) for volume in self.volumes)
+        if self.socket is not None:
+            flags["socket"] = Path(self.socket)
+        return load(flags, file=None if self.config is None else Path(self.config)).socket_path.absolute()
+
+    def arguments(self, socket_path: Path) -> list[str]:
+        """The command line after `paramstore serve`."""
+        words = ["--dir", os.fspath(self.dir), "--socket", str(socket_path)]
+        for volume in self.volumes:
+            words += ["--volume", os.fspath(volume)]
+        for name, value in self._sizes():
+            if value is not None:
+                words += [f"--{name.replace('_', '-')}", str(value)]
+        if self.config is not None:
+            words += ["--config", os.fspath(self.config)]
+        return words
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment, and `settings` in it."""
+        return {**os.environ, **{ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in self.settings.items()}}
+
+    def settings_without_policy(self) -> dict[str, object]:
+        """`settings` that are plain values: those of the policy reach the daemon by its environment alone."""
+        return {name: value for name, value in self.settings.items() if not name.startswith("policy__")}
+
+    def _sizes(self) -> tuple[tuple[str, int | str | None], ...]:
+        return (
+            ("host_budget", self.host_budget),
+            ("volume_size", self.volume_size),
+            ("gradient_budget", self.gradient_budget),
+        )
+
+
+def connect_or_start(
+    path: Path, options: ServeOptions, *, timeout_s: float, clock: Clock | None = None
+) -> socket.socket:
+    """A connected socket to the daemon at `path`, started if there was none.
+
+    Raises StoreUnavailable with the end of the daemon's log if it ends before it serves, or is not ready in time.
+    """
+    clock = clock or MonotonicClock()
+    deadline_s = clock.now_s() + timeout_s
+    sock = try_connect(path, timeout_s=timeout_s)
+    if sock is not None:
+        return sock
+    with _Start(options, path) as start:
+        while (remaining_s := deadline_s - clock.now_s()) > 0:
+            # Its own daemon is connected to only once it has said `ready` to the end: a pipe closed earlier would kill it.
+            if start.has_spoken and (sock := try_connect(path, timeout_s=remaining_s)) is not None:
+                return sock
+            start.pause(min(RETRY_S, remaining_s))
+        raise start.not_ready(timeout_s)
+
+
+class _Start:
+    """One daemon on its way to `ready`."""
+
+    def __init__(self, options: ServeOptions, path: Path) -> None:
+        directory = Path(options.dir)
+        self._log = directory / LOG_NAME
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._log.open("ab") as log:
+                self._log_start = log.tell()
+                self._process = subprocess.Popen(
+                    [*SERVE_COMMAND, *options.arguments(path)],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=options.environment(),
+                    start_new_session=True, close_fds=True,
+                )  # fmt: skip
+        except OSError as error:
+            raise StoreUnavailable(f"the daemon could not be started in {directory}: {error}") from error
+        assert self._process.stdout is not None
+        self._stdout = self._process.stdout
+        self._lines = select.poll()
+        self._lines.register(self._stdout, select.POLLIN)
+        self.has_spoken = False
+        _started[:] = [process for process in _started if process.poll() is None]
+        _started.append(self._process)
+
+    def pause(self, pause_s: float) -> None:
+        """Returns after `pause_s`, or as soon as the daemon has said something. Raises StoreUnavailable if it failed."""
+        if self.has_spoken:
+            threading.Event().wait(pause_s)
+        else:
+            self._listen(pause_s)
+        if self._process.poll() is not None and not self._lost_the_race():
+            raise StoreUnavailable(
+                f"the daemon ended with exit code {self._process.returncode} before it served. {self._tail()}"
+            )
+
+    def _listen(self, pause_s: float) -> None:
+        """Waits for the whole line `ready`, or the end of a daemon that lost the race: then somebody serves, or will soon."""
+        if self._lines.poll(math.ceil(pause_s * 1000)):
+            heard = os.read(self._stdout.fileno(), LINE_BYTES_MAX)
+            self.has_spoken = heard == b"" or b"\n" in heard
+
+    def not_ready(self, timeout_s: float) -> StoreUnavailable:
+        return StoreUnavailable(f"the daemon was not ready within {timeout_s:g} s; raise timeout_s. {self._tail()}")
+
+    def __enter__(self) -> _Start:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stdout.close()
+
+    def _lost_the_race(self) -> bool:
+        return StoreLocked.__name__ in self._log_text()
+
+    def _log_text(self) -> str:
+        try:
+            with self._log.open("rb") as log:
+                log.seek(self._log_start)
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def _tail(self) -> str:
+        lines = self._log_text().splitlines()[-LOG_TAIL_LINES:]
+        return f"The end of {self._log}:\n" + "\n".join(lines) if lines else f"{self._log} has nothing new."

@@ -1,0 +1,218 @@
+"""`connect` and the store it returns: one session with one daemon.
+
+A store may be used from any thread and any event loop of the process that connected, never in a forked child. When the
+daemon goes away everything raises StoreUnavailable until `reconnect`; handles opened before stay stale.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from paramstore.clock import MonotonicClock
+from paramstore.config import Config, parse_size
+from paramstore.core.key import KeySpace, check_name
+from paramstore.core.schema import Schema
+from paramstore.errors import ConfigError, StoreUnavailable, WaitTimeout
+from paramstore.wire.messages import (
+    LABEL_MAX,
+    MAGIC,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    CreateNamespace,
+    Hello,
+    Namespaces,
+    OpenNamespace,
+    Request,
+    Stats,
+)  # fmt: skip
+from paramstore_client import answers
+from paramstore_client.address import Address, default_path, nobody_listens, parse_address, try_connect
+from paramstore_client.answers import Opened, Result, Welcome
+from paramstore_client.autostart import ServeOptions, connect_or_start
+from paramstore_client.connection import Connection
+from paramstore_client.namespace import Namespace
+from paramstore_client.upload import UploadArea
+
+T = TypeVar("T")
+
+DEBUG_VARIABLE = "PARAMSTORE_DEBUG"
+RECONNECT_TIMEOUT_S = 10.0
+
+Dial = Callable[[float], socket.socket]
+"""timeout_s -> a connected socket, or StoreUnavailable."""
+
+
+def adamw_schema(
+    fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None
+) -> Schema:
+    """A training schema: fp32 master weights and Adam moments on the volume, `param_dtype` weights made from them.
+
+    fields: name -> shape. dtypes: torch's, or their names. gradient_dtype: default `param_dtype`. Raises SchemaMismatch.
+    """
+    return Schema.adamw(fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype)
+
+
+def param_schema(fields: Mapping[str, tuple[Sequence[int], object]]) -> Schema:
+    """An inference schema: the checkpoint's own bytes. fields: name -> (shape, dtype). Raises SchemaMismatch."""
+    return Schema.param(fields)
+
+
+def connect(
+    address: Address | None = None, autostart: ServeOptions | bool = False, timeout_s: float = 10.0, *, debug: bool = False
+) -> Store:
+    """A session with the node's daemon.
+
+    address: `unix:///path` or the path. None: where `autostart`'s daemon listens, else PARAMSTORE_ADDRESS, else the default.
+    autostart: starts a daemon if none listens there; it outlives this process. timeout_s: for all of it.
+    debug: tensors of a released lease become unusable (also PARAMSTORE_DEBUG=1).
+    Raises StoreUnavailable, VersionMismatch, ConfigError.
+    """
+    options = ServeOptions() if autostart is True else autostart or None
+    if address is not None:
+        path = parse_address(address)
+    elif options is not None:
+        path = parse_address(options.socket_path())
+    else:
+        path = default_path()
+    is_debug = debug or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+    return Store(path, _dial(path, options), timeout_s=timeout_s, is_debug=is_debug)
+
+
+class Store:
+    """One session with a daemon. Owner of the connection and of its upload area. A context manager.
+
+    `connect` makes it. dial: opens the socket, now and at `reconnect`.
+    """
+
+    def __init__(self, path: Path, dial: Dial, *, timeout_s: float, is_debug: bool) -> None:
+        self._path = path
+        self._dial = dial
+        self._is_debug = is_debug
+        self._connection = _greet(dial, timeout_s=timeout_s)
+        self._area = UploadArea(self._connection)
+
+    @property
+    def address(self) -> str:
+        """`unix:///path` of the daemon."""
+        return f"unix://{self._path}"
+
+    @property
+    def wait_timeout_s(self) -> float:
+        """What `timeout_s=None` means."""
+        return self._connection.timeout_s
+
+    def create_namespace(
+        self, name: str, schema: Schema, *, layers: int | Iterable[int], experts: int, host_bytes: int | str | None = None
+    ) -> Namespace:
+        """A new namespace, opened as its writer; or an equal one that has no commit yet.
+
+        layers: a count, or the indices of the layers that have experts. host_bytes: its share of the host budget.
+        Raises NamespaceExists, CapacityError naming the missing bytes, SchemaMismatch, ConfigError.
+        """
+        space = KeySpace.of(layers, experts)
+        message = CreateNamespace(
+            self._connection.next_id(), check_name(name), schema.describe(), list(space.layers), space.experts,
+            _size(host_bytes),
+        )  # fmt: skip
+        return self._open(message, f"create_namespace {name!r}", mode="write")
+
+    def open_namespace(
+        self, name: str, mode: str = "read", at: int | None = None, rank: int = 0, world_size: int = 1, *,
+        host_bytes: int | str | None = None,
+    ) -> Namespace:  # fmt: skip
+        """A reader standing on step `at` (None: the newest committed), or the writer, who fences the writers before it.
+
+        Raises UnknownNamespace, StepDropped, CapacityError, ConfigError.
+        """
+        if mode not in ("read", "write"):
+            raise ConfigError(f"open_namespace {name!r}: mode={mode!r}; use 'read' or 'write'")
+        if world_size != 1 or rank != 0:
+            raise ConfigError(f"open_namespace {name!r}: rank={rank}, world_size={world_size}: this version has one writer")
+        if mode == "write" and at is not None:
+            raise ConfigError(f"open_namespace {name!r}: at={at} is for readers; a writer starts at the committed step")
+        message = OpenNamespace(self._connection.next_id(), check_name(name), mode, at, _size(host_bytes))
+        return self._open(message, f"open_namespace {name!r}", mode=mode)
+
+    def namespaces(self) -> list[Result]:
+        """One mapping {name, schema, layers, experts, committed_step, epoch} per namespace."""
+        return self._ask(Namespaces(self._connection.next_id()), "namespaces", answers.mappings)
+
+    def stats(self) -> Result:
+        """The daemon's counters and sizes: tiers, hits and misses, bytes, queues, leases, waste."""
+        return self._ask(Stats(self._connection.next_id()), "stats", answers.mapping)
+
+    def reconnect(self, timeout_s: float = RECONNECT_TIMEOUT_S) -> None:
+        """A new session at the same address, for a daemon that was restarted. Open the namespaces again after it.
+
+        Raises StoreUnavailable; then the store is as unusable as before, and it may be tried again.
+        """
+        self._connection.close("it was opened before store.reconnect()")
+        self._connection = _greet(self._dial, timeout_s=timeout_s)
+        self._area = UploadArea(self._connection)
+
+    def close(self) -> None:
+        """Ends the session: its leases, its pending gradients and its upload area. Idempotent."""
+        self._connection.close("the store was closed by this client")
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Store {self.address}{', closed' if self._connection.is_failed else ''}>"
+
+    def _open(self, message: Request, what: str, *, mode: str) -> Namespace:
+        connection, area = self._connection, self._area
+        opened = self._ask(message, what, partial(answers.result_of, kind=Opened))
+        return Namespace(connection, area, opened, mode=mode, is_debug=self._is_debug)
+
+    def _ask(self, message: Request, what: str, convert: Callable[[Any], T]) -> T:
+        return self._connection.request(message, what=what, convert=convert).wait()
+
+
+def _dial(path: Path, options: ServeOptions | None) -> Dial:
+    def dial(timeout_s: float) -> socket.socket:
+        if options is not None:
+            return connect_or_start(path, options, timeout_s=timeout_s)
+        sock = try_connect(path, timeout_s=timeout_s)
+        if sock is None:
+            raise nobody_listens(path)
+        return sock
+
+    return dial
+
+
+def _greet(dial: Dial, *, timeout_s: float) -> Connection:
+    """A connection that has said hello and was welcomed. Raises StoreUnavailable or VersionMismatch."""
+    clock = MonotonicClock()
+    deadline_s = clock.now_s() + timeout_s
+    connection = Connection(dial(timeout_s), timeout_s=Config().wait_timeout_s)
+    label = Path(sys.argv[0] if sys.argv else "").name[:LABEL_MAX]
+    hello = Hello(connection.next_id(), MAGIC, PROTOCOL_MAJOR, PROTOCOL_MINOR, os.getpid(), label)
+    try:
+        ticket = connection.request(hello, what="hello", convert=partial(answers.result_of, kind=Welcome))
+        welcome = ticket.wait(max(deadline_s - clock.now_s(), 0.0))
+    except WaitTimeout as error:
+        connection.close("it did not answer the hello")
+        raise StoreUnavailable(f"the daemon did not answer the hello within {timeout_s:g} s") from error
+    except BaseException:
+        connection.close("it refused the hello")
+        raise
+    if welcome.wait_timeout_s is not None:
+        connection.timeout_s = welcome.wait_timeout_s
+    return connection
+
+
+def _size(size: int | str | None) -> int | None:
+    return None if size is None else parse_size(size)

@@ -1,0 +1,213 @@
+"""Copies from leased host memory into device slots: on a CUDA stream of its own, or on the host as its twin.
+
+- A copy never overtakes the last use of the slot it overwrites, and its mark is reached only when the bytes are there.
+- The source must stay leased until the copy's mark is reached.
+- Host memory is registered with CUDA where its owner tells us before it is unmapped; a range is unregistered then, never
+  later. Elsewhere, and where registration is refused, bytes go through two pinned buffers. `describe` says which.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paramstore.core.schema import PAGE_BYTES, round_up
+
+REGISTER_READ_ONLY = 8
+"""cudaHostRegisterReadOnly: what a mapping without write permission needs, where the platform has it."""
+REGISTER_DEFAULT = 0
+BOUNCE_BUFFERS = 2
+
+_log = logging.getLogger(__name__)
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def is_reached(self) -> bool: ...
+
+    def wait_on_host(self) -> None: ...
+
+    def wait_on_stream(self) -> None:
+        """The current stream of the caller goes no further before the mark is reached."""
+        ...
+
+
+class Copier(Protocol):
+    """Moves one key's fields at a time."""
+
+    def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
+        """Copies each (target, source), not before `after`; the mark is reached when all are there."""
+        ...
+
+    def mark_use(self) -> Mark:
+        """What the caller's current stream has been given so far."""
+        ...
+
+    def forget_memory(self, address: int, length_bytes: int) -> None:
+        """This host memory is about to be unmapped; no copy from it is under way."""
+        ...
+
+    def describe(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class Reached:
+    """The mark of work that is done when its call returns."""
+
+    def is_reached(self) -> bool:
+        return True
+
+    def wait_on_host(self) -> None:
+        return
+
+    def wait_on_stream(self) -> None:
+        return
+
+
+REACHED = Reached()
+
+
+class HostCopier:
+    """The twin: everything happens at once."""
+
+    def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
+        assert after.is_reached(), "a host slot is not used by anything asynchronous"
+        for target, source in fields:
+            target.copy_(source)
+        return REACHED
+
+    def mark_use(self) -> Mark:
+        return REACHED
+
+    def forget_memory(self, address: int, length_bytes: int) -> None:
+        return
+
+    def describe(self) -> str:
+        return "host: copied at once"
+
+    def close(self) -> None:
+        return
+
+
+class _EventMark:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def is_reached(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
+
+    def wait_on_stream(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class CudaCopier:
+    """Owner of the copy stream, of the registered ranges and of the bounce buffers.
+
+    bounce_bytes: at least one key's fields, each rounded up to a page. may_register: the owner of the host memory
+    promises `forget_memory` before it unmaps.
+    """
+
+    def __init__(self, device: torch.device, *, bounce_bytes: int, may_register: bool) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._may_register = may_register
+        self._refusal = "" if may_register else "the namespace does not tell before it unmaps"
+        self._flags: int | None = None
+        self._registered: dict[int, int] = {}
+        self._bounce_bytes = bounce_bytes
+        self._bounce: list[tuple[Tensor, Mark]] = []
+
+    def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            after.wait_on_stream()
+            if not all(self._is_registered(source) for _, source in fields):
+                return self._copy_through_bounce(fields)
+            for target, source in fields:
+                target.copy_(source, non_blocking=True)
+            return self._mark(self._stream)
+
+    def mark_use(self) -> Mark:
+        return self._mark(torch.cuda.current_stream(self._device))
+
+    def forget_memory(self, address: int, length_bytes: int) -> None:
+        for start in [start for start in self._registered if address <= start < address + length_bytes]:
+            del self._registered[start]
+            code = int(torch.cuda.cudart().cudaHostUnregister(start))  # type: ignore[no-untyped-call]
+            if code:
+                _log.warning("cudaHostUnregister of %d bytes at %#x failed with code %d", length_bytes, start, code)
+
+    def describe(self) -> str:
+        if self._refusal:
+            return f"bounce: copied through {BOUNCE_BUFFERS} pinned buffers, because {self._refusal}"
+        if self._flags is None:
+            return "registered: nothing copied yet"
+        return f"registered{' read-only' if self._flags == REGISTER_READ_ONLY else ''}: copied without a detour"
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        for start, length_bytes in list(self._registered.items()):
+            self.forget_memory(start, length_bytes)
+
+    def _mark(self, stream: torch.cuda.Stream) -> Mark:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return _EventMark(event)
+
+    def _is_registered(self, source: Tensor) -> bool:
+        """Whether the tensor's pages are registered, after trying to; one refusal ends all further tries."""
+        start = source.data_ptr() & -PAGE_BYTES
+        if start in self._registered:
+            return True
+        if not self._may_register:
+            return False
+        length_bytes = round_up(source.data_ptr() + source.nbytes - start, PAGE_BYTES)
+        for flags in (REGISTER_READ_ONLY, REGISTER_DEFAULT) if self._flags is None else (self._flags,):
+            code = int(torch.cuda.cudart().cudaHostRegister(start, length_bytes, flags))  # type: ignore[no-untyped-call]
+            if code == 0:
+                self._registered[start], self._flags = length_bytes, flags
+                return True
+            self._clear_last_error()
+        self._may_register = False
+        self._refusal = f"cudaHostRegister refused {length_bytes} bytes with code {code}"
+        _log.warning("%s: host memory is copied through pinned buffers from here on", self._refusal)
+        return False
+
+    def _clear_last_error(self) -> None:
+        """A refusal stays the runtime's last error, and the next launch would report it as its own: let this one."""
+        with suppress(RuntimeError):
+            torch.empty(1, device=self._device).fill_(0.0)
+
+    def _copy_through_bounce(self, fields: Sequence[tuple[Tensor, Tensor]]) -> Mark:
+        buffer, last_use = self._take_bounce()
+        last_use.wait_on_host()
+        offset_bytes = 0
+        for target, source in fields:
+            staged = buffer[offset_bytes : offset_bytes + source.nbytes].view(source.dtype).view(source.shape)
+            staged.copy_(source)
+            target.copy_(staged, non_blocking=True)
+            offset_bytes = round_up(offset_bytes + source.nbytes, PAGE_BYTES)
+        mark = self._mark(self._stream)
+        self._bounce.append((buffer, mark))
+        return mark
+
+    def _take_bounce(self) -> tuple[Tensor, Mark]:
+        """The buffer whose last use is oldest; made on first need."""
+        if len(self._bounce) < BOUNCE_BUFFERS:
+            return torch.empty(self._bounce_bytes, dtype=torch.uint8, pin_memory=True), REACHED
+        return self._bounce.pop(0)
+
+
+def make_copier(device: torch.device, *, bounce_bytes: int, may_register: bool) -> Copier:
+    if device.type == "cuda":
+        return CudaCopier(device, bounce_bytes=bounce_bytes, may_register=may_register)
+    return HostCopier()

@@ -1,0 +1,117 @@
+"""The pending gradients of one writing handle: which key's sum lies in which range of the upload area.
+
+- A key's gradients are summed in its own range, in push order, in the gradient dtype: bitwise repeatable.
+- All of a push or none of it: keys, shapes and dtypes are checked, memory is taken and the daemon has agreed to the new
+  keys before the first sum changes.
+- From `consume` on the ranges belong to the daemon, until the request that consumes them is answered.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.schema import Schema
+from paramstore.errors import CapacityError, SchemaMismatch, WaitTimeout
+from paramstore_client.ticket import Ticket
+from paramstore_client.upload import Range, UploadArea
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+Gradients = Mapping[ExpertKey, Mapping[str, "Tensor"]]
+"""key -> field -> gradient, every field of the schema."""
+
+
+class PendingGradients:
+    """Owner of the ranges that hold one handle's pending gradients."""
+
+    def __init__(self, area: UploadArea, *, name: str, schema: Schema, space: KeySpace) -> None:
+        self._area = area
+        self._name = name
+        self._schema = schema
+        self._space = space
+        self._pushing = threading.RLock()
+        self._ranges: dict[ExpertKey, Range] = {}
+        self._consuming: list[Ticket[Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def push(self, gradients: Gradients, announce: Callable[[list[tuple[int, int, int, int]]], None]) -> None:
+        """Adds `gradients` to what is pending. announce: tells the daemon of keys that had none, and returns when it agreed.
+
+        Raises SchemaMismatch, UnknownKey, CapacityError or what `announce` raises; then nothing has changed.
+        """
+        from paramstore_client import tensors
+
+        fields = self._check(gradients)
+        with self._pushing:
+            new_keys = [key for key in gradients if key not in self._ranges]
+            new_ranges = self._take(len(new_keys))
+            try:
+                for key, place in zip(new_keys, new_ranges, strict=True):
+                    tensors.copy_into(gradients[key], fields, self._area.mapping(place.segment), place.offset_bytes)
+                if new_keys:
+                    announce([
+                        (*key, place.segment, place.offset_bytes)
+                        for key, place in zip(new_keys, new_ranges, strict=True)
+                    ])  # fmt: skip
+            except WaitTimeout:
+                # The daemon may still take the message, and then it owns the ranges: they are not used again. The same
+                # holds when an interrupt ends the wait, which is why only `Exception` gives them back.
+                raise
+            except Exception:
+                self._area.give_back(new_ranges)
+                raise
+            old_keys = [key for key in gradients if key in self._ranges]
+            self._ranges.update(zip(new_keys, new_ranges, strict=True))
+            for key in old_keys:
+                place = self._ranges[key]
+                tensors.add_into(gradients[key], fields, self._area.mapping(place.segment), place.offset_bytes)
+
+    def consume(self, send: Callable[[Callable[[], None]], Ticket[T]]) -> Ticket[T]:
+        """Hands everything pending to the request that `send` makes; its ranges are free once that is answered.
+
+        send: given what must run when the request settles; makes its ticket. If it raises, all stays pending.
+        """
+        with self._pushing:
+            ranges, self._ranges = self._ranges, {}
+            try:
+                ticket = send(lambda: self._area.give_back(ranges.values()))
+            except BaseException:
+                self._ranges = ranges
+                raise
+            self._consuming = [*(open_one for open_one in self._consuming if not open_one.is_settled), ticket]
+            return ticket
+
+    def _check(self, gradients: Gradients) -> tuple[Any, ...]:
+        from paramstore_client import tensors
+
+        if not self._schema.is_trainable:
+            raise SchemaMismatch(f"namespace {self._name!r} has no gradients: its schema is {self._schema.kind!r}")
+        fields = self._schema.gradient_fields()
+        self._space.check(gradients, namespace=self._name)
+        for key, values in gradients.items():
+            tensors.check_values(key, values, fields, schema=self._schema)
+        return fields
+
+    def _take(self, count: int) -> list[Range]:
+        """Ranges for `count` keys. Where there is no room, waits for the applies under way, which give theirs back."""
+        if count == 0:
+            return []
+        length_bytes = self._schema.gradient_bytes
+        most_bytes = len(self._space) * length_bytes
+        while True:
+            try:
+                return self._area.take(count, length_bytes, most_bytes=most_bytes)
+            except CapacityError:
+                if not self._consuming:
+                    raise
+                oldest = self._consuming.pop(0)
+                if not oldest.settled_within(oldest.timeout_s):
+                    raise

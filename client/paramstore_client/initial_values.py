@@ -1,0 +1,83 @@
+"""Initial values on their way to the volumes: one key after the other, a few of them at once.
+
+The caller's function runs while the daemon writes what it returned before; at most PUTS_IN_FLIGHT values are in memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.schema import Schema
+from paramstore.errors import CapacityError
+from paramstore.wire.messages import InitializeBegin, InitializeEnd, InitializePut
+from paramstore_client import answers
+from paramstore_client.connection import Connection
+from paramstore_client.ticket import Ticket
+from paramstore_client.upload import Range, UploadArea
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+InitialValue = Callable[[ExpertKey], Mapping[str, "Tensor"]]
+"""(layer, expert) -> {field: tensor}"""
+
+PUTS_IN_FLIGHT = 8
+"""Values on their way at once: enough to keep the volumes busy while the next one is made."""
+
+
+def put_initial_values(
+    connection: Connection, area: UploadArea, handle: int, *, schema: Schema, space: KeySpace, fn: InitialValue
+) -> None:
+    """Puts `fn(key)` for every key, in key order, and returns when every record is whole on a volume.
+
+    Raises what `fn` raises, SchemaMismatch, CapacityError or the daemon's error; the namespace then has no whole value
+    and `initialize` may start over.
+    """
+    from paramstore_client import tensors
+
+    fields = schema.initial_fields()
+    flying: deque[Ticket[None]] = deque()
+    begin = InitializeBegin(connection.next_id(), handle)
+    connection.request(begin, what="initialize", convert=answers.nothing).wait()
+    try:
+        for key in space:
+            values = fn(key)
+            tensors.check_values(key, values, fields, schema=schema)
+            place = _place(area, schema.initial_bytes, flying)
+            tensors.copy_into(values, fields, area.mapping(place.segment), place.offset_bytes)
+            flying.append(_put(connection, area, handle, key, place))
+        while flying:
+            flying.popleft().wait()
+    finally:
+        for ticket in flying:
+            ticket.abandon()
+    end = InitializeEnd(connection.next_id(), handle)
+    connection.request(end, what="initialize, its end", convert=answers.nothing).wait()
+
+
+def _place(area: UploadArea, length_bytes: int, flying: deque[Ticket[None]]) -> Range:
+    """A free range; waits for the oldest value under way where there are PUTS_IN_FLIGHT, or no room for more."""
+    if len(flying) >= PUTS_IN_FLIGHT:
+        flying.popleft().wait()
+    while True:
+        try:
+            return area.take(1, length_bytes, most_bytes=PUTS_IN_FLIGHT * length_bytes)[0]
+        except CapacityError:
+            if not flying:
+                raise
+            flying.popleft().wait()
+
+
+def _put(
+    connection: Connection, area: UploadArea, handle: int, key: ExpertKey, place: Range
+) -> Ticket[None]:
+    return connection.request(
+        InitializePut(connection.next_id(), handle, key, place.segment, place.offset_bytes),
+        what=f"initialize of key {key}",
+        convert=answers.nothing,
+        on_settled=lambda: area.give_back([place]),
+        is_cancellable=False,
+    )

@@ -1,0 +1,349 @@
+"""An open namespace: what a trainer or a reader does with its experts.
+
+Calls take effect in call order, even if their tickets are not awaited. A handle belongs to the connection it was opened
+on: after the daemon went away it raises StoreUnavailable for good, and is opened again after `store.reconnect()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import Schema
+from paramstore.errors import CapacityError, ConfigError, ProtocolError, UnknownNamespace
+from paramstore.wire import messages
+from paramstore.wire.messages import EXTRA_BYTES_MAX, KEYS_MAX, Granted, Request
+from paramstore_client import answers
+from paramstore_client.answers import Opened, Result
+from paramstore_client.connection import Connection
+from paramstore_client.gradients import Gradients, PendingGradients
+from paramstore_client.initial_values import InitialValue, put_initial_values
+from paramstore_client.lease import Lease
+from paramstore_client.ticket import Ticket
+from paramstore_client.upload import UploadArea
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+ANSWER_GRACE_S = 1.0
+"""How long after a deadline that the daemon keeps itself its answer is still waited for: it says who was in the way."""
+
+
+class Namespace:
+    """One opening of a namespace. Owner of its pending gradients and of what it knows of the chain of commits."""
+
+    def __init__(self, connection: Connection, area: UploadArea, opened: Opened, *, mode: str, is_debug: bool) -> None:
+        self.name = opened.name
+        self.mode = mode
+        self.schema = Schema.from_description(opened.schema)
+        self.space = KeySpace.of(opened.layers, opened.experts)
+        self.lease_slots = opened.lease_slots
+        self.wait_timeout_s = opened.wait_timeout_s
+        self._committed_step = opened.committed_step
+        self._view_step = opened.view_step
+        self._epoch = opened.epoch
+        self._handle = opened.handle
+        self._connection = connection
+        self._area = area
+        self._is_debug = is_debug
+        self._is_closed = False
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._pending = PendingGradients(area, name=self.name, schema=self.schema, space=self.space)
+
+    # --- what it is ---
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The indices of the layers that have experts, ascending."""
+        return self.space.layers
+
+    @property
+    def experts(self) -> int:
+        """Experts per layer."""
+        return self.space.experts
+
+    @property
+    def committed_step(self) -> int | None:
+        """The newest committed step this handle knows of; None before the first commit."""
+        return self._committed_step
+
+    @property
+    def view_step(self) -> int | None:
+        """The step a reader stands on; None for the writer, who sees its working state."""
+        return self._view_step
+
+    @property
+    def epoch(self) -> int:
+        """Counts reopenings as writer and rollbacks."""
+        return self._epoch
+
+    def keys(self) -> list[ExpertKey]:
+        """All expert keys, in key order."""
+        return list(self.space)
+
+    # --- reading ---
+
+    def prefetch(
+        self, keys: Iterable[ExpertKey], part: str = "param", *, deadline_s: float | None = None
+    ) -> Ticket[Result]:
+        """Asks for `keys` ahead of use and returns at once. deadline_s: seconds from now until they are needed.
+
+        Result: {loaded, resident, skipped, bytes}: what did not fit is skipped, and is no error.
+        """
+        wanted = self._key_list(keys)
+        message = messages.Prefetch(self._next_id(), self._handle, wanted, part, deadline_s)
+        return self._send(message, "prefetch", answers.mapping)
+
+    def acquire(self, keys: Iterable[ExpertKey], part: str = "param", timeout_s: float | None = None) -> Lease:
+        """A lease on all of `keys`, as soon as they are resident. Use it as a context manager.
+
+        timeout_s: None means the daemon's `wait_timeout_s`. Raises CapacityError above `lease_slots` keys, LeaseError
+        when only leases of this caller stand in the way, WaitTimeout, UnknownKey, StepDropped, CorruptRecord; then
+        nothing is leased.
+        """
+        ticket = self.begin_acquire(keys, part, timeout_s)
+        try:
+            return ticket.wait()
+        except BaseException:
+            ticket.abandon()
+            raise
+
+    def begin_acquire(
+        self, keys: Iterable[ExpertKey], part: str = "param", timeout_s: float | None = None
+    ) -> Ticket[Lease]:
+        """As `acquire`, but returns at once: `lease = await ns.begin_acquire(keys)`. Cancel a ticket nobody waits for."""
+        wanted = self._key_list(keys)
+        if len(wanted) > self.lease_slots:
+            raise CapacityError(
+                f"acquire of {len(wanted)} keys of {self.name!r}: one lease holds {self.lease_slots} at most; ask in parts, or"
+                " raise host_bytes or the daemon's --host-budget"
+            )
+        limit_s = self.wait_timeout_s if timeout_s is None else timeout_s
+        held_part = self.schema.part(part)
+
+        def grant(answer: object) -> Lease:
+            if not isinstance(answer, Granted) or len(answer.slots) != len(wanted):
+                raise ProtocolError(f"no lease of {len(wanted)} keys came for an acquire of as many")
+            lease = Lease(
+                self._connection, answer.id, namespace=self.name, part=held_part, keys=wanted, slots=answer.slots,
+                is_debug=self._is_debug,
+            )  # fmt: skip
+            self._leases.add(lease)
+            return lease
+
+        message = messages.Acquire(self._next_id(), self._handle, wanted, part, limit_s)
+        return self._send(message, "acquire", grant, timeout_s=limit_s + ANSWER_GRACE_S)
+
+    def read(self, key: ExpertKey) -> dict[str, Tensor]:
+        """Copies of the key's whole record: every stored field (`master/…`, `exp_avg/…`), and param fields by name."""
+        from paramstore_client import tensors
+
+        (wanted,) = self._key_list([key])
+        self.space.check([wanted], namespace=self.name)
+        record_bytes = self.schema.record_bytes
+        (place,) = self._area.take(1, record_bytes, most_bytes=record_bytes)
+        message = messages.Read(self._next_id(), self._handle, wanted, place.segment, place.offset_bytes)
+        ticket = self._send(message, "read", answers.mapping, is_cancellable=False)
+        try:
+            ticket.wait()
+            return tensors.stored_copies(self.schema, self._area.mapping(place.segment), place.offset_bytes)
+        finally:
+            # A wait that was given up leaves the range to the daemon, which may still write there.
+            if ticket.is_settled:
+                self._area.give_back([place])
+
+    def refresh(self) -> int | None:
+        """Moves a reader to the newest committed step, and returns it."""
+        message = messages.Refresh(self._next_id(), self._handle)
+        step = self._send(message, "refresh", answers.optional_number).wait()
+        self._committed_step = step
+        if self.mode == "read":
+            self._view_step = step
+        return step
+
+    # --- training ---
+
+    def initialize(self, fn: InitialValue) -> None:
+        """Gives every key its first value, version 0, and returns when all are whole on the volumes.
+
+        fn: called with each (layer, expert) in key order; returns {field: tensor}, in fp32 or the param dtype. Starts
+        over from nothing. Raises StepOutOfOrder after the first commit, SchemaMismatch, CapacityError, VolumeError.
+        """
+        self._check_open()
+        put_initial_values(self._connection, self._area, self._handle, schema=self.schema, space=self.space, fn=fn)
+
+    def push(self, gradients: Gradients) -> None:
+        """Adds `gradients` to the pending ones: {key: {field: tensor}}, every field of the schema. The tensors are copied.
+
+        Raises SchemaMismatch, UnknownKey, or CapacityError naming the size that `--gradient-budget` would need; then
+        nothing has changed.
+        """
+
+        def announce(entries: list[tuple[int, int, int, int]]) -> None:
+            self._send(messages.Push(self._next_id(), self._handle, entries), "push", answers.nothing).wait()
+
+        self._check_open()
+        self._pending.push(dict(zip(self._key_list(gradients), gradients.values(), strict=True)), announce)
+
+    def gradient_norm(self) -> float:
+        """The L2 norm over everything pending."""
+        return self._send(messages.GradientNorm(self._next_id(), self._handle), "gradient_norm", answers.real).wait()
+
+    def apply(self, options: AdamW, *, grad_scale: float = 1.0) -> Ticket[Result]:
+        """One optimizer step over every key with pending gradients, which it consumes. Cannot be cancelled.
+
+        Result: {records, bytes_read, bytes_written}. An error half-way leaves the namespace broken: push, apply and
+        commit raise StepFailed until `rollback`.
+        """
+        beta1, beta2 = options.betas
+        message = messages.Apply(
+            self._next_id(), self._handle, options.lr, beta1, beta2, options.eps, options.weight_decay, grad_scale
+        )
+        return self._consume(message, "apply", answers.mapping)
+
+    def abort(self) -> int:
+        """Drops the pending gradients; returns how many keys had some."""
+        return self._consume(messages.Abort(self._next_id(), self._handle), "abort", answers.number).wait()
+
+    # --- residency ---
+
+    def write_back(self, keys: Iterable[ExpertKey] | None = None) -> Ticket[Result]:
+        """Writes dirty records out; None: all of them. Result: {written, bytes}."""
+        message = messages.WriteBack(self._next_id(), self._handle, self._keys_or_all(keys))
+        return self._send(message, "write_back", answers.mapping)
+
+    def evict(self, keys: Iterable[ExpertKey] | None = None, part: str | None = None) -> Ticket[Result]:
+        """Writes back, then drops copies. Result: {evicted, skipped}; skipped keys are leased or in use."""
+        message = messages.Evict(self._next_id(), self._handle, self._keys_or_all(keys), part)
+        return self._send(message, "evict", answers.mapping)
+
+    def protect(self, keys: Iterable[ExpertKey]) -> None:
+        """Wishes that the `param` copies of `keys` stay resident; demand goes first."""
+        self._wish(keys, is_wanted=True)
+
+    def unprotect(self, keys: Iterable[ExpertKey]) -> None:
+        """Takes the wish of `protect` back."""
+        self._wish(keys, is_wanted=False)
+
+    def residency(self) -> Result:
+        """Where every expert is: {layers, experts, optim, param, heat}, lists in key order."""
+        return self._send(messages.Residency(self._next_id(), self._handle), "residency", answers.mapping).wait()
+
+    def report_device(
+        self, *, resident: Iterable[ExpertKey], touched: Iterable[ExpertKey], bytes_resident: int
+    ) -> None:
+        """Tells the daemon what this process holds in HBM, and which keys it used there since the last report. One-way."""
+        self._check_open()
+        self._connection.post(
+            messages.DeviceReport(self._handle, self._key_list(resident), self._key_list(touched), bytes_resident)
+        )
+
+    # --- steps ---
+
+    def commit(self, step: int, extra: bytes = b"") -> Ticket[Result]:
+        """Makes everything applied so far durable as `step`. Cannot be cancelled. extra: up to 64 KiB, kept with it.
+
+        Result: {step, records, bytes_written, seconds}. Raises StepOutOfOrder, StepFailed, VolumeError.
+        """
+        if len(extra) > EXTRA_BYTES_MAX:
+            raise CapacityError(f"commit {step} of {self.name!r}: extra has {len(extra)} bytes, the limit is {EXTRA_BYTES_MAX}")
+
+        def committed(answer: object) -> Result:
+            result = answers.mapping(answer)
+            self._committed_step = step
+            return result
+
+        message = messages.Commit(self._next_id(), self._handle, step, extra)
+        return self._send(message, f"commit {step}", committed, is_cancellable=False)
+
+    def steps(self) -> list[int]:
+        """The steps that can be opened, oldest first."""
+        return self._send(messages.Steps(self._next_id(), self._handle), "steps", answers.numbers).wait()
+
+    def extra(self, step: int) -> bytes:
+        """The bytes committed with `step`. Raises StepDropped."""
+        return self._send(messages.Extra(self._next_id(), self._handle, step), "extra", answers.data).wait()
+
+    def rollback(self, step: int) -> int:
+        """Back to `step`, the committed one: drops pending gradients and working copies. Returns the new epoch."""
+        self._epoch = self._consume(messages.Rollback(self._next_id(), self._handle, step), "rollback", answers.number).wait()
+        self._committed_step = step
+        return self._epoch
+
+    def close(self) -> None:
+        """Ends the handle and its leases; pending gradients are dropped. Idempotent, and quiet when the daemon is gone."""
+        if self._is_closed:
+            return
+        for lease in list(self._leases):
+            lease.release()
+        if self._connection.is_failed:
+            self._is_closed = True
+            return
+        ticket = self._consume(messages.CloseNamespace(self._next_id(), self._handle), "close", answers.nothing)
+        self._is_closed = True
+        ticket.wait()
+
+    def __enter__(self) -> Namespace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else self.mode
+        size = f"{len(self.layers)} x {self.experts} experts"
+        return f"<Namespace {self.name!r}, {size}, committed {self._committed_step}, {state}>"
+
+    # --- sending ---
+
+    def _next_id(self) -> int:
+        return self._connection.next_id()
+
+    def _send(
+        self, message: Request, call: str, convert: Callable[[Any], T], *, timeout_s: float | None = None,
+        on_settled: Callable[[], None] | None = None, is_cancellable: bool = True,
+    ) -> Ticket[T]:  # fmt: skip
+        self._check_open()
+        return self._connection.request(
+            message,
+            what=f"{call} on {self.name!r}",
+            convert=convert,
+            timeout_s=self.wait_timeout_s if timeout_s is None else timeout_s,
+            on_settled=on_settled,
+            is_cancellable=is_cancellable,
+        )
+
+    def _consume(self, message: Request, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
+        """Sends a request that ends what is pending, and cannot be cancelled."""
+        return self._pending.consume(
+            lambda on_settled: self._send(message, call, convert, on_settled=on_settled, is_cancellable=False)
+        )
+
+    def _wish(self, keys: Iterable[ExpertKey], *, is_wanted: bool) -> None:
+        message = messages.Protect(self._next_id(), self._handle, self._key_list(keys), is_wanted)
+        self._send(message, "protect" if is_wanted else "unprotect", answers.nothing).wait()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UnknownNamespace(f"this handle of {self.name!r} was closed; open the namespace again")
+
+    def _key_list(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
+        """Plain tuples of plain integers, whatever kind of integers the caller counts with."""
+        try:
+            wanted = [(int(layer), int(expert)) for layer, expert in keys]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"keys of {self.name!r}: give (layer, expert) pairs of integers: {error}") from error
+        if len(wanted) > KEYS_MAX:
+            raise CapacityError(f"{len(wanted)} keys in one call; the limit is {KEYS_MAX}: ask in parts")
+        return wanted
+
+    def _keys_or_all(self, keys: Iterable[ExpertKey] | None) -> list[ExpertKey] | None:
+        return None if keys is None else self._key_list(keys)

@@ -1,0 +1,57 @@
+"""Which experts the next layer will want: the hints that a model's `StoredExperts` give each other.
+
+Forward visits layers upwards, backward downwards, and activation checkpointing repeats a forward just before its
+backward. The hints are only hints: a wrong one costs a transfer, never a result.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from paramstore.core.key import ExpertKey
+from paramstore_client.activity import Activity
+
+
+class ExpertSchedule:
+    """Shared by the `StoredExperts` of one model (argument `group`); not safe from several threads at once.
+
+    Owner of the layer order, of the counts of use, and of what each layer's last forward used.
+    beta: how much of a count survives a visit.
+    """
+
+    def __init__(self, *, beta: float = 0.5) -> None:
+        self._layers: list[int] = []
+        self._activity = Activity(beta=beta)
+        self._last_used: dict[int, tuple[int, ...]] = {}
+        self._last_visit: tuple[str, int] | None = None
+
+    def join(self, layer: int) -> None:
+        """Adds a layer to the order; one that is in it already stays."""
+        if layer not in self._layers:
+            bisect.insort(self._layers, layer)
+
+    def begin_forward(self, layer: int, experts: Sequence[int], *, room: int) -> list[ExpertKey]:
+        """`layer` is about to compute with `experts`; up to `room` keys worth prefetching meanwhile, likeliest first."""
+        is_repeated = self._last_visit in (("forward", layer), ("backward", self._neighbour(layer, 1)))
+        self._last_visit = ("forward", layer)
+        if is_repeated:  # a checkpoint's recomputation: what follows is backward, downwards
+            return self._last_keys(self._neighbour(layer, -1), room)
+        self._activity.record(layer, experts)
+        self._last_used[layer] = tuple(experts)
+        above = self._neighbour(layer, 1)
+        return [] if above is None else [(above, expert) for expert in self._activity.likely(above, room)]
+
+    def begin_backward(self, layer: int, *, room: int) -> list[ExpertKey]:
+        """`layer` is about to differentiate; up to `room` keys of the layer below, the last experts first."""
+        self._last_visit = ("backward", layer)
+        return self._last_keys(self._neighbour(layer, -1), room)
+
+    def _last_keys(self, layer: int | None, room: int) -> list[ExpertKey]:
+        if layer is None or room < 1:
+            return []
+        return [(layer, expert) for expert in reversed(self._last_used.get(layer, ())[-room:])]
+
+    def _neighbour(self, layer: int, distance: int) -> int | None:
+        position = self._layers.index(layer) + distance
+        return self._layers[position] if 0 <= position < len(self._layers) else None

@@ -1,0 +1,93 @@
+"""A layer of experts whose weights live in the store: the module that a training or inference loop calls.
+
+- It has no parameters: optimizers, DDP, FSDP and state dicts see nothing of the experts.
+- Loss and gradients equal `ResidentExperts` bit for bit, however many experts fit at once.
+- After a forward, a backward or an error in either, it holds no lease.
+"""
+
+# T tokens, K experts per token, N = T * K rows, D model
+# ruff: noqa: N803 - shape suffixes, as the legend says
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from paramstore.core.key import ExpertKey
+from paramstore.errors import UnknownKey
+from paramstore_client.nn.routing import Block, ExpertFn, apply_experts, swiglu
+from paramstore_client.nn.schedule import ExpertSchedule
+from paramstore_client.nn.streaming import LayerCall, split_parts
+from paramstore_client.source import ExpertSource
+
+
+class StoredExperts(nn.Module):
+    """One MoE layer's experts, fetched when needed and given back at once; gradients go to the store.
+
+    namespace: a namespace handle; or a `DeviceTier` over one (GPU); or a `RingMemory` (generation).
+    layer: its index in the namespace. expert_fn: (x_tD, weights by field) -> y_tD; default `swiglu`.
+    group: shared by the model's layers, prefetches for the layer to come; None prefetches only within the layer.
+
+    A layer with more active experts than half of `namespace.lease_slots` runs in parts, in expert order, so that the
+    other half can hold the next part. `backward` pushes the gradients of the active experts before it returns; an expert
+    without tokens gets none. Three things to know:
+    - `expert_fn` computes from its arguments alone: a parameter that it closes over gets no gradient.
+    - `torch.autograd.grad(loss, x)` runs this layer's backward too, so it pushes as well.
+    - Under autocast the cast copies of fp32 weights are activations like others: they stay until backward, unless the
+      layer is checkpointed.
+
+        group = ps.nn.ExpertSchedule()
+        experts = nn.ModuleList(ps.nn.StoredExperts(ns, layer, group=group) for layer in range(L))
+        ...
+        y_TD = experts[layer](x_TD, expert_ids_TK, gate_TK)
+        loss.backward()
+        ns.apply(ps.AdamW(lr=1e-4))
+    """
+
+    def __init__(
+        self,
+        namespace: ExpertSource,
+        layer: int,
+        expert_fn: ExpertFn | None = None,
+        *,
+        group: ExpertSchedule | None = None,
+    ) -> None:
+        super().__init__()
+        if layer not in namespace.layers:
+            raise UnknownKey(f"layer {layer} is not in the namespace; it has {', '.join(map(str, namespace.layers))}")
+        self.namespace = namespace
+        self.layer = layer
+        self.expert_fn: ExpertFn = swiglu if expert_fn is None else expert_fn
+        self.group = group
+        if group is not None:
+            group.join(layer)
+
+    def forward(self, x_TD: Tensor, expert_ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
+        """y_TD: per token the sum over its experts of gate * expert(x), in ascending expert order, dtype of x_TD.
+
+        expert_ids_TK: integer indices. gate_TK: the routing weights, any floating dtype.
+        Raises what `acquire`, `prefetch` and `expert_fn` raise; backward also what `push` raises, and StepMismatch
+        where an update came between forward and backward.
+        """
+        return apply_experts(self._run_blocks, x_TD, expert_ids_TK, gate_TK)
+
+    def extra_repr(self) -> str:
+        return f"layer={self.layer}, experts={self.namespace.experts}"
+
+    def _run_blocks(self, blocks: tuple[Block, ...], x_ND: Tensor) -> Tensor:
+        parts = split_parts(self.layer, blocks, limit=max(1, self.namespace.lease_slots // 2))
+        call = LayerCall(
+            self.namespace,
+            parts,
+            self.expert_fn,
+            forward_hint=partial(self._after_forward, [block.expert for block in blocks]),
+            backward_hint=self._after_backward,
+        )
+        return call.run(x_ND)
+
+    def _after_forward(self, experts: list[int], room: int) -> list[ExpertKey]:
+        return [] if self.group is None else self.group.begin_forward(self.layer, experts, room=room)
+
+    def _after_backward(self, room: int) -> list[ExpertKey]:
+        return [] if self.group is None else self.group.begin_backward(self.layer, room=room)

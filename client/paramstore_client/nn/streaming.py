@@ -1,0 +1,326 @@
+"""Runs the experts of one layer from leases, part by part, forward and backward, without keeping a weight in between.
+
+- A lease is held only inside a `with`: none outlives a forward, a backward, or an error in either.
+- What autograd saves for backward and lies in a leased slot is replaced by (expert, field, geometry) and looked up again
+  under the lease that backward takes (`torch.autograd.graph.saved_tensors_hooks`). Everything else it saves is handed to
+  the enclosing `Function`, so that checkpointing and `save_on_cpu` around the layer see it.
+- Forward visits parts in expert order, backward in the reverse order. Experts share no row, so neither the parts nor
+  their number change a bit of the result.
+- Backward computes with the bytes that forward saw: identities are compared, StepMismatch if an update came between.
+- A part's gradients leave in one `push`, after its lease has ended; the layer has pushed all before backward returns.
+"""
+
+# N rows, t rows of one expert, D model
+# ruff: noqa: N803, N806 - shape suffixes, as the legend says
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Identity
+from paramstore.errors import ConfigError, StepMismatch
+from paramstore_client.nn.routing import Block, ExpertFn, split_rows
+from paramstore_client.source import ExpertSource, WeightLease
+
+
+class _WeightView(NamedTuple):
+    """A saved tensor that lay in a leased slot: how to make it again from the same field's bytes."""
+
+    expert: int
+    field: str
+    dtype: torch.dtype
+    offset_elements: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, weight: Tensor) -> Tensor:
+        flat = weight.view(-1).view(self.dtype)
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset_elements)
+
+
+class _SavedTensors:
+    """The hooks of one forward. Holds weights only while their lease is open, and activations only while used.
+
+    It must not refer to the graph: the graph refers to it, through C++, where Python's collector sees no cycle.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[int, Mapping[str, Tensor]] = {}
+        self._expert = -1
+        self._activations: list[Tensor] = []
+
+    @contextmanager
+    def opened(self, weights: dict[int, Mapping[str, Tensor]]) -> Iterator[None]:
+        """Within it, saved views are views of `weights`, by expert."""
+        self._weights = weights
+        try:
+            yield
+        finally:
+            self._weights = {}
+
+    @contextmanager
+    def restored(self, activations: Sequence[Tensor]) -> Iterator[None]:
+        """Within it, the tensors that `take_activations` returned are there again."""
+        self._activations = list(activations)
+        try:
+            yield
+        finally:
+            self._activations = []
+
+    def take_activations(self) -> list[Tensor]:
+        """What was saved and lies in no slot; the caller keeps it from here on."""
+        taken, self._activations = self._activations, []
+        return taken
+
+    @contextmanager
+    def recording(self, expert: int) -> Iterator[None]:
+        self._expert = expert
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> _WeightView | int:
+        address = tensor.data_ptr()
+        for field, weight in self._weights[self._expert].items():
+            start = weight.data_ptr()
+            if start <= address < start + weight.nbytes:
+                offset_elements = (address - start) // tensor.element_size()
+                shape, stride = tuple(tensor.shape), tensor.stride()
+                return _WeightView(self._expert, field, tensor.dtype, offset_elements, shape, stride)
+        self._activations.append(tensor)
+        return len(self._activations) - 1
+
+    def _unpack(self, packed: _WeightView | int) -> Tensor:
+        if isinstance(packed, _WeightView):
+            return packed.of(self._weights[packed.expert][packed.field])
+        return self._activations[packed]
+
+
+class _Entrance(torch.autograd.Function):
+    """Where a recorded graph starts: gradients are captured at its outputs, and it keeps neither them nor its inputs.
+
+    Leaves would do the same and stay alive with the graph, slots' tensors among them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        raise AssertionError("gradients are captured at the entrance; nothing passes it")
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """The graph of one expert: where its gradients come in and where they are taken out."""
+
+    output: GradientEdge | None
+    x: GradientEdge | None
+    x_like: tuple[torch.Size, torch.dtype]
+    fields: dict[str, GradientEdge]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive blocks whose experts are leased together."""
+
+    layer: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def keys(self) -> list[ExpertKey]:
+        return [(self.layer, block.expert) for block in self.blocks]
+
+    @property
+    def row_count(self) -> int:
+        return sum(block.row_count for block in self.blocks)
+
+
+def split_parts(layer: int, blocks: Sequence[Block], *, limit: int) -> tuple[Part, ...]:
+    """`blocks` in parts of at most `limit` experts, in expert order."""
+    return tuple(Part(layer, tuple(blocks[start : start + limit])) for start in range(0, len(blocks), limit))
+
+
+class LayerCall:
+    """One forward of one layer, and all that its backward needs. Owner of the recorded graphs and identities.
+
+    forward_hint, backward_hint: called once a pass, while the last of its parts is leased, with the room left beside
+    it; the keys they return are prefetched before that part computes.
+    """
+
+    def __init__(
+        self,
+        source: ExpertSource,
+        parts: tuple[Part, ...],
+        expert_fn: ExpertFn,
+        *,
+        forward_hint: Callable[[int], list[ExpertKey]],
+        backward_hint: Callable[[int], list[ExpertKey]],
+    ) -> None:
+        self._source = source
+        self._parts = parts
+        self._expert_fn = expert_fn
+        self._forward_hint = forward_hint
+        self._backward_hint = backward_hint
+        self._saved = _SavedTensors()
+        self._identities: dict[ExpertKey, Identity] = {}
+        self._recorded: dict[int, _Recorded] = {}
+
+    def run(self, x_ND: Tensor) -> Tensor:
+        """The experts' rows, recorded for backward where grad mode is on and something can get a gradient."""
+        if torch.is_grad_enabled() and (x_ND.requires_grad or self._source.schema.is_trainable):
+            anchor = torch.empty(0, device=x_ND.device, requires_grad=True)
+            return _Streamed.apply(self, anchor, x_ND)  # type: ignore[no-untyped-call, no-any-return]
+        return self._forward(x_ND, self._compute)
+
+    def record(self, x_ND: Tensor, *, wants_x: bool) -> tuple[Tensor, list[Tensor]]:
+        """The experts' rows, and the activations that `differentiate` will need."""
+        y_ND = self._forward(x_ND, lambda part, weights, x: self._record_part(part, weights, x, wants_x=wants_x))
+        return y_ND, self._saved.take_activations()
+
+    def differentiate(self, grad_ND: Tensor, activations: Sequence[Tensor]) -> Tensor | None:
+        """Pushes every active expert's gradients, part by part; returns that of the rows if it was wanted."""
+        grad_parts = torch.split(grad_ND, [part.row_count for part in self._parts])
+        grad_x: list[Tensor] = []
+        with self._saved.restored(activations):
+            for index in reversed(range(len(self._parts))):
+                part = self._parts[index]
+                with self._source.acquire(part.keys) as lease:
+                    self._check_identities(part, lease)
+                    self._prefetch_beside(part, index - 1, self._backward_hint)
+                    with self._saved.opened(_weights_of(part, lease)):
+                        rows, gradients = self._differentiate_part(part, grad_parts[index])
+                grad_x[:0] = rows
+                if gradients:
+                    self._source.push(gradients)
+                del gradients  # before the next part makes its own
+        return torch.cat(grad_x) if grad_x else None
+
+    def _forward(self, x_ND: Tensor, compute: Callable[[Part, dict[int, Mapping[str, Tensor]], Tensor], list[Tensor]]) -> Tensor:
+        y: list[Tensor] = []
+        for index, (part, x) in enumerate(zip(self._parts, torch.split(x_ND, [p.row_count for p in self._parts]), strict=True)):
+            with self._source.acquire(part.keys) as lease:
+                self._identities.update((key, lease.identity(key)) for key in part.keys)
+                self._prefetch_beside(part, index + 1, self._forward_hint)
+                weights = _weights_of(part, lease)
+                _check_device(part, weights, x)
+                y += compute(part, weights, x)
+                del weights
+        return torch.cat(y)
+
+    def _prefetch_beside(self, part: Part, following: int, hint: Callable[[int], list[ExpertKey]]) -> None:
+        """Asks for what comes after `part`: the layer's following part, else what the schedule says."""
+        room = self._source.lease_slots - len(part.blocks)
+        keys = self._parts[following].keys[:room] if 0 <= following < len(self._parts) else hint(room)
+        if keys:
+            self._source.prefetch(keys)
+
+    def _compute(self, part: Part, weights: Mapping[int, Mapping[str, Tensor]], x: Tensor) -> list[Tensor]:
+        blocks = zip(part.blocks, split_rows(x, part.blocks), strict=True)
+        return [self._expert_fn(x_tD, weights[block.expert]) for block, x_tD in blocks]
+
+    def _record_part(self, part: Part, weights: dict[int, Mapping[str, Tensor]], x: Tensor, *, wants_x: bool) -> list[Tensor]:
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
+        y = []
+        with torch.enable_grad(), self._saved.opened(weights):
+            for block, x_tD in zip(part.blocks, split_rows(x, part.blocks), strict=True):
+                y_tD, self._recorded[block.expert] = self._record_expert(
+                    block.expert, weights[block.expert], x_tD, anchor, wants_x=wants_x
+                )
+                y.append(y_tD.detach())
+        return y
+
+    def _record_expert(
+        self, expert: int, weights: Mapping[str, Tensor], x_tD: Tensor, anchor: Tensor, *, wants_x: bool
+    ) -> tuple[Tensor, _Recorded]:
+        names = list(weights) if self._source.schema.is_trainable else []
+        tensors = [*(weights[name] for name in names), *([x_tD] if wants_x else [])]
+        entered = _Entrance.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+        inner_x = entered[-1] if wants_x else x_tD
+        inner_weights = {**weights, **dict(zip(names, entered, strict=False))}
+        with self._saved.recording(expert):
+            y_tD = self._expert_fn(inner_x, inner_weights)
+        return y_tD, _Recorded(
+            output=get_gradient_edge(y_tD) if y_tD.requires_grad else None,
+            x=get_gradient_edge(inner_x) if wants_x else None,
+            x_like=(x_tD.shape, x_tD.dtype),
+            fields={name: get_gradient_edge(inner_weights[name]) for name in names},
+        )
+
+    def _differentiate_part(self, part: Part, grad_part: Tensor) -> tuple[list[Tensor], dict[ExpertKey, dict[str, Tensor]]]:
+        """Gradients of the part's rows (empty if not wanted), and of its experts' fields. Weights must be open."""
+        rows: list[Tensor] = []
+        gradients: dict[ExpertKey, dict[str, Tensor]] = {}
+        for block, grad_tD in zip(part.blocks, split_rows(grad_part, part.blocks), strict=True):
+            recorded = self._recorded[block.expert]
+            inputs = [*recorded.fields.values(), *([recorded.x] if recorded.x is not None else [])]
+            taken: list[Tensor | None] = [None] * len(inputs)
+            if recorded.output is not None:
+                # The graph is kept: whether the caller wants a second backward is known only to the outer graph.
+                taken = list(torch.autograd.grad([recorded.output], inputs, [grad_tD], retain_graph=True, allow_unused=True))
+            if recorded.x is not None:
+                grad_x = taken.pop()
+                shape, dtype = recorded.x_like
+                rows.append(grad_tD.new_zeros(shape, dtype=dtype) if grad_x is None else grad_x)
+            if any(gradient is not None for gradient in taken):
+                gradients[part.layer, block.expert] = self._named(recorded, taken)
+        return rows, gradients
+
+    def _named(self, recorded: _Recorded, taken: list[Tensor | None]) -> dict[str, Tensor]:
+        """Gradients by field, of the dtype that is pushed. A field that the expert left unused gets zeros: a push has all."""
+        named = {}
+        for field, gradient in zip(self._source.schema.gradient_fields(), taken, strict=True):
+            dtype = getattr(torch, field.dtype)
+            named[field.name] = torch.zeros(field.shape, dtype=dtype) if gradient is None else gradient.to(dtype)
+        assert list(named) == list(recorded.fields), "param and gradient fields have one order"
+        return named
+
+    def _check_identities(self, part: Part, lease: WeightLease) -> None:
+        for key in part.keys:
+            seen, now = self._identities[key], lease.identity(key)
+            if seen != now:
+                raise StepMismatch(
+                    f"expert {key}: forward computed with epoch {seen.epoch} version {seen.version}, backward finds epoch "
+                    f"{now.epoch} version {now.version}; call apply, refresh and rollback after backward, not before it"
+                )
+
+
+def _weights_of(part: Part, lease: WeightLease) -> dict[int, Mapping[str, Tensor]]:
+    return {block.expert: lease[part.layer, block.expert] for block in part.blocks}
+
+
+def _check_device(part: Part, weights: Mapping[int, Mapping[str, Tensor]], x: Tensor) -> None:
+    block = part.blocks[0]
+    field, weight = next(iter(weights[block.expert].items()))
+    if weight.device != x.device:
+        raise ConfigError(
+            f"expert {(part.layer, block.expert)}: field {field!r} is leased on {weight.device}, the tokens are on "
+            f"{x.device}; give StoredExperts a DeviceTier(namespace, slots, device={str(x.device)!r})"
+        )
+
+
+class _Streamed(torch.autograd.Function):
+    """The layer's node in the caller's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: LayerCall, anchor: Tensor, x_ND: Tensor) -> Tensor:
+        y_ND, activations = call.record(x_ND, wants_x=ctx.needs_input_grad[2])
+        ctx.call = call
+        ctx.save_for_backward(*activations)
+        return y_ND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, None, Tensor | None]:
+        # Before any lease: unpacking may recompute a checkpointed region, which leases for itself.
+        activations = ctx.saved_tensors
+        return None, None, ctx.call.differentiate(grad_ND, activations)

@@ -1,0 +1,288 @@
+"""The ring memory of MoESys (SE-MoE, arXiv 2205.10034, section 3.3.2): a model larger than memory computes layer by layer.
+
+Of L layers, K have a slot each: layer i computes from its slot while the slots of the next K - 1 load; when it is done
+its slot takes layer i + K. After the last layer comes the first again, for the next token.
+
+- A *turn* counts the layers visited, without end: turn t is layer t mod L in slot t mod K. A slot remembers its turn, and
+  is proven to be the one meant at each use, so L need not be a multiple of K.
+- On the CPU a slot is a lease on the host cache, without a copy, and loading ahead is a prefetch; on a CUDA device it is
+  room in a `DeviceTier`. The ring itself knows no difference.
+- Loading ahead never waits, and demand never waits for more than what the layer needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from paramstore.clock import Clock, MonotonicClock
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Identity
+from paramstore.core.schema import Schema
+from paramstore.errors import CapacityError, ConfigError, LeaseError, UnknownKey
+from paramstore_client.activity import Activity
+from paramstore_client.device import DeviceTier
+from paramstore_client.source import AheadTicket, ExpertSource, WeightLease
+
+Experts = dict[int, Mapping[str, Tensor]]
+"""expert -> {field: tensor}"""
+
+
+@dataclass(slots=True)
+class RingStats:
+    """Counts of one ring. A visit is a hit if its experts (of its first part) were there when it began, else it waited.
+
+    wait_s: time in `acquire`, hits included. leased_bytes_max: most bytes leased at once; total_bytes: of all the layers.
+    """
+
+    hits: int = 0
+    waits: int = 0
+    wait_s: float = 0.0
+    skipped_turns: int = 0
+    leased_bytes_max: int = 0
+    total_bytes: int = 0
+
+    @property
+    def resident_fraction(self) -> float:
+        """How much of the experts the computation held at most."""
+        return self.leased_bytes_max / self.total_bytes
+
+
+@dataclass(slots=True)
+class _LayerSlot:
+    """What a slot was last given: the turn it belongs to, and the load ahead of that turn."""
+
+    turn: int
+    keys: frozenset[ExpertKey]
+    ticket: AheadTicket | None
+
+
+class RingLease:
+    """One visit's lease; its release lets the ring load ahead."""
+
+    def __init__(self, ring: RingMemory, lease: WeightLease, turn: int, key_count: int) -> None:
+        self._ring = ring
+        self._lease = lease
+        self._turn = turn
+        self._key_count = key_count
+        self._is_released = False
+
+    def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
+        return self._lease[key]
+
+    def identity(self, key: ExpertKey, /) -> Identity:
+        return self._lease.identity(key)
+
+    def release(self) -> None:
+        if not self._is_released:
+            self._is_released = True
+            self._lease.release()
+            self._ring.end_visit(self._turn, self._key_count)
+
+    def __enter__(self) -> RingLease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+class RingMemory:
+    """A ring of `slots` layers over a namespace, visited in order, again and again. A context manager.
+
+    device: where `layer` gives the weights. layers: the order of visits; default all, ascending. experts_ahead: experts
+    that a slot loads ahead of its turn; default all where `slots` whole layers fit in what may be leased, else as many
+    as fit, the likeliest by use so far. Used by one thread. Owner of the turns, and of the `DeviceTier` it makes.
+
+        with ps.RingMemory(ns, slots=2) as ring:
+            for token in range(count):
+                for layer in range(L):
+                    active = route(layer, x)                  # sorted expert indices, or None for all
+                    with ring.layer(layer, active) as experts:
+                        x = compute(x, experts)               # {expert: {field: tensor}}
+
+    A model built on `StoredExperts` generates through it unchanged, since a ring is an `ExpertSource`:
+
+        with ps.RingMemory(ns, slots=2) as ring, torch.no_grad():
+            model = Model([ps.nn.StoredExperts(ring, layer) for layer in range(L)])
+            model.generate(prompt)
+
+    Training goes with `ExpertSchedule` instead: a backward visits layers against the ring's direction, which stays right
+    and loads ahead in vain.
+    """
+
+    def __init__(
+        self,
+        namespace: ExpertSource,
+        slots: int,
+        *,
+        device: torch.device | str = "cpu",
+        layers: Sequence[int] | None = None,
+        experts_ahead: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        order = tuple(namespace.layers if layers is None else layers)
+        if not order or len(set(order)) != len(order) or not set(order) <= set(namespace.layers):
+            raise ConfigError(f"layers={list(order)}: give distinct layers of the namespace, which has {list(namespace.layers)}")
+        if slots < 1:
+            raise ConfigError(f"a ring of {slots} slots: give at least 1; 2 let one layer load while another computes")
+        self.schema: Schema = namespace.schema
+        self.layers = order
+        self.experts: int = namespace.experts
+        self.stats = RingStats(total_bytes=len(order) * namespace.experts * self._key_bytes)
+        self._slot_count = slots
+        self._closing = ExitStack()
+        self._source = namespace
+        if torch.device(device).type != "cpu":
+            room = slots * (self.experts if experts_ahead is None else experts_ahead)
+            self._source = self._closing.enter_context(DeviceTier(namespace, room, device=device))
+        fitting = max(1, self._source.lease_slots // slots)
+        self._experts_ahead = min(self.experts, fitting if experts_ahead is None else experts_ahead)
+        self._clock: Clock = MonotonicClock() if clock is None else clock
+        self._activity = Activity()
+        self._slots: list[_LayerSlot] = []
+        self._turn = -1
+        self._last_key: ExpertKey | None = None
+        self._leased_keys = 0
+
+    @property
+    def lease_slots(self) -> int:
+        """Keys that may be held leased at once."""
+        return self._source.lease_slots
+
+    @property
+    def _key_bytes(self) -> int:
+        return self.schema.part("param").image_bytes
+
+    def __enter__(self) -> RingMemory:
+        self._slots = [_LayerSlot(turn, frozenset(), None) for turn in range(self._slot_count)]
+        for turn in range(self._slot_count):
+            self._load_ahead(turn)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for slot in self._slots:
+            if slot.ticket is not None:
+                slot.ticket.cancel()
+        self._slots = []
+        self._closing.close()
+
+    # --- visits ---
+
+    def layer(self, layer: int, experts: Sequence[int] | None = None) -> AbstractContextManager[Experts]:
+        """The weights of `layer`, for all its experts or for those given (the routing is known): waits until they are there.
+
+        Leaving it releases them and starts the next load. Raises CapacityError where they exceed `lease_slots`.
+        """
+        return self._visit(layer, self._sorted(experts), is_first=True)
+
+    def parts(self, layer: int, experts: Sequence[int] | None = None) -> Iterator[Experts]:
+        """As `layer`, but part by part in expert order, each valid until the next is asked for: for layers that exceed
+        `lease_slots`, or to hold less at once."""
+        wanted = self._sorted(experts)
+        for start in range(0, len(wanted), self._experts_ahead):
+            part = wanted[start : start + self._experts_ahead]
+            with self._visit(layer, part, is_first=start == 0) as weights:
+                following = wanted[start + len(part) : start + 2 * len(part)][: self.lease_slots - len(part)]
+                if following:
+                    self._source.prefetch([(layer, expert) for expert in following])
+                yield weights
+
+    def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> RingLease:
+        """As of a namespace, for keys of one layer. Later experts of the layer visited last are the same visit's next part."""
+        continues = self._last_key is not None and self._last_key[0] == keys[0][0] and self._last_key[1] < keys[0][1]
+        return self._begin_visit(keys, is_first=not continues, part=part, timeout_s=timeout_s)
+
+    def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> AheadTicket:
+        """As of a namespace, beside what the ring itself loads."""
+        return self._source.prefetch(keys, part=part)
+
+    def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
+        """Hands the gradients to the namespace."""
+        return self._source.push(gradients)
+
+    def _sorted(self, experts: Sequence[int] | None) -> list[int]:
+        return list(range(self.experts)) if experts is None else sorted(set(experts))
+
+    @contextmanager
+    def _visit(self, layer: int, experts: Sequence[int], *, is_first: bool) -> Iterator[Experts]:
+        if len(experts) > self.lease_slots:
+            raise CapacityError(
+                f"layer {layer}: {len(experts)} experts asked, {self.lease_slots} may be leased at once; iterate "
+                f"ring.parts({layer}) instead"
+            )
+        with self._begin_visit([(layer, expert) for expert in experts], is_first=is_first) as lease:
+            yield {expert: lease[layer, expert] for expert in experts}
+
+    def _begin_visit(
+        self, keys: Sequence[ExpertKey], *, is_first: bool, part: str = "param", timeout_s: float | None = None
+    ) -> RingLease:
+        assert self._slots, "a ring is used inside its `with`"
+        layer = keys[0][0]
+        experts = [expert for _, expert in keys]
+        if is_first:
+            self._turn_to(layer)
+            self._activity.record(layer, experts)
+            self._count_visit(keys)
+        else:
+            self._activity.add(layer, experts)
+        begun_s = self._clock.now_s()
+        lease = self._source.acquire(keys, part=part, timeout_s=timeout_s)
+        self.stats.wait_s += self._clock.now_s() - begun_s
+        self._last_key = keys[-1]
+        self._leased_keys += len(keys)
+        self.stats.leased_bytes_max = max(self.stats.leased_bytes_max, self._leased_keys * self._key_bytes)
+        return RingLease(self, lease, self._turn, len(keys))
+
+    def end_visit(self, turn: int, key_count: int) -> None:
+        """For RingLease: `key_count` keys of `turn` are released; its slot takes the layer that comes around next."""
+        self._leased_keys -= key_count
+        if self._slots and self._slots[turn % self._slot_count].turn == turn:
+            self._load_ahead(turn + self._slot_count)
+
+    # --- turns ---
+
+    def _turn_to(self, layer: int) -> None:
+        """Goes on to the next turn of `layer`; slots of turns in between are given to those that come around next."""
+        if layer not in self.layers:
+            raise UnknownKey(f"layer {layer} is not in the ring; it has {list(self.layers)}")
+        here = self._turn + 1
+        there = here + (self.layers.index(layer) - here) % len(self.layers)
+        for turn in range(here, min(there + 1, here + self._slot_count)):
+            if self._slots[turn % self._slot_count].turn != turn:
+                raise LeaseError(
+                    f"layer {layer}: its slot still holds layer {self.layers[(turn - self._slot_count) % len(self.layers)]}, "
+                    f"which was not left; leave a layer before entering the {self._slot_count}th after it"
+                )
+        for turn in range(here, there):
+            self._load_ahead(turn + self._slot_count)
+        self.stats.skipped_turns += there - here
+        self._turn = there
+        assert self._slots[there % self._slot_count].turn == there, f"the slot of layer {layer} belongs to another turn"
+
+    def _load_ahead(self, turn: int) -> None:
+        """Gives the slot of `turn` to it, and starts the load of the experts it will likely need."""
+        slot = self._slots[turn % self._slot_count]
+        assert slot.turn in (turn, turn - self._slot_count), f"turn {turn} cannot follow turn {slot.turn} in one slot"
+        if slot.turn != turn and slot.ticket is not None and not slot.ticket.done():
+            slot.ticket.cancel()
+        layer = self.layers[turn % len(self.layers)]
+        experts = self._sorted(None) if self._experts_ahead == self.experts else self._likely(layer)
+        keys = [(layer, expert) for expert in experts]
+        slot.turn, slot.keys = turn, frozenset(keys)
+        slot.ticket = self._source.prefetch(keys) if keys else None
+
+    def _likely(self, layer: int) -> list[int]:
+        """Most used first; nothing before the first visit, when a guess would mostly be waste."""
+        return list(self._activity.likely(layer, self._experts_ahead))
+
+    def _count_visit(self, keys: Sequence[ExpertKey]) -> None:
+        slot = self._slots[self._turn % self._slot_count]
+        if slot.ticket is not None and slot.keys.issuperset(keys) and slot.ticket.done():
+            self.stats.hits += 1
+        else:
+            self.stats.waits += 1

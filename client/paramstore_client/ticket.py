@@ -1,0 +1,179 @@
+"""A ticket: the client's handle on one request. Poll it, wait for it, await it, cancel it.
+
+- A ticket settles once, with a result or an error, and stays so; every wait returns the result or raises the error.
+- A wait that times out raises WaitTimeout and cancels nothing: the ticket can be waited for again.
+- An error that nobody asked for is logged when the ticket is dropped: it is never lost silently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from paramstore.errors import ParamStoreError, WaitTimeout
+from paramstore.wire.messages import Cancel
+
+if TYPE_CHECKING:
+    from paramstore_client.connection import Connection
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class Ticket(Generic[T]):
+    """One request and what became of it. Made by the client; settled by whichever thread reads the answer.
+
+    Owner of its outcome. `convert` and `on_settled` run on the reading thread: they only assign and append.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        request_id: int,
+        *,
+        what: str,
+        convert: Callable[[Any], T],
+        timeout_s: float,
+        on_settled: Callable[[], None] | None,
+        is_cancellable: bool,
+    ) -> None:
+        self._connection = connection
+        self.request_id = request_id
+        self.what = what
+        self.timeout_s = timeout_s
+        self.is_settled = False
+        self._convert = convert
+        self._on_settled = on_settled
+        self._is_cancellable = is_cancellable
+        self._is_wanted = True
+        self._is_seen = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._wakers: list[Callable[[], None]] = []
+
+    def done(self) -> bool:
+        """True once a result or an error is there. Takes in what the daemon has sent so far; never blocks."""
+        if not self.is_settled:
+            self._connection.drain()
+        return self.is_settled
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """The result, as soon as it is there. timeout_s: None means the daemon's `wait_timeout_s`.
+
+        Raises the request's own error, or WaitTimeout, which cancels nothing; StoreUnavailable if the daemon went away.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        if not self.is_settled and not self._connection.wait(self, limit_s):
+            raise self._timeout(limit_s)
+        return self._outcome()
+
+    def settled_within(self, timeout_s: float) -> bool:
+        """Waits like `wait`, and says whether there is an outcome; leaves it, and its error, to be asked for."""
+        return self.is_settled or self._connection.wait(self, timeout_s)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait_in_loop().__await__()
+
+    def cancel(self) -> bool:
+        """Asks the daemon to drop the request. True: asked, and a wait raises TicketCancelled unless it took effect first.
+
+        False: it has its outcome already, or is one that cannot be cancelled (`apply`, `commit`).
+        """
+        if self.is_settled or not self._is_cancellable:
+            return False
+        self._connection.post(Cancel(self.request_id))
+        return True
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error it settled with; None while it is open or when it succeeded."""
+        self._is_seen = self._is_seen or self.is_settled
+        return self._error
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that the request moved, as its result says; 0 while it is open and for requests that move none."""
+        if not isinstance(self._result, dict):
+            return 0
+        return sum(int(self._result.get(name, 0)) for name in ("bytes", "bytes_read", "bytes_written"))
+
+    def abandon(self) -> None:
+        """Nobody will ask for the outcome: it is dropped when it comes, and a lease in it is released at once."""
+        self._is_wanted, self._is_seen = False, True
+        if self.is_settled:
+            self._drop_result()
+        else:
+            self.cancel()
+
+    # --- the connection's side ---
+
+    def settle(self, answer: object) -> None:
+        """The daemon's answer is there. Called once, by the thread that read it."""
+        try:
+            self._result = self._convert(answer)
+        except Exception as error:  # noqa: BLE001 - belongs to whoever waits, not to the thread that happens to read
+            self._error = error
+        self._finish()
+
+    def settle_error(self, error: ParamStoreError) -> None:
+        """The request failed, or its connection did."""
+        self._error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._on_settled is not None:
+            self._on_settled()
+        self.is_settled = True
+        if not self._is_wanted:
+            self._drop_result()
+        wakers, self._wakers = self._wakers, []
+        for wake in wakers:
+            wake()
+
+    def _drop_result(self) -> None:
+        release = getattr(self._result, "release", None)
+        self._result = None
+        if release is not None:
+            release()
+
+    # --- waiting ---
+
+    async def _wait_in_loop(self) -> T:
+        if self.is_settled or self.done():
+            return self._outcome()
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+        self._wakers.append(lambda: _wake(loop, woken))
+        self._connection.watch(loop)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                # What another thread read between `done` and `append` woke nobody: look again before sleeping.
+                while not self.is_settled:
+                    await woken.wait()
+        except TimeoutError:
+            if not self.is_settled:
+                raise self._timeout(self.timeout_s) from None
+        finally:
+            self._connection.unwatch(loop)
+        return self._outcome()
+
+    def _outcome(self) -> T:
+        self._is_seen = True
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # settled without an error: `convert` made a T
+
+    def _timeout(self, limit_s: float) -> WaitTimeout:
+        return WaitTimeout(f"{self.what}: no answer within {limit_s:g} s; it goes on, wait again or pass a longer timeout_s")
+
+    def __del__(self) -> None:
+        if getattr(self, "_error", None) is not None and not self._is_seen:
+            _log.warning("%s failed and nobody waited for it: %s: %s", self.what, type(self._error).__name__, self._error)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(woken.set)

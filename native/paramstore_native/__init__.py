@@ -1,0 +1,3 @@
+"""Calls into C libraries, bound at run time through cffi's ABI mode: no compiler, no headers, and a clear
+reason where one is missing.
+"""

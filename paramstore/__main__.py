@@ -1,0 +1,5 @@
+"""`python -m paramstore`."""
+
+from paramstore.cli.main import main
+
+main()

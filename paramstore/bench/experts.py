@@ -1,0 +1,101 @@
+"""Experts to measure with: content that does not compress, made again from the key, and how a namespace is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+import paramstore as ps
+from paramstore.bench.plan import RecordSize
+from paramstore.core.schema import Schema
+from paramstore.errors import CapacityError
+
+if TYPE_CHECKING:
+    from paramstore_client import Namespace, Store
+
+Key = tuple[int, int]
+WAIT_S = 120.0
+BF16_BYTES = 2
+ADAMW_BYTES_PER_PARAMETER = 12
+
+
+def keys_of(count: int) -> list[Key]:
+    return [(0, expert) for expert in range(count)]
+
+
+def param_schema(size: RecordSize) -> Schema:
+    """An inference schema whose record is about `size`: bf16, opaque to the service."""
+    return ps.param_schema({name: (shape, torch.bfloat16) for name, shape in size.fields(BF16_BYTES).items()})
+
+
+def adamw_schema(size: RecordSize, param_dtype: torch.dtype) -> Schema:
+    """A training schema whose record (master and both moments, fp32) is about `size`."""
+    return ps.adamw_schema(size.fields(ADAMW_BYTES_PER_PARAMETER), param_dtype=param_dtype)
+
+
+def param_values(schema: Schema, key: Key) -> dict[str, torch.Tensor]:
+    """Random bytes as bf16; equal for equal keys."""
+    return {
+        field.name: torch.randint(256, (field.length_bytes,), dtype=torch.uint8, generator=_generator(key))
+        .view(torch.bfloat16)
+        .view(field.shape)
+        for field in schema.stored.fields
+    }
+
+
+def master_values(shapes: Mapping[str, tuple[int, ...]], key: Key) -> dict[str, torch.Tensor]:
+    """Random weights in fp32; equal for equal keys."""
+    return {name: torch.randn(shape, generator=_generator(key)) for name, shape in shapes.items()}
+
+
+def create_param_namespace(
+    store: Store, name: str, schema: Schema, count: int, *, host_bytes: int | None = None
+) -> Namespace:
+    """A committed namespace of one layer, `count` experts of random bytes."""
+    namespace = store.create_namespace(name, schema, layers=1, experts=count, host_bytes=host_bytes)
+    namespace.initialize(lambda key: param_values(schema, key))
+    namespace.commit(1).wait(WAIT_S)
+    return namespace
+
+
+def create_adamw_namespace(store: Store, name: str, schema: Schema, count: int) -> Namespace:
+    """A committed namespace of one layer, `count` experts of random weights and zero moments."""
+    shapes = {field: shape for field, shape, _ in schema.specs}
+    namespace = store.create_namespace(name, schema, layers=1, experts=count)
+    namespace.initialize(lambda key: master_values(shapes, key))
+    namespace.commit(1).wait(WAIT_S)
+    return namespace
+
+
+class Gradients:
+    """Random gradients of one expert, pushed to every key: what makes all of them dirty by an `apply`."""
+
+    def __init__(self, namespace: Namespace, schema: Schema, count: int) -> None:
+        self._namespace = namespace
+        self._schema = schema
+        self._keys = keys_of(count)
+        self.parameter_elements = count * schema.parameter_elements
+
+    def push(self, seed: int) -> None:
+        """Gradients to every key, equal for equal seeds."""
+        dtype = getattr(torch, self._schema.gradient_dtype)
+        fields = {
+            name: torch.randn(shape, generator=_generator((seed, 0))).to(dtype) for name, shape, _ in self._schema.specs
+        }
+        self._namespace.push(dict.fromkeys(self._keys, fields))
+
+    def apply(self) -> dict[str, int]:
+        """One AdamW step over what was pushed; the result of its ticket."""
+        return self._namespace.apply(ps.AdamW(lr=1e-4)).wait(WAIT_S)
+
+
+def check_all(count: int, loaded: int, *, what: str) -> None:
+    """Returns if all records took part; else raises CapacityError: a rate over fewer of them would be no rate."""
+    if loaded != count:
+        raise CapacityError(f"{what}: {loaded} of {count} records took part; the benchmark's host budget is too small")
+
+
+def _generator(key: Key) -> torch.Generator:
+    return torch.Generator().manual_seed(key[0] * 1_000_003 + key[1])

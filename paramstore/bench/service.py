@@ -1,0 +1,117 @@
+"""The daemon under measurement: started by the client as any user's would be, stopped, and looked at from outside."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import paramstore as ps
+from paramstore.bench.process import cpu_s, rss_anon_bytes
+from paramstore.clock import Clock
+from paramstore.errors import StoreUnavailable, WaitTimeout
+
+if TYPE_CHECKING:
+    from paramstore_client import Store
+
+STARTUP_S = 60.0
+STOP_S = 60.0
+FILL_S = 120.0
+QUIET_S = 1.0
+POLL_S = 0.05
+
+
+class Service:
+    """Owner of one daemon in a directory of its own and of a connection to it."""
+
+    def __init__(self, directory: Path, *, host_budget_bytes: int) -> None:
+        self.host_budget_bytes = host_budget_bytes
+        options = ps.ServeOptions(dir=directory, host_budget=host_budget_bytes)
+        self.store: Store = ps.connect(autostart=options, timeout_s=STARTUP_S)
+        self.pid = int(self.stats()["daemon"]["pid"])
+        self.host_bytes_max = 0
+
+    def stats(self) -> dict[str, Any]:
+        """The daemon's counters."""
+        return self.store.stats()
+
+    def wait_until_quiet(self, clock: Clock) -> None:
+        """Returns when the daemon's zero-fill of its volumes is over, or has stood still for QUIET_S.
+
+        It writes whenever nothing else moves, which is just when the limit is sampled. Raises WaitTimeout.
+        """
+        pause, started_s = threading.Event(), clock.now_s()
+        missing_bytes, moved_s = self._unwritten_bytes(), started_s
+        while missing_bytes and clock.now_s() - moved_s < QUIET_S:
+            if clock.now_s() - started_s > FILL_S:
+                raise WaitTimeout(f"the daemon's zero-fill goes on after {FILL_S:g} s: {missing_bytes} bytes are left")
+            pause.wait(POLL_S)
+            before_bytes, missing_bytes = missing_bytes, self._unwritten_bytes()
+            if missing_bytes < before_bytes:
+                moved_s = clock.now_s()
+
+    def _unwritten_bytes(self) -> int:
+        return sum(int(volume["size_bytes"]) - int(volume["written_bytes"]) for volume in self.stats()["volumes"].values())
+
+    def watch_budget(self) -> None:
+        """Keeps the highest use of the host budget seen so far, by the daemon's books and by the kernel's count."""
+        host = self.stats()["tiers"]["host"]
+        self.host_bytes_max = max(self.host_bytes_max, int(host["used_bytes"]), int(host["kernel_peak_bytes"]))
+
+    def cpu_s(self) -> float:
+        """CPU time that the daemon has used so far."""
+        return cpu_s(self.pid)
+
+    def own_memory_bytes(self) -> int:
+        """The daemon's private memory above its arenas: interpreter, libraries, tables. (Shared arenas are not private.)"""
+        return rss_anon_bytes(self.pid) - int(self.stats()["tiers"]["host"]["private_bytes"])
+
+    def stop(self) -> None:
+        """Ends the daemon, by force if it does not end in time. Raises StoreUnavailable then, after it is dead."""
+        process = os.pidfd_open(self.pid)
+        try:
+            self.store.close()
+            signal.pidfd_send_signal(process, signal.SIGTERM)
+            if not _has_ended(process):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                raise StoreUnavailable(f"the daemon (pid {self.pid}) did not end within {STOP_S:g} s of SIGTERM")
+        finally:
+            os.close(process)
+
+
+@contextmanager
+def serving(directory: Path, *, host_budget_bytes: int) -> Iterator[Service]:
+    """A daemon for as long as the block runs."""
+    service = Service(directory, host_budget_bytes=host_budget_bytes)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+def counted_seconds(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """By how much each of the daemon's counters of seconds (names ending in `_s`, its uptime apart) grew, by dotted name."""
+    earlier = _flat(before)
+    grown = {name: value - earlier.get(name, 0.0) for name, value in _flat(after).items() if name.endswith("_s")}
+    return {f"daemon.{name}": value for name, value in grown.items() if value > 0 and not name.endswith("uptime_s")}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[f"{prefix}{name}"] = float(value)
+    return flat
+
+
+def _has_ended(process: int) -> bool:
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(STOP_S * 1000))

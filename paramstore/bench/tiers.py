@@ -1,0 +1,54 @@
+"""`paramstore bench tiers`: every figure the service is held to, in one run, on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from paramstore.bench import machine
+from paramstore.bench.baseline import measure_baseline
+from paramstore.bench.context import Bench, PeerMaker
+from paramstore.bench.leases import measure_leases
+from paramstore.bench.plan import Plan
+from paramstore.bench.report import Report, Row
+from paramstore.bench.transfers import measure_optim, measure_param
+from paramstore.bench.updates import measure_apply
+from paramstore.clock import MonotonicClock
+
+
+def run(
+    plan: Plan, directory: Path, *, command: str, peers: tuple[PeerMaker, ...] = (), tell: Callable[[str], None]
+) -> Report:
+    """Measures all rows in a temporary folder of `directory`, which is removed whatever happens.
+
+    Raises CapacityError before anything is written if `directory` has not the room, and whatever the service raises.
+    """
+    clock = MonotonicClock()
+    machine.check_free_space(directory, plan.disk_bytes)
+    started_s, date = clock.now_s(), machine.now()
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
+        bench = Bench(plan, Path(folder), peers=peers, tell=tell, clock=clock)
+        rows = measure_all(bench)
+    return Report(
+        machine=machine.describe(directory),
+        commit=machine.commit(),
+        command=command,
+        date=date,
+        seconds=clock.now_s() - started_s,
+        rows=rows,
+    )
+
+
+def measure_all(bench: Bench) -> list[Row]:
+    """The rows in the order they are shown."""
+    rows: list[Row] = []
+    for size in bench.plan.record_sizes:
+        rows += measure_param(bench, size)
+        rows += measure_optim(bench, size)
+        rows += measure_baseline(bench, size)
+    rows += measure_leases(bench)
+    rows += [measure_apply(bench, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    return rows

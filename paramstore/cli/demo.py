@@ -1,0 +1,56 @@
+"""`paramstore demo`: train, kill, resume and generate out of a store that is an eighth of the model's state."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import typer
+
+from paramstore.cli.exits import FAILED
+
+
+def demo(
+    quick: bool = typer.Option(False, "--quick", help="A smaller model, in under a minute."),
+    as_json: bool = typer.Option(False, "--json", help="Print the report as JSON instead of a table."),
+    directory: Path = typer.Option(Path("demo-run"), "--dir", help="Where everything is kept; made if missing."),
+    steps: int = typer.Option(None, "--steps", help="Training steps; 60 by default, 30 with --quick, and no fewer."),
+    seed: int = typer.Option(0, "--seed", min=0, help="Of the model, the batches and the text."),
+    keep_daemon: bool = typer.Option(False, "--keep-daemon", help="Leave the daemon running at the end."),
+) -> None:
+    """Train an MoE transformer out of the store, prove it bitwise, kill the daemon, resume, generate."""
+    from paramstore.demo import settings
+    from paramstore.demo.progress import DemoProgress
+    from paramstore.demo.story import tell
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    make = settings.quick if quick else settings.full
+    chosen = make(seed=seed) if steps is None else make(steps=steps, seed=seed)
+    report = tell(chosen, directory, progress=DemoProgress(), keeps_daemon=keep_daemon)
+    if as_json:
+        sys.stdout.write(json.dumps(report.to_dict()) + "\n")
+    else:
+        _print(report)
+    if not report.is_ok:
+        raise typer.Exit(FAILED)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends the demo as Ctrl-C does, so that its daemon ends with it."""
+    raise KeyboardInterrupt
+
+
+def _print(report: object) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from paramstore.demo.report import DemoReport
+
+    assert isinstance(report, DemoReport)
+    console = Console()
+    console.print(report.table())
+    for sample in report.generation.samples:
+        console.print(Text.assemble((f"\n[{sample.domain}] ", "bold"), (sample.prompt, "dim"), sample.continuation))

@@ -1,0 +1,17 @@
+"""Which error ends a command with which exit code."""
+
+from __future__ import annotations
+
+from paramstore.errors import CatalogError, ConfigError, CorruptRecord, ParamStoreError, StoreUnavailable
+
+OK, FAILED, USAGE, UNREACHABLE, CORRUPT = 0, 1, 2, 3, 4
+
+
+def exit_code(error: ParamStoreError) -> int:
+    if isinstance(error, ConfigError):
+        return USAGE
+    if isinstance(error, StoreUnavailable):
+        return UNREACHABLE
+    if isinstance(error, CorruptRecord | CatalogError):
+        return CORRUPT
+    return FAILED

@@ -1,0 +1,48 @@
+"""`paramstore`: the commands. Each imports what it needs when it runs, so that `--help` costs no torch.
+
+Exit codes: 0 ok, 1 failed, 2 usage, 3 unreachable, 4 corrupt. Data on stdout, progress and messages on stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from paramstore import __version__
+from paramstore.cli import bench, demo, serve, status
+from paramstore.cli.exits import exit_code
+from paramstore.errors import ParamStoreError
+
+app = typer.Typer(
+    name="paramstore", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="A storage-tier parameter service for Mixture-of-Experts models.",
+)  # fmt: skip
+app.command("serve")(serve.serve)
+app.command("status")(status.status)
+app.command("demo")(demo.demo)
+app.add_typer(bench.app, name="bench")
+
+
+def _version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit."),
+) -> None:
+    """A storage-tier parameter service for Mixture-of-Experts models."""
+
+
+def main() -> None:
+    """Entry point: a typed error becomes one line on stderr and its exit code."""
+    try:
+        app()
+    except ParamStoreError as error:
+        sys.stderr.write(f"paramstore: {type(error).__name__}: {error}\n")
+        sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(130)

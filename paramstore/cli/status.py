@@ -1,0 +1,75 @@
+"""`paramstore status`: one screen about a running daemon."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import typer
+
+
+def status(
+    address: str = typer.Argument(None, help="unix:///path of the daemon; default $PARAMSTORE_ADDRESS."),
+    as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
+) -> None:
+    """Show tiers, volumes, namespaces and queues of a running daemon."""
+    import paramstore_client as client
+
+    with client.connect(address) as store:
+        stats = store.stats()
+    if as_json:
+        sys.stdout.write(json.dumps(stats, indent=2) + "\n")
+        return
+    _print(stats)
+
+
+def _print(stats: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from paramstore.config import format_size
+
+    console = Console()
+    daemon, host = stats["daemon"], stats["tiers"]["host"]
+    console.print(
+        f"paramstore {daemon['version']}, pid {daemon['pid']}, up {daemon['uptime_s']:.0f} s, store {daemon['store_uuid'][:8]}"
+    )
+    tiers = Table(title="Tiers", title_justify="left")
+    for column in ("tier", "used", "of", "read", "written", "notes"):
+        tiers.add_column(column)
+    pages = f"pages: shared {host['shared_pages']}, private {host['private_pages']}"
+    tiers.add_row("host", format_size(host["used_bytes"]), format_size(host["budget_bytes"]), "", "", pages)
+    for name, tier in stats["tiers"].items():
+        if name != "host":
+            used = format_size(tier["size_bytes"] - tier["free_bytes"])
+            read, written = format_size(tier["bytes_read"]), format_size(tier["bytes_written"])
+            tiers.add_row(name, used, format_size(tier["size_bytes"]), read, written, "")
+    console.print(tiers)
+    if host["page_advice"]:
+        console.print(f"for huge pages: {host['page_advice']}")
+    volumes = Table(title="Volumes", title_justify="left")
+    for column in ("volume", "path", "mode", "size", "free", "written once"):
+        volumes.add_column(column)
+    for index, volume in stats["volumes"].items():
+        mode = f"{volume['mode']} {volume.get('reason') or ''}".strip()
+        sizes = [format_size(volume[name]) for name in ("size_bytes", "free_bytes", "written_bytes")]
+        volumes.add_row(index, str(volume["path"]), mode, *sizes)
+    console.print(volumes)
+    console.print(_namespaces(stats))
+
+
+def _namespaces(stats: dict[str, Any]) -> object:
+    from rich.table import Table
+
+    table = Table(title="Namespaces", title_justify="left")
+    for column in ("name", "step", "epoch", "param slots", "hits", "misses", "optim slots", "dirty", "leased", "state"):
+        table.add_column(column)
+    for name, ns in stats["namespaces"].items():
+        param, optim = ns["param"], ns["optim"]
+        table.add_row(
+            name, str(ns["committed_step"]), str(ns["epoch"]), f"{param['resident']}/{param['slots']}", str(param["hits"]),
+            str(param["misses"]), f"{optim['resident']}/{optim['slots']}", str(optim.get("dirty", 0)), str(ns["leased_slots"]),
+            f"broken: {ns['broken']}" if ns["broken"] else "ok",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,231 @@
+"""Puts a store together: lock, volumes, catalog, threads, planner. The one place that knows all the real parts.
+
+Opening is all or nothing: whatever was opened is closed again if a later part refuses. A new directory becomes a new
+store; an existing one opens at its last committed steps, or is refused with every reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
+
+from paramstore.config import Config
+from paramstore.core.schema import round_up
+from paramstore.engine.cleaner import Cleaner
+from paramstore.engine.commit import Committer
+from paramstore.engine.host import HostTier, Memory
+from paramstore.engine.load import Loader
+from paramstore.engine.planner import Planner
+from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
+from paramstore.engine.store import Store, make_namespace
+from paramstore.engine.transfers import Transfers
+from paramstore.engine.update import LOOKAHEAD_RECORDS, Updater
+from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, VolumeSet
+from paramstore.engine.workers import ThreadWorkers, Workers
+from paramstore.errors import CatalogError, ConfigError, CorruptRecord, VolumeError
+from paramstore.memory.arena import PageReport, Segment, allocate_private, allocate_shared, allocate_upload, probe_pages
+from paramstore.policy.make import make_policy
+from paramstore.storage.backing_file import volume_path
+from paramstore.storage.catalog import Catalog, Change, Contents, VolumeRow
+from paramstore.storage.file_volume import FileVolume
+from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.lock import StoreLock
+from paramstore.storage.notes import copy_notes, format_volume, read_superblock
+from paramstore.storage.pmem_volume import PmemVolume
+from paramstore.storage.recovery import open_store
+from paramstore.storage.volume import Volume
+
+logger = logging.getLogger(__name__)
+
+PMEM_PREFIX = "pmem:"
+CATALOG_NAME = "catalog"
+
+
+class HostMemory:
+    """Segments of the best page kind this machine gives."""
+
+    def __init__(self, pages: PageReport) -> None:
+        self.pages = pages
+
+    def shared(self, length_bytes: int) -> Segment:
+        return allocate_shared(length_bytes, self.pages)
+
+    def private(self, length_bytes: int) -> Segment:
+        return allocate_private(length_bytes, self.pages)
+
+    def upload(self, length_bytes: int) -> Segment:
+        return allocate_upload(length_bytes, self.pages)
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "shared_pages": self.pages.shared.value, "private_pages": self.pages.private.value, "page_advice": self.pages.advice,
+        }  # fmt: skip
+
+
+def take_lock(config: Config) -> StoreLock:
+    """The store directory, made if need be, and locked. Raises StoreLocked, ConfigError."""
+    try:
+        config.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"dir {config.dir}: {error}") from error
+    return StoreLock.take(config.dir)
+
+
+def core_count() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
+    """An open store on `config.dir`, whose lock the caller holds. Raises VolumeError, CatalogError, CapacityError."""
+    threads = workers or ThreadWorkers(asyncio.get_running_loop())
+    runner = Runner(threads)
+    update_workers = config.update_workers or core_count()
+    add_lanes(runner, update_workers=update_workers)
+    volumes: dict[int, Volume] = {}
+    catalog: Catalog | None = None
+    try:
+        catalog, contents = await runner.call(CATALOG_LANE, lambda: _open_catalog(config))
+        volumes = _open_volumes(config, contents)
+        add_volume_lanes(runner, volumes, io_workers=config.io_workers)
+        await runner.call(CATALOG_LANE, lambda: adopt_new_volumes(catalog, contents, volumes))
+        pages = await runner.call(BACKGROUND_LANE, probe_pages)
+        if pages.advice:
+            logger.warning("pages: shared %s, private %s; for huge pages: %s", pages.shared, pages.private, pages.advice)
+        return connect(config, runner, catalog, contents, volumes, HostMemory(pages), update_workers=update_workers)
+    except BaseException:
+        for volume in volumes.values():
+            volume.close()
+        if catalog is not None:
+            await runner.call(CATALOG_LANE, catalog.close)
+        threads.close()
+        raise
+
+
+def add_lanes(runner: Runner, *, update_workers: int) -> None:
+    """The lanes that every store has."""
+    _add_lane(runner, CATALOG_LANE, 1)
+    _add_lane(runner, BACKGROUND_LANE, 1)
+    _add_lane(runner, CPU_LANE, update_workers, prepare=_one_thread_each)
+
+
+def add_volume_lanes(runner: Runner, volumes: Iterable[int], *, io_workers: int) -> None:
+    for index in volumes:
+        _add_lane(runner, volume_lane(index), io_workers)
+
+
+def _add_lane(runner: Runner, lane: Hashable, count: int, *, prepare: Callable[[], None] | None = None) -> None:
+    runner.scheduler.add_lane(lane, count)
+    runner.workers.add_lane(lane, count, prepare=prepare)
+
+
+def _one_thread_each() -> None:
+    """CPU workers run records side by side, each with one thread of torch's own; torch is loaded at the first record."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _open_catalog(config: Config) -> tuple[Catalog, Contents]:
+    catalog = LmdbCatalog(config.dir / CATALOG_NAME, store_uuid=uuid.uuid4().bytes)  # an existing one keeps its own
+    return catalog, catalog.load()
+
+
+def _open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
+    """The volumes at the configured paths, in order; those the catalog does not know yet are made."""
+    volumes: dict[int, Volume] = {}
+    try:
+        for index, path in enumerate(config.volume_paths):
+            volumes[index] = _open_volume(config, index, str(path), is_known=index in contents.volumes)
+    except BaseException:
+        for volume in volumes.values():
+            volume.close()
+        raise
+    return volumes
+
+
+def _open_volume(config: Config, index: int, path: str, *, is_known: bool) -> Volume:
+    smallest = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), index)), GROWTH_ALIGNMENT_BYTES)
+    size_bytes = config.volume_size_bytes or smallest + GROWTH_ALIGNMENT_BYTES
+    if size_bytes <= smallest:
+        raise ConfigError(f"volume_size={size_bytes}: a volume takes {smallest} bytes before its first record")
+    directory = Path(path.removeprefix(PMEM_PREFIX))
+    directory.mkdir(parents=True, exist_ok=True)
+    # a file that the catalog does not know was left by a crash before its first transaction, or is foreign: see below
+    exists = is_known or volume_path(directory, index).exists()
+    if path.startswith(PMEM_PREFIX):
+        granularity = config.pmem_granularity
+        if exists:
+            return PmemVolume.open(directory, index=index, granularity=granularity)
+        return PmemVolume.create(directory, index=index, size_bytes=size_bytes, granularity=granularity)
+    if exists:
+        return FileVolume.open(directory, index=index, allow_buffered=config.allow_buffered)
+    return FileVolume.create(directory, index=index, size_bytes=size_bytes, allow_buffered=config.allow_buffered)
+
+
+def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int, Volume]) -> None:
+    """Formats volumes that are not in the catalog, then puts them there: a crash in between makes them anew."""
+    rows = []
+    for index, volume in volumes.items():
+        if index in contents.volumes:
+            continue
+        _check_unclaimed(volume)
+        superblock = Superblock(store_uuid=contents.store_uuid, volume_uuid=uuid.uuid4().bytes, index=index)
+        format_volume(volume, superblock)
+        if contents.volumes:  # every volume can prove every step that can be opened
+            copy_notes(contents, volumes[min(contents.volumes)], volume, superblock)
+        rows.append(VolumeRow(index, superblock.volume_uuid, volume.size_bytes, extents_start_bytes(superblock)))
+    if rows:
+        catalog.apply(Change(put_volumes=tuple(rows)))
+        contents.volumes.update({row.index: row for row in rows})
+
+
+def _check_unclaimed(volume: Volume) -> None:
+    """A new volume bears no superblock, or it belongs to another store (or this one's catalog was lost)."""
+    try:
+        found = read_superblock(volume)
+    except CorruptRecord:
+        return
+    raise VolumeError(
+        f"volume {volume.index} ({volume.describe().get('path')}) belongs to store {found.store_uuid.hex()}: its catalog is not in "
+        "this directory. Give the directory that has it, or another path as --volume"
+    )
+
+
+def connect(
+    config: Config, runner: Runner, catalog: Catalog, contents: Contents, volumes: Mapping[int, Volume], memory: Memory, *,
+    update_workers: int,
+) -> Store:  # fmt: skip
+    """The store's parts, each given what it needs."""
+    if not volumes:
+        raise CatalogError("the store has no volume")
+    volume_rows = dict(contents.volumes)
+    recovered = open_store(contents, volumes)
+    planner = Planner(recovered.space)
+    transfers = Transfers(planner, runner, volumes, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes)
+    loader = Loader(planner, transfers, wait_timeout_s=config.wait_timeout_s)
+    cleaner = Cleaner(planner, transfers, loader)
+    updater = Updater(planner, transfers, loader, cleaner, update_workers=update_workers)
+    namespaces = {name: make_namespace(ledger) for name, ledger in recovered.ledgers.items()}
+    committer = Committer(
+        planner, transfers, cleaner, runner, catalog=catalog, volumes=volumes, superblocks=recovered.superblocks,
+        note_slots=recovered.note_slots, namespaces=namespaces,
+    )  # fmt: skip
+    host = HostTier(
+        runner, memory, budget_bytes=config.host_budget_bytes, io_threads=config.io_workers * len(volumes),
+        piece_bytes=config.piece_bytes, pipeline_slots=update_workers + LOOKAHEAD_RECORDS,
+        make_policy=lambda capacity: make_policy(config.policy, capacity),
+    )  # fmt: skip
+    volume_set = VolumeSet(
+        volumes, superblocks=recovered.superblocks, rows=volume_rows, space=recovered.space, catalog=catalog, runner=runner,
+        may_grow=config.volume_size_bytes is None,
+    )  # fmt: skip
+    if config.prefill:
+        volume_set.start_prefill()
+    return Store(
+        config, planner=planner, runner=runner, transfers=transfers, host=host, volumes=volume_set, loader=loader,
+        cleaner=cleaner, updater=updater, committer=committer, namespaces=namespaces, store_uuid=contents.store_uuid,
+    )  # fmt: skip

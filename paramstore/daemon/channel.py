@@ -1,0 +1,112 @@
+"""One client's socket: frames in, frames out, file descriptors attached to the frame that names them.
+
+Not an asyncio transport: those cannot attach descriptors. Reads with plain `recv`, so descriptors that a client sends are
+dropped by the kernel. Output that the client does not read is bounded; beyond it the channel closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from paramstore.errors import ProtocolError
+from paramstore.wire.codec import FIRST_FRAME_BYTES_MAX, FrameDecoder, encode
+from paramstore.wire.messages import Message
+
+READ_BYTES = 256 << 10
+OUTPUT_BYTES_MAX = 64 << 20
+
+
+class Channel:
+    """Calls `on_frame(body)` for each frame and `on_end(reason)` once, at the end of the connection."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, *, on_frame: Callable[[bytes], None],
+        on_end: Callable[[Exception | None], None],
+    ) -> None:  # fmt: skip
+        sock.setblocking(False)
+        self._loop = loop
+        self._socket = sock
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._decoder = FrameDecoder(FIRST_FRAME_BYTES_MAX)
+        self._output: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._output_bytes = 0
+        self._is_closed = False
+        loop.add_reader(sock.fileno(), self._readable)
+
+    def raise_limit(self, limit_bytes: int) -> None:
+        """The peer is known: frames up to `limit_bytes` are welcome."""
+        self._decoder.limit_bytes = limit_bytes
+
+    def _readable(self) -> None:
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.close(error)
+            return
+        if not data:
+            self.close(None)
+            return
+        try:
+            for body in self._decoder.feed(data):
+                self._on_frame(body)
+                if self._is_closed:
+                    return
+        except ProtocolError as error:
+            self.close(error)
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Queues a frame; most leave at once. On a closed channel it is dropped."""
+        if self._is_closed:
+            return
+        frame = memoryview(encode(message))
+        if not self._output:
+            sent = self._try_send(frame, fds)
+            if sent == len(frame):
+                return
+            frame, fds = frame[sent:], () if sent else fds
+            if self._is_closed:
+                return
+            self._loop.add_writer(self._socket.fileno(), self._writable)
+        self._output.append((frame, tuple(fds)))
+        self._output_bytes += len(frame)
+        if self._output_bytes > OUTPUT_BYTES_MAX:
+            self.close(ProtocolError(f"the client does not read: {self._output_bytes} bytes of answers wait"))
+
+    def _try_send(self, frame: memoryview, fds: Sequence[int]) -> int:
+        try:
+            return socket.send_fds(self._socket, [frame], list(fds)) if fds else self._socket.send(frame)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            self.close(error)
+            return 0
+
+    def _writable(self) -> None:
+        while self._output:
+            frame, fds = self._output[0]
+            sent = self._try_send(frame, fds)
+            if self._is_closed or not sent:
+                return
+            self._output_bytes -= sent
+            if sent < len(frame):
+                self._output[0] = (frame[sent:], ())
+                return
+            self._output.popleft()
+        self._loop.remove_writer(self._socket.fileno())
+
+    def close(self, reason: Exception | None) -> None:
+        """Ends the connection; `on_end` is told once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        self._output.clear()
+        self._on_end(reason)

@@ -1,0 +1,153 @@
+"""The process: socket, sessions, signals, start and shutdown.
+
+The socket lies in a directory of mode 0700, is bound under umask 0177, and serves processes of the daemon's own user (and
+root) only. Start: lock, store, socket, then one line `ready unix:///...` on stdout. End: no new clients, sessions closed,
+transfers under way finished, volumes closed; clients are never waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import stat
+import sys
+from pathlib import Path
+
+from paramstore.config import Config
+from paramstore.daemon.assembly import assemble, take_lock
+from paramstore.daemon.session import Session
+from paramstore.engine.store import Store
+from paramstore.errors import ConfigError, StoreLocked
+from paramstore.storage.lock import StoreLock
+
+logger = logging.getLogger(__name__)
+
+SESSIONS_MAX = 256
+BACKLOG = 64
+LOCK_TRIES = 5
+LOCK_PAUSE_S = 0.05
+PR_SET_DUMPABLE = 4
+SOCKET_PATH_BYTES_MAX = 107
+
+
+class Server:
+    """Accepts clients of one store."""
+
+    def __init__(self, store: Store, listener: socket.socket) -> None:
+        self._store = store
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._sessions: set[Session] = set()
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # no descriptors left, or the client gave up: the daemon lives on
+            logger.warning("accept failed: %s", error)
+            return
+        if len(self._sessions) >= SESSIONS_MAX:
+            logger.warning("refused a client: %d sessions are open", len(self._sessions))
+            sock.close()
+            return
+        session = Session(self._store, sock, on_gone=self._sessions.discard)
+        if session.uid not in (os.getuid(), 0):
+            logger.warning("refused pid %d of uid %d", session.pid, session.uid)
+            session.close(None)
+            return
+        self._sessions.add(session)
+
+    def close(self) -> None:
+        """No new clients; those there are disconnected."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        for session in list(self._sessions):
+            session.close(None)
+
+
+def listen(path: Path) -> socket.socket:
+    """A listening socket at `path`, in a directory only this user may enter. The caller holds the store's lock, so a socket
+    found there is stale. Raises ConfigError."""
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes: give a shorter --socket")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = path.parent.stat()
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(f"socket directory {path.parent} can be written by others: chmod 0700, or give another --socket")
+        path.parent.chmod(0o700)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        mask = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"socket {path}: {error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def harden() -> None:
+    """No core dumps of other people's weights, no /proc/PID/mem for processes of the same user."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        logger.warning("prctl(PR_SET_DUMPABLE) refused")
+
+
+async def lock_with_retry(config: Config) -> StoreLock:
+    """The store's lock. A daemon that was just killed may hold it a moment longer. Raises StoreLocked."""
+    for _ in range(LOCK_TRIES - 1):
+        try:
+            return take_lock(config)
+        except StoreLocked:
+            await asyncio.sleep(LOCK_PAUSE_S)
+    return take_lock(config)
+
+
+async def serve(config: Config) -> None:
+    """Runs a daemon until SIGTERM or SIGINT. Raises whatever keeps it from starting."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    harden()
+    lock = await lock_with_retry(config)
+    try:
+        store = await assemble(config)
+        try:
+            server = Server(store, listen(config.socket_path))
+            sys.stdout.write(f"ready unix://{config.socket_path.absolute()}\n")
+            sys.stdout.flush()
+            logger.info("serving %s", config.socket_path)
+            await stop.wait()
+            logger.info("stopping")
+            server.close()
+        finally:
+            await store.close()
+            with contextlib.suppress(OSError):
+                config.socket_path.unlink()
+    finally:
+        lock.release()
+
+
+def run(config: Config) -> None:
+    """`serve` on uvloop where it is installed, else on asyncio's own loop."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(serve(config))
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config))
+
+

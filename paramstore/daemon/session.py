@@ -1,0 +1,394 @@
+"""One client: its requests, in the order they came, and everything it owns: views, leases, tickets, upload areas.
+
+A request is answered once, by the same id. What can be answered at once is (a lease of resident keys costs one turn of the
+loop); the rest is a task of the session, which sees its error and sends it. Tasks start in the order of their requests.
+
+When the connection ends, the session ends: what waits is cancelled, pending gradients are dropped, the area is closed. A
+lease ends with the client *process* (its mapping may still be read): leases of a connection that ended while its process
+lives stay until the process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from paramstore.core.optimizers import AdamW
+from paramstore.daemon.channel import Channel
+from paramstore.engine.arena import SegmentMemory
+from paramstore.engine.namespace import View
+from paramstore.engine.requests import LeaseRequest, PrefetchRequest
+from paramstore.engine.store import Store
+from paramstore.errors import LeaseError, ParamStoreError, ProtocolError, StoreUnavailable, TicketCancelled, VersionMismatch
+from paramstore.wire import messages as m
+from paramstore.wire.codec import FRAME_BYTES_MAX, decode_request
+
+logger = logging.getLogger(__name__)
+
+TASKS_MAX = 4096
+"""Requests of one session under way at once."""
+HELLO_TIMEOUT_S = 2.0
+PEER_CREDENTIALS = struct.Struct("3i")
+
+Handler = Callable[[Any], object]
+"""Gives the result at once, or a coroutine that gives it."""
+
+
+class Session:
+    """Owner of what one connection holds. on_gone: told once, when nothing is left of the session."""
+
+    def __init__(self, store: Store, sock: socket.socket, *, on_gone: Callable[[Session], None]) -> None:
+        self._store = store
+        self._loop = asyncio.get_running_loop()
+        self._on_gone = on_gone
+        self.pid, self.uid, _ = PEER_CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+        )
+        self._process = _open_process(self.pid)
+        self._views: dict[int, View] = {}
+        self._next_handle = 1
+        self._uploads: dict[int, SegmentMemory] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._leases: dict[int, LeaseRequest] = {}
+        self._prefetches: dict[int, PrefetchRequest] = {}
+        self._is_known = False
+        self._is_ended = False
+        self._channel = Channel(self._loop, sock, on_frame=self._on_frame, on_end=self._on_end)
+        self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_is_late)
+        if self._process is not None:
+            self._loop.add_reader(self._process, self._process_ended)
+        self._handlers: dict[type[m.Message], Handler] = {
+            m.Namespaces: lambda _: self._store.list_namespaces(),
+            m.CreateNamespace: self._create,
+            m.OpenNamespace: self._open,
+            m.CloseNamespace: self._close_namespace,
+            m.Refresh: lambda r: self._store.refresh(self._view(r)),
+            m.OpenUpload: self._open_upload,
+            m.InitializeBegin: lambda r: self._store.initialize_begin(self._view(r)),
+            m.InitializePut: self._initialize_put,
+            m.InitializeEnd: lambda r: self._store.initialize_end(self._view(r)),
+            m.Prefetch: self._prefetch,
+            m.Push: self._push,
+            m.GradientNorm: lambda r: self._store.gradient_norm(self._view(r)),
+            m.Apply: self._apply,
+            m.Abort: lambda r: self._store.abort(self._view(r)),
+            m.WriteBack: lambda r: self._store.write_back(self._view(r), r.keys),
+            m.Evict: lambda r: self._store.evict(self._view(r), r.keys, r.part),
+            m.Protect: lambda r: self._store.protect(self._view(r), r.keys, is_wanted=r.is_wanted),
+            m.Commit: lambda r: self._store.commit(self._view(r), r.step, r.extra),
+            m.Steps: lambda r: self._store.steps(self._view(r)),
+            m.Extra: lambda r: self._store.extra(self._view(r), r.step),
+            m.Rollback: lambda r: self._store.rollback(self._view(r), r.step),
+            m.Read: self._read,
+            m.Residency: lambda r: self._store.residency(self._view(r)),
+            m.Stats: lambda _: self._store.stats(),
+        }
+
+    # --- frames
+
+    def _on_frame(self, body: bytes) -> None:
+        try:
+            request = decode_request(body)
+        except ProtocolError as error:
+            self._refuse(error)
+            return
+        if not self._is_known:
+            self._hello(request)
+        elif isinstance(request, m.Acquire):
+            self._acquire(request)
+        elif isinstance(request, m.Release):
+            self._release(request)
+        elif isinstance(request, m.Cancel | m.Unmapped | m.DeviceReport):
+            self._one_way(request)
+        else:
+            self._answer(request)
+
+    def _hello(self, request: m.Message) -> None:
+        if not isinstance(request, m.Hello) or request.magic != m.MAGIC:
+            self._refuse(ProtocolError("the first frame must be a hello"))
+            return
+        if request.major != m.PROTOCOL_MAJOR:
+            message = (
+                f"the client speaks protocol {request.major}.{request.minor}, this daemon {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}: "
+                "install the same version of paramstore on both sides"
+            )
+            self._channel.send(m.Failed(request.id, VersionMismatch.__name__, message))
+            self._channel.close(None)
+            return
+        self._hello_timer.cancel()
+        self._is_known = True
+        self._channel.raise_limit(FRAME_BYTES_MAX)
+        welcome = {
+            "major": m.PROTOCOL_MAJOR, "minor": m.PROTOCOL_MINOR, "store_uuid": self._store.store_uuid.hex(), "pid": os.getpid(),
+            "wait_timeout_s": self._store.config.wait_timeout_s,
+        }  # fmt: skip
+        self._channel.send(m.Done(request.id, welcome))
+
+    def _hello_is_late(self) -> None:
+        self._refuse(ProtocolError(f"no hello within {HELLO_TIMEOUT_S} s"))
+
+    def _refuse(self, error: ProtocolError) -> None:
+        """A peer that does not speak the protocol is told so, as far as it can be, and disconnected."""
+        self._channel.send(m.Failed(0, ProtocolError.__name__, str(error)))
+        self._channel.close(error)
+
+    def _answer(self, request: Any) -> None:
+        """Runs the handler now; if it gave a coroutine, in a task of its own."""
+        try:
+            if request.id in self._tasks or request.id in self._leases:
+                raise ProtocolError(f"request id {request.id} is in use")
+            result = self._handlers[type(request)](request)
+        except ParamStoreError as error:
+            self._fail(request.id, error)
+            return
+        if not asyncio.iscoroutine(result):
+            self._channel.send(m.Done(request.id, result))
+            return
+        if len(self._tasks) >= TASKS_MAX:
+            result.close()
+            self._fail(request.id, ProtocolError(f"more than {TASKS_MAX} requests under way"))
+            return
+        self._start(request.id, result)
+
+    def _start(self, request_id: int, coroutine: Coroutine[Any, Any, object]) -> None:
+        task = self._loop.create_task(self._run(request_id, coroutine))
+        self._tasks[request_id] = task
+
+    async def _run(self, request_id: int, coroutine: Coroutine[Any, Any, object]) -> None:
+        try:
+            result = await coroutine
+        except ParamStoreError as error:
+            self._fail(request_id, error)
+        except Exception as error:
+            logger.exception("request %d of pid %d failed", request_id, self.pid)
+            self._fail(request_id, ParamStoreError(f"internal error: {error!r}"))
+        else:
+            if not isinstance(result, _Sent):
+                self._channel.send(m.Done(request_id, result))
+        finally:
+            self._tasks.pop(request_id, None)
+            self._prefetches.pop(request_id, None)
+
+    def _fail(self, request_id: int, error: ParamStoreError) -> None:
+        self._channel.send(m.Failed(request_id, type(error).__name__, str(error)))
+
+    # --- namespaces
+
+    def _view(self, request: Any) -> View:
+        view = self._views.get(request.handle)
+        if view is None:
+            raise LeaseError(f"namespace handle {request.handle} is not open in this session")
+        return view
+
+    def _create(self, r: m.CreateNamespace) -> Coroutine[Any, Any, object]:
+        return self._opened(
+            self._store.create(r.name, r.schema, layers=r.layers, experts=r.experts, host_bytes=r.host_bytes)
+        )
+
+    def _open(self, r: m.OpenNamespace) -> Coroutine[Any, Any, object]:
+        return self._opened(self._store.open(r.name, mode=r.mode, at=r.at, host_bytes=r.host_bytes))
+
+    async def _opened(self, opening: Coroutine[Any, Any, View]) -> object:
+        view = await opening
+        if self._is_ended:
+            self._store.close_view(view)
+            raise StoreUnavailable("the session ended")
+        handle = self._next_handle
+        self._next_handle += 1
+        self._views[handle] = view
+        return {"handle": handle, **self._store.describe_view(view)}
+
+    def _close_namespace(self, r: m.CloseNamespace) -> None:
+        view = self._view(r)
+        del self._views[r.handle]
+        self._end_view(view)
+
+    def _end_view(self, view: View) -> None:
+        self._store.close_view(view)
+        self._leases = {lease_id: lease for lease_id, lease in self._leases.items() if lease.view is not view}
+
+    # --- leases
+
+    def _acquire(self, r: m.Acquire) -> None:
+        try:
+            if r.id in self._tasks or r.id in self._leases:
+                raise ProtocolError(f"request id {r.id} is in use")
+            if len(r.keys) > m.KEYS_MAX:
+                raise ProtocolError(f"{len(r.keys)} keys in one request; the limit is {m.KEYS_MAX}")
+            lease = self._store.acquire(self._view(r), r.id, r.keys, r.part)
+        except ParamStoreError as error:
+            self._fail(r.id, error)
+            return
+        self._leases[r.id] = lease
+        if lease.is_finished:
+            self._grant(r.id, lease)
+        else:
+            self._start(r.id, self._wait_lease(r, lease))
+
+    async def _wait_lease(self, r: m.Acquire, lease: LeaseRequest) -> object:
+        try:
+            await self._store.wait_lease(lease, r.timeout_s)
+        except BaseException:
+            self._leases.pop(r.id, None)
+            raise
+        self._grant(r.id, lease)
+        return _Sent()
+
+    def _grant(self, request_id: int, lease: LeaseRequest) -> None:
+        if lease.error is not None:
+            self._leases.pop(request_id, None)
+            self._fail(request_id, lease.error)
+            return
+        slots = self._store.lease_places(lease)
+        new = self._store.host.give(self, {slot[0] for slot in slots})
+        segments = [(segment, length_bytes) for segment, length_bytes, _ in new]
+        self._channel.send(m.Granted(request_id, slots, segments), [fd for _, _, fd in new])
+
+    def _release(self, r: m.Release) -> None:
+        for lease_id in r.leases:
+            lease = self._leases.pop(lease_id, None)
+            if lease is not None:
+                self._store.release(lease.view, lease_id)
+
+    def _one_way(self, request: m.Message) -> None:
+        try:
+            if isinstance(request, m.Cancel):
+                self._cancel(request.target)
+            elif isinstance(request, m.Unmapped):
+                self._store.host.unmapped(self, request.segments)
+            elif isinstance(request, m.DeviceReport):
+                self._store.report_device(self._view(request), request.resident, request.touched, request.bytes_resident)
+        except ParamStoreError:
+            logger.warning("pid %d: one-way message ignored", self.pid, exc_info=True)
+
+    def _cancel(self, target: int) -> None:
+        lease, prefetch = self._leases.get(target), self._prefetches.get(target)
+        if lease is not None and target in self._tasks:
+            self._store.cancel_lease(lease, TicketCancelled("the lease request was cancelled"))
+        elif prefetch is not None:
+            self._store.cancel_prefetch(prefetch)
+
+    # --- requests with memory
+
+    def _prefetch(self, r: m.Prefetch) -> object:
+        request = self._store.prefetch(self._view(r), r.keys, r.part, r.deadline_s)
+        self._prefetches[r.id] = request
+        return self._store.wait_prefetch(request)
+
+    def _open_upload(self, r: m.OpenUpload) -> object:
+        segment, memory = self._store.open_upload(self, r.size_bytes, list(self._views.values()))
+        self._uploads[segment] = memory
+        return self._sent_upload(r.id, segment, memory)
+
+    async def _sent_upload(self, request_id: int, segment: int, memory: SegmentMemory) -> object:
+        assert memory.fd is not None
+        self._channel.send(m.Uploaded(request_id, segment, memory.length_bytes), [memory.fd])
+        return _Sent()
+
+    def _range(self, segment: int, offset_bytes: int, length_bytes: int) -> SegmentMemory:
+        """The upload segment, if the range lies in it and is page-aligned. Raises ProtocolError."""
+        memory = self._uploads.get(segment)
+        if memory is None:
+            raise ProtocolError(f"segment {segment} is not an upload segment of this session")
+        if offset_bytes % 4096 or not 0 <= offset_bytes <= memory.length_bytes - length_bytes:
+            raise ProtocolError(f"range {offset_bytes}+{length_bytes} is not an aligned range of segment {segment}")
+        return memory
+
+    def _initialize_put(self, r: m.InitializePut) -> object:
+        view = self._view(r)
+        length_bytes = view.namespace.schema.initial_bytes
+        memory = self._range(r.segment, r.offset_bytes, length_bytes)
+        return self._store.initialize_put(view, r.key, memory.view(r.offset_bytes, length_bytes))
+
+    def _push(self, r: m.Push) -> None:
+        view = self._view(r)
+        length_bytes = view.namespace.schema.gradient_bytes
+        entries = [
+            ((layer, expert), self._range(segment, offset_bytes, length_bytes), offset_bytes)
+            for layer, expert, segment, offset_bytes in r.entries
+        ]
+        self._store.push(view, entries)
+
+    def _apply(self, r: m.Apply) -> object:
+        options = AdamW(lr=r.lr, betas=(r.beta1, r.beta2), eps=r.eps, weight_decay=r.weight_decay)
+        return self._store.apply(self._view(r), options, r.grad_scale)
+
+    def _read(self, r: m.Read) -> object:
+        view = self._view(r)
+        length_bytes = view.namespace.schema.record_bytes
+        memory = self._range(r.segment, r.offset_bytes, length_bytes)
+        return self._read_record(view, r, memory.view(r.offset_bytes, length_bytes))
+
+    async def _read_record(self, view: View, r: m.Read, target: memoryview) -> dict[str, int]:
+        identity = await self._store.read(view, r.key, target)
+        return {"epoch": identity.epoch, "version": identity.version}
+
+    # --- the end
+
+    def unmap(self, segments: list[int]) -> None:
+        """Asks the client to give these segments up; it answers Unmapped."""
+        if self._is_ended:
+            return
+        self._channel.send(m.Unmap(segments))
+
+    def close(self, reason: Exception | None = None) -> None:
+        """Disconnects the client."""
+        self._channel.close(reason)
+
+    def _on_end(self, reason: Exception | None) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        self._hello_timer.cancel()
+        if reason is not None:
+            logger.info("session of pid %d ended: %s", self.pid, reason)
+        for prefetch in list(self._prefetches.values()):
+            self._store.cancel_prefetch(prefetch)
+        lingering = self._process is not None
+        for handle, view in list(self._views.items()):
+            if not (lingering and view.leased):
+                del self._views[handle]
+                self._end_view(view)
+            else:
+                view.end_writing()
+        self._uploads.clear()
+        if not self._views or self._process is None:
+            self._gone()
+
+    def _process_ended(self) -> None:
+        """The client process is gone: nobody reads its mappings any more."""
+        assert self._process is not None
+        self._loop.remove_reader(self._process)
+        os.close(self._process)
+        self._process = None
+        self._channel.close(None)
+        if self._is_ended:
+            for view in self._views.values():
+                self._end_view(view)
+            self._views.clear()
+            self._gone()
+
+    def _gone(self) -> None:
+        if self._process is not None:
+            self._loop.remove_reader(self._process)
+            os.close(self._process)
+            self._process = None
+        self._store.host.unmapped(self)
+        self._on_gone(self)
+
+
+class _Sent:
+    """What a handler gives when it has sent its answer itself."""
+
+
+def _open_process(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where there is none to be had."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

@@ -1,0 +1,65 @@
+"""What the demo shows while it runs: on stderr, so that stdout carries data alone.
+
+Chapters and facts are plain lines; a bar lives while something is counted. Where stderr is no terminal the bars are
+silent and the lines remain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from paramstore.demo.trace import StepTrace
+
+
+class DemoProgress:
+    """Owner of the console that a demo talks to."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = Console(stderr=True) if console is None else console
+
+    def chapter(self, number: int, title: str) -> None:
+        """One of the seven steps begins."""
+        self.console.print(f"[bold]{number}[/bold] {title}", highlight=False, soft_wrap=True)
+
+    def fact(self, text: str) -> None:
+        self.console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def counting(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar up to `total`; the callable moves it on by a count."""
+        with self._bar("{task.description}") as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda count: bar.advance(task, count)
+
+    @contextmanager
+    def training(self, *, first_step: int, last_step: int, tokens_per_step: int) -> Iterator[Callable[[StepTrace], None]]:
+        """A bar of steps; the callable shows what one step brought."""
+        with self._bar("{task.fields[figures]}") as bar:
+            task = bar.add_task("", total=last_step, completed=first_step, figures="")
+
+            def show(trace: StepTrace) -> None:
+                bar.update(task, completed=trace.step, figures=figures(trace, tokens_per_step))
+
+            yield show
+
+    def _bar(self, text: str) -> Progress:
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(text), TimeElapsedColumn())
+        return Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+
+
+def figures(trace: StepTrace, tokens_per_step: int) -> str:
+    """Loss, speed, and per tier the share of lookups it answered and its rate, on one line."""
+    traffic = trace.traffic
+    text = f"loss {trace.loss:.3f} · {tokens_per_step / trace.seconds:,.0f} tokens/s"
+    if traffic.hits + traffic.misses:
+        text += f" · host {traffic.host_hit_rate:.0%} {_rate(traffic.host_bytes, trace.seconds)}"
+        text += f" · nvme {traffic.nvme_rate:.0%} {_rate(traffic.nvme_bytes, trace.seconds)}"
+    return text
+
+
+def _rate(size_bytes: int, seconds: float) -> str:
+    return f"{size_bytes / seconds / 1e6:,.0f} MB/s"

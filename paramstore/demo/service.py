@@ -1,0 +1,90 @@
+"""The demo's own daemon: started by `autostart`, killed on purpose, and never left behind.
+
+The process is found by asking the kernel who listens on the socket, so one that an earlier, killed demo left behind is
+found too.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from pathlib import Path
+from types import TracebackType
+
+import paramstore as ps
+from paramstore_client.address import PEER_CREDENTIALS, try_connect
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 45.0
+"""Longer than the daemon gives its own transfers to finish."""
+
+
+class DemoDaemon:
+    """One daemon over one directory. A context manager: on leaving it no daemon runs there, unless it is kept."""
+
+    def __init__(self, directory: Path, *, host_budget_bytes: int) -> None:
+        self.directory = directory
+        self._is_kept = False
+        self._options = ps.ServeOptions(dir=directory, host_budget=host_budget_bytes)
+
+    def connect(self) -> ps.Store:
+        """A new session; the daemon is started if none runs."""
+        return ps.connect(autostart=self._options, timeout_s=START_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """SIGKILL: nothing of it is finished, flushed or closed. Returns when it is gone."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL where that does not help in time. Returns when no daemon runs there."""
+        try:
+            self._end(signal.SIGTERM)
+        except TimeoutError:
+            self._end(signal.SIGKILL)
+
+    def keep(self) -> None:
+        """Lets the daemon live on when the context ends."""
+        self._is_kept = True
+
+    def pid(self) -> int | None:
+        """The process that listens on the daemon's socket, if any."""
+        return _listener(self._options.socket_path())
+
+    def __enter__(self) -> DemoDaemon:
+        self.stop()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._is_kept:
+            self.stop()
+
+    def _end(self, number: signal.Signals) -> None:
+        pid = self.pid()
+        if pid is None:
+            return
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        try:
+            signal.pidfd_send_signal(descriptor, number)
+            ended = select.poll()
+            ended.register(descriptor, select.POLLIN)
+            if not ended.poll(int(STOP_TIMEOUT_S * 1000)):
+                raise TimeoutError(f"daemon {pid} over {self.directory} did not end within {STOP_TIMEOUT_S:g} s of {number.name}")
+        except ProcessLookupError:
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _listener(path: Path) -> int | None:
+    """The process that called listen() on a Unix socket. Raises StoreUnavailable if it is another user's."""
+    client = try_connect(path, timeout_s=START_TIMEOUT_S)
+    if client is None:
+        return None
+    with client:
+        pid, _, _ = PEER_CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size))
+    return int(pid)

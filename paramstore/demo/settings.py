@@ -1,0 +1,120 @@
+"""How large the demo is: one frozen value for the full run and one for `--quick`; every other module reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paramstore.errors import ConfigError
+
+STATE_BYTES_PER_PARAMETER = 12
+"""fp32 master and the two Adam moments: the 12·S of SE-MoE (arXiv 2205.10034, section 3.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of the byte-level MoE transformer. inner: the experts' inner width (SwiGLU)."""
+
+    layers: int
+    experts: int
+    hidden: int
+    inner: int
+    heads: int
+    context: int
+    top_k: int = 2
+    vocabulary: int = 256
+
+    @property
+    def parameters_per_expert(self) -> int:
+        return 3 * self.hidden * self.inner
+
+    @property
+    def expert_count(self) -> int:
+        return self.layers * self.experts
+
+    @property
+    def expert_parameters(self) -> int:
+        return self.expert_count * self.parameters_per_expert
+
+    @property
+    def expert_state_bytes(self) -> int:
+        return self.expert_parameters * STATE_BYTES_PER_PARAMETER
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSettings:
+    """One run of the demo.
+
+    reference_steps: how many first steps are repeated with everything in memory.
+    kill_step: after it the daemon is killed; training resumes at the last commit before it.
+    budget_share: the host budget as a share of the experts' training state.
+    """
+
+    shape: ModelShape
+    batch: int
+    steps: int
+    commit_every: int
+    kill_step: int
+    reference_steps: int
+    corpus_bytes: int
+    generated_bytes: int
+    ring_slots: int
+    seed: int = 0
+    learning_rate: float = 4e-3
+    expert_learning_rate: float = 1e-3
+    warmup_steps: int = 6
+    final_lr_share: float = 0.3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    balance_weight: float = 0.001
+    budget_share: float = 1 / 8
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.shape.context
+
+    @property
+    def host_budget_bytes(self) -> int:
+        return int(self.shape.expert_state_bytes * self.budget_share)
+
+    @property
+    def resume_step(self) -> int:
+        """The last committed step before the kill."""
+        return self.kill_step // self.commit_every * self.commit_every
+
+
+def full(*, steps: int = 60, seed: int = 0) -> DemoSettings:
+    """6 layers x 32 experts, 56.6 M expert parameters, 2,048 tokens a step. Raises ConfigError if `steps` is too few."""
+    return DemoSettings(
+        shape=ModelShape(layers=6, experts=32, hidden=256, inner=384, heads=4, context=256),
+        batch=8,
+        steps=_at_least(steps, 60),
+        commit_every=10,
+        kill_step=57,
+        reference_steps=10,
+        corpus_bytes=22_000_000,
+        generated_bytes=160,
+        ring_slots=3,
+        seed=seed,
+    )
+
+
+def quick(*, steps: int = 30, seed: int = 0) -> DemoSettings:
+    """4 layers x 16 experts of a tenth of the size, for under a minute. Raises ConfigError if `steps` is too few."""
+    return DemoSettings(
+        shape=ModelShape(layers=4, experts=16, hidden=128, inner=192, heads=4, context=128),
+        batch=8,
+        steps=_at_least(steps, 30),
+        commit_every=10,
+        kill_step=27,
+        reference_steps=10,
+        corpus_bytes=4_000_000,
+        generated_bytes=80,
+        ring_slots=2,
+        seed=seed,
+    )
+
+
+def _at_least(steps: int, least: int) -> int:
+    if steps < least:
+        raise ConfigError(f"steps={steps}: the demo needs at least {least} to tell its story")
+    return steps

@@ -1,0 +1,86 @@
+"""One arena: the memory of one (namespace, part), its slots, and the policy that ranks what they hold.
+
+Owned by the planner on the event-loop thread; workers only ever get the memoryview of one slot. Slots are numbered over
+all segments; a segment holds whole slots, so (segment, offset) of a slot is a division.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+
+from paramstore.core.slots import SlotTable
+from paramstore.policy.base import Policy
+
+SEGMENT_BYTES_MAX = 1 << 30
+SEGMENT_ALIGNMENT_BYTES = 2 << 20
+
+
+class SegmentMemory(Protocol):
+    """What an arena needs of memory: `paramstore.memory.arena.Segment` is the real one."""
+
+    @property
+    def length_bytes(self) -> int: ...
+
+    @property
+    def fd(self) -> int | None: ...
+
+    def view(self, offset_bytes: int, length_bytes: int) -> memoryview: ...
+
+    def touch(self) -> None: ...
+
+    def resident_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Arena:
+    """Slots of `slot_bytes` in segments that are added once their pages are touched."""
+
+    def __init__(self, *, slot_bytes: int, planned_slots: int, policy: Policy) -> None:
+        self.slot_bytes = slot_bytes
+        self.planned_slots = planned_slots
+        """What the arena will have once all its segments are touched; caps count in these."""
+        self.policy = policy
+        self.waiting: deque[Any] = deque()
+        """Requests that wait for slots, first come first served; the planner's."""
+        self.slots = SlotTable()
+        self.segments: list[tuple[int, SegmentMemory, int]] = []
+        """(segment id, memory, number of its first slot)."""
+        self._homes: list[tuple[SegmentMemory, int, int]] = []
+        """Per slot (memory, segment id, offset in it)."""
+
+    def add_segment(self, segment_id: int, memory: SegmentMemory, *, slots: int) -> None:
+        """Makes `slots` slots of the segment available. Its pages are touched already."""
+        added = self.slots.grow(slots)
+        self.segments.append((segment_id, memory, added.start))
+        self._homes.extend((memory, segment_id, index * self.slot_bytes) for index in range(slots))
+
+    def view(self, slot: int) -> memoryview:
+        """The slot's bytes, writable."""
+        memory, _, offset_bytes = self._homes[slot]
+        return memory.view(offset_bytes, self.slot_bytes)
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """(segment id, offset in bytes): how a client finds the slot."""
+        _, segment_id, offset_bytes = self._homes[slot]
+        return segment_id, offset_bytes
+
+
+def segment_lengths(slot_count: int, slot_bytes: int) -> list[int]:
+    """Lengths of the segments that hold `slot_count` slots: as few as SEGMENT_BYTES_MAX allows, whole slots in each."""
+    per_segment = max(1, SEGMENT_BYTES_MAX // slot_bytes)
+    lengths = []
+    while slot_count > 0:
+        count = min(slot_count, per_segment)
+        lengths.append(-(-count * slot_bytes // SEGMENT_ALIGNMENT_BYTES) * SEGMENT_ALIGNMENT_BYTES)
+        slot_count -= count
+    return lengths
+
+
+def slots_within(budget_bytes: int, slot_bytes: int) -> int:
+    """The most slots whose segments fit `budget_bytes`."""
+    count = max(0, budget_bytes // slot_bytes)
+    while count > 0 and sum(segment_lengths(count, slot_bytes)) > budget_bytes:
+        count -= 1
+    return count

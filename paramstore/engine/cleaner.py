@@ -1,0 +1,113 @@
+"""The cleaner: keeps slots clean, so that eviction never writes; and write-back and eviction on request.
+
+It writes what eviction will need soon and no more: a record written early is written again at its next update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.residency import Working
+from paramstore.engine.load import Loader
+from paramstore.engine.namespace import NamespaceState, WorkingCopy
+from paramstore.engine.planner import Planner
+from paramstore.engine.requests import Urgency
+from paramstore.engine.transfers import Transfers
+from paramstore.errors import CapacityError, StepFailed
+
+
+class Cleaner:
+    """Writes dirty records: ahead of eviction, for a cut, or because somebody asked."""
+
+    def __init__(self, planner: Planner, transfers: Transfers, loader: Loader) -> None:
+        self._planner = planner
+        self._transfers = transfers
+        self._loader = loader
+
+    def clean_ahead(self, namespace: NamespaceState, wanted_slots: int) -> None:
+        """Starts the writes that make `wanted_slots` slots evictable, counting those free, clean or being written."""
+        arena = namespace.working_arena
+        assert arena is not None
+        states = [copy.state for copy in namespace.resident.values()]
+        ready = arena.slots.free_count + states.count(Working.CLEAN) + states.count(Working.WRITING)
+        if wanted_slots > ready:
+            self._planner.working.clean(namespace, wanted_slots - ready, Urgency.WRITE_BACK)
+            self._transfers.drain()
+
+    async def write(self, namespace: NamespaceState, key: ExpertKey, urgency: Urgency) -> bool:
+        """On return `key` is not dirty. True if it was written here or by a write it joined. Raises what the write met."""
+        working = namespace.working[key]
+        identity, failures = working.identity, 0
+        is_written = False
+        while working.identity == identity and working.state in (Working.DIRTY, Working.WRITING, Working.UPDATING):
+            if working.is_orphan:
+                raise StepFailed(f"{key} of {namespace.name!r} was discarded by a rollback")
+            if working.state is Working.DIRTY:
+                if is_written:
+                    failures += 1
+                    if failures > 1:
+                        raise StepFailed(f"{key} of {namespace.name!r}: its write-back failed twice, on different extents")
+                if not self._planner.working.begin_write(namespace, working, urgency):
+                    self._check_space(namespace)
+                self._transfers.drain()
+            elif working.move is not None and working.move.transfer is not None and working.state is Working.WRITING:
+                self._transfers.runner.promote(working.move.transfer, urgency)
+            is_written = working.state is Working.WRITING or is_written
+            await self._loader.changed(working)
+        return is_written
+
+    def _check_space(self, namespace: NamespaceState) -> None:
+        """Raises where no write under way and no commit will free space: waiting would be for nothing."""
+        is_hopeful = namespace.cut is not None or any(c.state is Working.WRITING for c in namespace.resident.values())
+        if not is_hopeful:
+            record_bytes = namespace.schema.record_bytes
+            raise CapacityError(
+                f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: raise volume_size or add a volume"
+            )
+
+    async def write_back(self, namespace: NamespaceState, keys: Sequence[ExpertKey] | None) -> dict[str, int]:
+        """Writes what is dirty among `keys` (None: all). Figures: records and bytes written."""
+        dirty = [working for working in self._chosen(namespace, keys) if working.state in (Working.DIRTY, Working.WRITING)]
+        for working in dirty:  # all are queued first, so that the volumes see them at once
+            if working.state is Working.DIRTY:
+                self._planner.working.begin_write(namespace, working, Urgency.WRITE_BACK)
+        self._transfers.drain()
+        written = 0
+        for working in dirty:
+            written += 1
+            await self.write(namespace, working.key, Urgency.WRITE_BACK)
+        return {"written": written, "bytes": written * namespace.schema.record_bytes}
+
+    @staticmethod
+    def _chosen(namespace: NamespaceState, keys: Sequence[ExpertKey] | None) -> Iterable[WorkingCopy]:
+        if keys is None:
+            return list(namespace.resident.values())
+        namespace.keys.check(keys, namespace=namespace.name)
+        return [namespace.working[key] for key in dict.fromkeys(keys)]
+
+    async def evict(self, namespace: NamespaceState, keys: Sequence[ExpertKey] | None, part: str | None) -> dict[str, object]:
+        """Evicts `keys` (None: all) from host memory, dirty ones after writing them. Figures: evicted, skipped keys."""
+        chosen = list(namespace.keys) if keys is None else list(dict.fromkeys(keys))
+        namespace.keys.check(chosen, namespace=namespace.name)
+        if part is not None:
+            namespace.schema.part(part)
+        skipped: dict[ExpertKey, None] = {}
+        evicted = 0
+        if part != "param" and namespace.is_trainable():
+            await self.write_back(namespace, keys)
+            for key in chosen:
+                was_resident = namespace.working[key].slot is not None
+                if not self._planner.evict_working(namespace, key):
+                    skipped[key] = None
+                elif was_resident:
+                    evicted += 1
+        if part != "optim":
+            for key in chosen:
+                before = len(namespace.copies.get(key, ()))
+                if not self._planner.evict_param(namespace, key):
+                    skipped[key] = None
+                evicted += before - len(namespace.copies.get(key, ()))
+        self._planner.pump(namespace)
+        self._transfers.drain()
+        return {"evicted": evicted, "skipped": [list(key) for key in skipped]}

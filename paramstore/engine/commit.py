@@ -1,0 +1,209 @@
+"""The committer: makes one cut durable, and takes a namespace back to a step.
+
+A commit: write what the cut found dirty → a commit note on every volume → flush every volume, all at once → one catalog
+transaction → settle. Whatever fails before the transaction changes nothing durable. A transaction that raised is
+*unknown*: the catalog is reopened and read, and what it says is what happened.
+
+After a failed flush nothing written to that volume since its last good flush can be trusted, in memory-only extents of any
+namespace: those namespaces are broken until rollback. A failed write or flush is never repeated on the same extent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from paramstore.config import RETAINED_STEPS
+from paramstore.engine.cleaner import Cleaner
+from paramstore.engine.namespace import Cut, NamespaceState
+from paramstore.engine.planner import Planner
+from paramstore.engine.requests import Urgency
+from paramstore.engine.runner import CATALOG_LANE, Runner, volume_lane
+from paramstore.engine.transfers import Transfers
+from paramstore.errors import CatalogError, ParamStoreError, StepFailed, VolumeError
+from paramstore.storage.catalog import Catalog, Change, StepRow
+from paramstore.storage.format import CommitNote, Superblock, combine_roots
+from paramstore.storage.ledger import Publication
+from paramstore.storage.note_slots import NoteSlots
+from paramstore.storage.notes import write_note
+from paramstore.storage.volume import Volume
+
+logger = logging.getLogger(__name__)
+
+
+class Committer:
+    """Publishes cuts and rollbacks, one transaction at a time (the catalog's one thread)."""
+
+    def __init__(
+        self, planner: Planner, transfers: Transfers, cleaner: Cleaner, runner: Runner, *, catalog: Catalog,
+        volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock], note_slots: NoteSlots,
+        namespaces: Mapping[str, NamespaceState],
+    ) -> None:  # fmt: skip
+        self._planner = planner
+        self._transfers = transfers
+        self._cleaner = cleaner
+        self._runner = runner
+        self._catalog = catalog
+        self._volumes = volumes
+        self._superblocks = superblocks
+        self._note_slots = note_slots
+        self._namespaces = namespaces
+        self.stopped: str | None = None
+        """Why nothing durable is accepted any more: the catalog could not be read back after a failure."""
+
+    async def commit(self, namespace: NamespaceState, cut: Cut, step: int, extra: bytes) -> int:
+        """Makes `cut` durable as `step`; on return it is. Gives how many records it published.
+
+        Raises what a volume or the catalog raised; then the committed step is as before, and the cut's records are still
+        the newest uncommitted ones.
+        """
+        note_slot: int | None = None
+        try:
+            self.check_accepting()
+            note_slot = self._note_slots.take()
+            step_row = StepRow(step, cut.sequence, note_slot, len(cut.keys), extra)
+            await self._prove(namespace, cut, step_row)
+            publication = await self._publish_cut(namespace, cut, step_row)
+        except ParamStoreError:
+            if note_slot is not None:
+                self._note_slots.free(note_slot)
+            namespace.closing_steps = frozenset()
+            self._planner.settle_cut(namespace, is_published=False)
+            self._transfers.drain()
+            raise
+        self._settle(namespace, publication)
+        self._planner.settle_cut(namespace, is_published=True)
+        self._transfers.drain()
+        namespace.stats.commits += 1
+        return len(cut.keys)
+
+    def check_accepting(self) -> None:
+        if self.stopped is not None:
+            raise CatalogError(f"this store accepts no writes: {self.stopped}; restart the daemon")
+
+    async def _prove(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> None:
+        """Everything the step needs is durable on every volume; what remains is the transaction."""
+        await self._runner.call(CATALOG_LANE, lambda: self._catalog.reserve(2 * len(cut.keys) + 16))
+        await self._write_unwritten(namespace, cut)
+        note = CommitNote(
+            namespace=namespace.name, epoch=namespace.epoch, sequence=cut.sequence, step=row.step,
+            parent=namespace.committed_step, record_count=len(cut.keys),
+            combined_root=combine_roots((key, located.root) for key, located in cut.located.items()),
+            epoch_bounds=namespace.ledger.namespace.epoch_bounds,
+        )  # fmt: skip
+        await self._note_and_flush(note, row.note_slot)
+
+    async def _publish_cut(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> Publication:
+        """The transaction. Planned on the catalog's thread: 15,000 changed records take longer than the loop may be held.
+
+        Which steps go is fixed here first; nobody can open one of them any more.
+        """
+        self._planner.drop_oldest_readers(namespace, row.step)
+        held = frozenset(namespace.held_steps())
+        namespace.closing_steps = frozenset(namespace.ledger.steps()[: 1 - RETAINED_STEPS or None]) - held
+
+        def plan() -> Publication:
+            publication = namespace.ledger.plan_publish(row, cut.located, held)
+            return replace(publication, namespace=replace(publication.namespace, applies=cut.applies))
+
+        publication: Publication = await self._runner.call(CATALOG_LANE, plan)
+        await self._publish(namespace, publication)
+        return publication
+
+    async def _write_unwritten(self, namespace: NamespaceState, cut: Cut) -> None:
+        """Writes the records that were dirty at the cut, at DEMAND: all are queued before the first is awaited."""
+        for key in list(cut.unwritten):
+            working = namespace.working[key]
+            if working.state == "dirty":
+                self._planner.working.begin_write(namespace, working, Urgency.DEMAND)
+        self._transfers.drain()
+        for key in sorted(cut.unwritten):  # a copy: the set shrinks as writes land
+            while key in cut.unwritten:
+                await self._cleaner.write(namespace, key, Urgency.DEMAND)
+
+    async def _note_and_flush(self, note: CommitNote, note_slot: int) -> None:
+        outcomes = await asyncio.gather(
+            *(self._note_one(index, note, note_slot) for index in self._volumes), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _note_one(self, index: int, note: CommitNote, note_slot: int) -> None:
+        volume, superblock = self._volumes[index], self._superblocks[index]
+        lane = volume_lane(index)
+        await self._runner.call(lane, lambda: write_note(volume, superblock, note_slot, note))
+        try:
+            await self._runner.call(lane, volume.flush)
+        except VolumeError as error:
+            self._distrust(index, error)
+            raise
+
+    def _distrust(self, volume: int, error: VolumeError) -> None:
+        """A flush failed: every namespace with an unpublished record on that volume is broken."""
+        logger.error("flush of volume %d failed: %s", volume, error)
+        for namespace in self._namespaces.values():
+            if any(_unpublished_on(namespace, volume)):
+                self._planner.mark_broken(namespace, f"a flush of volume {volume} failed: {error}")
+        self._transfers.drain()
+
+    async def _publish(self, namespace: NamespaceState, publication: Publication) -> None:
+        """One transaction. If it raises, what the reopened catalog holds is the truth."""
+        try:
+            await self._runner.call(CATALOG_LANE, lambda: self._catalog.apply(publication.change()))
+        except CatalogError as error:
+            if not await self._happened(namespace, publication, error):
+                raise
+
+    async def _happened(self, namespace: NamespaceState, publication: Publication, error: CatalogError) -> bool:
+        """Resolves an unknown outcome from disk. Raises CatalogError, and stops all writes, if that fails too."""
+        logger.error("catalog transaction on %r failed, reading it back: %s", namespace.name, error)
+
+        def read_back() -> bool:
+            self._catalog.reopen()
+            contents = self._catalog.load().namespaces.get(namespace.name)
+            return contents is not None and contents.namespace == publication.namespace
+
+        try:
+            return bool(await self._runner.call(CATALOG_LANE, read_back))
+        except ParamStoreError as second:
+            self.stopped = f"the catalog failed ({error}) and could not be read back ({second})"
+            raise CatalogError(f"the outcome of the transaction is unknown: {self.stopped}; restart the daemon") from error
+
+    def _settle(self, namespace: NamespaceState, publication: Publication) -> None:
+        namespace.ledger.settle(publication)
+        namespace.closing_steps = frozenset()
+        for extent in publication.freed:
+            self._planner.space.release(extent)
+        for slot in publication.freed_note_slots:
+            self._note_slots.free(slot)
+
+    async def rollback(self, namespace: NamespaceState, step: int | None) -> None:
+        """On return the namespace stands at `step` (None: before any commit) in a new, durable epoch, and is not broken.
+
+        No commit is under way. Raises StepDropped if there is no such step, CatalogError; then nothing has changed.
+        """
+        self.check_accepting()
+        if namespace.cut is not None:
+            raise StepFailed(f"a commit of {namespace.name!r} is under way")
+        publication = namespace.ledger.plan_rollback(step)
+        await self._publish(namespace, publication)
+        namespace.ledger.settle(publication)
+        for slot in publication.freed_note_slots:
+            self._note_slots.free(slot)
+        namespace.applies = publication.namespace.applies
+        self._planner.rollback(namespace, epoch=publication.namespace.epoch, freed=publication.freed)
+        self._transfers.drain()
+
+    async def apply_change(self, change: Change) -> None:
+        """A transaction of its own: a new namespace, a volume's size. Raises CatalogError."""
+        self.check_accepting()
+        await self._runner.call(CATALOG_LANE, lambda: self._catalog.apply(change))
+
+
+def _unpublished_on(namespace: NamespaceState, volume: int) -> Iterable[bool]:
+    return (
+        working.uncommitted is not None and working.uncommitted.extent.volume == volume for working in namespace.working.values()
+    )

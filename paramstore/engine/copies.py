@@ -1,0 +1,219 @@
+"""The planner's rules for `param` copies: finding, making room, feeding a load from the right source, retiring.
+
+Sources of a copy, first that applies: the working slot, if it holds exactly these bytes; the working load, update or
+earlier apply that will make them (then the copy waits); the extent that holds exactly them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Identity, Located
+from paramstore.core.residency import MAY_MATERIALISE, Copy, CopyEvent, Working, next_copy
+from paramstore.engine.arena import Arena
+from paramstore.engine.moves import Move, MoveKind, Outbox
+from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
+from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
+from paramstore.errors import ParamStoreError
+
+
+class CopyPlanner:
+    """Decides about `param` copies; part of the planner, on the event-loop thread."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+
+    def make_room(
+        self, namespace: NamespaceState, count: int, *, keep: Container[ExpertKey], is_prefetch: bool = False
+    ) -> list[int] | None:
+        """`count` free slots, evicting what the policy gives up; or None, and nothing has changed.
+
+        keep: keys that must stay. A prefetch evicts neither protected keys nor other unused prefetches; demand spares
+        protected ones only as long as it can.
+        """
+        arena = namespace.param_arena
+        assert arena is not None
+        lacking = count - arena.slots.free_count
+        if lacking > 0:
+            victims = self._victims(namespace, arena, lacking, keep, spare_wishes=True, is_prefetch=is_prefetch)
+            if victims is None and not is_prefetch and namespace.protected:
+                victims = self._victims(namespace, arena, lacking, keep, spare_wishes=False, is_prefetch=False)
+            if victims is None:
+                return None
+            for copy in victims:
+                self.evict(namespace, copy)
+        return [arena.slots.take() for _ in range(count)]
+
+    def _victims(
+        self, namespace: NamespaceState, arena: Arena, count: int, keep: Container[ExpertKey], *,
+        spare_wishes: bool, is_prefetch: bool,
+    ) -> list[ParamCopy] | None:  # fmt: skip
+        def is_protected(name: object) -> bool:
+            if name in keep or (spare_wishes and name in namespace.protected):
+                return True
+            return _evictable(namespace, name, is_prefetch) is None
+
+        names = arena.policy.victims(count, is_protected)
+        if names is None:
+            return None
+        copies = [_evictable(namespace, name, is_prefetch) for name in names]
+        return [copy for copy in copies if copy is not None]
+
+    def evict(self, namespace: NamespaceState, copy: ParamCopy) -> None:
+        """Frees an unleased READY copy; counted as waste if it was loaded ahead of use and never used."""
+        assert copy.leases == 0
+        stats = namespace.stats.param
+        stats.evictions += 1
+        if copy.is_prefetched:
+            stats.wasted += 1
+            stats.wasted_bytes += namespace.schema.part("param").image_bytes
+        self._remove(namespace, copy, CopyEvent.EVICT)
+
+    def start(
+        self, namespace: NamespaceState, key: ExpertKey, identity: Identity, located: Located | None, slot: int, *,
+        urgency: Urgency, deadline_s: float | None = None,
+    ) -> ParamCopy:  # fmt: skip
+        """A new LOADING copy in `slot`; its move is in the outbox, unless it waits for the working copy."""
+        copy = ParamCopy(key, identity, slot, located)
+        copy.state = next_copy(copy.state, CopyEvent.LOAD)
+        namespace.copies.setdefault(key, []).append(copy)
+        working = namespace.working[key]
+        if working.target == identity:
+            working.current = copy
+        self.feed(namespace, copy, urgency=urgency, deadline_s=deadline_s)
+        return copy
+
+    def feed(
+        self, namespace: NamespaceState, copy: ParamCopy, *, urgency: Urgency = Urgency.DEMAND, deadline_s: float | None = None
+    ) -> None:
+        """Starts the move of a LOADING copy that has none, if its source is ready; else it goes on waiting."""
+        working = namespace.working[copy.key]
+        located = copy.located
+        source: WorkingCopy | None = None
+        if working.identity == copy.identity and namespace.is_trainable():
+            if working.state in MAY_MATERIALISE:
+                source = working
+            elif working.state in (Working.LOADING, Working.UPDATING):
+                if working.move is not None:
+                    self._outbox.promoted.append(working.move)
+                return
+            else:
+                located = namespace.working_location(copy.key)
+        elif working.identity == copy.identity:
+            located = namespace.working_location(copy.key)
+        if source is None and located is None:
+            return  # an apply, a fill or its first write will make these bytes
+        if source is not None:
+            source.holders += 1
+            move = Move(MoveKind.MATERIALISE, namespace, copy, urgency, source=source, deadline_s=deadline_s)
+        else:
+            move = Move(MoveKind.LOAD_PARAM, namespace, copy, urgency, located=located, deadline_s=deadline_s)
+        copy.move = move
+        self._outbox.moves.append(move)
+
+    def feed_waiting(self, namespace: NamespaceState, key: ExpertKey) -> None:
+        """After any change of the working copy: copies that waited for it look for their source again."""
+        for copy in namespace.copies.get(key, ()):
+            if copy.state in (Copy.LOADING, Copy.RETIRED) and copy.move is None and copy.waiters:
+                self.feed(namespace, copy)
+
+    def settle(self, namespace: NamespaceState, copy: ParamCopy, error: ParamStoreError | None) -> None:
+        """The copy's bytes landed, or failed to: whoever waits is finished or one nearer to it."""
+        waiters, copy.waiters = copy.waiters, []
+        if error is not None:
+            for request in waiters:  # all who lease a copy that has not landed wait for it
+                self._fail(request, copy, error)
+            copy.move = None
+            self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
+            return
+        copy.move = None
+        copy.state = next_copy(copy.state, CopyEvent.LOADED)
+        image_bytes = namespace.schema.part("param").image_bytes
+        for request in waiters:
+            if isinstance(request, LeaseRequest):
+                request.missing -= 1
+                if request.missing == 0:
+                    self._finish(request)
+            else:
+                request.loaded += 1
+                request.bytes_loaded += image_bytes
+                self._land_prefetch(request, copy)
+        if copy.state is Copy.RETIRED and copy.leases == 0:
+            self._remove(namespace, copy, CopyEvent.FREE)
+
+    def _fail(self, request: LeaseRequest | PrefetchRequest, copy: ParamCopy, error: ParamStoreError) -> None:
+        if request.error is None:
+            request.error = error
+        if isinstance(request, PrefetchRequest):
+            self._land_prefetch(request, copy)
+            return
+        self.unlease(request)
+        self._finish(request)
+
+    def _land_prefetch(self, request: PrefetchRequest, copy: ParamCopy) -> None:
+        request.pending.discard(copy)
+        if not request.pending:
+            self._finish(request)
+
+    def _finish(self, request: LeaseRequest | PrefetchRequest) -> None:
+        if not request.is_finished:
+            request.is_finished = True
+            self._outbox.finished.append(request)
+
+    def unlease(self, request: LeaseRequest) -> None:
+        """Gives up every slot the request holds, landed or not."""
+        leased, namespace = request.view.leased, request.view.namespace
+        for copy in request.copies:
+            copy.leases -= 1
+            left = leased[copy] - 1
+            if left:
+                leased[copy] = left
+            else:
+                del leased[copy]
+            if copy.leases == 0 and copy.state is Copy.RETIRED and copy.move is None:
+                self._remove(namespace, copy, CopyEvent.FREE)
+            elif request.missing and request in copy.waiters:
+                copy.waiters.remove(request)
+        request.copies = []
+        request.view.leases.pop(request.lease_id, None)
+
+    def supersede(self, namespace: NamespaceState, copy: ParamCopy) -> None:
+        """The working view has moved on from `copy`: it retires, unless a reader's step still sees it."""
+        if copy.state in (Copy.LOADING, Copy.READY) and not namespace.is_seen(copy.key, copy.identity):
+            self.retire(namespace, copy)
+
+    def retire(self, namespace: NamespaceState, copy: ParamCopy) -> None:
+        copy.state = next_copy(copy.state, CopyEvent.RETIRE)
+        if copy.leases == 0 and copy.move is None:
+            waiters, copy.waiters = copy.waiters, []
+            for request in waiters:  # prefetches all: a lease would hold the copy
+                assert isinstance(request, PrefetchRequest)
+                request.skipped += 1
+                self._land_prefetch(request, copy)
+            self._remove(namespace, copy, CopyEvent.FREE)
+
+    def _remove(self, namespace: NamespaceState, copy: ParamCopy, event: CopyEvent) -> None:
+        copy.state = next_copy(copy.state, event)
+        arena = namespace.param_arena
+        assert arena is not None
+        arena.slots.free(copy.slot)
+        if copy.is_prefetched:
+            copy.is_prefetched = False
+            namespace.unused_prefetches -= 1
+        copies = namespace.copies[copy.key]
+        copies.remove(copy)
+        if not copies:
+            del namespace.copies[copy.key]
+            arena.policy.forget(copy.key)
+        working = namespace.working[copy.key]
+        if working.current is copy:
+            working.current = None
+
+
+def _evictable(namespace: NamespaceState, name: object, is_prefetch: bool) -> ParamCopy | None:
+    """The oldest copy of the key that can go now."""
+    for copy in namespace.copies.get(name, ()):  # type: ignore[call-overload]
+        if copy.state is Copy.READY and copy.leases == 0 and not (is_prefetch and copy.is_prefetched):
+            return copy  # type: ignore[no-any-return]
+    return None

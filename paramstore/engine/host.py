@@ -1,0 +1,277 @@
+"""The host tier: which arena gets how much of the budget, segments and their clients, upload areas, the kernel's figures.
+
+Exact: a segment's whole length counts against the budget from before it is allocated until it is closed, which is only
+after every client that was given it has acknowledged its unmapping. Upload areas have a budget of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paramstore.config import format_size
+from paramstore.core.schema import Schema
+from paramstore.engine.arena import SEGMENT_ALIGNMENT_BYTES, Arena, SegmentMemory, segment_lengths, slots_within
+from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.routes import Staging, cut_pieces
+from paramstore.engine.runner import BACKGROUND_LANE, Runner
+from paramstore.errors import CapacityError
+from paramstore.policy.base import Policy
+
+logger = logging.getLogger(__name__)
+
+SLOTS_MIN = 2
+"""Of each part: one in use and one that can change."""
+
+
+class Memory(Protocol):
+    """Makes segments; `paramstore.daemon.assembly` gives the real ones, tests plain memory."""
+
+    def shared(self, length_bytes: int) -> SegmentMemory: ...
+
+    def private(self, length_bytes: int) -> SegmentMemory: ...
+
+    def upload(self, length_bytes: int) -> SegmentMemory: ...
+
+    def describe(self) -> dict[str, object]:
+        """Page kinds, and the command that would give better ones."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Slots of one namespace's arenas and the bytes of its staging buffers."""
+
+    param_slots: int
+    working_slots: int
+    staging_bytes: int
+
+
+def split_budget(
+    schema: Schema, *, key_count: int, budget_bytes: int, pipeline_slots: int, staging_bytes: int
+) -> Split | None:
+    """How a namespace uses `budget_bytes`; None if it cannot hold the least that works.
+
+    Training: first the working slots that the update pipeline needs, then `param` all the writer can use (about 4 bytes
+    of I/O a step saved per byte held), then the working copies (about 2), last `param` copies for readers of older steps.
+    """
+    left = budget_bytes - staging_bytes
+    param_bytes = schema.part("param").image_bytes
+    least = min(key_count, SLOTS_MIN)
+    if not schema.is_trainable:
+        param = min(key_count, slots_within(left, param_bytes))
+        return Split(param, 0, staging_bytes) if param >= least else None
+    working_bytes = schema.record_bytes
+    least_param_bytes = sum(segment_lengths(least, param_bytes))
+    working = min(key_count, pipeline_slots, slots_within(left - least_param_bytes, working_bytes))
+    param = min(key_count, slots_within(left - _used(working, working_bytes), param_bytes))
+    if working < least or param < least:
+        return None
+    working = min(key_count, slots_within(left - _used(param, param_bytes), working_bytes))
+    param = min(2 * key_count, slots_within(left - _used(working, working_bytes), param_bytes))
+    return Split(param, working, staging_bytes)
+
+
+def _used(slots: int, slot_bytes: int) -> int:
+    return sum(segment_lengths(slots, slot_bytes))
+
+
+def least_bytes(schema: Schema, key_count: int, staging_bytes: int) -> int:
+    """The smallest budget that `split_budget` accepts."""
+    least = min(key_count, SLOTS_MIN)
+    working = _used(least, schema.record_bytes) if schema.is_trainable else 0
+    return staging_bytes + working + _used(least, schema.part("param").image_bytes)
+
+
+@dataclass(slots=True)
+class _Segment:
+    memory: SegmentMemory
+    namespace: str
+    is_shared: bool
+    clients: set[object] = field(default_factory=set)
+    is_given_up: bool = False
+
+
+class HostTier:
+    """Owner of every segment and of both budgets."""
+
+    def __init__(
+        self, runner: Runner, memory: Memory, *, budget_bytes: int, io_threads: int, piece_bytes: int, pipeline_slots: int,
+        make_policy: Callable[[int], Policy],
+    ) -> None:  # fmt: skip
+        self.budget_bytes = budget_bytes
+        self.memory = memory
+        self._runner = runner
+        self._io_threads = io_threads
+        self._piece_bytes = piece_bytes
+        self._pipeline_slots = pipeline_slots
+        self._make_policy = make_policy
+        self._segments: dict[int, _Segment] = {}
+        self._next_segment = 1
+        self._upload_bytes: dict[object, int] = {}
+        self._kernel_peak_bytes = 0
+
+    # --- arenas
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(segment.memory.length_bytes for segment in self._segments.values())
+
+    async def open_arenas(self, namespace: NamespaceState, host_bytes: int | None) -> None:
+        """Gives `namespace` its arenas: all that is left of the budget, or `host_bytes` of it. Its slots come up as their
+        pages are touched; the first segment of each is there on return. Raises CapacityError, and nothing is taken."""
+        if namespace.param_arena is not None:
+            return
+        schema, key_count = namespace.schema, len(namespace.keys)
+        staging_bytes = self._staging_bytes(schema)
+        left = self.budget_bytes - self.used_bytes
+        granted = left if host_bytes is None else min(left, host_bytes)
+        split = split_budget(
+            schema, key_count=key_count, budget_bytes=granted, pipeline_slots=self._pipeline_slots, staging_bytes=staging_bytes
+        )
+        if split is None:
+            raise CapacityError(
+                f"namespace {namespace.name!r} needs at least {format_size(least_bytes(schema, key_count, staging_bytes))} of host "
+                f"memory (records of {format_size(schema.record_bytes)}); {format_size(max(0, granted))} are left of "
+                f"host_budget {format_size(self.budget_bytes)}: raise host_budget, or close other namespaces"
+            )
+        await self._allocate(namespace, split)
+
+    async def _allocate(self, namespace: NamespaceState, split: Split) -> None:
+        schema = namespace.schema
+        param_part = schema.part("param")
+        param = Arena(
+            slot_bytes=param_part.image_bytes, planned_slots=split.param_slots, policy=self._make_policy(split.param_slots)
+        )
+        working = param
+        if schema.is_trainable:
+            working = Arena(
+                slot_bytes=schema.record_bytes, planned_slots=split.working_slots, policy=self._make_policy(split.working_slots)
+            )
+        namespace.param_arena, namespace.working_arena = param, working
+        if split.staging_bytes:
+            namespace.staging = await self._make_staging(namespace, split.staging_bytes)
+        if working is not param:
+            await self._fill(namespace, working, split.working_slots, is_shared=False)
+        await self._fill(namespace, param, split.param_slots, is_shared=True)
+
+    async def _fill(self, namespace: NamespaceState, arena: Arena, slot_count: int, *, is_shared: bool) -> None:
+        for length_bytes in segment_lengths(slot_count, arena.slot_bytes):
+            segment_id, memory = await self._new_segment(namespace, length_bytes, is_shared=is_shared)
+            arena.add_segment(segment_id, memory, slots=min(slot_count, length_bytes // arena.slot_bytes))
+            slot_count -= length_bytes // arena.slot_bytes
+
+    async def _new_segment(self, namespace: NamespaceState, length_bytes: int, *, is_shared: bool) -> tuple[int, SegmentMemory]:
+        assert self.used_bytes + length_bytes <= self.budget_bytes
+        memory = self.memory.shared(length_bytes) if is_shared else self.memory.private(length_bytes)
+        segment_id = self._next_segment
+        self._next_segment += 1
+        self._segments[segment_id] = _Segment(memory, namespace.name, is_shared)
+        await self._runner.call(BACKGROUND_LANE, memory.touch)
+        return segment_id, memory
+
+    async def _make_staging(self, namespace: NamespaceState, staging_bytes: int) -> Staging:
+        _, memory = await self._new_segment(namespace, staging_bytes, is_shared=False)
+        each = self._buffer_bytes(namespace.schema)
+        staging = Staging()
+        for index in range(self._io_threads):
+            staging.add(memory.view(index * each, each))
+        return staging
+
+    def _staging_bytes(self, schema: Schema) -> int:
+        if not schema.is_trainable:
+            return 0
+        return -(-self._io_threads * self._buffer_bytes(schema) // SEGMENT_ALIGNMENT_BYTES) * SEGMENT_ALIGNMENT_BYTES
+
+    def _buffer_bytes(self, schema: Schema) -> int:
+        """One worker's buffer: the header where master and param agree byte for byte, else the largest piece."""
+        if schema.part("param").fields[0].dtype == schema.stored.fields[0].dtype:
+            return schema.stored.header_bytes
+        return max(piece.end - piece.start for piece in cut_pieces(schema.stored, self._piece_bytes, len(schema.specs)))
+
+    def close_arenas(self, namespace: NamespaceState) -> dict[object, list[int]]:
+        """Gives up a namespace's memory; nothing in it is in use. Clients that mapped a segment are returned with the ids
+        they must unmap; its bytes come back to the budget when they have."""
+        namespace.param_arena = namespace.working_arena = None
+        namespace.staging = None
+        to_unmap: dict[object, list[int]] = {}
+        for segment_id, segment in list(self._segments.items()):
+            if segment.namespace == namespace.name:
+                segment.is_given_up = True
+                for client in segment.clients:
+                    to_unmap.setdefault(client, []).append(segment_id)
+                self._close_if_unmapped(segment_id)
+        return to_unmap
+
+    # --- clients
+
+    def give(self, client: object, segment_ids: Iterable[int]) -> list[tuple[int, int, int]]:
+        """Records that `client` gets these segments: (id, length, fd) of those it had not yet."""
+        given = []
+        for segment_id in segment_ids:
+            segment = self._segments[segment_id]
+            if client not in segment.clients:
+                assert segment.memory.fd is not None
+                segment.clients.add(client)
+                given.append((segment_id, segment.memory.length_bytes, segment.memory.fd))
+        return given
+
+    def has(self, client: object, segment_id: int) -> bool:
+        return client in self._segments[segment_id].clients
+
+    def unmapped(self, client: object, segment_ids: Iterable[int] | None = None) -> None:
+        """`client` has unmapped these segments; None: it is gone, and with it all its mappings and upload areas."""
+        for segment_id in list(self._segments) if segment_ids is None else list(segment_ids):
+            segment = self._segments.get(segment_id)
+            if segment is not None:
+                segment.clients.discard(client)
+                self._close_if_unmapped(segment_id)
+        if segment_ids is None:
+            self._upload_bytes.pop(client, None)
+
+    def _close_if_unmapped(self, segment_id: int) -> None:
+        segment = self._segments[segment_id]
+        if segment.is_given_up and not segment.clients:
+            segment.memory.close()
+            del self._segments[segment_id]
+
+    # --- upload areas
+
+    def open_upload(self, client: object, length_bytes: int, *, limit_bytes: int) -> tuple[int, SegmentMemory]:
+        """A new upload segment of `client`. Raises CapacityError naming the size needed; nothing is taken then."""
+        rounded = -(-length_bytes // SEGMENT_ALIGNMENT_BYTES) * SEGMENT_ALIGNMENT_BYTES
+        used = sum(self._upload_bytes.values())
+        if used + rounded > limit_bytes:
+            raise CapacityError(
+                f"upload areas would need {format_size(used + rounded)}, gradient_budget allows {format_size(limit_bytes)} on this "
+                f"node: raise it to {used + rounded} bytes, or apply before pushing more"
+            )
+        memory = self.memory.upload(rounded)
+        segment_id = self._next_segment
+        self._next_segment += 1
+        self._upload_bytes[client] = self._upload_bytes.get(client, 0) + rounded
+        return segment_id, memory
+
+    @property
+    def upload_bytes(self) -> int:
+        return sum(self._upload_bytes.values())
+
+    # --- figures
+
+    def kernel_bytes(self) -> int:
+        """Pages of all arenas and staging by the kernel's count; the peak is kept."""
+        now = sum(segment.memory.resident_bytes() for segment in self._segments.values())
+        self._kernel_peak_bytes = max(self._kernel_peak_bytes, now)
+        return now
+
+    def stats(self) -> dict[str, object]:
+        kernel_bytes = self.kernel_bytes()
+        private = sum(segment.memory.length_bytes for segment in self._segments.values() if not segment.is_shared)
+        return {
+            "budget_bytes": self.budget_bytes, "used_bytes": self.used_bytes, "private_bytes": private,
+            "shared_bytes": self.used_bytes - private, "kernel_bytes": kernel_bytes,
+            "kernel_peak_bytes": self._kernel_peak_bytes, "upload_bytes": self.upload_bytes,
+            "segments": len(self._segments), **self.memory.describe(),
+        }  # fmt: skip

@@ -1,0 +1,117 @@
+"""The loader: leases, prefetches and held working copies, for those who wait. The planner decides; this file waits.
+
+Every wait has a bound, and whoever stops waiting leaves nothing behind: a lease that timed out is cancelled, a slot that
+came too late is let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from paramstore.core.key import ExpertKey
+from paramstore.engine.namespace import NamespaceState, View, WorkingCopy
+from paramstore.engine.planner import Planner
+from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
+from paramstore.engine.transfers import Transfers
+from paramstore.errors import ParamStoreError, SchemaMismatch, WaitTimeout
+
+
+class Loader:
+    """Requests for bytes in host memory."""
+
+    def __init__(self, planner: Planner, transfers: Transfers, *, wait_timeout_s: float) -> None:
+        self._planner = planner
+        self._transfers = transfers
+        self._wait_timeout_s = wait_timeout_s
+
+    def acquire(self, view: View, lease_id: int, keys: Sequence[ExpertKey], part: str) -> LeaseRequest:
+        """Plans a lease; `is_finished` at once if all is resident, else to be awaited. Raises as `Planner.request_lease`."""
+        if part != "param":
+            view.namespace.schema.part(part)
+            raise SchemaMismatch(f"part {part!r} cannot be leased: the daemon alone sees it; use read() for a copy")
+        request = LeaseRequest(view, lease_id, keys)
+        self._planner.request_lease(request)
+        self._transfers.drain()
+        return request
+
+    async def wait_lease(self, request: LeaseRequest, timeout_s: float) -> None:
+        """On return the lease is granted. Raises its error, or WaitTimeout: then the request is gone."""
+        await self._wait(request, timeout_s)
+        if not request.is_finished:
+            waiting = request.view.namespace.param_arena
+            is_queued = waiting is not None and request in waiting.waiting
+            reason = "waiting for slots that others hold" if is_queued else f"{request.missing} still loading"
+            self._planner.cancel_lease(
+                request, WaitTimeout(f"lease of {len(request.keys)} keys of {request.view.namespace.name!r}: {reason}")
+            )
+            self._transfers.drain()
+        if request.error is not None:
+            raise request.error
+
+    def cancel_lease(self, request: LeaseRequest, error: ParamStoreError) -> None:
+        self._planner.cancel_lease(request, error)
+        self._transfers.drain()
+
+    def prefetch(self, view: View, keys: Sequence[ExpertKey], part: str, deadline_s: float | None) -> PrefetchRequest:
+        """Starts loading what fits. Raises UnknownKey or SchemaMismatch, and nothing was started."""
+        view.namespace.schema.part(part)
+        request = PrefetchRequest(view.namespace, part, deadline_s)
+        self._planner.request_prefetch(request, view, keys)
+        self._transfers.drain()
+        return request
+
+    async def wait_prefetch(self, request: PrefetchRequest) -> dict[str, int]:
+        """What the prefetch came to. Raises the first error among its loads, once all of them are over."""
+        if not request.is_finished:
+            request.future = asyncio.get_running_loop().create_future()
+            await request.future
+        if request.error is not None:
+            raise request.error
+        return {
+            "loaded": request.loaded, "resident": request.resident, "skipped": request.skipped, "bytes": request.bytes_loaded,
+        }  # fmt: skip
+
+    async def hold(self, namespace: NamespaceState, key: ExpertKey, *, is_fill: bool = False) -> WorkingCopy:
+        """The key's working copy, in its slot and held (`is_fill`: in state UPDATING, to be filled). Raises its load's
+        error, or WaitTimeout."""
+        request = SlotRequest(namespace, key, is_fill=is_fill)
+        self._planner.working.request_slot(request)
+        self._transfers.drain()
+        working = namespace.working[key]
+        try:
+            await self._wait(request, self._wait_timeout_s)
+        finally:
+            if not request.is_finished:
+                self._abandon(request, working)
+        if request.error is not None:
+            raise request.error
+        return working
+
+    def _abandon(self, request: SlotRequest, working: WorkingCopy) -> None:
+        """A request given up before it was finished: it leaves its queue and fails."""
+        arena = request.namespace.working_arena
+        if arena is not None and request in arena.waiting:
+            arena.waiting.remove(request)
+        if request in working.requests:
+            working.requests.remove(request)
+        request.is_finished = True
+        request.error = WaitTimeout(f"{request.key} of {request.namespace.name!r}: no slot came free in {self._wait_timeout_s} s")
+
+    async def changed(self, working: WorkingCopy) -> None:
+        """Returns after the next change of `working`. Raises WaitTimeout."""
+        future = asyncio.get_running_loop().create_future()
+        working.waiters.append(future)
+        try:
+            async with asyncio.timeout(self._wait_timeout_s):
+                await future
+        except TimeoutError as error:
+            raise WaitTimeout(f"{working.key} stayed {working.state} for {self._wait_timeout_s} s") from error
+
+    @staticmethod
+    async def _wait(request: LeaseRequest | SlotRequest, timeout_s: float) -> None:
+        """Returns when the request is finished or the time is up."""
+        if request.is_finished:
+            return
+        request.future = asyncio.get_running_loop().create_future()
+        await asyncio.wait([request.future], timeout=timeout_s)

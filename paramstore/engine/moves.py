@@ -1,0 +1,66 @@
+"""What the planner decides and the store carries out: moves to start, urgencies to raise, requests that are finished.
+
+The planner puts everything it decided in its `Outbox`; whoever called it drains the outbox before the next await. So a
+decision is complete, and all tables consistent, before the first byte moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from paramstore.core.place import Located
+from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
+from paramstore.engine.requests import Request, Urgency
+
+if TYPE_CHECKING:
+    from paramstore.engine.scheduler import Transfer
+
+
+class MoveKind(StrEnum):
+    """Which bytes go where."""
+
+    LOAD_PARAM = "load_param"
+    """Extent to `param` slot; cast on the way where `param` is not stored as such."""
+    MATERIALISE = "materialise"
+    """Working slot to `param` slot."""
+    LOAD_WORKING = "load_working"
+    """Extent to working slot."""
+    WRITE = "write"
+    """Working slot to a fresh extent."""
+    UPDATE = "update"
+    """New bytes into a working slot: an optimizer's, or initial values."""
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """One planned copy. subject: what settles when it is done. located: the extent read from, or written to.
+
+    transfer: what carries it out, once started.
+    """
+
+    kind: MoveKind
+    namespace: NamespaceState
+    subject: ParamCopy | WorkingCopy
+    urgency: Urgency
+    located: Located | None = None
+    source: WorkingCopy | None = None
+    deadline_s: float | None = None
+    transfer: Transfer | None = None
+
+
+class Outbox:
+    """Decisions not yet carried out."""
+
+    def __init__(self) -> None:
+        self.moves: list[Move] = []
+        self.promoted: list[Move] = []
+        """To raise to DEMAND."""
+        self.finished: list[Request] = []
+        self.woken: list[object] = []
+        """Futures of those who wait for a working copy's change."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.moves or self.promoted or self.finished or self.woken)

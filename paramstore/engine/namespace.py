@@ -1,0 +1,246 @@
+"""What the planner keeps of one namespace: its working copies, its `param` copies, its views and pending gradients.
+
+Plain data with lookups. The planner is the only writer; everybody else reads.
+Where a key's newest bytes are (its *working location*) is: the slot, if the state has one with whole bytes; else
+`uncommitted`; else the ledger's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.residency import Copy, Working
+from paramstore.core.schema import Schema
+from paramstore.engine.arena import Arena
+from paramstore.storage.ledger import Ledger
+
+if TYPE_CHECKING:
+    from paramstore.engine.moves import Move
+    from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
+    from paramstore.engine.routes import Staging
+
+
+class UploadMemory(Protocol):
+    """A segment of a session's upload area."""
+
+    def view(self, offset_bytes: int, length_bytes: int) -> memoryview: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRange:
+    """Where one key's pending gradient lies: in its session's upload area, `length_bytes` from `offset_bytes`."""
+
+    memory: UploadMemory
+    offset_bytes: int
+    length_bytes: int
+
+    def view(self) -> memoryview:
+        return self.memory.view(self.offset_bytes, self.length_bytes)
+
+
+class WorkingCopy:
+    """One key's working copy of the stored part. State changes go through `core.residency` only."""
+
+    __slots__ = (
+        "current", "holders", "identity", "is_cut", "is_orphan", "key", "last_apply", "move", "optimizer_step", "prefetches",
+        "requests", "reserved", "slot", "state", "target", "uncommitted", "waiters",
+    )  # fmt: skip
+
+    def __init__(self, key: ExpertKey, identity: Identity | None) -> None:
+        self.key = key
+        self.state = Working.ABSENT
+        self.slot: int | None = None
+        self.identity = identity
+        """Of the newest bytes that exist; None before `initialize`."""
+        self.target = identity
+        """Of the bytes that exist once every apply called so far has run."""
+        self.uncommitted: Located | None = None
+        """The newest whole record on a volume that no step has published."""
+        self.reserved: Extent | None = None
+        """Where the next write-back goes."""
+        self.optimizer_step = 0
+        self.last_apply = 0
+        self.holders = 0
+        """Readers of the slot; above 0 it is neither updated nor evicted."""
+        self.is_cut = False
+        """Dirty at a cut whose write has not landed: not updated before it has."""
+        self.is_orphan = False
+        """Discarded by a rollback while a worker or holder used the slot, which is freed when the last returns."""
+        self.current: ParamCopy | None = None
+        """The `param` copy of `target`, if there is one."""
+        self.move: Move | None = None
+        """The load, update or write under way."""
+        self.requests: list[SlotRequest] = []
+        """Those who wait for the load or update under way to land."""
+        self.prefetches: list[PrefetchRequest] = []
+        self.waiters: list[object] = []
+        """Futures of those who wait for any change of this copy; opaque to the planner."""
+
+
+class ParamCopy:
+    """One immutable copy of a key's `param` part. `name` of it in the policy is the key: counts outlive versions."""
+
+    __slots__ = ("identity", "is_prefetched", "key", "leases", "located", "move", "slot", "state", "waiters")
+
+    def __init__(self, key: ExpertKey, identity: Identity, slot: int, located: Located | None) -> None:
+        self.key = key
+        self.identity = identity
+        self.state = Copy.ABSENT
+        self.slot = slot
+        self.located = located
+        """The extent that holds exactly this identity, where one is known; else the working copy makes it."""
+        self.leases = 0
+        self.is_prefetched = False
+        """Loaded ahead of use and not used yet."""
+        self.move: Move | None = None
+        """The load under way; None while LOADING means that it waits for the working copy."""
+        self.waiters: list[LeaseRequest | PrefetchRequest] = []
+
+
+class View:
+    """What one session sees of a namespace through one handle: working (the writer) or a step. Counts its leases."""
+
+    def __init__(self, namespace: NamespaceState, *, is_writer: bool, step: int | None) -> None:
+        self.namespace = namespace
+        self.is_writer = is_writer
+        self.step = step
+        self.is_fenced = False
+        self.is_closed = False
+        self.is_dropped = False
+        """A reader whose step had to go: its leases stay, its next acquire raises StepDropped."""
+        self.leased: dict[ParamCopy, int] = {}
+        self.device_resident: frozenset[ExpertKey] = frozenset()
+        """What the client's HBM tier holds, as it reported last."""
+        self.device_bytes = 0
+        self.leases: dict[int, LeaseRequest] = {}
+        """Granted and waiting, by the client's id."""
+
+    def end_writing(self) -> None:
+        """The connection is gone, its process may still read what it leased: the view writes no more."""
+        self.is_fenced = True
+        if self.namespace.writer is self:
+            self.namespace.writer = None
+            self.namespace.pending.clear()
+
+    def locate(self, key: ExpertKey) -> tuple[Identity | None, Located | None]:
+        """The identity this view sees of `key`, and its extent if the identity is a committed one."""
+        if self.is_writer:
+            return self.namespace.working[key].target, None
+        assert self.step is not None
+        located = self.namespace.ledger.at(key, self.step)
+        return (located.identity, located) if located is not None else (None, None)
+
+
+@dataclass(slots=True)
+class Cut:
+    """What one commit publishes, fixed at the cut. `located` fills up as the dirty records are written."""
+
+    sequence: int
+    applies: int
+    keys: frozenset[ExpertKey]
+    unwritten: set[ExpertKey]
+    located: dict[ExpertKey, Located]
+
+
+@dataclass(slots=True)
+class PartStats:
+    """Counters of one part of a namespace."""
+
+    hits: int = 0
+    misses: int = 0
+    joins: int = 0
+    evictions: int = 0
+    prefetched: int = 0
+    prefetched_bytes: int = 0
+    wasted: int = 0
+    wasted_bytes: int = 0
+
+
+@dataclass(slots=True)
+class NamespaceStats:
+    param: PartStats = field(default_factory=PartStats)
+    optim: PartStats = field(default_factory=PartStats)
+    bytes_read: int = 0
+    bytes_written: int = 0
+    records_updated: int = 0
+    records_written: int = 0
+    commits: int = 0
+    applies: int = 0
+
+
+class NamespaceState:
+    """One namespace. `arenas` are missing until somebody opens it."""
+
+    def __init__(self, name: str, schema: Schema, keys: KeySpace, ledger: Ledger, *, epoch: int, sequence: int) -> None:
+        self.name = name
+        self.schema = schema
+        self.keys = keys
+        self.ledger = ledger
+        self.epoch = epoch
+        self.sequence = sequence
+        self.applies = 0
+        self.epoch_bounds: dict[int, int] = {}
+        self.param_arena: Arena | None = None
+        self.working_arena: Arena | None = None
+        """Of the stored part: `optim`; for a param schema the same arena as `param_arena`."""
+        self.staging: Staging | None = None
+        """Buffers for reads that end in another layout."""
+        self.working: dict[ExpertKey, WorkingCopy] = {}
+        self.resident: dict[ExpertKey, WorkingCopy] = {}
+        """Working copies that have a slot, longest first."""
+        self.copies: dict[ExpertKey, list[ParamCopy]] = {}
+        self.changed: set[ExpertKey] = set()
+        """Keys whose newest identity no step has published."""
+        self.pending: dict[ExpertKey, GradientRange] = {}
+        self.protected: set[ExpertKey] = set()
+        self.views: list[View] = []
+        self.writer: View | None = None
+        self.cut: Cut | None = None
+        self.cut_waiters: list[object] = []
+        """Futures of those who wait for the commit under way to end."""
+        self.closing_steps: frozenset[int] = frozenset()
+        """Steps that the commit under way drops: nobody opens them any more."""
+        self.broken: str | None = None
+        """Why push, apply and commit are refused; None while all is well."""
+        self.turn: Any = None
+        """A FIFO lock of the store: operations that change records take it in call order."""
+        self.is_initializing = False
+        self.is_stopping = False
+        """A rollback wants the turn: an apply under way stops at its next record."""
+        self.unused_prefetches = 0
+        self.stats = NamespaceStats()
+
+    @property
+    def committed_step(self) -> int | None:
+        return self.ledger.committed_step
+
+    def working_location(self, key: ExpertKey) -> Located | None:
+        """The newest whole record of `key` on a volume."""
+        copy = self.working[key]
+        if copy.uncommitted is not None:
+            return copy.uncommitted
+        step = self.ledger.committed_step
+        return self.ledger.at(key, step) if step is not None else None
+
+    def find_copy(self, key: ExpertKey, identity: Identity) -> ParamCopy | None:
+        for copy in self.copies.get(key, ()):
+            if copy.identity == identity:
+                return copy
+        return None
+
+    def is_seen(self, key: ExpertKey, identity: Identity) -> bool:
+        """Whether some view's step, or the writer, sees exactly these bytes."""
+        if self.working[key].target == identity:
+            return True
+        steps = {view.step for view in self.views if view.step is not None and not view.is_closed}
+        return any((located := self.ledger.at(key, step)) is not None and located.identity == identity for step in steps)
+
+    def held_steps(self) -> Iterable[int]:
+        return {view.step for view in self.views if view.step is not None and not view.is_closed and not view.is_dropped}
+
+    def is_trainable(self) -> bool:
+        return self.schema.is_trainable

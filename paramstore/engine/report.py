@@ -1,0 +1,68 @@
+"""Figures for people: counters of a namespace, where its experts are, what the volumes did. Reads tables, changes none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from paramstore.core.residency import Copy
+from paramstore.engine.arena import Arena
+from paramstore.engine.namespace import NamespaceState, PartStats
+from paramstore.engine.transfers import VolumeTraffic
+from paramstore.engine.volumes import VolumeSet
+
+
+def namespace_stats(namespace: NamespaceState) -> dict[str, object]:
+    """Counters since the daemon started, and what is resident, leased and dirty now."""
+    stats = namespace.stats
+    states = Counter(copy.state.value for copy in namespace.resident.values())
+    copies = [copy for copies in namespace.copies.values() for copy in copies]
+    return {
+        "epoch": namespace.epoch, "committed_step": namespace.committed_step, "sequence": namespace.sequence,
+        "steps": namespace.ledger.steps(), "broken": namespace.broken, "views": len(namespace.views),
+        "has_writer": namespace.writer is not None, "pending_gradients": len(namespace.pending),
+        "changed": len(namespace.changed), "keys": len(namespace.keys), "record_bytes": namespace.schema.record_bytes,
+        "state_bytes": len(namespace.keys) * namespace.schema.record_bytes,
+        "bytes_read": stats.bytes_read, "bytes_written": stats.bytes_written, "records_updated": stats.records_updated,
+        "records_written": stats.records_written, "commits": stats.commits, "applies": stats.applies,
+        "leased_slots": sum(copy.leases > 0 for copy in copies),
+        "hbm_bytes": sum(view.device_bytes for view in namespace.views),
+        "param": {**_part(stats.param, namespace.param_arena), "resident": len(copies),
+                  "retired": sum(copy.state is Copy.RETIRED for copy in copies)},
+        "optim": {**_part(stats.optim, namespace.working_arena), "resident": len(namespace.resident), **states},
+    }  # fmt: skip
+
+
+def _part(stats: PartStats, arena: Arena | None) -> dict[str, object]:
+    slots = {"slots": 0, "slot_bytes": 0, "free": 0, "waiting": 0}
+    if arena is not None:
+        slots = {
+            "slots": arena.slots.count, "slot_bytes": arena.slot_bytes, "free": arena.slots.free_count,
+            "waiting": len(arena.waiting),
+        }  # fmt: skip
+    return {**asdict(stats), **slots}
+
+
+def residency(namespace: NamespaceState) -> dict[str, object]:
+    """Per key, in key order: the state of its working copy, the best of its `param` copies, its heat, whether in HBM."""
+    arena = namespace.param_arena
+    heat = arena.policy.heat if arena is not None else lambda _: 0.0
+    in_hbm = frozenset().union(*(view.device_resident for view in namespace.views)) if namespace.views else frozenset()
+    keys = list(namespace.keys)
+    return {
+        "layers": list(namespace.keys.layers), "experts": namespace.keys.experts,
+        "optim": [namespace.working[key].state.value if namespace.is_trainable() else "absent" for key in keys],
+        "param": [_param_state(namespace, key) for key in keys],
+        "heat": [heat(key) for key in keys],
+        "hbm": [key in in_hbm for key in keys],
+    }  # fmt: skip
+
+
+def _param_state(namespace: NamespaceState, key: tuple[int, int]) -> str:
+    states = {copy.state for copy in namespace.copies.get(key, ())}
+    return next((state.value for state in (Copy.READY, Copy.LOADING, Copy.RETIRED) if state in states), Copy.ABSENT.value)
+
+
+def volume_stats(volumes: VolumeSet, traffic: Mapping[int, VolumeTraffic]) -> dict[str, dict[str, object]]:
+    return {str(index): {**volumes.describe(index), **asdict(traffic[index])} for index in volumes.volumes}

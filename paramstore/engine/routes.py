@@ -1,0 +1,178 @@
+"""What a worker does to move one record: reads, checks, casts, hashes, writes. No table, no loop, no decision.
+
+A stored part's image is the same on the volume and in a slot, so a record moves in a few large aligned pieces. Pieces
+begin where checksum chunks begin; each worker hashes what it just moved, while it is still in the cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from paramstore.core.place import Extent
+from paramstore.core.schema import ITEM_BYTES, MASTER_DTYPE, PAGE_BYTES, Chunk, Part, Schema, round_up
+from paramstore.storage.format import Header, check_checksums, chunk_checksums, header_root, pack_header
+from paramstore.storage.volume import Volume
+
+
+class Piece(NamedTuple):
+    """Bytes [start, end) of an image, page-aligned, and the chunks that begin in them."""
+
+    start: int
+    end: int
+    first_chunk: int
+    chunks: tuple[Chunk, ...]
+
+
+class PieceRead(NamedTuple):
+    """What a worker found: the checksums of a piece's chunks; the header too, from the first piece."""
+
+    first_chunk: int
+    checksums: list[int]
+    header: bytes | None
+
+
+@lru_cache(maxsize=256)
+def cut_pieces(part: Part, piece_bytes: int, field_count: int) -> tuple[Piece, ...]:
+    """The image of a stored part, up to the end of its first `field_count` fields, in pieces of at most about
+    `piece_bytes` and of about equal size. The first piece begins with the header."""
+    last = part.fields[field_count - 1]
+    end = round_up(last.offset_bytes + last.length_bytes, PAGE_BYTES)
+    chunks = [chunk for chunk in part.chunks() if chunk.offset_bytes < end]
+    count = max(1, -(-end // piece_bytes))
+    target = end / count
+    pieces: list[Piece] = []
+    first, start = 0, 0
+    for index in range(1, len(chunks)):
+        if chunks[index].offset_bytes - start >= target * (1 - 1e-9) or chunks[index].offset_bytes >= target * (len(pieces) + 1):
+            pieces.append(Piece(start, chunks[index].offset_bytes, first, tuple(chunks[first:index])))
+            first, start = index, chunks[index].offset_bytes
+    pieces.append(Piece(start, end, first, tuple(chunks[first:])))
+    return tuple(pieces)
+
+
+class ImageRead:
+    """Extent to the slot of the same stored part: header and fields, as they are."""
+
+    def __init__(self, volume: Volume, extent: Extent, image: memoryview, header_bytes: int) -> None:
+        self._volume = volume
+        self._offset_bytes = extent.offset_bytes
+        self._image = image
+        self._header_bytes = header_bytes
+
+    def run(self, piece: Piece) -> PieceRead:
+        target = self._image[piece.start : piece.end]
+        self._volume.read(self._offset_bytes + piece.start, (target,))
+        header = bytes(target[: self._header_bytes]) if piece.start == 0 else None
+        return PieceRead(piece.first_chunk, chunk_checksums(target, piece.chunks, piece.start), header)
+
+
+class Staging:
+    """Buffers that workers borrow for the length of one piece: as many as there are workers, so none ever waits."""
+
+    def __init__(self) -> None:
+        self._buffers: deque[memoryview] = deque()
+
+    def add(self, buffer: memoryview) -> None:
+        self._buffers.append(buffer)
+
+    def borrow(self) -> memoryview:
+        return self._buffers.pop()
+
+    def give_back(self, buffer: memoryview) -> None:
+        self._buffers.append(buffer)
+
+
+class MasterRead:
+    """The `master` fields of an adamw extent to a `param` slot ("materialise" from the volume).
+
+    fp32: the layouts agree, so the bytes go straight into the slot, the header into a borrowed buffer. Else a piece goes
+    through a borrowed buffer and is cast from there.
+    """
+
+    def __init__(self, volume: Volume, extent: Extent, schema: Schema, slot: memoryview, staging: Staging) -> None:
+        self._volume = volume
+        self._offset_bytes = extent.offset_bytes
+        self._schema = schema
+        self._slot = slot
+        self._staging = staging
+
+    def run(self, piece: Piece) -> PieceRead:
+        buffer = self._staging.borrow()
+        try:
+            if self._schema.part("param").fields[0].dtype == MASTER_DTYPE:
+                return self._read_direct(piece, buffer)
+            return self._read_and_cast(piece, buffer)
+        finally:
+            self._staging.give_back(buffer)
+
+    def _read_direct(self, piece: Piece, buffer: memoryview) -> PieceRead:
+        header_bytes = self._schema.stored.header_bytes
+        base = max(piece.start, header_bytes)
+        target = self._slot[base - header_bytes : piece.end - header_bytes]
+        header = None
+        if piece.start == 0:
+            head = buffer[:header_bytes]
+            self._volume.read(self._offset_bytes, (head, target))
+            header = bytes(head)
+        else:
+            self._volume.read(self._offset_bytes + piece.start, (target,))
+        return PieceRead(piece.first_chunk, chunk_checksums(target, piece.chunks, base), header)
+
+    def _read_and_cast(self, piece: Piece, buffer: memoryview) -> PieceRead:
+        from paramstore.optim.cast import cast_range  # torch only where it computes
+
+        source = buffer[: piece.end - piece.start]
+        self._volume.read(self._offset_bytes + piece.start, (source,))
+        checksums = chunk_checksums(source, piece.chunks, piece.start)
+        masters, params = self._schema.stored.fields, self._schema.part("param").fields
+        for master, param in zip(masters, params, strict=False):
+            item_bytes = ITEM_BYTES[param.dtype]
+            for chunk in piece.chunks:
+                within = chunk.offset_bytes - master.offset_bytes
+                if 0 <= within < master.length_bytes:
+                    start = param.offset_bytes + within // 4 * item_bytes
+                    from_buffer = chunk.offset_bytes - piece.start
+                    cast_range(
+                        source[from_buffer : from_buffer + chunk.length_bytes],
+                        self._slot[start : start + chunk.length_bytes // 4 * item_bytes],
+                        param.dtype,
+                    )
+        header = bytes(source[: self._schema.stored.header_bytes]) if piece.start == 0 else None
+        return PieceRead(piece.first_chunk, checksums, header)
+
+
+@dataclass(slots=True)
+class ImageWrite:
+    """Slot to a fresh extent. Every piece but the first is hashed and written; then the first, with the header whose
+    checksum table is complete by then. The record's root is `root` after the final piece."""
+
+    volume: Volume
+    extent: Extent
+    part: Part
+    image: memoryview
+    header: Header
+    root: int = 0
+    checksums: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.checksums = [0] * len(self.part.chunks())
+
+    def run(self, piece: Piece) -> None:
+        data = self.image[piece.start : piece.end]
+        found = chunk_checksums(data, piece.chunks, piece.start)
+        self.checksums[piece.first_chunk : piece.first_chunk + len(found)] = found
+        if piece.start == 0:
+            header = replace(self.header, checksums=tuple(self.checksums))
+            packed = pack_header(header, self.part)
+            self.root = header_root(packed)
+            data[: self.part.header_bytes] = packed
+        self.volume.write(self.extent.offset_bytes + piece.start, (data,))
+
+
+def check_pieces(header: Header, part: Part, results: list[PieceRead], *, place: str) -> None:
+    """Returns if every chunk read matches the header's table; else CorruptRecord naming the first that does not."""
+    for result in results:
+        check_checksums(header, part, result.first_chunk, result.checksums, place=place)

@@ -1,0 +1,90 @@
+"""Joins the scheduler's decisions to the workers' threads: keeps every lane busy, settles what is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+from paramstore.engine.requests import Urgency
+from paramstore.engine.scheduler import Scheduler, Transfer
+from paramstore.engine.workers import Workers
+from paramstore.errors import ParamStoreError
+
+CPU_LANE = "cpu"
+CATALOG_LANE = "catalog"
+"""The catalog's own single thread."""
+BACKGROUND_LANE = "background"
+"""One thread for what nobody waits for: touching pages, zero-filling volumes."""
+
+
+def volume_lane(volume: int) -> Hashable:
+    return ("volume", volume)
+
+
+class Runner:
+    """Runs transfers on the loop's thread's behalf."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        self.scheduler = Scheduler()
+        self.under_way: set[Transfer] = set()
+
+    def submit(self, transfer: Transfer) -> None:
+        self.under_way.add(transfer)
+        self.scheduler.submit(transfer)
+        self._kick(transfer.lane)
+
+    def promote(self, transfer: Transfer, urgency: Urgency) -> None:
+        self.scheduler.promote(transfer, urgency)
+
+    def cancel(self, transfer: Transfer, error: ParamStoreError) -> bool:
+        """True if the transfer had not started: it settles with `error` now."""
+        if not self.scheduler.cancel(transfer):
+            return False
+        transfer.error = error
+        transfer.is_settled = True
+        self.under_way.discard(transfer)
+        transfer.settle(transfer)
+        return True
+
+    async def call(self, lane: Hashable, job: Callable[[], Any], *, urgency: Urgency = Urgency.DEMAND) -> Any:
+        """Runs `job` in a worker of `lane` and returns what it returned. Raises what it raised; a waiter that is cancelled
+        does not stop it."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        transfer = Transfer(lane=lane, urgency=urgency, run=call, pieces=deque([job]), settle=lambda _: wake(future))
+        self.submit(transfer)
+        await asyncio.shield(future)
+        if transfer.error is not None:
+            raise transfer.error
+        return transfer.results[0]
+
+    def _kick(self, lane: Hashable) -> None:
+        while (started := self.scheduler.next_piece(lane)) is not None:
+            transfer, piece = started
+            self.workers.run(lane, transfer.run, piece, partial(self._done, transfer))
+
+    def _done(self, transfer: Transfer, result: Any, error: ParamStoreError | None) -> None:
+        is_over = self.scheduler.finish_piece(transfer, result, error)
+        self._kick(transfer.lane)  # first of all: the lane must not idle while we settle
+        if is_over:
+            self.under_way.discard(transfer)
+            transfer.settle(transfer)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing moves now: the background may use the devices."""
+        return not self.under_way
+
+
+def call(job: Callable[[], Any]) -> Any:
+    """The piece of a compute transfer is the job itself."""
+    return job()
+
+
+def wake(future: object) -> None:
+    """Lets whoever awaits `future` go on; they look at what they waited for themselves."""
+    if isinstance(future, asyncio.Future) and not future.done():
+        future.set_result(None)

@@ -1,0 +1,147 @@
+"""Which transfer gets the next free worker of a lane. Pure decisions: a lane is one volume's workers, or the CPU's.
+
+Order: class (demand, prefetch, write-back), then deadline, then first come. A transfer goes in pieces, so an urgent one
+never waits for more than the pieces under way. Raising a queued transfer re-queues it; the stale entry is skipped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from typing import Any
+
+from paramstore.engine.requests import Urgency
+from paramstore.errors import ParamStoreError
+
+Piece = Any
+"""What a transfer's `run` understands; opaque here."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A move under way. `run(piece)` is called in a worker for each of `pieces`, in parallel, then for `final` alone.
+
+    settle(transfer): called once on the loop thread when nothing runs any more; `error` tells how it went.
+    """
+
+    lane: Hashable
+    urgency: Urgency
+    run: Callable[[Piece], Any]
+    pieces: deque[Piece]
+    settle: Callable[[Transfer], None]
+    final: Piece | None = None
+    deadline_s: float | None = None
+    results: list[Any] = field(default_factory=list)
+    error: ParamStoreError | None = None
+    running: int = 0
+    order: int = 0
+    is_cancelled: bool = False
+    is_settled: bool = False
+
+    @property
+    def has_piece(self) -> bool:
+        """Whether a worker could start on it now."""
+        return self.error is None and (bool(self.pieces) or (self.final is not None and self.running == 0))
+
+    def take_piece(self) -> Piece:
+        if self.pieces:
+            return self.pieces.popleft()
+        piece, self.final = self.final, None
+        return piece
+
+    @property
+    def is_over(self) -> bool:
+        return self.running == 0 and not self.has_piece
+
+
+@dataclass(slots=True)
+class LaneStats:
+    """Busy pieces now, and what has waited: for `status`."""
+
+    queued: int = 0
+    running: int = 0
+
+
+class Scheduler:
+    """Queues of all lanes. Owner of `Transfer.running`, `pieces` and `order`."""
+
+    def __init__(self) -> None:
+        self._limits: dict[Hashable, int] = {}
+        self._running: dict[Hashable, int] = {}
+        self._queues: dict[Hashable, list[tuple[int, float, int, Transfer]]] = {}
+        self._order = 0
+
+    def add_lane(self, lane: Hashable, workers: int) -> None:
+        self._limits[lane] = workers
+        self._running[lane] = 0
+        self._queues[lane] = []
+
+    def submit(self, transfer: Transfer) -> None:
+        self._order += 1
+        transfer.order = self._order
+        self._queue(transfer)
+
+    def _queue(self, transfer: Transfer) -> None:
+        deadline_s = inf if transfer.deadline_s is None else transfer.deadline_s
+        heappush(self._queues[transfer.lane], (transfer.urgency, deadline_s, transfer.order, transfer))
+
+    def promote(self, transfer: Transfer, urgency: Urgency) -> None:
+        """Raises a transfer's class; pieces under way go on. Never lowers it."""
+        if urgency < transfer.urgency:
+            transfer.urgency = urgency
+            if transfer.has_piece:
+                self._queue(transfer)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """True if no piece had started: the transfer will not run, and the caller settles it."""
+        if transfer.is_cancelled or transfer.is_settled or transfer.running or transfer.results:
+            return False
+        transfer.pieces.clear()
+        transfer.final = None
+        transfer.is_cancelled = True
+        return True
+
+    def next_piece(self, lane: Hashable) -> tuple[Transfer, Piece] | None:
+        """The most urgent piece, now counted as running; None if all workers are busy or nothing waits."""
+        if self._running[lane] >= self._limits[lane]:
+            return None
+        queue = self._queues[lane]
+        while queue:
+            urgency, _, _, transfer = queue[0]
+            if urgency != transfer.urgency or not transfer.has_piece:
+                heappop(queue)  # raised since, or nothing left of it to start
+                continue
+            piece = transfer.take_piece()
+            if not transfer.pieces:
+                heappop(queue)  # a final piece is queued again when the others are done
+            transfer.running += 1
+            self._running[lane] += 1
+            return transfer, piece
+        return None
+
+    def finish_piece(self, transfer: Transfer, result: Any, error: ParamStoreError | None) -> bool:
+        """A worker returned; True if the transfer is over and must be settled."""
+        transfer.running -= 1
+        self._running[transfer.lane] -= 1
+        if error is not None:
+            transfer.error = transfer.error or error
+            transfer.pieces.clear()
+            transfer.final = None
+        else:
+            transfer.results.append(result)
+        if transfer.is_over:
+            transfer.is_settled = True
+            return True
+        if not transfer.pieces and transfer.final is not None and transfer.running == 0:
+            self._queue(transfer)
+        return False
+
+    def stats(self) -> dict[Hashable, LaneStats]:
+        """Per lane, for people; counts by looking."""
+        return {
+            lane: LaneStats(queued=sum(entry[3].has_piece for entry in queue), running=self._running[lane])
+            for lane, queue in self._queues.items()
+        }

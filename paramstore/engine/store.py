@@ -1,0 +1,494 @@
+"""The store: what a session may ask, in call order per writer, each with a bounded wait.
+
+Calls that must take effect at the moment they arrive (an apply's claim on what is pending, a fence, a push) do so in the
+plain part of their method; what they wait for comes back as an awaitable. Operations of one writer that change records
+take the namespace's *turn*, a FIFO lock, so they run in the order they were called even if nobody awaits them. A commit
+gives the turn back at its cut: later applies run beside its writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from paramstore import __version__
+from paramstore.config import Config
+from paramstore.core.key import ExpertKey, KeySpace, check_name
+from paramstore.core.optimizers import AdamW
+from paramstore.core.place import Identity
+from paramstore.core.residency import MAY_MATERIALISE
+from paramstore.core.schema import Schema
+from paramstore.engine.cleaner import Cleaner
+from paramstore.engine.commit import Committer
+from paramstore.engine.host import HostTier
+from paramstore.engine.load import Loader
+from paramstore.engine.namespace import GradientRange, NamespaceState, UploadMemory, View
+from paramstore.engine.planner import Planner, fresh_working
+from paramstore.engine.report import namespace_stats, residency, volume_stats
+from paramstore.engine.requests import LeaseRequest, PrefetchRequest
+from paramstore.engine.runner import CPU_LANE, Runner
+from paramstore.engine.transfers import Transfers
+from paramstore.engine.update import Updater
+from paramstore.engine.volumes import VolumeSet
+from paramstore.errors import (
+    CapacityError,
+    ConfigError,
+    NamespaceExists,
+    ParamStoreError,
+    ProtocolError,
+    SchemaMismatch,
+    StepDropped,
+    StepFailed,
+    StepOutOfOrder,
+    UnknownNamespace,
+)
+from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow
+from paramstore.storage.ledger import Ledger
+from paramstore.wire.messages import EXTRA_BYTES_MAX
+
+
+class Store:
+    """All namespaces of one daemon. Made by `paramstore.daemon.assembly`; every method runs on the event loop."""
+
+    def __init__(
+        self, config: Config, *, planner: Planner, runner: Runner, transfers: Transfers, host: HostTier, volumes: VolumeSet,
+        loader: Loader, cleaner: Cleaner, updater: Updater, committer: Committer, namespaces: dict[str, NamespaceState],
+        store_uuid: bytes,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.host = host
+        self.namespaces = namespaces
+        self.store_uuid = store_uuid
+        self._planner = planner
+        self._runner = runner
+        self._transfers = transfers
+        self._volumes = volumes
+        self._loader = loader
+        self._cleaner = cleaner
+        self._updater = updater
+        self._committer = committer
+        self._admission = asyncio.Lock()
+        """Serialises what creates namespaces or gives them memory."""
+        self._started_s = time.monotonic()
+
+    # --- namespaces
+
+    def list_namespaces(self) -> list[dict[str, object]]:
+        return [
+            {
+                "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
+                "experts": namespace.keys.experts, "committed_step": namespace.committed_step, "epoch": namespace.epoch,
+            }
+            for namespace in self.namespaces.values()
+        ]  # fmt: skip
+
+    async def create(
+        self, name: str, description: dict[str, Any], *, layers: Sequence[int], experts: int, host_bytes: int | None
+    ) -> View:
+        """A writer's view of a new namespace, or of an uncommitted one of equal schema. Raises NamespaceExists,
+        SchemaMismatch, CapacityError naming what is missing; nothing is left behind then."""
+        check_name(name)
+        schema = Schema.from_description(description)
+        keys = KeySpace.of(tuple(layers), experts)
+        async with self._admission:
+            existing = self.namespaces.get(name)
+            if existing is not None:
+                self._check_reusable(existing, schema, keys)
+                return await self._open_writer(existing, host_bytes)
+            await self._volumes.make_room([*self.namespaces.values()], schema, len(keys))
+            row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
+            namespace = make_namespace(Ledger(NamespaceContents(row)))
+            await self._open_memory(namespace, host_bytes)
+            try:
+                await self._committer.apply_change(Change(put_namespaces=(row,)))
+            except ParamStoreError:
+                self.host.close_arenas(namespace)
+                raise
+            self.namespaces[name] = namespace
+            return self._planner.open_view(namespace, is_writer=True, step=None)
+
+    @staticmethod
+    def _check_reusable(existing: NamespaceState, schema: Schema, keys: KeySpace) -> None:
+        if existing.committed_step is not None:
+            raise NamespaceExists(
+                f"namespace {existing.name!r} is committed at step {existing.committed_step}: open_namespace(mode='write') to go on"
+            )
+        if existing.schema != schema or existing.keys != keys:
+            raise NamespaceExists(f"namespace {existing.name!r} exists with another schema, layers or experts")
+
+    async def open(self, name: str, *, mode: str, at: int | None, host_bytes: int | None) -> View:
+        """A view of `name`. mode "write" fences the writers before it and rolls back to the committed step; "read" stands
+        on `at`, or on the newest step. Raises UnknownNamespace, StepDropped, StepFailed before the first commit."""
+        if mode not in ("read", "write"):
+            raise ConfigError(f"mode={mode!r}: use 'read' or 'write'")
+        async with self._admission:
+            namespace = self.namespaces.get(name)
+            if namespace is None:
+                known = ", ".join(sorted(self.namespaces)) or "none"
+                raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
+            if mode == "write":
+                if at is not None:
+                    raise ConfigError("a writer stands on the newest step; `at` is for readers")
+                return await self._open_writer(namespace, host_bytes)
+            step = self._reader_step(namespace, at)
+            await self._open_memory(namespace, host_bytes)
+            return self._planner.open_view(namespace, is_writer=False, step=step)
+
+    @staticmethod
+    def _reader_step(namespace: NamespaceState, at: int | None) -> int:
+        if namespace.committed_step is None:
+            raise StepFailed(f"namespace {namespace.name!r} has no committed step yet: only a writer can open it")
+        if at is None:
+            return namespace.committed_step
+        if at in namespace.closing_steps:
+            raise StepDropped(f"step {at} of {namespace.name!r} is being dropped by a commit")
+        return namespace.ledger.step(at).step
+
+    async def _open_writer(self, namespace: NamespaceState, host_bytes: int | None) -> View:
+        if namespace.writer is not None:
+            namespace.writer.is_fenced = True
+        await self._roll_back(namespace)
+        await self._open_memory(namespace, host_bytes)
+        return self._planner.open_view(namespace, is_writer=True, step=None)
+
+    async def _open_memory(self, namespace: NamespaceState, host_bytes: int | None) -> None:
+        """The namespace's arenas, taking back those of namespaces that nobody has open if need be."""
+        try:
+            await self.host.open_arenas(namespace, host_bytes)
+        except CapacityError:
+            idle = [other for other in self.namespaces.values() if not other.views and other.param_arena is not None]
+            idle = [other for other in idle if other is not namespace]
+            if not idle:
+                raise
+            for other in idle:
+                await self._give_up_memory(other)
+            await self.host.open_arenas(namespace, host_bytes)
+
+    async def _give_up_memory(self, namespace: NamespaceState) -> None:
+        """Nobody has it open, so what is not committed is lost at the next opening anyway: its memory is free to go."""
+        await self._roll_back(namespace)
+        await self._cleaner.evict(namespace, None, None)
+        for client, segments in self.host.close_arenas(namespace).items():
+            client.unmap(segments)  # type: ignore[attr-defined]
+
+    def close_view(self, view: View) -> None:
+        """Ends a view: its leases, waits and, of a writer, its pending gradients."""
+        if not view.is_closed:
+            self._planner.close_view(view)
+            self._transfers.drain()
+
+    def refresh(self, view: View) -> int:
+        """Moves a reader to the newest committed step, and gives it."""
+        if view.is_writer:
+            raise ConfigError("a writer sees its working state; refresh() moves readers")
+        step = view.namespace.committed_step
+        assert step is not None
+        self._planner.move_view(view, step)
+        self._transfers.drain()
+        return step
+
+    def describe_view(self, view: View) -> dict[str, object]:
+        """What an open answers."""
+        namespace = view.namespace
+        return {
+            "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
+            "experts": namespace.keys.experts, "committed_step": namespace.committed_step, "view_step": view.step,
+            "epoch": namespace.epoch, "lease_slots": self._planner.lease_cap(namespace),
+            "wait_timeout_s": self.config.wait_timeout_s,
+        }  # fmt: skip
+
+    # --- leases and prefetch
+
+    def acquire(self, view: View, lease_id: int, keys: Sequence[ExpertKey], part: str) -> LeaseRequest:
+        return self._loader.acquire(view, lease_id, keys, part)
+
+    async def wait_lease(self, request: LeaseRequest, timeout_s: float) -> None:
+        await self._loader.wait_lease(request, timeout_s)
+
+    def cancel_lease(self, request: LeaseRequest, error: ParamStoreError) -> None:
+        self._loader.cancel_lease(request, error)
+
+    def release(self, view: View, lease_id: int) -> None:
+        self._planner.release(view, lease_id)
+        self._transfers.drain()
+
+    def lease_places(self, request: LeaseRequest) -> list[tuple[int, int, int, int]]:
+        """Per key of a granted lease: segment, offset, epoch, version."""
+        arena = request.view.namespace.param_arena
+        assert arena is not None
+        place = arena.place
+        return [(*place(copy.slot), *copy.identity) for copy in request.copies]
+
+    def prefetch(self, view: View, keys: Sequence[ExpertKey], part: str, deadline_s: float | None) -> PrefetchRequest:
+        return self._loader.prefetch(view, keys, part, deadline_s)
+
+    async def wait_prefetch(self, request: PrefetchRequest) -> dict[str, int]:
+        return await self._loader.wait_prefetch(request)
+
+    def cancel_prefetch(self, request: PrefetchRequest) -> None:
+        self._transfers.cancel_prefetch(request)
+
+    def protect(self, view: View, keys: Sequence[ExpertKey], *, is_wanted: bool) -> None:
+        view.namespace.keys.check(keys, namespace=view.namespace.name)
+        if is_wanted:
+            view.namespace.protected.update(keys)
+        else:
+            view.namespace.protected.difference_update(keys)
+
+    def report_device(self, view: View, resident: Sequence[ExpertKey], touched: Sequence[ExpertKey], bytes_resident: int) -> None:
+        """What a client's HBM tier holds; its touches count as uses here."""
+        namespace = view.namespace
+        namespace.keys.check(resident, namespace=namespace.name)
+        view.device_resident, view.device_bytes = frozenset(resident), bytes_resident
+        if namespace.param_arena is not None:
+            for key in touched:
+                if key in namespace.copies:
+                    namespace.param_arena.policy.record(key)
+
+    # --- the writer's calls
+
+    def check_writer(self, view: View) -> NamespaceState:
+        """Raises what keeps this view from changing records."""
+        self._planner.check_view(view)
+        if not view.is_writer:
+            raise SchemaMismatch(f"namespace {view.namespace.name!r} is open for reading: open it with mode='write'")
+        namespace = view.namespace
+        if namespace.broken is not None:
+            raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
+        return namespace
+
+    def push(self, view: View, entries: Sequence[tuple[ExpertKey, UploadMemory, int]]) -> None:
+        """Makes the gradients at these places pending. All of them, or none and an error."""
+        namespace = self.check_writer(view)
+        if not namespace.is_trainable():
+            raise SchemaMismatch(f"namespace {namespace.name!r} has a param schema: it takes no gradients")
+        namespace.keys.check((key for key, _, _ in entries), namespace=namespace.name)
+        length_bytes = namespace.schema.gradient_bytes
+        ranges = {key: GradientRange(memory, offset, length_bytes) for key, memory, offset in entries}
+        if len(ranges) != len(entries) or not namespace.pending.keys().isdisjoint(ranges):
+            raise ProtocolError("a key was pushed that has a pending gradient; a client adds to it in place")
+        for key in ranges:
+            if namespace.working[key].target is None:
+                raise StepFailed(f"{key} of {namespace.name!r} has no value yet: call initialize")
+        namespace.pending.update(ranges)
+
+    async def gradient_norm(self, view: View) -> float:
+        return await self._updater.norm(self.check_writer(view))
+
+    def apply(self, view: View, options: AdamW, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
+        """Takes what is pending now; the rest happens in turn."""
+        namespace = self.check_writer(view)
+        pending = self._updater.begin(namespace)
+
+        async def run() -> dict[str, int]:
+            async with namespace.turn:
+                self.check_writer(view)
+                return await self._updater.apply(namespace, pending, options, grad_scale=grad_scale)
+
+        return run()
+
+    def abort(self, view: View) -> int:
+        namespace = self.check_writer(view)
+        count = len(namespace.pending)
+        namespace.pending.clear()
+        return count
+
+    async def commit(self, view: View, step: int, extra: bytes) -> dict[str, object]:
+        """Durable on return. See `Committer.commit`; raises StepOutOfOrder, StepFailed, CapacityError too."""
+        if len(extra) > EXTRA_BYTES_MAX:
+            raise CapacityError(f"extra has {len(extra)} bytes; a commit takes {EXTRA_BYTES_MAX}")
+        started_s = time.monotonic()
+        namespace = view.namespace
+        async with namespace.turn:
+            await self._until_no_cut(namespace)
+            self.check_writer(view)
+            if self._is_repeat(namespace, step):
+                return {"step": step, "records": 0, "bytes_written": 0, "seconds": 0.0}
+            before = namespace.stats.bytes_written
+            cut = self._planner.cut(namespace)
+            self._transfers.drain()
+        records = await self._committer.commit(namespace, cut, step, extra)
+        written = namespace.stats.bytes_written - before
+        return {"step": step, "records": records, "bytes_written": written, "seconds": time.monotonic() - started_s}
+
+    @staticmethod
+    def _is_repeat(namespace: NamespaceState, step: int) -> bool:
+        """True if `step` is the committed one and nothing happened since. Raises StepOutOfOrder, StepFailed."""
+        committed = namespace.committed_step
+        if committed is not None and step == committed and not namespace.changed and not namespace.pending:
+            return True
+        if not 0 <= step < 1 << 62 or (committed is not None and step <= committed):
+            raise StepOutOfOrder(f"commit({step}) on {namespace.name!r}: steps go up, {committed} is committed")
+        missing = next((key for key, working in namespace.working.items() if working.identity is None), None)
+        if missing is not None:
+            raise StepFailed(f"commit({step}) on {namespace.name!r}: {missing} has no value yet; call initialize")
+        return False
+
+    async def _until_no_cut(self, namespace: NamespaceState) -> None:
+        while namespace.cut is not None:
+            future = asyncio.get_running_loop().create_future()
+            namespace.cut_waiters.append(future)
+            await future
+
+    async def rollback(self, view: View, step: int) -> int:
+        """Back to the committed step, dropping everything since. Gives the new epoch."""
+        self._planner.check_view(view)
+        namespace = view.namespace
+        if not view.is_writer:
+            raise SchemaMismatch(f"namespace {namespace.name!r} is open for reading: a reader does not roll back")
+        if namespace.committed_step is None:
+            raise StepDropped(f"namespace {namespace.name!r} has no committed step: initialize() starts it over")
+        await self._roll_back(namespace, to_step=step)
+        return namespace.epoch
+
+    async def _roll_back(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
+        """To the step that is committed when the calls before this one are through; `to_step`: the one the caller means."""
+        namespace.is_stopping = True
+        async with namespace.turn:
+            namespace.is_stopping = False
+            await self._until_no_cut(namespace)
+            committed = namespace.committed_step
+            if to_step is not None and to_step != committed:
+                namespace.ledger.step(to_step)
+                raise StepDropped(f"rollback({to_step}): this version goes back to the committed step only, {committed}")
+            await self._committer.rollback(namespace, committed)
+
+    async def write_back(self, view: View, keys: Sequence[ExpertKey] | None) -> dict[str, int]:
+        async with view.namespace.turn:
+            return await self._cleaner.write_back(view.namespace, keys)
+
+    async def evict(self, view: View, keys: Sequence[ExpertKey] | None, part: str | None) -> dict[str, object]:
+        async with view.namespace.turn:
+            return await self._cleaner.evict(view.namespace, keys, part)
+
+    # --- initial values and reading back
+
+    async def initialize_begin(self, view: View) -> None:
+        """Starts over: no key has a value. Raises StepOutOfOrder once there is a committed step."""
+        namespace = self.check_writer(view)
+        if namespace.committed_step is not None:
+            raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")
+        await self._roll_back(namespace)
+        if namespace.committed_step is not None:
+            raise StepOutOfOrder(f"namespace {namespace.name!r} was committed meanwhile")
+        for working in namespace.working.values():
+            working.target = Identity(namespace.epoch, 0)
+        namespace.is_initializing = True
+
+    async def initialize_put(self, view: View, key: ExpertKey, initial: memoryview) -> None:
+        await self._updater.fill(self.check_writer(view), key, initial)
+
+    async def initialize_end(self, view: View) -> None:
+        """On return every key has a whole record on a volume."""
+        namespace = self.check_writer(view)
+        missing = next((key for key, working in namespace.working.items() if working.identity is None), None)
+        if missing is not None:
+            raise StepFailed(f"initialize on {namespace.name!r}: {missing} was never given a value")
+        await self._cleaner.write_back(namespace, None)
+        namespace.is_initializing = False
+
+    async def read(self, view: View, key: ExpertKey, target: memoryview) -> Identity:
+        """Copies the stored part's image, as `view` sees it, to `target` (record_bytes, page-aligned). Raises CorruptRecord."""
+        namespace = view.namespace
+        self._planner.check_view(view)
+        namespace.keys.check([key], namespace=namespace.name)
+        if not view.is_writer:
+            identity, located = view.locate(key)
+            if identity is None or located is None:
+                raise StepDropped(f"{key} of {namespace.name!r} has no record at step {view.step}")
+            await self._transfers.read_into(namespace, key, located, target)
+            return identity
+        async with namespace.turn:
+            return await self._read_working(namespace, key, target)
+
+    async def _read_working(self, namespace: NamespaceState, key: ExpertKey, target: memoryview) -> Identity:
+        working = namespace.working[key]
+        if working.identity is None:
+            raise StepFailed(f"{key} of {namespace.name!r} has no value yet: call initialize")
+        identity = working.identity
+        if working.state not in MAY_MATERIALISE:
+            located = namespace.working_location(key)
+            assert located is not None
+            await self._transfers.read_into(namespace, key, located, target)
+            return located.identity
+        held = await self._loader.hold(namespace, key)
+        try:
+            assert held.slot is not None
+            assert namespace.working_arena is not None
+            image = namespace.working_arena.view(held.slot)
+            await self._runner.call(CPU_LANE, lambda: target.__setitem__(slice(None), image))
+        finally:
+            self._planner.working.unhold(namespace, held)
+            self._transfers.drain()
+        return identity
+
+    # --- upload areas
+
+    def open_upload(self, client: object, length_bytes: int, views: Sequence[View]) -> tuple[int, Any]:
+        """A writable segment of at least `length_bytes` for `client`. Raises CapacityError."""
+        if length_bytes <= 0:
+            raise ProtocolError(f"an upload segment of {length_bytes} bytes")
+        return self.host.open_upload(client, length_bytes, limit_bytes=self._gradient_budget(views))
+
+    def _gradient_budget(self, views: Sequence[View]) -> int:
+        """The setting; else every expert's gradient once per writer, and room for a few whole records per view."""
+        if self.config.gradient_budget_bytes is not None:
+            return self.config.gradient_budget_bytes
+        limit = self.host.upload_bytes
+        for view in views:
+            schema = view.namespace.schema
+            limit += 16 * max(schema.record_bytes, schema.initial_bytes) + (4 << 20)
+            if view.is_writer and schema.is_trainable:
+                limit += len(view.namespace.keys) * schema.gradient_bytes
+        return limit
+
+    # --- answers
+
+    def steps(self, view: View) -> list[int]:
+        return view.namespace.ledger.steps()
+
+    def extra(self, view: View, step: int) -> bytes:
+        return view.namespace.ledger.step(step).extra
+
+    def residency(self, view: View) -> dict[str, object]:
+        return residency(view.namespace)
+
+    def stats(self) -> dict[str, object]:
+        """Counters and sizes of everything; what `status` and the demo show."""
+        return {
+            "daemon": {
+                "pid": os.getpid(), "version": __version__, "uptime_s": time.monotonic() - self._started_s,
+                "store_uuid": self.store_uuid.hex(), "accepts_writes": self._committer.stopped is None,
+            },
+            "tiers": {"host": self.host.stats(), **self._volumes.tier_stats(self._transfers.traffic)},
+            "volumes": volume_stats(self._volumes, self._transfers.traffic),
+            "queues": {
+                str(lane): {"queued": stats.queued, "running": stats.running}
+                for lane, stats in self._runner.scheduler.stats().items()
+            },
+            "namespaces": {name: namespace_stats(namespace) for name, namespace in self.namespaces.items()},
+        }  # fmt: skip
+
+    # --- the end
+
+    async def close(self) -> None:
+        """Waits, within `shutdown_timeout_s`, for what is under way; then volumes, catalog and threads are closed."""
+        deadline_s = time.monotonic() + self.config.shutdown_timeout_s
+        while not self._runner.is_idle and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
+        await self._volumes.close()
+
+
+def make_namespace(ledger: Ledger) -> NamespaceState:
+    """The state of a namespace as its ledger has it, without memory."""
+    row = ledger.namespace
+    schema = Schema.from_description(row.schema)
+    keys = KeySpace.of(row.layers, row.experts)
+    namespace = NamespaceState(row.name, schema, keys, ledger, epoch=row.epoch, sequence=row.sequence)
+    namespace.applies = row.applies
+    namespace.turn = asyncio.Lock()
+    namespace.working = fresh_working(namespace)
+    return namespace

@@ -1,0 +1,253 @@
+"""Carries out what the planner decided: starts its moves, raises their urgency, settles them, tells who waited.
+
+`drain` is called after every call of the planner and before the next await. Each move ends in exactly one settle, whether
+its bytes arrived, failed their check, or were cancelled; extents are pinned while a worker reads or writes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Located
+from paramstore.engine.moves import Move, MoveKind
+from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
+from paramstore.engine.planner import Planner
+from paramstore.engine.requests import PrefetchRequest, Urgency
+from paramstore.engine.routes import ImageRead, ImageWrite, MasterRead, PieceRead, check_pieces, cut_pieces
+from paramstore.engine.runner import CPU_LANE, Runner, call, volume_lane, wake
+from paramstore.engine.scheduler import Transfer
+from paramstore.errors import ParamStoreError, TicketCancelled
+from paramstore.storage.format import Header, check_header
+from paramstore.storage.volume import Volume
+
+
+@dataclass(slots=True)
+class VolumeTraffic:
+    """Bytes moved since start, per volume."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    reads: int = 0
+    writes: int = 0
+    failures: int = 0
+
+
+class Transfers:
+    """Starts and settles moves; owner of the traffic counters."""
+
+    def __init__(
+        self, planner: Planner, runner: Runner, volumes: Mapping[int, Volume], *, store_uuid: bytes, piece_bytes: int,
+    ) -> None:  # fmt: skip
+        self.planner = planner
+        self.runner = runner
+        self.traffic = {index: VolumeTraffic() for index in volumes}
+        self._volumes = volumes
+        self._store_uuid = store_uuid
+        self._piece_bytes = piece_bytes
+
+    def drain(self) -> None:
+        """Carries out everything in the planner's outbox."""
+        outbox = self.planner.outbox
+        while not outbox.is_empty:
+            moves, outbox.moves = outbox.moves, []
+            promoted, outbox.promoted = outbox.promoted, []
+            finished, outbox.finished = outbox.finished, []
+            woken, outbox.woken = outbox.woken, []
+            for move in moves:
+                self._start(move)
+            for move in promoted:
+                if move.transfer is not None:
+                    self.runner.promote(move.transfer, Urgency.DEMAND)
+            for request in finished:
+                wake(request.future)
+            for future in woken:
+                wake(future)
+
+    # --- starting
+
+    def _start(self, move: Move) -> None:
+        if move.kind is MoveKind.MATERIALISE:
+            self._start_materialise(move)
+        elif move.kind is MoveKind.WRITE:
+            self._start_write(move)
+        else:
+            self._start_read(move)
+
+    def _start_read(self, move: Move) -> None:
+        assert move.located is not None
+        schema, extent = move.namespace.schema, move.located.extent
+        slot = self._slot_view(move)
+        volume = self._volumes[extent.volume]
+        self.planner.space.pin(extent)
+        read: ImageRead | MasterRead
+        if move.kind is MoveKind.LOAD_PARAM and schema.is_trainable:
+            assert move.namespace.staging is not None
+            read = MasterRead(volume, extent, schema, slot, move.namespace.staging)
+            pieces = cut_pieces(schema.stored, self._piece_bytes, len(schema.specs))
+        else:
+            read = ImageRead(volume, extent, slot, schema.stored.header_bytes)
+            pieces = cut_pieces(schema.stored, self._piece_bytes, len(schema.stored.fields))
+        self._submit(move, volume_lane(extent.volume), read.run, deque(pieces), self._settle_read)
+
+    def _start_materialise(self, move: Move) -> None:
+        assert move.source is not None
+        assert move.source.slot is not None
+        assert move.namespace.working_arena is not None
+        from paramstore.optim.cast import materialise  # torch only where it computes
+
+        image = move.namespace.working_arena.view(move.source.slot)
+        job = partial(materialise, move.namespace.schema, image, self._slot_view(move))
+        self._submit(move, CPU_LANE, call, deque([job]), self._settle_materialise)
+
+    def _start_write(self, move: Move) -> None:
+        working, located, namespace = move.subject, move.located, move.namespace
+        assert isinstance(working, WorkingCopy)
+        assert located is not None
+        self.planner.space.pin(located.extent)
+        cut = namespace.cut
+        header = Header(
+            store_uuid=self._store_uuid, namespace=namespace.name, key=working.key, identity=located.identity,
+            sequence=cut.sequence if cut is not None and working.is_cut else namespace.sequence + 1,
+            optimizer_step=working.optimizer_step, last_apply=working.last_apply, checksums=(),
+        )  # fmt: skip
+        part = namespace.schema.stored
+        volume = self._volumes[located.extent.volume]
+        write = ImageWrite(volume, located.extent, part, self._slot_view(move), header)
+        first, *others = cut_pieces(part, self._piece_bytes, len(part.fields))
+        lane = volume_lane(located.extent.volume)
+        self._submit(move, lane, write.run, deque(others), partial(self._settle_write, write=write), final=first)
+
+    def _slot_view(self, move: Move) -> memoryview:
+        namespace, subject = move.namespace, move.subject
+        arena = namespace.param_arena if isinstance(subject, ParamCopy) else namespace.working_arena
+        assert arena is not None
+        assert subject.slot is not None
+        return arena.view(subject.slot)
+
+    def _submit(
+        self, move: Move, lane: Hashable, run: Callable[..., object], pieces: deque[Any],
+        settle: Callable[[Move, Transfer], None], final: object = None,
+    ) -> None:  # fmt: skip
+        move.transfer = Transfer(
+            lane=lane, urgency=move.urgency, run=run, pieces=pieces, final=final, deadline_s=move.deadline_s,
+            settle=partial(settle, move),
+        )  # fmt: skip
+        self.runner.submit(move.transfer)
+
+    # --- settling
+
+    def _settle_read(self, move: Move, transfer: Transfer) -> None:
+        located, namespace, subject = move.located, move.namespace, move.subject
+        assert located is not None
+        self.planner.space.unpin(located.extent)
+        header, error = None, transfer.error
+        if error is None:
+            try:
+                header = self._verify_record(namespace, subject.key, located, transfer.results)
+            except ParamStoreError as caught:
+                error = caught
+        self._count_read(move, located, transfer)
+        if isinstance(subject, ParamCopy):
+            self.planner.copies.settle(namespace, subject, error)
+            self.planner.pump(namespace)
+        else:
+            step, last_apply = (header.optimizer_step, header.last_apply) if header is not None else (0, 0)
+            self.planner.working.settle_load(namespace, subject, optimizer_step=step, last_apply=last_apply, error=error)
+            self.planner.after_working(namespace, subject)
+        self.drain()
+
+    def _verify_record(
+        self, namespace: NamespaceState, key: ExpertKey, located: Located, results: list[PieceRead]
+    ) -> Header:
+        part, extent = namespace.schema.stored, located.extent
+        place = f"volume {extent.volume}, offset {extent.offset_bytes}"
+        head = next(result.header for result in results if result.header is not None)
+        header = check_header(
+            head, part=part, root=located.root, store_uuid=self._store_uuid, namespace=namespace.name,
+            key=key, identity=located.identity, place=place,
+        )  # fmt: skip
+        check_pieces(header, part, results, place=place)
+        return header
+
+    def _count_read(self, move: Move, located: Located, transfer: Transfer) -> None:
+        traffic = self.traffic[located.extent.volume]
+        if transfer.error is not None and not isinstance(transfer.error, TicketCancelled):
+            traffic.failures += 1
+        schema = move.namespace.schema
+        is_master = move.kind is MoveKind.LOAD_PARAM and schema.is_trainable
+        moved = schema.stored.fields[len(schema.specs)].offset_bytes if is_master else schema.record_bytes
+        if transfer.error is None:
+            traffic.bytes_read += moved
+            traffic.reads += 1
+            move.namespace.stats.bytes_read += moved
+
+    def _settle_materialise(self, move: Move, transfer: Transfer) -> None:
+        assert isinstance(move.subject, ParamCopy)
+        assert move.source is not None
+        self.planner.working.unhold(move.namespace, move.source)
+        self.planner.copies.settle(move.namespace, move.subject, transfer.error)
+        self.planner.pump(move.namespace)
+        self.drain()
+
+    def _settle_write(self, move: Move, transfer: Transfer, *, write: ImageWrite) -> None:
+        assert isinstance(move.subject, WorkingCopy)
+        assert move.located is not None
+        located = move.located._replace(root=write.root)
+        self.planner.space.unpin(located.extent)
+        traffic = self.traffic[located.extent.volume]
+        if transfer.error is None:
+            traffic.bytes_written += located.extent.length_bytes
+            traffic.writes += 1
+            move.namespace.stats.bytes_written += located.extent.length_bytes
+        else:
+            traffic.failures += 1
+        self.planner.working.settle_write(move.namespace, move.subject, located, transfer.error)
+        self.planner.after_working(move.namespace, move.subject)
+        self.drain()
+
+    async def read_into(self, namespace: NamespaceState, key: ExpertKey, located: Located, target: memoryview) -> None:
+        """Fills `target` (record_bytes, page-aligned) with a whole, verified record. Raises VolumeError, CorruptRecord."""
+        part, extent = namespace.schema.stored, located.extent
+        read = ImageRead(self._volumes[extent.volume], extent, target, part.header_bytes)
+        future = asyncio.get_running_loop().create_future()
+        pieces: deque[Any] = deque(cut_pieces(part, self._piece_bytes, len(part.fields)))
+        transfer = Transfer(
+            lane=volume_lane(extent.volume), urgency=Urgency.DEMAND, run=read.run, pieces=pieces, settle=lambda _: wake(future)
+        )
+        self.planner.space.pin(extent)
+        try:
+            self.runner.submit(transfer)
+            await asyncio.shield(future)
+        finally:
+            self.planner.space.unpin(extent)
+        if transfer.error is not None:
+            raise transfer.error
+        self._verify_record(namespace, key, located, transfer.results)
+
+    # --- cancelling
+
+    def cancel_prefetch(self, request: PrefetchRequest) -> None:
+        """Loads that nobody else waits for and that have not started are given up; the rest lands unasked."""
+        error = TicketCancelled("the prefetch was cancelled")
+        for subject in list(request.pending):
+            others = subject.waiters if isinstance(subject, ParamCopy) else [*subject.prefetches, *subject.requests]
+            transfer = subject.move.transfer if subject.move is not None else None
+            if transfer is not None and list(others) == [request] and transfer.urgency is not Urgency.DEMAND:
+                self.runner.cancel(transfer, error)
+        if not request.is_finished:
+            request.error = request.error or error
+            request.is_finished = True
+            wake(request.future)
+        self.drain()
+
+
+def namespace_idle(namespace: NamespaceState) -> bool:
+    """Whether no worker touches the namespace's slots."""
+    working = all(copy.move is None for copy in namespace.resident.values())
+    return working and all(copy.move is None for copies in namespace.copies.values() for copy in copies)

@@ -1,0 +1,236 @@
+"""The updater: initial values, gradient norms and the optimizer, over records that stream through a few slots.
+
+`begin` marks, at the moment of the call, what the apply will make, so that a lease asked for later waits for it. `apply`
+then takes the records already in memory first (they would be evicted otherwise) and the rest in backward order. A record
+is updated in place in its working slot; the new `param` version is made in the same pass where a slot can be had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from functools import partial
+from itertools import islice
+from math import fsum, sqrt
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
+from paramstore.engine.cleaner import Cleaner
+from paramstore.engine.load import Loader
+from paramstore.engine.namespace import GradientRange, NamespaceState, WorkingCopy
+from paramstore.engine.planner import Planner
+from paramstore.engine.requests import Urgency
+from paramstore.engine.runner import BACKGROUND_LANE, CPU_LANE, call, wake
+from paramstore.engine.scheduler import Transfer
+from paramstore.engine.transfers import Transfers
+from paramstore.errors import CapacityError, ParamStoreError, StepFailed
+
+LOOKAHEAD_RECORDS = 4
+"""Records loading or waiting beside those being updated: enough to hide a read behind an update."""
+
+
+class Updater:
+    """Runs one apply of a namespace at a time; the store keeps them in call order."""
+
+    def __init__(
+        self, planner: Planner, transfers: Transfers, loader: Loader, cleaner: Cleaner, *, update_workers: int
+    ) -> None:
+        self._planner = planner
+        self._transfers = transfers
+        self._loader = loader
+        self._cleaner = cleaner
+        self._depth = update_workers + LOOKAHEAD_RECORDS
+
+    def begin(self, namespace: NamespaceState) -> dict[ExpertKey, GradientRange]:
+        """Takes everything pending; from here on the working view means what the apply will make."""
+        pending = self._planner.begin_apply(namespace)
+        self._transfers.drain()
+        return pending
+
+    async def apply(
+        self, namespace: NamespaceState, pending: Mapping[ExpertKey, GradientRange], options: AdamW, *, grad_scale: float
+    ) -> dict[str, int]:
+        """On return every record of `pending` has had one optimizer step. If that fails half-way the namespace is broken:
+        raises StepFailed, and rollback is the way on."""
+        epoch = namespace.epoch
+        before = namespace.stats.bytes_read, namespace.stats.bytes_written
+        try:
+            await self._reserve(namespace, pending)
+            namespace.applies += 1
+            remaining = self._ordered(namespace, pending)
+            queue = deque(remaining)
+            depth = min(self._depth, max(1, len(remaining)), _slot_count(namespace))
+            await _all_or_first_error(
+                [self._update_some(namespace, epoch, queue, pending, options, grad_scale) for _ in range(depth)]
+            )
+        except ParamStoreError as error:
+            if namespace.epoch == epoch:
+                self._planner.mark_broken(namespace, f"an apply failed: {error}")
+                self._transfers.drain()
+            raise StepFailed(f"apply on {namespace.name!r} failed: {error}") from error
+        namespace.stats.applies += 1
+        return {
+            "records": len(pending),
+            "bytes_read": namespace.stats.bytes_read - before[0],
+            "bytes_written": namespace.stats.bytes_written - before[1],
+        }
+
+    async def _reserve(self, namespace: NamespaceState, keys: Collection[ExpertKey]) -> None:
+        """An extent for every record. A commit under way may have to publish first, a zero-fill to give its range back."""
+        has_waited = False
+        while True:
+            try:
+                self._planner.reserve_extents(namespace, keys)
+            except CapacityError:
+                if namespace.cut is not None:
+                    await self._cut_over(namespace)
+                elif has_waited:
+                    raise
+                else:
+                    await self._transfers.runner.call(BACKGROUND_LANE, _nothing)
+                    has_waited = True
+            else:
+                return
+
+    async def _cut_over(self, namespace: NamespaceState) -> None:
+        future = asyncio.get_running_loop().create_future()
+        namespace.cut_waiters.append(future)
+        await future
+
+    @staticmethod
+    def _ordered(namespace: NamespaceState, pending: Mapping[ExpertKey, GradientRange]) -> list[ExpertKey]:
+        resident = [key for key in namespace.resident if key in pending]
+        absent = sorted((key for key in pending if key not in namespace.resident), reverse=True)
+        return resident + absent
+
+    async def _update_some(
+        self, namespace: NamespaceState, epoch: int, queue: deque[ExpertKey], pending: Mapping[ExpertKey, GradientRange],
+        options: AdamW, grad_scale: float,
+    ) -> None:  # fmt: skip
+        while queue:
+            if namespace.is_stopping or namespace.epoch != epoch:
+                raise StepFailed("another writer took over")
+            key = queue.popleft()
+            working = await self._loader.hold(namespace, key)
+            await self._until_mine(namespace, working, epoch)
+            await self._update_one(namespace, working, pending[key], options, grad_scale)
+            absent = sum(later not in namespace.resident for later in islice(queue, self._depth))
+            self._cleaner.clean_ahead(namespace, absent)
+
+    async def _until_mine(self, namespace: NamespaceState, working: WorkingCopy, epoch: int) -> None:
+        """Waits until the update may start: other holders done, the write that a cut needs landed."""
+        try:
+            while not self._planner.working.may_update(working):
+                if working.is_orphan or namespace.epoch != epoch:
+                    raise StepFailed("the namespace was rolled back")
+                if working.is_cut and working.state == "dirty":
+                    self._planner.working.begin_write(namespace, working, Urgency.DEMAND)
+                    self._transfers.drain()
+                await self._loader.changed(working)
+            await self._reserve(namespace, [working.key])  # a write that a cut needed may have taken what it had
+        except BaseException:
+            self._planner.working.unhold(namespace, working)
+            self._transfers.drain()
+            raise
+
+    async def _update_one(
+        self, namespace: NamespaceState, working: WorkingCopy, gradient: GradientRange, options: AdamW, grad_scale: float
+    ) -> None:
+        from paramstore.optim.adamw import update  # torch only where it computes
+
+        copy = self._planner.plan_update(namespace, working)
+        param = None
+        if copy is not None:
+            assert namespace.param_arena is not None
+            param = namespace.param_arena.view(copy.slot)
+        job = partial(
+            update, namespace.schema, self._image(namespace, working), gradient.view(), options=options,
+            optimizer_step=working.optimizer_step + 1, grad_scale=grad_scale, param=param,
+        )  # fmt: skip
+        future = asyncio.get_running_loop().create_future()
+
+        def settle(transfer: Transfer) -> None:
+            if transfer.error is None:
+                working.optimizer_step += 1
+                working.last_apply = namespace.applies
+                namespace.stats.records_updated += 1
+            self._planner.settle_update(namespace, working, copy, transfer.error)
+            self._transfers.drain()
+            wake(future)
+
+        await self._run(working, job, future, settle)
+
+    async def _run(
+        self, working: WorkingCopy, job: Callable[[], object], future: asyncio.Future[None], settle: Callable[[Transfer], None]
+    ) -> None:
+        transfer = Transfer(lane=CPU_LANE, urgency=Urgency.DEMAND, run=call, pieces=deque([job]), settle=settle)
+        if working.move is not None:
+            working.move.transfer = transfer
+        self._transfers.drain()
+        self._transfers.runner.submit(transfer)
+        await asyncio.shield(future)
+        if transfer.error is not None:
+            raise transfer.error
+
+    @staticmethod
+    def _image(namespace: NamespaceState, working: WorkingCopy) -> memoryview:
+        assert namespace.working_arena is not None
+        assert working.slot is not None
+        return namespace.working_arena.view(working.slot)
+
+    async def norm(self, namespace: NamespaceState) -> float:
+        """L2 norm over everything pending now."""
+        from paramstore.optim.adamw import square_sum  # torch only where it computes
+
+        jobs = [partial(square_sum, namespace.schema, gradient.view()) for gradient in namespace.pending.values()]
+        sums = await asyncio.gather(*(self._transfers.runner.call(CPU_LANE, job) for job in jobs))
+        return sqrt(fsum(sums))
+
+    # --- initial values
+
+    async def fill(self, namespace: NamespaceState, key: ExpertKey, initial: memoryview) -> None:
+        """Takes one key's initial value; its write-back is under way on return, `initial` is not needed any more."""
+        from paramstore.optim.adamw import fill_initial  # torch only where it computes
+
+        namespace.keys.check([key], namespace=namespace.name)
+        working = namespace.working[key]
+        if not namespace.is_initializing or working.identity is not None or working.slot is not None:
+            raise StepFailed(f"{key} of {namespace.name!r} has its initial value already")
+        self._planner.reserve_extents(namespace, [key])
+        working = await self._loader.hold(namespace, key, is_fill=True)
+        job = partial(fill_initial, namespace.schema, initial, self._image(namespace, working))
+        future = asyncio.get_running_loop().create_future()
+
+        def settle(transfer: Transfer) -> None:
+            assert working.target is not None
+            self._planner.working.settle_update(namespace, working, working.target, transfer.error)
+            if transfer.error is None and not working.is_orphan:
+                self._planner.working.begin_write(namespace, working, Urgency.WRITE_BACK)
+            self._planner.after_working(namespace, working)
+            self._transfers.drain()
+            wake(future)
+
+        await self._run(working, job, future, settle)
+
+
+def _nothing() -> None:
+    """What the background's one thread does when it has done all that was asked before."""
+
+
+def _slot_count(namespace: NamespaceState) -> int:
+    assert namespace.working_arena is not None
+    return max(1, namespace.working_arena.slots.count)
+
+
+async def _all_or_first_error(coroutines: list[Coroutine[object, object, None]]) -> None:
+    """Runs all to their end; raises the first error, after the others have stopped at their next await."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except* ParamStoreError as group_error:
+        first: BaseException = group_error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None

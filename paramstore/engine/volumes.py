@@ -1,0 +1,177 @@
+"""The set of volumes: room for namespaces, growth, zero-fill ahead of use, figures.
+
+A namespace is entitled to (RETAINED_STEPS + 1 + HELD_STEPS) times its state plus the pipeline share, so that an apply can
+always be written beside the retained steps and those that readers hold. Without a fixed size, volumes grow when a
+namespace is created.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from paramstore.config import HELD_STEPS, RETAINED_STEPS, format_size
+from paramstore.core.place import Extent, Tier
+from paramstore.core.schema import Schema, round_up
+from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, Runner, volume_lane
+from paramstore.engine.transfers import VolumeTraffic
+from paramstore.errors import CapacityError, ParamStoreError, VolumeError
+from paramstore.storage.catalog import Catalog, Change, VolumeRow
+from paramstore.storage.extents import Space
+from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.volume import Volume
+
+logger = logging.getLogger(__name__)
+
+PIPELINE_RECORDS_MIN = 4
+PIPELINE_SHARE = 0.05
+GROWTH_ALIGNMENT_BYTES = 1 << 20
+PREFILL_PIECE_BYTES = 8 << 20
+PREFILL_PAUSE_S = 0.02
+"""How long the zero-fill waits before it looks again whether nothing else moves."""
+
+
+def entitled_bytes(schema: Schema, key_count: int) -> int:
+    """What one namespace may take of all volumes together."""
+    record_bytes = schema.record_bytes
+    state_bytes = key_count * record_bytes
+    pipeline_bytes = max(PIPELINE_RECORDS_MIN * record_bytes, round_up(int(PIPELINE_SHARE * state_bytes), record_bytes))
+    copies = RETAINED_STEPS + 1 + HELD_STEPS if schema.is_trainable else 1
+    return copies * state_bytes + pipeline_bytes
+
+
+class VolumeSet:
+    """All volumes of the store, by index. Owner of their sizes."""
+
+    def __init__(
+        self, volumes: Mapping[int, Volume], *, superblocks: Mapping[int, Superblock], rows: Mapping[int, VolumeRow], space: Space,
+        catalog: Catalog, runner: Runner, may_grow: bool,
+    ) -> None:  # fmt: skip
+        self.volumes = volumes
+        self.space = space
+        self._superblocks = superblocks
+        self._rows = dict(rows)
+        self._catalog = catalog
+        self._runner = runner
+        self._may_grow = may_grow
+        self._prefilling: asyncio.Task[None] | None = None
+        self._is_prefill_wanted = False
+
+    async def make_room(self, namespaces: Iterable[NamespaceState], schema: Schema, key_count: int) -> None:
+        """On return the volumes have room for these namespaces and one more. Raises CapacityError naming what is missing."""
+        needed = entitled_bytes(schema, key_count) + sum(entitled_bytes(ns.schema, len(ns.keys)) for ns in namespaces)
+        usable = sum(volume.size_bytes - self._start_bytes(index) for index, volume in self.volumes.items())
+        # records do not straddle volumes, and their sizes differ: each volume may leave one of each kind unused
+        slack = len(self.volumes) * (schema.record_bytes + sum(ns.schema.record_bytes for ns in namespaces))
+        missing = needed + slack - usable
+        if missing <= 0:
+            return
+        if not self._may_grow:
+            raise CapacityError(
+                f"the volumes have {format_size(usable)} for records, this namespace and those that exist need "
+                f"{format_size(needed + slack)}: {missing} bytes are missing; raise volume_size or add a volume"
+            )
+        await self._grow(missing)
+
+    def _start_bytes(self, index: int) -> int:
+        return extents_start_bytes(self._superblocks[index])
+
+    async def _grow(self, missing_bytes: int) -> None:
+        each = round_up(-(-missing_bytes // len(self.volumes)), GROWTH_ALIGNMENT_BYTES)
+        for index, volume in self.volumes.items():
+            size_bytes = volume.size_bytes + each
+            try:
+                await self._runner.call(volume_lane(index), partial(volume.grow, size_bytes))
+            except VolumeError as error:
+                raise CapacityError(f"volume {index} cannot grow by {each} bytes: {error}") from error
+            row = replace(self._rows[index], size_bytes=volume.size_bytes)
+            await self._record(row)
+            self.space.grow_volume(index, volume.size_bytes)
+        if self._is_prefill_wanted:
+            self.start_prefill()
+
+    async def _record(self, row: VolumeRow) -> None:
+        await self._runner.call(CATALOG_LANE, lambda: self._catalog.apply(Change(put_volumes=(row,))))
+        self._rows[row.index] = row
+
+    # --- zero-fill
+
+    def start_prefill(self) -> None:
+        """Begins zero-filling never-written space while nothing else moves; goes on whenever volumes grow."""
+        self._is_prefill_wanted = True
+        if self._prefilling is not None and not self._prefilling.done():
+            return  # it looks at every volume's size each time round
+        self._prefilling = asyncio.get_running_loop().create_task(self._prefill(), name="prefill")
+
+    async def _prefill(self) -> None:
+        zeros = memoryview(mmap.mmap(-1, PREFILL_PIECE_BYTES))
+        try:
+            while any(self._has_unwritten(index) for index in self.volumes):
+                is_paused = not self._runner.is_idle
+                extent = None if is_paused else self._next_unwritten()
+                if extent is None:
+                    await asyncio.sleep(PREFILL_PAUSE_S)
+                    continue
+                write = partial(self.volumes[extent.volume].write, extent.offset_bytes, (zeros[: extent.length_bytes],))
+                try:
+                    await self._runner.call(BACKGROUND_LANE, write)
+                except ParamStoreError:
+                    self.space.quarantine(extent)
+                    raise
+                self.space.finish_prefill(extent)
+        except ParamStoreError:
+            logger.exception("zero-fill stopped; volumes are used as they are")
+
+    def _next_unwritten(self) -> Extent | None:
+        for index in self.volumes:
+            extent = self.space.next_unwritten(index, PREFILL_PIECE_BYTES)
+            if extent is not None:
+                return extent
+        return None
+
+    def _has_unwritten(self, index: int) -> bool:
+        return self.space.written_bytes(index) < self.volumes[index].size_bytes
+
+    # --- figures
+
+    def tier_stats(self, traffic: Mapping[int, VolumeTraffic]) -> dict[str, dict[str, object]]:
+        """Per tier the sums over its volumes."""
+        tiers: dict[str, dict[str, object]] = {}
+        for tier in (Tier.NVME, Tier.PMEM):
+            indices = [index for index, volume in self.volumes.items() if volume.tier is tier]
+            if indices:
+                tiers[tier.value] = {
+                    "size_bytes": sum(self.volumes[index].size_bytes for index in indices),
+                    "free_bytes": sum(self.space.free_bytes_of(index) for index in indices),
+                    "bytes_read": sum(traffic[index].bytes_read for index in indices),
+                    "bytes_written": sum(traffic[index].bytes_written for index in indices),
+                }
+        return tiers
+
+    def describe(self, index: int) -> dict[str, object]:
+        return {
+            **self.volumes[index].describe(), "free_bytes": self.space.free_bytes_of(index),
+            "written_bytes": self.space.written_bytes(index),
+        }  # fmt: skip
+
+    async def close(self) -> None:
+        """Ends the zero-fill, remembers how far it came, closes the volumes and the catalog."""
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+            await asyncio.gather(self._prefilling, return_exceptions=True)
+        try:
+            for index in self.volumes:
+                written = self.space.written_bytes(index)
+                if written != self._rows[index].written_bytes:
+                    await self._record(replace(self._rows[index], written_bytes=written))
+        except ParamStoreError:
+            logger.exception("the zero-fill's progress was not recorded")
+        for index, volume in self.volumes.items():
+            await self._runner.call(volume_lane(index), volume.close)
+        await self._runner.call(CATALOG_LANE, self._catalog.close)
+        self._runner.workers.close()

@@ -1,0 +1,343 @@
+"""The planner's rules for working copies: slots, loads, updates, writes, orphans, and who waits for which.
+
+- A slot request waits in FIFO order per arena; eviction never writes, so a request that finds only dirty slots has some
+  of them written at its own urgency.
+- A changed record is written to a fresh extent. The older uncommitted extent is freed when the newer one is complete,
+  unless a cut under way holds it.
+- A record that was dirty at a cut is not updated before its write has landed.
+"""
+
+from __future__ import annotations
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.residency import MAY_MATERIALISE, Working, WorkingEvent, next_working
+from paramstore.engine.moves import Move, MoveKind, Outbox
+from paramstore.engine.namespace import NamespaceState, WorkingCopy
+from paramstore.engine.requests import PrefetchRequest, SlotRequest, Urgency
+from paramstore.errors import ParamStoreError
+from paramstore.storage.extents import Space
+
+
+class WorkingPlanner:
+    """Decides about working copies; part of the planner, on the event-loop thread."""
+
+    def __init__(self, space: Space, outbox: Outbox) -> None:
+        self._space = space
+        self._outbox = outbox
+
+    # --- slots
+
+    def request_slot(self, request: SlotRequest) -> None:
+        """Finishes the request now, or when its load lands, or queues it for a slot."""
+        if not self._try_slot(request):
+            arena = request.namespace.working_arena
+            assert arena is not None
+            arena.waiting.append(request)
+            self.clean_for_waiting(request.namespace)
+
+    def retry_slot(self, request: SlotRequest) -> bool:
+        """A queued request's turn: True if it waits for no slot any more."""
+        return request.is_finished or self._try_slot(request)
+
+    def _try_slot(self, request: SlotRequest) -> bool:
+        namespace = request.namespace
+        working = namespace.working[request.key]
+        arena = namespace.working_arena
+        assert arena is not None
+        if working.state in MAY_MATERIALISE:
+            working.holders += 1
+            arena.policy.record(request.key)
+            namespace.stats.optim.hits += 1
+            self._finish(request)
+            return True
+        if working.state in (Working.LOADING, Working.UPDATING):
+            working.requests.append(request)
+            namespace.stats.optim.joins += 1
+            if working.move is not None:
+                self._outbox.promoted.append(working.move)
+            return True
+        slot = self._make_room(namespace)
+        if slot is None:
+            return False
+        if request.is_fill:
+            self._take_slot(namespace, working, slot)
+            working.state = next_working(working.state, WorkingEvent.FILL)
+            working.move = Move(MoveKind.UPDATE, namespace, working, Urgency.DEMAND)
+            self._finish(request)
+        else:
+            working.requests.append(request)
+            namespace.stats.optim.misses += 1
+            self._load(namespace, working, slot, urgency=Urgency.DEMAND)
+        return True
+
+    def _make_room(self, namespace: NamespaceState) -> int | None:
+        arena = namespace.working_arena
+        assert arena is not None
+        if not arena.slots.free_count and namespace.is_trainable():
+            victims = arena.policy.victims(1, lambda name: not _is_evictable(namespace.working[name]))  # type: ignore[index]
+            if victims is None:
+                return None
+            self.evict(namespace, namespace.working[victims[0]])  # type: ignore[index]
+        return arena.slots.take() if arena.slots.free_count else None
+
+    def _load(
+        self, namespace: NamespaceState, working: WorkingCopy, slot: int, *, urgency: Urgency, deadline_s: float | None = None
+    ) -> None:
+        located = namespace.working_location(working.key)
+        assert located is not None, f"{working.key} has no record"
+        self._take_slot(namespace, working, slot)
+        working.state = next_working(working.state, WorkingEvent.LOAD)
+        move = Move(MoveKind.LOAD_WORKING, namespace, working, urgency, located=located, deadline_s=deadline_s)
+        working.move = move
+        self._record(namespace, working.key)
+        self._outbox.moves.append(move)
+
+    def _record(self, namespace: NamespaceState, key: ExpertKey) -> None:
+        if namespace.is_trainable():
+            assert namespace.working_arena is not None
+            namespace.working_arena.policy.record(key)
+
+    def prefetch(self, request: PrefetchRequest, key: ExpertKey) -> None:
+        """Loads `key` if a slot can be had now; joins a load under way; counts what it finds."""
+        namespace = request.namespace
+        working = namespace.working[key]
+        if working.state in (Working.LOADING, Working.UPDATING):
+            request.pending.add(working)
+            working.prefetches.append(request)
+        elif working.state is not Working.ABSENT:
+            request.resident += 1
+            self._record(namespace, key)
+        elif namespace.working_location(key) is None or (slot := self._make_room(namespace)) is None:
+            request.skipped += 1
+        else:
+            request.pending.add(working)
+            working.prefetches.append(request)
+            namespace.stats.optim.prefetched += 1
+            namespace.stats.optim.prefetched_bytes += namespace.schema.record_bytes
+            self._load(namespace, working, slot, urgency=Urgency.PREFETCH, deadline_s=request.deadline_s)
+
+    def evict(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Frees a clean, unheld slot."""
+        assert working.holders == 0
+        working.state = next_working(working.state, WorkingEvent.EVICT)
+        namespace.stats.optim.evictions += 1
+        self._free_slot(namespace, working)
+
+    def _take_slot(self, namespace: NamespaceState, working: WorkingCopy, slot: int) -> None:
+        working.slot = slot
+        namespace.resident[working.key] = working
+
+    def _free_slot(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        arena = namespace.working_arena
+        assert arena is not None
+        assert working.slot is not None
+        arena.slots.free(working.slot)
+        working.slot = None
+        if not working.is_orphan:
+            del namespace.resident[working.key]
+            if namespace.is_trainable():
+                arena.policy.forget(working.key)
+
+    # --- writes
+
+    def clean_for_waiting(self, namespace: NamespaceState) -> None:
+        """Starts as many writes, at DEMAND, as there are requests waiting for a slot; raises writes already under way."""
+        arena = namespace.working_arena
+        assert arena is not None
+        needed = sum(isinstance(request, SlotRequest) for request in arena.waiting)
+        if not needed:
+            return
+        for working in namespace.resident.values():
+            if working.state is Working.WRITING:
+                assert working.move is not None
+                self._outbox.promoted.append(working.move)
+                needed -= 1
+        self.clean(namespace, needed, Urgency.DEMAND)
+
+    def clean(self, namespace: NamespaceState, count: int, urgency: Urgency) -> None:
+        """Starts writing up to `count` dirty records, those first that have been in their slot longest."""
+        dirty = [working for working in namespace.resident.values() if working.state is Working.DIRTY and not working.holders]
+        for working in dirty[: max(0, count)]:
+            if not self.begin_write(namespace, working, urgency):
+                return  # no space on the volume until a publish or another write frees some
+
+    def begin_write(self, namespace: NamespaceState, working: WorkingCopy, urgency: Urgency) -> bool:
+        """Starts writing a dirty record to a fresh extent. False, and nothing has changed, if no space is free now."""
+        extent = working.reserved or self._space.reserve(namespace.schema.record_bytes)
+        if extent is None:
+            return False
+        assert working.identity is not None
+        working.reserved = None
+        working.state = next_working(working.state, WorkingEvent.WRITE)
+        move = Move(MoveKind.WRITE, namespace, working, urgency, located=Located(extent, working.identity, 0))
+        working.move = move
+        self._outbox.moves.append(move)
+        return True
+
+    def settle_write(
+        self, namespace: NamespaceState, working: WorkingCopy, located: Located, error: ParamStoreError | None
+    ) -> None:
+        """The record is whole in `located`, or the write failed: then the extent is never used again, the slot stays dirty."""
+        working.move = None
+        if error is not None:
+            self._space.quarantine(located.extent)
+        if working.is_orphan:
+            if error is None:
+                self._space.release(located.extent)
+            self.settle_orphan(namespace, working)
+            return
+        if error is not None:
+            working.state = next_working(working.state, WorkingEvent.WRITE_FAILED)
+        else:
+            working.state = next_working(working.state, WorkingEvent.WRITTEN)
+            namespace.stats.records_written += 1
+            self._replace_uncommitted(namespace, working, located)
+            if not namespace.is_trainable():  # a param schema's working copies only pass through its one arena
+                self.evict(namespace, working)
+        self._wake(working)
+
+    def _replace_uncommitted(self, namespace: NamespaceState, working: WorkingCopy, located: Located) -> None:
+        older, working.uncommitted = working.uncommitted, located
+        cut = namespace.cut
+        if cut is not None and working.is_cut:
+            working.is_cut = False
+            cut.unwritten.discard(working.key)
+            cut.located[working.key] = located
+            self._space.pin(located.extent)
+        if older is not None:
+            is_held = cut is not None and cut.located.get(working.key) == older
+            if not is_held:
+                self._space.release(older.extent)
+
+    # --- loads and updates
+
+    def settle_load(
+        self, namespace: NamespaceState, working: WorkingCopy, *, optimizer_step: int, last_apply: int,
+        error: ParamStoreError | None,
+    ) -> None:  # fmt: skip
+        """The record is in its slot, verified; or the load failed, the slot is free and all who waited get the error."""
+        working.move = None
+        if working.is_orphan:
+            self._fail_requests(working, error)
+            self.settle_orphan(namespace, working)
+            return
+        if error is not None:
+            working.state = next_working(working.state, WorkingEvent.LOAD_FAILED)
+            self._free_slot(namespace, working)
+            self._fail_requests(working, error)
+        else:
+            working.state = next_working(working.state, WorkingEvent.LOADED)
+            working.optimizer_step, working.last_apply = optimizer_step, last_apply
+            self._land_requests(namespace, working)
+        self._wake(working)
+
+    def may_update(self, working: WorkingCopy) -> bool:
+        """Whether an update may start: the caller is the only holder, and no write that a cut waits for is due."""
+        return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not working.is_cut
+
+    def begin_update(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """The caller's hold becomes the update; on return only the update's worker touches the slot."""
+        assert self.may_update(working)
+        working.holders = 0
+        working.state = next_working(working.state, WorkingEvent.UPDATE)
+        working.move = Move(MoveKind.UPDATE, namespace, working, Urgency.DEMAND)
+
+    def settle_update(
+        self, namespace: NamespaceState, working: WorkingCopy, identity: Identity, error: ParamStoreError | None
+    ) -> None:
+        """The slot holds `identity` now; or the update failed, and its torn bytes are gone."""
+        working.move = None
+        if working.is_orphan:
+            self._fail_requests(working, error)
+            self.settle_orphan(namespace, working)
+            return
+        if error is not None:
+            working.state = next_working(working.state, WorkingEvent.UPDATE_FAILED)
+            self._free_slot(namespace, working)
+            self._fail_requests(working, error)
+        else:
+            working.state = next_working(working.state, WorkingEvent.UPDATED)
+            working.identity = identity
+            namespace.changed.add(working.key)
+            self._record(namespace, working.key)
+            self._land_requests(namespace, working)
+        self._wake(working)
+
+    def unhold(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """A reader of the slot is done."""
+        working.holders -= 1
+        if working.is_orphan:
+            self.settle_orphan(namespace, working)
+        elif working.holders <= 1:
+            self._wake(working)
+
+    # --- rollback
+
+    def discard(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Forgets a working copy. What a worker or holder still uses is orphaned and freed when the last returns."""
+        for extent in self._unpublished(working):
+            self._space.release(extent)
+        if working.state is Working.ABSENT:
+            return
+        assert namespace.working_arena is not None
+        if namespace.is_trainable():
+            namespace.working_arena.policy.forget(working.key)
+        del namespace.resident[working.key]
+        working.state = next_working(working.state, WorkingEvent.DISCARD)
+        working.is_orphan = True
+        self.settle_orphan(namespace, working)
+        self._wake(working)
+
+    @staticmethod
+    def _unpublished(working: WorkingCopy) -> list[Extent]:
+        extents = [working.uncommitted.extent] if working.uncommitted is not None else []
+        if working.reserved is not None:
+            extents.append(working.reserved)
+        return extents
+
+    def settle_orphan(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        if working.move is None and working.holders == 0 and working.slot is not None:
+            self._free_slot(namespace, working)
+
+    # --- who waits
+
+    def _land_requests(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        requests, working.requests = working.requests, []
+        for request in requests:
+            working.holders += 1
+            self._finish(request)
+        prefetches, working.prefetches = working.prefetches, []
+        for prefetch in prefetches:
+            prefetch.loaded += 1
+            prefetch.bytes_loaded += namespace.schema.record_bytes
+            self._land_prefetch(prefetch, working)
+
+    def _fail_requests(self, working: WorkingCopy, error: ParamStoreError | None) -> None:
+        reason = error or ParamStoreError(f"{working.key} was discarded by a rollback")
+        requests, working.requests = working.requests, []
+        for request in requests:
+            request.error = reason
+            self._finish(request)
+        prefetches, working.prefetches = working.prefetches, []
+        for prefetch in prefetches:
+            prefetch.error = prefetch.error or reason
+            self._land_prefetch(prefetch, working)
+
+    def _land_prefetch(self, request: PrefetchRequest, working: WorkingCopy) -> None:
+        request.pending.discard(working)
+        if not request.pending and not request.is_finished:
+            request.is_finished = True
+            self._outbox.finished.append(request)
+
+    def _finish(self, request: SlotRequest) -> None:
+        request.is_finished = True
+        self._outbox.finished.append(request)
+
+    def _wake(self, working: WorkingCopy) -> None:
+        self._outbox.woken.extend(working.waiters)
+        working.waiters.clear()
+
+
+def _is_evictable(working: WorkingCopy) -> bool:
+    return working.state is Working.CLEAN and working.holders == 0

@@ -1,0 +1,38 @@
+"""Least recently used: what was used longest ago goes first.
+
+Every call but `victims` takes constant time; `victims` looks at the names it returns and the protected ones
+before them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from itertools import islice
+
+
+class Lru:
+    """Owner of the order of use of the held names."""
+
+    def __init__(self) -> None:
+        self._used_at: OrderedDict[Hashable, int] = OrderedDict()
+        """Held names, least recently used first, with the number of the access that used them last."""
+        self._accesses = 0
+
+    def record(self, name: Hashable) -> None:
+        self._accesses += 1
+        self._used_at[name] = self._accesses
+        self._used_at.move_to_end(name)
+
+    def forget(self, name: Hashable) -> None:
+        self._used_at.pop(name, None)
+
+    def victims(self, count: int, protected: Callable[[Hashable], bool]) -> list[Hashable] | None:
+        found = list(islice((name for name in self._used_at if not protected(name)), count))
+        return found if len(found) == count else None
+
+    def heat(self, name: Hashable) -> float:
+        """1 / (1 + accesses of the arena since the last use): 1 for the name used last, 0 for one not
+        held."""
+        used_at = self._used_at.get(name)
+        return 0.0 if used_at is None else 1.0 / (1 + self._accesses - used_at)

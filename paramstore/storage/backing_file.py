@@ -1,0 +1,211 @@
+"""The regular file beneath a volume: made, opened, allocated, and read and written whole.
+
+- A transfer does all its bytes or raises VolumeError naming volume, file, offset and what was found.
+- Space is allocated, never sparse, so a write inside the file cannot run out of it; a failed growth leaves
+  the size as it was.
+- After `create` and `open` the file, its name and its directory are durable, so bytes that were read can be
+  relied on.
+- A symbolic link is never followed and no existing file is ever taken for a new one.
+
+Safe to call from several threads at once on disjoint ranges; growing is the caller's to serialise.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from paramstore.errors import VolumeError
+from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
+
+IOV_MAX = 1024
+"""Buffers that one preadv or pwritev takes."""
+
+
+def volume_path(directory: Path, index: int) -> Path:
+    """Where volume `index` lies: the one place that names it."""
+    return directory / f"volume-{index:03d}.data"
+
+
+class BackingFile:
+    """Owner of one open descriptor. `place` names volume and file in messages; `size_bytes` is what may be used."""
+
+    def __init__(self, path: Path, index: int, descriptor: int) -> None:
+        self.path = path
+        self.place = f"volume {index} ({path})"
+        self.size_bytes = 0
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(cls, directory: Path, *, index: int, size_bytes: int) -> BackingFile:
+        """A new file of zeros, at least `size_bytes` long. Raises VolumeError; then there is no file."""
+        path = volume_path(directory, index)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise VolumeError(f"volume {index}: cannot create {path}: {error.strerror}") from error
+        file = cls(path, index, descriptor)
+        try:
+            file.allocate(size_bytes)
+            file._make_name_durable()
+        except VolumeError:
+            file.discard()
+            raise
+        return file
+
+    @classmethod
+    def open(cls, directory: Path, *, index: int) -> BackingFile:
+        """The file that `create` made, everything an earlier process wrote to it durable. Raises VolumeError."""
+        path = volume_path(directory, index)
+        try:
+            # Non-blocking, so that a FIFO in its place is refused below instead of being waited for.
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise VolumeError(f"volume {index}: cannot open {path}: {reason}") from error
+        file = cls(path, index, descriptor)
+        try:
+            file._adopt()
+            file._make_name_durable()
+        except VolumeError:
+            file.close()
+            raise
+        return file
+
+    @property
+    def descriptor(self) -> int:
+        """For calls that this class does not make; its owner stays this object."""
+        return self._descriptor
+
+    def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
+        """Fills the buffers, one after the other. Raises VolumeError; then they hold garbage."""
+        length_bytes = check_range(offset_bytes, into, size_bytes=self.size_bytes, place=self.place)
+        buffers, done_bytes = into, 0
+        while done_bytes < length_bytes:
+            try:
+                count_bytes = os.preadv(self._descriptor, buffers[:IOV_MAX], offset_bytes + done_bytes)
+            except OSError as error:
+                raise self._failure("read", offset_bytes, length_bytes, error.strerror) from error
+            done_bytes += count_bytes
+            if done_bytes < length_bytes:
+                self.check_length(offset_bytes, length_bytes)
+                if count_bytes == 0:
+                    raise self._failure("read", offset_bytes, length_bytes, f"nothing came after {done_bytes} bytes")
+                buffers = _after(into, done_bytes)
+
+    def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
+        """Writes the buffers, one after the other. Raises VolumeError; then the range holds garbage."""
+        length_bytes = check_range(offset_bytes, data, size_bytes=self.size_bytes, place=self.place)
+        buffers, done_bytes = data, 0
+        while done_bytes < length_bytes:
+            try:
+                count_bytes = os.pwritev(self._descriptor, buffers[:IOV_MAX], offset_bytes + done_bytes)
+            except OSError as error:
+                raise self._failure("write", offset_bytes, length_bytes, error.strerror) from error
+            done_bytes += count_bytes
+            if done_bytes < length_bytes:
+                if count_bytes == 0:
+                    raise self._failure("write", offset_bytes, length_bytes, f"nothing was taken after {done_bytes} bytes")
+                buffers = _after(data, done_bytes)
+
+    def sync(self) -> None:
+        """On return everything written before is durable. Raises VolumeError; then calling again proves nothing."""
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise VolumeError(f"{self.place}: flush failed: {error.strerror}") from error
+
+    def check_length(self, offset_bytes: int, length_bytes: int) -> None:
+        """Returns if the file reaches to the range's end; else raises VolumeError: somebody truncated it."""
+        found_bytes = os.fstat(self._descriptor).st_size
+        if found_bytes < offset_bytes + length_bytes:
+            raise VolumeError(
+                f"{self.place}: cannot transfer {length_bytes} bytes at offset {offset_bytes}: the file was "
+                f"truncated to {found_bytes} bytes, expected {self.size_bytes}"
+            )
+
+    def allocate(self, size_bytes: int) -> None:
+        """Makes the file at least that large, rounded up to whole pages, with all its space allocated and durable.
+
+        Raises VolumeError naming the bytes that are missing; the size is then as before.
+        """
+        size_bytes = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if size_bytes <= self.size_bytes:
+            return  # large enough already
+        if self._free_bytes() < size_bytes - self.size_bytes:
+            # Refused before trying: a request that cannot succeed must not fill the device for a moment.
+            raise self._cannot_grow(size_bytes, "No space left on device")
+        try:
+            os.posix_fallocate(self._descriptor, self.size_bytes, size_bytes - self.size_bytes)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            os.ftruncate(self._descriptor, self.size_bytes)
+            raise self._cannot_grow(size_bytes, error.strerror) from error
+        self.size_bytes = size_bytes
+
+    def set_direct(self, is_direct: bool) -> None:
+        """Makes transfers bypass the page cache, or go through it. Raises OSError where the file system refuses."""
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags)
+
+    def discard(self) -> None:
+        """Closes and removes the file: for one whose making failed."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _adopt(self) -> None:
+        """Checks that the open file is one, and takes its size."""
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise VolumeError(f"{self.place} is not a regular file")
+        if status.st_size < ALIGNMENT_BYTES:
+            raise VolumeError(f"{self.place} holds {status.st_size} bytes: not a volume")
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise VolumeError(f"{self.place}: flush at open failed: {error.strerror}") from error
+        self.size_bytes = status.st_size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+    def _make_name_durable(self) -> None:
+        for directory in (self.path.parent, self.path.parent.parent):
+            try:
+                descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise VolumeError(f"{self.place}: cannot make directory {directory} durable: {error.strerror}") from error
+
+    def _free_bytes(self) -> int:
+        status = os.fstatvfs(self._descriptor)
+        return status.f_bavail * status.f_frsize
+
+    def _cannot_grow(self, size_bytes: int, reason: str | None) -> VolumeError:
+        free_bytes = self._free_bytes()
+        missing_bytes = max(0, size_bytes - self.size_bytes - free_bytes)
+        return VolumeError(
+            f"{self.place}: cannot grow from {self.size_bytes} to {size_bytes} bytes: {reason}; {missing_bytes} "
+            f"bytes are missing, {free_bytes} are free: free some, or put the volume elsewhere (--volume)"
+        )
+
+    def _failure(self, operation: str, offset_bytes: int, length_bytes: int, reason: str | None) -> VolumeError:
+        return VolumeError(f"{self.place}: {operation} of {length_bytes} bytes at offset {offset_bytes} failed: {reason}")
+
+
+def _after(buffers: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
+    """What is left of `buffers` when their first `done_bytes` have been transferred."""
+    left = []
+    for buffer in buffers:
+        if done_bytes < buffer.nbytes:
+            left.append(buffer.cast("B")[done_bytes:] if done_bytes else buffer)
+        done_bytes = max(0, done_bytes - buffer.nbytes)
+    return left

@@ -1,0 +1,236 @@
+"""The free space of all volumes: which byte ranges may be written next. Pure; nothing here is stored.
+
+Free space is derived at open: every range is free unless a catalog row names it (`occupy`). Guarantees:
+
+- `reserve` hands out an extent only while nobody holds it: after its release *and* its last unpin.
+- A quarantined extent (its write or flush failed) is not handed out again until the store is opened anew.
+- Written space comes first: never-written blocks halve the rate of write-back.
+
+A claimed extent counts as written, since whoever reserves one writes it; one that is released unwritten costs
+speed once, never correctness. All sizes are bytes and multiples of 4 KiB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paramstore.core.place import Extent
+from paramstore.core.schema import round_up
+from paramstore.errors import CatalogError
+from paramstore.storage.volume import ALIGNMENT_BYTES
+from paramstore.storage.volume_space import VolumeSpace
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeSpaceStats:
+    """One volume's space. free_bytes: what `reserve` can use; without prefilling and quarantined bytes."""
+
+    volume: int
+    size_bytes: int
+    free_bytes: int
+    largest_free_bytes: int
+    written_bytes: int
+    prefilling_bytes: int
+    quarantined_bytes: int
+
+
+class Space:
+    """Owner of all free ranges and of every claim on an extent. One thread (the event loop's) uses it."""
+
+    def __init__(self) -> None:
+        self._volumes: dict[int, VolumeSpace] = {}
+        self._turn = 0
+        """Position of the volume that wins the next tie."""
+        self._taken: set[Extent] = set()
+        """Reserved or occupied, and not released."""
+        self._pins: dict[Extent, int] = {}
+        self._leaving: set[Extent] = set()
+        """Released, but pinned."""
+        self._quarantined: set[Extent] = set()
+
+    # --- volumes ---
+
+    def add_volume(self, index: int, *, start_bytes: int, size_bytes: int, written_bytes: int) -> None:
+        """Makes [start_bytes, size_bytes) free; below `written_bytes` every block was written once."""
+        assert index not in self._volumes, f"volume {index} is here already"
+        start_bytes, size_bytes = round_up(start_bytes, ALIGNMENT_BYTES), _whole_blocks(size_bytes)
+        assert start_bytes < size_bytes, f"volume {index} has no room for extents"
+        volume = self._volumes[index] = VolumeSpace(index, start_bytes, size_bytes)
+        volume.fresh.add(start_bytes, size_bytes)
+        volume.mark_written(_whole_blocks(written_bytes))
+
+    def grow_volume(self, index: int, size_bytes: int) -> None:
+        """The volume is `size_bytes` large now; what was added is free and never written."""
+        volume, size_bytes = self._volumes[index], _whole_blocks(size_bytes)
+        assert size_bytes >= volume.size_bytes, f"volume {index} shrank to {size_bytes}"
+        if size_bytes > volume.size_bytes:
+            volume.fresh.add(volume.size_bytes, size_bytes)
+            volume.size_bytes = size_bytes
+
+    def occupy(self, extent: Extent) -> None:
+        """At open: a catalog row names `extent`.
+
+        Raises CatalogError if any byte of it is not free; nothing changes then.
+        """
+        volume = self._volumes.get(extent.volume)
+        if volume is None:
+            raise CatalogError(f"{describe(extent)}: the store has no such volume")
+        start, end = extent.offset_bytes, extent.offset_bytes + extent.length_bytes
+        if start % ALIGNMENT_BYTES or end % ALIGNMENT_BYTES or end <= start:
+            raise CatalogError(f"{describe(extent)} is not made of whole {ALIGNMENT_BYTES}-byte blocks")
+        if start < volume.start_bytes or end > volume.size_bytes:
+            raise CatalogError(f"{describe(extent)} is outside of {volume.start_bytes}..{volume.size_bytes}")
+        if not volume.carve(start, end):
+            raise CatalogError(f"{describe(extent)} overlaps another extent of the catalog")
+        self._taken.add(extent)
+
+    # --- claims ---
+
+    def reserve(self, length_bytes: int) -> Extent | None:
+        """An extent of `length_bytes`, rounded up to 4 KiB, the caller's until `release`; or None.
+
+        Volumes with the larger share of free bytes come first, equals take turns; within one: written space
+        first, the smallest range that fits, the lowest offset.
+        """
+        assert length_bytes > 0, f"cannot reserve {length_bytes} bytes"
+        length_bytes = round_up(length_bytes, ALIGNMENT_BYTES)
+        for volume in self._by_preference():
+            offset_bytes = volume.take(length_bytes)
+            if offset_bytes is None:
+                continue
+            extent = Extent(volume.index, offset_bytes, length_bytes)
+            assert not self._is_held(extent), f"{describe(extent)} was handed out twice"
+            self._taken.add(extent)
+            return extent
+        return None
+
+    def reserve_many(self, count: int, length_bytes: int) -> list[Extent] | None:
+        """`count` extents as `reserve` chooses them; or None, and nothing has changed."""
+        before, turn = {index: volume.copy() for index, volume in self._volumes.items()}, self._turn
+        extents: list[Extent] = []
+        while len(extents) < count:
+            extent = self.reserve(length_bytes)
+            if extent is None:
+                self._volumes, self._turn = before, turn
+                self._taken.difference_update(extents)
+                return None
+            extents.append(extent)
+        return extents
+
+    def release(self, extent: Extent) -> None:
+        """Ends the claim: free at once, or when the last pin goes. A quarantined extent stays so."""
+        if extent in self._quarantined:
+            return  # whoever frees a failed step's extents need not know which of them failed
+        assert extent in self._taken, f"{describe(extent)} is not held"
+        self._taken.remove(extent)
+        if extent in self._pins:
+            self._leaving.add(extent)
+        else:
+            self._volumes[extent.volume].free(extent)
+
+    def pin(self, extent: Extent) -> None:
+        """A read or a cut needs the extent's bytes until `unpin`; pins count."""
+        assert self._is_held(extent), f"{describe(extent)} is not held"
+        self._pins[extent] = self._pins.get(extent, 0) + 1
+
+    def unpin(self, extent: Extent) -> None:
+        """Ends one pin; frees the extent if it was released meanwhile and this was the last."""
+        count = self._pins[extent] - 1
+        if count:
+            self._pins[extent] = count
+            return
+        del self._pins[extent]
+        if extent in self._leaving:
+            self._leaving.remove(extent)
+            self._volumes[extent.volume].free(extent)
+
+    def quarantine(self, extent: Extent) -> None:
+        """Its write or flush failed: not handed out again until reopen, whatever is released or unpinned."""
+        prefilling = self._volumes[extent.volume].prefilling
+        assert self._is_held(extent) or extent in prefilling, f"{describe(extent)} is not held"
+        self._taken.discard(extent)
+        self._leaving.discard(extent)
+        prefilling.discard(extent)
+        self._quarantined.add(extent)
+
+    # --- background fill ---
+
+    def next_unwritten(self, volume: int, limit_bytes: int) -> Extent | None:
+        """The lowest free range never written, at most `limit_bytes`; not free until `finish_prefill`."""
+        assert limit_bytes >= ALIGNMENT_BYTES, f"limit_bytes={limit_bytes} is less than one block"
+        space = self._volumes[volume]
+        first = space.fresh.first()
+        if first is None:
+            return None
+        start, end = first[0], min(first[1], first[0] + _whole_blocks(limit_bytes))
+        space.fresh.remove(start, end)
+        extent = Extent(volume, start, end - start)
+        space.prefilling.add(extent)
+        return extent
+
+    def finish_prefill(self, extent: Extent) -> None:
+        """The range was zero-filled: free, and written. (One whose write failed is quarantined instead.)"""
+        volume = self._volumes[extent.volume]
+        volume.prefilling.remove(extent)
+        volume.free(extent)
+
+    def mark_written(self, volume: int, up_to_bytes: int) -> None:
+        """Free space below `up_to_bytes` counts as written from here on."""
+        self._volumes[volume].mark_written(_whole_blocks(up_to_bytes))
+
+    def written_bytes(self, volume: int) -> int:
+        """Below it every block is claimed or was written once: what the catalog keeps. Never decreases."""
+        return self._volumes[volume].written_bytes
+
+    # --- looking ---
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(volume.free_bytes for volume in self._volumes.values())
+
+    def free_bytes_of(self, volume: int) -> int:
+        return self._volumes[volume].free_bytes
+
+    def missing_bytes(self, count: int, length_bytes: int) -> int:
+        """How many more bytes `reserve_many(count, length_bytes)` needs: 0 exactly if it can succeed."""
+        length_bytes, missing = round_up(length_bytes, ALIGNMENT_BYTES), count
+        for volume in self._volumes.values():
+            twin = volume.copy()
+            while missing > 0 and twin.take(length_bytes) is not None:
+                missing -= 1
+        return missing * length_bytes
+
+    def stats(self) -> tuple[VolumeSpaceStats, ...]:
+        """Per volume, in order of index."""
+        return tuple(self._stats_of(self._volumes[index]) for index in sorted(self._volumes))
+
+    def _stats_of(self, volume: VolumeSpace) -> VolumeSpaceStats:
+        quarantined = (e.length_bytes for e in self._quarantined if e.volume == volume.index)
+        return VolumeSpaceStats(
+            volume=volume.index,
+            size_bytes=volume.size_bytes,
+            free_bytes=volume.free_bytes,
+            largest_free_bytes=max((end - start for start, end in volume.free_runs()), default=0),
+            written_bytes=volume.written_bytes,
+            prefilling_bytes=sum(extent.length_bytes for extent in volume.prefilling),
+            quarantined_bytes=sum(quarantined),
+        )
+
+    def _by_preference(self) -> list[VolumeSpace]:
+        volumes = list(self._volumes.values())
+        count = len(volumes)
+        order = sorted(range(count), key=lambda at: (-volumes[at].free_share, (at - self._turn) % count))
+        self._turn = (order[0] + 1) % count if order else 0
+        return [volumes[at] for at in order]
+
+    def _is_held(self, extent: Extent) -> bool:
+        return extent in self._taken or extent in self._leaving or extent in self._quarantined
+
+
+def describe(extent: Extent) -> str:
+    """The extent in an error message."""
+    return f"extent of {extent.length_bytes} bytes at {extent.offset_bytes} of volume {extent.volume}"
+
+
+def _whole_blocks(size_bytes: int) -> int:
+    return size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES

@@ -1,0 +1,244 @@
+"""The rules of one namespace's rows: what is in force at a step, what a commit or rollback changes. Pure.
+
+- In force at step s is a key's newest row with first_step <= s.
+- A step is visible while it is one of the RETAINED_STEPS newest or somebody holds it (a reader, a snapshot).
+- A row is visible while it is in force at some visible step; an invisible one is dropped, and its extent freed,
+  in the transaction of the next commit.
+
+`plan_*` decide and change nothing; `settle` makes memory agree once the catalog has made the plan durable. A
+plan holds until the next `settle`. A plan takes microseconds per changed record and only reads: it may be
+made on another thread, as long as nothing settles meanwhile; settling replaces, and is short.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from operator import attrgetter
+
+from paramstore.config import RETAINED_STEPS
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Extent, Located
+from paramstore.errors import StepDropped
+from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, Row, StepRow
+
+_first_step = attrgetter("first_step")
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One planned change of a namespace. namespace: its row as it will be.
+
+    freed: extents that nobody sees any more once this is durable (reads under way may still pin them).
+    freed_note_slots: note slots of the dropped steps.
+    """
+
+    namespace: NamespaceRow
+    put_rows: tuple[tuple[str, ExpertKey, Row], ...]
+    drop_rows: tuple[tuple[str, ExpertKey, int], ...]
+    put_steps: tuple[tuple[str, StepRow], ...]
+    drop_steps: tuple[tuple[str, int], ...]
+    freed: tuple[Extent, ...]
+    freed_note_slots: tuple[int, ...]
+    rows_after: Mapping[ExpertKey, list[Row]] = field(repr=False)
+    """What `Ledger.settle` puts in place: made here, so that settling a large commit is short."""
+    keys_gone: frozenset[ExpertKey] = field(repr=False)
+    keys_layered: frozenset[ExpertKey] = field(repr=False)
+
+    def change(self) -> Change:
+        """The transaction that makes it durable."""
+        return Change(
+            put_namespaces=(self.namespace,),
+            put_rows=self.put_rows,
+            drop_rows=self.drop_rows,
+            put_steps=self.put_steps,
+            drop_steps=self.drop_steps,
+        )
+
+    @property
+    def row_count(self) -> int:
+        """For `Catalog.reserve`."""
+        return len(self.put_rows) + len(self.drop_rows) + len(self.put_steps) + len(self.drop_steps) + 1
+
+
+class Ledger:
+    """Owner of one namespace's rows and steps in memory. contents: becomes the ledger's own."""
+
+    def __init__(self, contents: NamespaceContents) -> None:
+        self._contents = contents
+        self._layered = frozenset(key for key, rows in contents.rows.items() if len(rows) > 1)
+        """Keys with more than one row: a commit that does not change them may still hide a row of theirs."""
+
+    # --- looking ---
+
+    @property
+    def namespace(self) -> NamespaceRow:
+        return self._contents.namespace
+
+    @property
+    def committed_step(self) -> int | None:
+        """The newest step; None before the first commit."""
+        return max(self._contents.steps, default=None)
+
+    def steps(self) -> list[int]:
+        """The steps that can be opened, oldest first."""
+        return sorted(self._contents.steps)
+
+    def step(self, step: int) -> StepRow:
+        """The row of a step. Raises StepDropped if it is not there (any more)."""
+        row = self._contents.steps.get(step)
+        if row is None:
+            raise StepDropped(
+                f"step {step} of namespace {self.namespace.name!r} is not retained; "
+                f"there are {', '.join(map(str, self.steps())) or 'none'}"
+            )
+        return row
+
+    def at(self, key: ExpertKey, step: int) -> Located | None:
+        """What is in force for `key` at `step`; None if the key had no record then."""
+        rows = self._contents.rows.get(key)
+        if rows is None:
+            return None
+        position = bisect_right(rows, step, key=_first_step)
+        return rows[position - 1].located if position else None
+
+    def changed_at(self, step: int) -> dict[ExpertKey, Located]:
+        """The records that `step` changed and that are still there."""
+        return {key: row.located for key, row in self._all_rows() if row.first_step == step}
+
+    def extents(self) -> Iterator[Extent]:
+        """Every extent that a row names, each once."""
+        return (row.located.extent for _, row in self._all_rows())
+
+    def note_slots(self) -> Iterator[int]:
+        """Note slots of all steps."""
+        return (row.note_slot for row in self._contents.steps.values())
+
+    def visible_steps(self, held_steps: Iterable[int]) -> frozenset[int]:
+        """The steps to keep: the newest RETAINED_STEPS, and of `held_steps` those that exist."""
+        return _visible(self.steps(), held_steps)
+
+    # --- plans ---
+
+    def plan_publish(
+        self, step_row: StepRow, changed: Mapping[ExpertKey, Located], held_steps: Iterable[int]
+    ) -> Publication:
+        """What committing `step_row` with the `changed` records means. Step and sequence are above all before.
+
+        held_steps: steps that readers or snapshots stand on; those that do not exist are ignored.
+        """
+        step, steps = step_row.step, self.steps()
+        assert not steps or step > steps[-1], f"step {step} is not above {steps[-1]}"
+        assert step_row.sequence > self.namespace.sequence, f"sequence {step_row.sequence} was used before"
+        visible = sorted(_visible([*steps, step], held_steps))
+        added = {key: Row(step, located) for key, located in changed.items()}
+        rows_after: dict[ExpertKey, list[Row]] = {}
+        dropped: list[tuple[ExpertKey, Row]] = []
+        for key in self._layered.union(added):
+            rows = self._contents.rows.get(key, [])
+            if key in added:
+                rows = [*rows, added[key]]
+            rows_after[key] = kept = _in_force(rows, visible)
+            if len(kept) < len(rows):
+                dropped.extend((key, row) for row in rows if row not in kept)
+        return self._publication(
+            namespace=replace(self.namespace, sequence=step_row.sequence),
+            added=added,
+            added_steps=[step_row],
+            dropped=dropped,
+            dropped_steps=[row for row in self._contents.steps.values() if row.step not in visible],
+            rows_after=rows_after,
+        )
+
+    def plan_rollback(self, step: int | None) -> Publication:
+        """What going back to `step` means; None: to before the first commit.
+
+        The namespace gets a new epoch, and bounds that disown every record of earlier ones beyond `step`.
+        Raises StepDropped if there is no such step.
+        """
+        target = self.step(step) if step is not None else None
+        dropped = [(key, row) for key, row in self._all_rows() if not _stands(row.first_step, target)]
+        touched = self._layered.union(key for key, _ in dropped)
+        return self._publication(
+            namespace=self._next_epoch(target),
+            added={},
+            added_steps=[],
+            dropped=dropped,
+            dropped_steps=[row for row in self._contents.steps.values() if not _stands(row.step, target)],
+            rows_after={
+                key: [row for row in self._contents.rows[key] if _stands(row.first_step, target)] for key in touched
+            },
+        )
+
+    def settle(self, publication: Publication) -> None:
+        """The publication is durable: memory follows. Row lists are replaced, never changed in place."""
+        contents = self._contents
+        contents.namespace = publication.namespace
+        contents.rows.update(publication.rows_after)
+        for key in publication.keys_gone:
+            del contents.rows[key]
+        for _, step in publication.drop_steps:
+            del contents.steps[step]
+        for _, step_row in publication.put_steps:
+            contents.steps[step_row.step] = step_row
+        self._layered = publication.keys_layered
+
+    def _publication(
+        self,
+        *,
+        namespace: NamespaceRow,
+        added: Mapping[ExpertKey, Row],
+        added_steps: Iterable[StepRow],
+        dropped: list[tuple[ExpertKey, Row]],
+        dropped_steps: list[StepRow],
+        rows_after: Mapping[ExpertKey, list[Row]],
+    ) -> Publication:
+        """rows_after: of every key that has more than one row before or after, or whose rows change."""
+        name = namespace.name
+        return Publication(
+            namespace=namespace,
+            put_rows=tuple((name, key, row) for key, row in added.items()),
+            drop_rows=tuple((name, key, row.first_step) for key, row in dropped),
+            put_steps=tuple((name, row) for row in added_steps),
+            drop_steps=tuple((name, row.step) for row in dropped_steps),
+            freed=tuple(row.located.extent for _, row in dropped),
+            freed_note_slots=tuple(row.note_slot for row in dropped_steps),
+            rows_after=rows_after,
+            keys_gone=frozenset(key for key, rows in rows_after.items() if not rows),
+            keys_layered=frozenset(key for key, rows in rows_after.items() if len(rows) > 1),
+        )
+
+    def _all_rows(self) -> Iterator[tuple[ExpertKey, Row]]:
+        return ((key, row) for key, rows in self._contents.rows.items() for row in rows)
+
+    def _next_epoch(self, target: StepRow | None) -> NamespaceRow:
+        """The namespace's row after a rollback. An epoch without bound counts no more: none of its records is left."""
+        row = self.namespace
+        last_sequence = target.sequence if target is not None else 0
+        alive = {kept.located.identity.epoch for _, kept in self._all_rows() if _stands(kept.first_step, target)}
+        bounds = {**dict(row.epoch_bounds), row.epoch: last_sequence}
+        kept_bounds = [(epoch, min(bounds[epoch], last_sequence)) for epoch in sorted(alive)]
+        return replace(row, epoch=row.epoch + 1, epoch_bounds=tuple(kept_bounds))
+
+
+def _in_force(rows: list[Row], visible: list[int]) -> list[Row]:
+    """The rows that are in force at some visible step, the newest among them. visible: sorted, not empty."""
+    if len(rows) == 1:
+        return rows
+    kept = [
+        row
+        for row, following in pairwise(rows)
+        if visible[bisect_left(visible, row.first_step)] < following.first_step
+    ]
+    return [*kept, rows[-1]]
+
+
+def _visible(steps: list[int], held_steps: Iterable[int]) -> frozenset[int]:
+    return frozenset(steps[-RETAINED_STEPS:]) | frozenset(steps).intersection(held_steps)
+
+
+def _stands(step: int, target: StepRow | None) -> bool:
+    """Whether what came with `step` outlives a rollback to `target`."""
+    return target is not None and step <= target.step

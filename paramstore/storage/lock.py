@@ -1,0 +1,63 @@
+"""One daemon per store directory: an flock on a file in it, held for the life of the process.
+
+The file is never removed, so that two daemons cannot hold locks on two files of the same name. The lock ends
+with the last descriptor: it is close-on-exec, and the daemon never forks without exec.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from paramstore.errors import ConfigError, StoreLocked
+
+LOCK_NAME = "lock"
+PID_BYTES_MAX = 32
+
+
+class StoreLock:
+    """A held lock. `StoreLock.take` makes one."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor: int | None = descriptor
+        self.path = path
+
+    @classmethod
+    def take(cls, directory: Path) -> StoreLock:
+        """The lock on `directory`, with this process's id in its file. Does not wait.
+
+        Raises StoreLocked naming the process that holds it, ConfigError if the lock file cannot be opened.
+        """
+        path = directory / LOCK_NAME
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"store directory {directory}: cannot open its lock file: {error}") from error
+        try:
+            _lock(descriptor, directory)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(descriptor, path)
+
+    def release(self) -> None:
+        """Gives the lock up; a second call does nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _lock(descriptor: int, directory: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, PID_BYTES_MAX, 0).decode("ascii", errors="replace").strip()
+        raise StoreLocked(
+            f"store directory {directory} is in use by process {holder or 'unknown'}: connect to that daemon, "
+            "stop it, or use another --dir"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"store directory {directory}: cannot lock it: {error}") from error

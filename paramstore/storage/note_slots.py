@@ -1,0 +1,46 @@
+"""Which commit note slots are free: a note is overwritten only when no step that can be opened names its slot."""
+
+from __future__ import annotations
+
+import heapq
+
+from paramstore.errors import CapacityError, CatalogError
+
+
+class NoteSlots:
+    """Owner of the store's note slots, the same on every volume. Each step of each namespace takes one."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = list(range(count))
+        self._taken: set[int] = set()
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """The lowest free slot, now taken. Raises CapacityError if there is none."""
+        if not self._free:
+            raise CapacityError(
+                f"all {self._count} commit note slots are in use, one per retained step, held step and snapshot "
+                "of every namespace: drop snapshots or namespaces, or close readers"
+            )
+        slot = heapq.heappop(self._free)
+        self._taken.add(slot)
+        return slot
+
+    def occupy(self, slot: int) -> None:
+        """At open: a step names `slot`. Raises CatalogError if another does too, or there is no such slot."""
+        if not 0 <= slot < self._count:
+            raise CatalogError(f"commit note slot {slot} is named by a step; the volumes have {self._count}")
+        if slot in self._taken:
+            raise CatalogError(f"commit note slot {slot} is named by two steps")
+        self._free.remove(slot)
+        heapq.heapify(self._free)
+        self._taken.add(slot)
+
+    def free(self, slot: int) -> None:
+        """Gives a taken slot back: the step that named it is durably gone, or its commit failed."""
+        self._taken.remove(slot)
+        heapq.heappush(self._free, slot)

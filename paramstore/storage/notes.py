@@ -1,0 +1,120 @@
+"""Superblocks and commit notes on volumes: written to every copy, read from the first copy that is whole.
+
+Runs on worker threads; nothing here flushes but `format_volume` and `copy_notes`. Buffers are page-aligned
+(anonymous maps), as direct I/O wants.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from paramstore.errors import CorruptRecord, VolumeError
+from paramstore.storage.catalog import Contents
+from paramstore.storage.format import (
+    NOTE_SLOT_BYTES,
+    SUPERBLOCK_BYTES,
+    SUPERBLOCK_COPIES,
+    CommitNote,
+    Superblock,
+    extents_start_bytes,
+    note_offsets,
+    pack_note,
+    pack_superblock,
+    unpack_note,
+    unpack_superblock,
+)
+from paramstore.storage.volume import Volume
+
+ZERO_BYTES = 1 << 20
+
+_Unpacked = TypeVar("_Unpacked", Superblock, CommitNote)
+
+
+def format_volume(volume: Volume, superblock: Superblock) -> None:
+    """On return the volume durably bears `superblock`, and no note of an earlier life.
+
+    A volume of another store is refused. One of the same store is formatted anew: it was being made when the store went
+    down, and no catalog row names it. Raises VolumeError.
+    """
+    start_bytes = extents_start_bytes(superblock)
+    if volume.size_bytes <= start_bytes:
+        raise VolumeError(
+            f"volume {volume.index} has {volume.size_bytes} bytes; its superblock and commit notes alone take {start_bytes}: "
+            "make it larger (--volume-size)"
+        )
+    try:
+        found = read_superblock(volume)
+    except CorruptRecord:
+        pass  # a blank volume
+    else:
+        if found.store_uuid != superblock.store_uuid:
+            raise VolumeError(
+                f"volume {volume.index} belongs to another store ({found.store_uuid.hex()}): name another path, or "
+                "remove it there"
+            )
+    zeros = _buffer(ZERO_BYTES)
+    for offset_bytes in range(0, start_bytes, ZERO_BYTES):
+        volume.write(offset_bytes, [zeros[: start_bytes - offset_bytes]])
+    _write_copies(volume, SUPERBLOCK_COPIES, pack_superblock(superblock))
+    volume.flush()
+
+
+def read_superblock(volume: Volume) -> Superblock:
+    """The volume's superblock. Raises CorruptRecord if no copy is whole, VolumeError if that cannot be known."""
+    return _read_first(volume, SUPERBLOCK_COPIES, SUPERBLOCK_BYTES, unpack_superblock, what="superblock")
+
+
+def write_note(volume: Volume, superblock: Superblock, note_slot: int, note: CommitNote) -> None:
+    """Writes every copy of `note`; durable after the volume's next flush. Raises VolumeError; then the slot holds garbage."""
+    _write_copies(volume, note_offsets(superblock, note_slot), pack_note(note))
+
+
+def read_note(volume: Volume, superblock: Superblock, note_slot: int) -> CommitNote:
+    """The note in `note_slot`. Raises CorruptRecord if no copy is whole, VolumeError if that cannot be known."""
+    offsets = note_offsets(superblock, note_slot)
+    return _read_first(volume, offsets, NOTE_SLOT_BYTES, unpack_note, what=f"commit note in slot {note_slot}")
+
+
+def copy_notes(contents: Contents, source: Volume, target: Volume, superblock: Superblock) -> None:
+    """Gives `target`, a new volume with `superblock`, the notes of every step that can be opened; durable on return.
+
+    source: any volume of the store. To be called before the catalog gets the new volume's row: a volume without the
+    notes of the committed steps looks like one that was replaced. Raises VolumeError.
+    """
+    source_superblock = read_superblock(source)
+    for namespace in contents.namespaces.values():
+        for row in namespace.steps.values():
+            write_note(target, superblock, row.note_slot, read_note(source, source_superblock, row.note_slot))
+    target.flush()
+
+
+def _write_copies(volume: Volume, offsets: Sequence[int], data: bytes) -> None:
+    buffer = _buffer(len(data))
+    buffer[:] = data
+    for offset_bytes in offsets:
+        volume.write(offset_bytes, [buffer])
+
+
+def _read_first(
+    volume: Volume, offsets: Sequence[int], length_bytes: int, unpack: Callable[[memoryview], _Unpacked], *, what: str
+) -> _Unpacked:
+    """The first copy that is whole; one that cannot be read is passed over."""
+    buffer = _buffer(length_bytes)
+    failures: list[VolumeError] = []
+    for offset_bytes in offsets:
+        try:
+            volume.read(offset_bytes, [buffer])
+            return unpack(buffer)
+        except VolumeError as error:
+            failures.append(error)
+    is_proven = all(isinstance(failure, CorruptRecord) for failure in failures)
+    reasons = "; ".join(f"at {offset}: {failure}" for offset, failure in zip(offsets, failures, strict=True))
+    message = f"volume {volume.index}: no whole copy of its {what}: {reasons}"
+    raise CorruptRecord(message) if is_proven else VolumeError(message)
+
+
+def _buffer(length_bytes: int) -> memoryview:
+    """Zeroed, writable, page-aligned; `length_bytes` is a multiple of a page."""
+    return memoryview(mmap.mmap(-1, length_bytes))

@@ -1,0 +1,150 @@
+"""Opening a store: what the catalog says and what the volumes say must agree, else nothing is opened.
+
+On return of `open_store`: every volume of the catalog is there, is ours and is long enough; no other volume is; no two
+rows share a byte; and the newest step of every namespace is proven by a commit note on every volume, so that none of
+them is an old copy. Nothing is written: whoever opens next as writer makes a new epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from paramstore.core.place import Extent
+from paramstore.errors import CatalogError, VolumeError
+from paramstore.storage.catalog import Contents, StepRow, VolumeRow
+from paramstore.storage.extents import Space, describe
+from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.ledger import Ledger
+from paramstore.storage.note_slots import NoteSlots
+from paramstore.storage.notes import read_note, read_superblock
+from paramstore.storage.volume import Volume
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A store as it was committed last. ledgers: by namespace. superblocks: by volume."""
+
+    space: Space
+    ledgers: dict[str, Ledger]
+    note_slots: NoteSlots
+    superblocks: dict[int, Superblock]
+
+
+def open_store(contents: Contents, volumes: Mapping[int, Volume]) -> Recovered:
+    """The store that `contents` describes, on `volumes` (by index). `contents` belongs to the result from here on.
+
+    Raises VolumeError listing every volume that is missing, foreign, misplaced, truncated or an old copy; CatalogError if
+    rows contradict each other.
+    """
+    superblocks, problems = _check_superblocks(contents, volumes)
+    _raise_if(problems)
+    ledgers = {name: Ledger(found) for name, found in contents.namespaces.items()}
+    extents = sorted(extent for ledger in ledgers.values() for extent in ledger.extents())
+    _raise_if([*_truncated(contents, volumes), *_beyond_the_end(extents, volumes)])
+    note_slots = _occupy_notes(superblocks, ledgers)
+    _raise_if(list(_unproven(ledgers, volumes, superblocks)))
+    space = _occupy_extents(contents, volumes, superblocks, extents)
+    return Recovered(space=space, ledgers=ledgers, note_slots=note_slots, superblocks=superblocks)
+
+
+def _raise_if(problems: list[str]) -> None:
+    if problems:
+        raise VolumeError("the store cannot be opened: " + "; ".join(problems))
+
+
+def _check_superblocks(contents: Contents, volumes: Mapping[int, Volume]) -> tuple[dict[int, Superblock], list[str]]:
+    """The superblocks of the volumes that are in place, and what is wrong with the others."""
+    superblocks: dict[int, Superblock] = {}
+    problems = [f"volume {index} is not in the catalog of this store" for index in sorted(volumes.keys() - contents.volumes)]
+    for index, row in sorted(contents.volumes.items()):
+        if index not in volumes:
+            problems.append(f"volume {index} ({row.uuid.hex()}) is missing: give its path as --volume")
+            continue
+        try:
+            superblock = read_superblock(volumes[index])
+        except VolumeError as error:
+            problems.append(str(error))
+            continue
+        problem = _misplaced(superblock, row, contents.store_uuid)
+        if problem:
+            problems.append(problem)
+        superblocks[index] = superblock
+    return superblocks, problems
+
+
+def _misplaced(superblock: Superblock, row: VolumeRow, store_uuid: bytes) -> str | None:
+    """Why a volume with this superblock is not the one of `row`; None if it is."""
+    if superblock.store_uuid != store_uuid:
+        return f"volume {row.index} belongs to store {superblock.store_uuid.hex()}, this is {store_uuid.hex()}"
+    if superblock.volume_uuid != row.uuid:
+        return f"volume {row.index} is {superblock.volume_uuid.hex()}, the catalog has {row.uuid.hex()} there"
+    if superblock.index != row.index:
+        return f"volume {row.index} says that it is volume {superblock.index}: give the --volume paths in their order"
+    return None
+
+
+def _truncated(contents: Contents, volumes: Mapping[int, Volume]) -> Iterator[str]:
+    for index, row in sorted(contents.volumes.items()):
+        if volumes[index].size_bytes < row.size_bytes:
+            yield f"volume {index} was truncated: {volumes[index].size_bytes} bytes, expected {row.size_bytes}"
+
+
+def _beyond_the_end(extents: list[Extent], volumes: Mapping[int, Volume]) -> Iterator[str]:
+    """At most one problem per volume. extents: sorted, so that the last of a volume reaches farthest."""
+    last = {extent.volume: extent for extent in extents}
+    for index, extent in last.items():
+        end_bytes = extent.offset_bytes + extent.length_bytes
+        if index in volumes and end_bytes > volumes[index].size_bytes:
+            yield f"volume {index} was truncated: {volumes[index].size_bytes} bytes, {describe(extent)} ends at {end_bytes}"
+
+
+def _occupy_notes(superblocks: Mapping[int, Superblock], ledgers: Mapping[str, Ledger]) -> NoteSlots:
+    note_slots = NoteSlots(min((superblock.note_slots for superblock in superblocks.values()), default=0))
+    for ledger in ledgers.values():
+        for slot in ledger.note_slots():
+            note_slots.occupy(slot)
+    return note_slots
+
+
+def _unproven(
+    ledgers: Mapping[str, Ledger], volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock]
+) -> Iterator[str]:
+    """One problem for every volume without the note of a namespace's newest step."""
+    for name, ledger in ledgers.items():
+        if ledger.committed_step is None:
+            continue
+        row = ledger.step(ledger.committed_step)
+        for index, superblock in superblocks.items():
+            try:
+                note = read_note(volumes[index], superblock, row.note_slot)
+            except VolumeError as error:
+                yield f"step {row.step} of namespace {name!r} cannot be proven: {error}"
+                continue
+            found = (note.namespace, note.step, note.sequence, note.record_count)
+            if found != (name, row.step, row.sequence, row.record_count):
+                yield _old_copy(index, name, row, f"step {note.step} of namespace {note.namespace!r}, sequence {note.sequence}")
+
+
+def _old_copy(index: int, name: str, row: StepRow, found: str) -> str:
+    return (
+        f"volume {index} is an old copy or was replaced: commit note slot {row.note_slot} has {found}; the catalog has step "
+        f"{row.step} of namespace {name!r}, sequence {row.sequence}"
+    )
+
+
+def _occupy_extents(
+    contents: Contents, volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock], extents: list[Extent]
+) -> Space:
+    """Everything is free but `extents`, which are sorted: so every one is cut off the front of a range."""
+    space = Space()
+    for index, row in sorted(contents.volumes.items()):
+        start_bytes = extents_start_bytes(superblocks[index])
+        if row.size_bytes <= start_bytes:
+            raise CatalogError(f"volume {index} has {row.size_bytes} bytes, but its extents start at {start_bytes}")
+        space.add_volume(
+            index, start_bytes=start_bytes, size_bytes=volumes[index].size_bytes, written_bytes=row.written_bytes
+        )
+    for extent in extents:
+        space.occupy(extent)
+    return space

@@ -1,0 +1,57 @@
+"""The prefix that every structure on a volume starts with, and the checksum that convicts it alone.
+
+magic 8 bytes | format version u32 | length u32, with this prefix | xxh3 u64 of the bytes that follow
+"""
+
+from __future__ import annotations
+
+import struct
+
+from xxhash import xxh3_64_intdigest
+
+from paramstore.errors import CorruptRecord
+
+FORMAT_VERSION = 1
+MAGIC_BYTES = 8
+
+Bytes = bytes | bytearray | memoryview
+
+_PREFIX = struct.Struct("<8sIIQ")
+PREFIX_BYTES = _PREFIX.size
+
+
+def seal(data: bytearray, magic: bytes, length_bytes: int) -> None:
+    """Writes the prefix of the structure that takes the first `length_bytes` of `data`.
+
+    Its bytes after the prefix are final.
+    """
+    assert len(magic) == MAGIC_BYTES
+    assert PREFIX_BYTES <= length_bytes <= len(data)
+    _PREFIX.pack_into(data, 0, magic, FORMAT_VERSION, length_bytes, _checksum(data, length_bytes))
+
+
+def unseal(data: Bytes, magic: bytes, what: str, length_bytes: int | None = None) -> int:
+    """The length of the whole structure at the start of `data`, which may be longer.
+
+    length_bytes: what it must be. Raises CorruptRecord, naming `what` and the value seen, if it is not there
+    whole.
+    """
+    if len(data) < PREFIX_BYTES:
+        raise CorruptRecord(f"no {what}: {len(data)} bytes are too few")
+    found_magic, version, found_bytes, checksum = _PREFIX.unpack_from(data)
+    if found_magic != magic:
+        raise CorruptRecord(f"no {what}: starts with {found_magic!r}, not {magic!r}")
+    if version != FORMAT_VERSION:
+        raise CorruptRecord(f"{what} of format version {version}; this program reads version {FORMAT_VERSION}")
+    if length_bytes is not None and found_bytes != length_bytes:
+        raise CorruptRecord(f"{what} says it has {found_bytes} bytes, expected {length_bytes}")
+    if not PREFIX_BYTES <= found_bytes <= len(data):
+        raise CorruptRecord(f"{what} says it has {found_bytes} bytes; {len(data)} are there")
+    found_checksum = _checksum(data, found_bytes)
+    if found_checksum != checksum:
+        raise CorruptRecord(f"{what} has checksum {found_checksum:016x}, it says {checksum:016x}")
+    return int(found_bytes)
+
+
+def _checksum(data: Bytes, length_bytes: int) -> int:
+    return int(xxh3_64_intdigest(memoryview(data)[PREFIX_BYTES:length_bytes]))

@@ -1,0 +1,111 @@
+"""A whole store on simulated disks: volumes in memory, a catalog in memory, workers that a seed shuffles.
+
+`Machine` is what survives: volumes and catalog. `start` opens the store that they hold; `crash` throws the running store
+away as a power cut would, and leaves of the unflushed writes what the seed says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from pathlib import Path
+from random import Random
+
+from paramstore.config import Config, PolicyConfig
+from paramstore.daemon.assembly import add_lanes, add_volume_lanes, adopt_new_volumes, connect
+from paramstore.engine.runner import Runner
+from paramstore.engine.store import Store
+from paramstore.storage.catalog import Catalog
+from paramstore.storage.volume import Volume
+from paramstore.testing.catalogs import MemoryCatalog
+from paramstore.testing.volumes import MemoryVolume, keep_none, keep_random
+from paramstore.testing.workers import InlineWorkers
+
+MIB = 1 << 20
+
+
+class PlainSegment:
+    """Memory of this process, without descriptor or huge pages."""
+
+    def __init__(self, length_bytes: int) -> None:
+        self.length_bytes = length_bytes
+        self.fd: int | None = None
+        self._memory = memoryview(mmap.mmap(-1, length_bytes))
+
+    def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
+        return self._memory[offset_bytes : offset_bytes + length_bytes]
+
+    def touch(self) -> None:
+        """Nothing: the pages come when they are used."""
+
+    def resident_bytes(self) -> int:
+        return self.length_bytes
+
+    def close(self) -> None:
+        """The memory goes with the last view of it."""
+
+
+class PlainMemory:
+    """Makes plain segments for every purpose."""
+
+    def shared(self, length_bytes: int) -> PlainSegment:
+        return PlainSegment(length_bytes)
+
+    private = upload = shared
+
+    def describe(self) -> dict[str, object]:
+        return {"shared_pages": "plain", "private_pages": "plain", "page_advice": ""}
+
+
+class Machine:
+    """Volumes and catalog, and the store that runs on them now. Everything random comes from `seed`."""
+
+    def __init__(
+        self, *, seed: int | None = None, volume_count: int = 1, volume_bytes: int = 12 * MIB, host_budget_bytes: int = 64 * MIB,
+        policy: str = "lru", wait_timeout_s: float = 5.0, volume_size_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.seed = seed
+        self.disks = {index: MemoryVolume(volume_bytes, index=index) for index in range(volume_count)}
+        self.volumes: dict[int, Volume] = dict(self.disks)
+        """What the store sees: replace one by a FaultyVolume before `start`."""
+        self.durable = MemoryCatalog()
+        self.catalog: Catalog = self.durable
+        self.config = Config(
+            dir=Path("/nowhere"), host_budget_bytes=host_budget_bytes, prefill=False, policy=PolicyConfig(name=policy),
+            wait_timeout_s=wait_timeout_s, volume_size_bytes=volume_size_bytes,
+        )  # fmt: skip
+        self._random = Random(seed)
+        self.workers: InlineWorkers | None = None
+        self.store: Store | None = None
+        self._bystanders: set[asyncio.Task[object]] = set()
+        """Tasks that a crash spares: those that ran before the store was started."""
+
+    def start(self) -> Store:
+        """Opens the store as it is on the volumes. Raises what a daemon would raise at its start."""
+        seed = None if self.seed is None else self._random.randrange(1 << 30)
+        self._bystanders = asyncio.all_tasks()
+        self.workers = InlineWorkers(asyncio.get_running_loop(), seed=seed)
+        runner = Runner(self.workers)
+        add_lanes(runner, update_workers=2)
+        add_volume_lanes(runner, self.volumes, io_workers=2)
+        contents = self.catalog.load()
+        adopt_new_volumes(self.catalog, contents, self.volumes)
+        self.store = connect(self.config, runner, self.catalog, contents, self.volumes, PlainMemory(), update_workers=2)
+        return self.store
+
+    async def crash(self, *, keeps_random_writes: bool = False) -> None:
+        """The power fails: all tasks started since `start` stop, unflushed writes are lost (or some survive), the catalog has
+        what it applied."""
+        assert self.workers is not None
+        self.workers.pause()
+        tasks = asyncio.all_tasks() - self._bystanders
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.workers.close()
+        self.store = None
+        for disk in self.disks.values():
+            disk.crash(keep_random(self._random.randrange(1 << 30)) if keeps_random_writes else keep_none)
+        self.volumes = dict(self.disks)
+        self.durable = self.durable.crash()
+        self.catalog = self.durable

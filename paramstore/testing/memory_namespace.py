@@ -1,0 +1,302 @@
+"""A namespace in memory, for tests of what stands on the client: same calls, same refusals, no daemon.
+
+- `acquire` refuses as the service does: CapacityError above `lease_slots`, LeaseError where own leases stand in the way.
+- Every lease gets its own slots: one buffer per key, fields at the schema's offsets. A release fills them with NaN (or
+  the largest integer), so that use after release is seen, after checking that nobody wrote into them.
+- `apply` is torch's own fused AdamW on fp32 masters, over the keys that were pushed; it counts their version.
+- `events` lists acquire, release, prefetch, push and apply with their keys, in the order they happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.optimizers import AdamW
+from paramstore.core.place import Identity
+from paramstore.core.schema import Field, Part, Schema
+from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, UnknownKey
+
+EVENTS_MAX = 100_000
+
+Fields = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class _Moments:
+    """What AdamW keeps of one expert, per field."""
+
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+
+    @classmethod
+    def like(cls, masters: Fields) -> _Moments:
+        zeros = [torch.zeros_like(master) for master in masters.values()]
+        return cls(zeros, [zero.clone() for zero in zeros], [torch.zeros(()) for _ in zeros])
+
+
+class MemoryTicket:
+    """A prefetch. Done at once, unless the namespace holds prefetches back."""
+
+    def __init__(self, keys: Sequence[ExpertKey], *, is_done: bool) -> None:
+        self.keys = tuple(keys)
+        self.is_done = is_done
+        self.is_cancelled = False
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, int]:
+        self.is_done = True
+        return {"loaded": len(self.keys), "resident": 0, "skipped": 0, "bytes": 0}
+
+    def cancel(self) -> bool:
+        self.is_cancelled = not self.is_done
+        return self.is_cancelled
+
+
+class MemoryLease:
+    """Own copies of some keys' part, spoiled at release."""
+
+    def __init__(self, namespace: MemoryNamespace, keys: tuple[ExpertKey, ...], part: Part) -> None:
+        self._namespace = namespace
+        self._keys = keys
+        self._part = part
+        self._identities = {key: namespace.identity(key) for key in keys}
+        self.buffers = {key: numpy.zeros(part.image_bytes, dtype=numpy.uint8) for key in keys}
+        self._fields = {key: _views(buffer, part) for key, buffer in self.buffers.items()}
+        for key, fields in self._fields.items():
+            for name, tensor in fields.items():
+                tensor.copy_(namespace.values(key, part.name)[name])
+        self._images = {key: buffer.tobytes() for key, buffer in self.buffers.items()}
+        self.is_released = False
+
+    def __getitem__(self, key: ExpertKey) -> Mapping[str, Tensor]:
+        if self.is_released:
+            raise LeaseError(f"lease of {len(self._keys)} keys was released: acquire {key} again")
+        if key not in self._fields:
+            raise UnknownKey(f"key {key} is not in this lease of {len(self._keys)} keys")
+        return self._fields[key]
+
+    def identity(self, key: ExpertKey) -> Identity:
+        return self._identities[key]
+
+    def keys(self) -> list[ExpertKey]:
+        return list(self._keys)
+
+    def release(self) -> None:
+        if self.is_released:
+            return
+        self.is_released = True
+        written = [key for key, buffer in self.buffers.items() if buffer.tobytes() != self._images[key]]
+        for fields in self._fields.values():
+            for tensor in fields.values():
+                tensor.fill_(torch.nan if tensor.is_floating_point() else _largest(tensor.dtype))
+        self._fields = {}
+        self._namespace.settle_release(self)
+        assert not written, f"somebody wrote into leased tensors of {written}"
+
+    def __enter__(self) -> MemoryLease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+class MemoryNamespace:
+    """A writing handle on experts held in this process. Owner of their masters, moments and pending gradients.
+
+    holds_prefetches: tickets stay open until `finish_prefetches`.
+    """
+
+    def __init__(
+        self, schema: Schema, *, layers: int | Sequence[int], experts: int, lease_slots: int, holds_prefetches: bool = False
+    ) -> None:
+        self.schema = schema
+        self.space = KeySpace.of(layers, experts)
+        self.lease_slots = lease_slots
+        self.holds_prefetches = holds_prefetches
+        self.events: list[tuple[str, tuple[ExpertKey, ...]]] = []
+        self.tickets: list[MemoryTicket] = []
+        self.leased: list[MemoryLease] = []
+        self.leased_keys_max = 0
+        self.pending: dict[ExpertKey, Fields] = {}
+        self.device_reports: list[tuple[list[ExpertKey], list[ExpertKey], int]] = []
+        self.view_change_count = 0
+        self._masters: dict[ExpertKey, Fields] = {}
+        self._moments: dict[ExpertKey, _Moments] = {}
+        self._versions: dict[ExpertKey, int] = {}
+
+    @classmethod
+    def of_swiglu(
+        cls,
+        *,
+        layers: int | Sequence[int] = 2,
+        experts: int = 6,
+        hidden: int = 8,
+        inner: int = 12,
+        lease_slots: int = 64,
+        param_dtype: object = "float32",
+        is_trainable: bool = True,
+        seed: int = 0,
+    ) -> MemoryNamespace:
+        """One with random experts of the fields `gate_up` and `down`; equal arguments give equal experts."""
+        shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+        if is_trainable:
+            schema = Schema.adamw(shapes, param_dtype=param_dtype)
+        else:
+            schema = Schema.param({name: (shape, param_dtype) for name, shape in shapes.items()})
+        generator = torch.Generator().manual_seed(seed)
+        namespace = cls(schema, layers=layers, experts=experts, lease_slots=lease_slots)
+        namespace.initialize(lambda key: {n: torch.randn(shape, generator=generator) * 0.3 for n, shape in shapes.items()})
+        return namespace
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.space.layers
+
+    @property
+    def experts(self) -> int:
+        return self.space.experts
+
+    @property
+    def leased_key_count(self) -> int:
+        return sum(len(lease.keys()) for lease in self.leased)
+
+    def initialize(self, fn: Callable[[ExpertKey], Mapping[str, Tensor]]) -> None:
+        """Sets every expert to what `fn(key)` gives, version 0."""
+        for key in self.space:
+            fields = {f.name: getattr(torch, f.dtype) for f in self.schema.initial_fields()}
+            given = fn(key)
+            self._masters[key] = {name: given[name].detach().to(dtype).clone() for name, dtype in fields.items()}
+            self._versions[key] = 0
+
+    def identity(self, key: ExpertKey) -> Identity:
+        return Identity(epoch=0, version=self._versions[key])
+
+    def values(self, key: ExpertKey, part: str = "param") -> Fields:
+        """The part's fields as the store holds them; not a lease."""
+        fields = self.schema.part(part).fields
+        return {field.name: self._masters[key][field.name].detach().to(getattr(torch, field.dtype)) for field in fields}
+
+    def acquire(self, keys: Sequence[ExpertKey], part: str = "param", timeout_s: float | None = None) -> MemoryLease:
+        """As the service: all keys or none."""
+        wanted = tuple((layer, expert) for layer, expert in keys)
+        self.space.check(wanted, namespace="memory")
+        if len(wanted) > self.lease_slots:
+            raise CapacityError(f"{len(wanted)} keys asked, this session may lease lease_slots={self.lease_slots}")
+        if self.leased_key_count + len(wanted) > self.lease_slots:
+            raise LeaseError(
+                f"{len(wanted)} keys asked, own leases hold {self.leased_key_count} of {self.lease_slots}: release them first"
+            )
+        lease = MemoryLease(self, wanted, self.schema.part(part))
+        self.leased.append(lease)
+        self.leased_keys_max = max(self.leased_keys_max, self.leased_key_count)
+        self._note("acquire", wanted)
+        return lease
+
+    def settle_release(self, lease: MemoryLease) -> None:
+        """For MemoryLease: it is over."""
+        self.leased.remove(lease)
+        self._note("release", tuple(lease.keys()))
+
+    def prefetch(self, keys: Sequence[ExpertKey], part: str = "param", deadline_s: float | None = None) -> MemoryTicket:
+        self.space.check(keys, namespace="memory")
+        self.tickets.append(MemoryTicket(keys, is_done=not self.holds_prefetches))
+        self._note("prefetch", tuple(keys))
+        return self.tickets[-1]
+
+    def finish_prefetches(self) -> None:
+        for ticket in self.tickets:
+            ticket.is_done = True
+
+    def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]]) -> None:
+        """Adds into the pending gradients, in the gradient dtype."""
+        fields = self.schema.gradient_fields() if self.schema.is_trainable else ()
+        if not fields:
+            raise SchemaMismatch("a param schema has no gradients")
+        self.space.check(gradients, namespace="memory")
+        for key, values in gradients.items():
+            for field in fields:
+                self._check_gradient(key, field, values)
+            for field in fields:
+                self._add(key, field.name, values[field.name])
+        self._note("push", tuple(gradients))
+
+    def apply(self, options: AdamW, grad_scale: float = 1.0) -> MemoryTicket:
+        """Runs the optimizer over everything pending, and forgets it."""
+        for key, gradients in self.pending.items():
+            self._update(key, {name: (gradient * grad_scale).float() for name, gradient in gradients.items()}, options)
+            self._versions[key] += 1
+        self._note("apply", tuple(self.pending))
+        self.pending = {}
+        self.view_change_count += 1
+        return MemoryTicket((), is_done=True)
+
+    def report_device(self, resident: Sequence[ExpertKey], touched: Sequence[ExpertKey], bytes_resident: int) -> None:
+        self.device_reports.append((list(resident), list(touched), bytes_resident))
+
+    def happened(self, *kinds: str) -> Iterator[tuple[str, tuple[ExpertKey, ...]]]:
+        """The events of these kinds, in order."""
+        return (event for event in self.events if event[0] in kinds)
+
+    def _update(self, key: ExpertKey, gradients: Fields, options: AdamW) -> None:
+        masters = self._masters[key]
+        moments = self._moments.setdefault(key, _Moments.like(masters))
+        beta1, beta2 = options.betas
+        adamw(
+            list(masters.values()),
+            [gradients[name] for name in masters],
+            moments.exp_avgs,
+            moments.exp_avg_sqs,
+            [],
+            moments.steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            eps=options.eps,
+            maximize=False,
+        )
+
+    def _add(self, key: ExpertKey, name: str, gradient: Tensor) -> None:
+        pending = self.pending.setdefault(key, {})
+        if name in pending:
+            pending[name] += gradient.detach().cpu()
+        else:
+            pending[name] = gradient.detach().cpu().clone()
+
+    def _check_gradient(self, key: ExpertKey, field: Field, values: Mapping[str, Tensor]) -> None:
+        gradient = values.get(field.name)
+        if gradient is None or tuple(gradient.shape) != field.shape or str(gradient.dtype) != f"torch.{field.dtype}":
+            seen = "nothing" if gradient is None else f"{tuple(gradient.shape)} {gradient.dtype}"
+            raise SchemaMismatch(f"key {key}, field {field.name!r}: got {seen}, the schema has {field.shape} {field.dtype}")
+
+    def _note(self, kind: str, keys: tuple[ExpertKey, ...]) -> None:
+        assert len(self.events) < EVENTS_MAX, "a test that does so much should clear `events`"
+        self.events.append((kind, keys))
+
+
+def _views(buffer: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]], part: Part) -> Fields:
+    """The part's fields over one image."""
+    image = torch.from_numpy(buffer)
+    return {
+        field.name: image[field.offset_bytes : field.offset_bytes + field.length_bytes]
+        .view(getattr(torch, field.dtype))
+        .view(field.shape)
+        for field in part.fields
+    }
+
+
+def _largest(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else int(torch.iinfo(dtype).max)

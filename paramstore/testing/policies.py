@@ -1,0 +1,113 @@
+"""What every policy promises, as tests: a test class of a policy inherits them and gives `make`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable
+
+from paramstore.policy.base import Policy
+
+
+def nothing(name: Hashable) -> bool:
+    """Protects no name."""
+    return False
+
+
+class PolicyContract:
+    """Subclass it as `TestX`, with `make`; the names below stand for (layer, expert) keys."""
+
+    def make(self, capacity: int) -> Policy:
+        """A new policy for an arena of `capacity` slots."""
+        raise NotImplementedError
+
+    def filled(self, count: int) -> Policy:
+        policy = self.make(count)
+        for name in range(count):
+            policy.record(name)
+        return policy
+
+    def test_victims_are_exactly_as_many_as_asked_all_held_and_different(self) -> None:
+        policy = self.filled(10)
+        for count in range(11):
+            victims = policy.victims(count, nothing)
+            assert victims is not None
+            assert len(set(victims)) == len(victims) == count
+            assert set(victims) <= set(range(10))
+
+    def test_there_are_none_if_there_are_not_so_many(self) -> None:
+        assert self.make(4).victims(1, nothing) is None
+        assert self.filled(4).victims(5, nothing) is None
+        assert self.filled(4).victims(3, {0, 1}.__contains__) is None
+
+    def test_no_victims_is_always_possible(self) -> None:
+        assert self.make(4).victims(0, nothing) == []
+
+    def test_a_protected_name_is_never_a_victim(self) -> None:
+        policy = self.filled(10)
+        worst = policy.victims(10, nothing)
+        assert worst is not None
+        assert policy.victims(7, {worst[0], worst[2], worst[5]}.__contains__) == [worst[i] for i in (1, 3, 4, 6, 7, 8, 9)]
+
+    def test_asking_for_victims_changes_nothing(self) -> None:
+        policy = self.filled(10)
+        assert policy.victims(4, nothing) == policy.victims(4, nothing)
+
+    def test_more_victims_begin_with_the_same_ones(self) -> None:
+        policy = self.filled(10)
+        worst = policy.victims(10, nothing)
+        assert worst is not None
+        assert policy.victims(3, nothing) == worst[:3]
+
+    def test_a_forgotten_name_is_no_victim_until_it_is_recorded_again(self) -> None:
+        policy = self.filled(3)
+        policy.forget(1)
+        assert policy.victims(3, nothing) is None
+        assert set(policy.victims(2, nothing) or ()) == {0, 2}
+        policy.record(1)
+        assert set(policy.victims(3, nothing) or ()) == {0, 1, 2}
+
+    def test_forgetting_an_unknown_name_is_ignored(self) -> None:
+        policy = self.filled(2)
+        policy.forget("stranger")
+        policy.forget("stranger")
+        assert set(policy.victims(2, nothing) or ()) == {0, 1}
+
+    def test_what_is_used_once_and_long_ago_goes_before_what_is_used_often_and_now(self) -> None:
+        policy = self.filled(4)
+        for _ in range(3):
+            for name in (0, 1, 3):
+                policy.record(name)
+        assert policy.victims(1, nothing) == [2]
+
+    def test_among_equals_the_least_recently_used_goes_first(self) -> None:
+        policy = self.filled(4)
+        for name in (2, 0, 3, 1):
+            policy.record(name)
+        assert policy.victims(4, nothing) == [2, 0, 3, 1]
+
+    def test_heat_is_higher_for_what_is_used_and_zero_for_strangers(self) -> None:
+        policy = self.filled(2)
+        policy.record(1)
+        assert policy.heat(1) > policy.heat(0) > policy.heat("stranger") == 0.0
+
+    def test_the_order_is_that_of_the_plain_definition_over_long_random_use(self) -> None:
+        seed = 20221034
+        rng = random.Random(seed)
+        policy, uses, held = self.make(8), list[Hashable](), set[Hashable]()
+        for turn in range(2000):
+            name = min(rng.randrange(24), rng.randrange(24))
+            if rng.random() < 0.2:
+                policy.forget(name)
+                held.discard(name)
+            else:
+                policy.record(name)
+                uses.append(name)
+                held.add(name)
+            if turn % 40 == 0:
+                expected = sorted(held, key=self.rank(uses, capacity=8))
+                assert policy.victims(len(held), nothing) == expected, f"seed {seed}, turn {turn}"
+
+    def rank(self, uses: list[Hashable], *, capacity: int) -> Callable[[Hashable], tuple[float, ...]]:
+        """The policy's definition in plain, slow code: held names sorted by it after `uses` are worst
+        first."""
+        raise NotImplementedError

@@ -1,0 +1,39 @@
+"""The kernel's figures of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from paramstore.bench.process import cpu_s, rss_anon_bytes, rss_shared_bytes
+
+MIB = 1 << 20
+
+
+def test_cpu_time_grows_with_work_of_any_thread_and_is_close_to_the_kernels_own() -> None:
+    before_s, own_before_s = cpu_s(os.getpid()), sum(os.times()[:2])
+    sum(range(300_000))
+    used_s = cpu_s(os.getpid()) - before_s
+    assert used_s > 0
+    assert used_s == pytest.approx(sum(os.times()[:2]) - own_before_s, abs=0.05)
+
+
+def test_private_memory_grows_by_what_is_touched() -> None:
+    before_bytes = rss_anon_bytes(os.getpid())
+    held = bytearray(os.urandom(16 * MIB))
+    assert rss_anon_bytes(os.getpid()) - before_bytes >= 15 * MIB
+    del held
+
+
+def test_shared_memory_is_not_counted_as_private() -> None:
+    assert rss_shared_bytes(os.getpid()) >= 0
+    assert rss_anon_bytes(os.getpid()) > 0
+
+
+def test_process_that_is_gone_is_an_error() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with pytest.raises(ProcessLookupError):
+        cpu_s(ended.pid)

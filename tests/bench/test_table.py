@@ -1,0 +1,43 @@
+"""The table people see."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+from rich.console import Console
+
+from paramstore.bench.report import Report, Row, Target, judged
+from paramstore.bench.table import render
+
+ROW = Row(
+    name="volume to host", case="param", subject="paramstore", record_bytes=57 << 20, value=3.4, unit="GB/s",
+    against="raw", limit=3.7, ratio=0.90, ratio_min=0.88, ratio_max=0.92, target=Target("ratio", ">=", 0.93),
+    parts={"checksum_s": 0.0123}, note="a busy machine",
+)  # fmt: skip
+
+
+def shown(*rows: Row) -> str:
+    machine = {"cpu": "x", "memory_bytes": 1 << 30}
+    report = Report(machine=machine, commit="c", command="b", date="d", seconds=9, rows=list(rows))
+    console = Console(file=io.StringIO(), width=200)
+    render(report, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_row_shows_value_limit_ratio_with_spread_and_target() -> None:
+    text = shown(judged(ROW))
+    for wanted in ("57 MiB", "3.4 GB/s", "3.7  raw", "0.90 (0.88 - 0.92)", "ratio >= 0.93", "short"):
+        assert wanted in text
+
+
+def test_row_that_falls_short_says_what_it_is_made_of() -> None:
+    text = shown(judged(ROW))
+    assert "checksum_s" in text
+    assert "0.0123" in text
+    assert "a busy machine" in text
+
+
+def test_row_that_holds_keeps_its_parts_to_itself() -> None:
+    assert "checksum_s" not in shown(judged(msgspec.structs.replace(ROW, ratio=0.95)))

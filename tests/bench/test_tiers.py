@@ -1,0 +1,48 @@
+"""The whole bench through a real daemon, so small that only its shape means anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paramstore.bench.plan import MIB, Plan, RecordSize
+from paramstore.bench.plot import READ, WRITE
+from paramstore.bench.report import SUBJECT, decode, encode
+from paramstore.bench.tiers import run
+from paramstore.errors import CapacityError
+
+TINY = replace(
+    Plan.quick(),
+    record_sizes=(RecordSize(2 * MIB),),
+    expert_size=RecordSize(2 * MIB),
+    set_bytes=16 * MIB,
+    latency_calls=50,
+    latency_record_bytes=(16 << 10, 64 << 10),
+    loaded_latency_s=0.2,
+)
+
+
+def test_directory_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="--dir"):
+        run(replace(TINY, set_bytes=1 << 50), tmp_path, command="test", tell=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_every_target_has_its_row_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    report = run(TINY, tmp_path, command="test", tell=lambda _: None)
+
+    ours = {(row.name, row.case.partition(",")[0]) for row in report.rows if row.subject == SUBJECT and row.target is not None}
+    assert ours >= {
+        (READ, "param"), (READ, "optim"), (WRITE, "write_back"), (WRITE, "commit"),
+        ("daemon's CPU while loading", "param"), ("daemon's CPU while loading", "optim"),
+        ("acquire and release", "p50"), ("acquire and release", "independent of record size"),
+        ("acquire and release", "p99 while the volume is read at full speed"),
+        ("private memory of the client", "grows while a lease is read"),
+        ("apply", "AdamW"), ("daemon's own memory", "torch loaded"),
+        ("host budget in use at most", "param"), ("host budget in use at most", "optim"),
+    }  # fmt: skip
+    assert decode(encode(report)) == report
+    assert list(tmp_path.iterdir()) == []

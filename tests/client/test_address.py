@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from paramstore.config import Config
+from paramstore.errors import ConfigError, StoreUnavailable
+from paramstore_client import address
+from paramstore_client.address import default_path, parse_address, try_connect
+
+
+def listener_at(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(1)
+    return listener
+
+
+def test_address_is_a_path_with_or_without_its_scheme() -> None:
+    assert parse_address("unix:///run/p.sock") == Path("/run/p.sock")
+    assert parse_address("/run/p.sock") == parse_address(Path("/run/p.sock")) == Path("/run/p.sock")
+
+
+@pytest.mark.parametrize("wrong", ["", "unix://", "tcp://host:1", "unix:///" + "x" * 108])
+def test_address_that_no_socket_can_have_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_address(wrong)
+
+
+def test_default_is_the_variable_else_where_serve_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMSTORE_ADDRESS", "unix:///run/p.sock")
+    assert default_path() == Path("/run/p.sock")
+    monkeypatch.delenv("PARAMSTORE_ADDRESS")
+    assert default_path() == Config().socket_path
+
+
+def test_nobody_at_a_path_is_none(tmp_path: Path) -> None:
+    assert try_connect(tmp_path / "none.sock", timeout_s=1.0) is None
+    listener_at(tmp_path / "dead.sock").close()
+    assert try_connect(tmp_path / "dead.sock", timeout_s=1.0) is None
+
+
+def test_path_that_is_no_socket_directory_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreUnavailable, match="Not a directory"):
+        try_connect(tmp_path / "file" / "p.sock", timeout_s=1.0)
+
+
+def test_daemon_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = listener_at(tmp_path / "p.sock")
+
+    class Credentials:
+        """Reads every peer as a process of user 4242."""
+
+        size = address.PEER_CREDENTIALS.size
+
+        def unpack(self, data: bytes) -> tuple[int, int, int]:
+            return (77, 4242, 4242)
+
+    monkeypatch.setattr(address, "PEER_CREDENTIALS", Credentials())
+    with pytest.raises(StoreUnavailable, match="process 77 behind it belongs to user 4242"):
+        try_connect(tmp_path / "p.sock", timeout_s=1.0)
+    listener.close()
+
+
+def test_daemon_of_this_user_is_connected_to(tmp_path: Path) -> None:
+    listener = listener_at(tmp_path / "p.sock")
+    sock = try_connect(tmp_path / "p.sock", timeout_s=1.0)
+    assert sock is not None
+    sock.close()
+    listener.close()

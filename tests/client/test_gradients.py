@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import paramstore_client as ps
+from paramstore.testing.fake_daemon import FakeDaemon
+from paramstore.wire import messages as m
+
+Gradient = Callable[[float], dict[str, torch.Tensor]]
+
+
+def pending(daemon: FakeDaemon, key: tuple[int, int]) -> torch.Tensor:
+    """What the daemon would apply to `key`'s `down`."""
+    return daemon.namespaces["moe"].gradient(key)["down"]
+
+
+def test_one_push_is_one_message(daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient) -> None:
+    namespace.push({(0, 0): gradient(1.0), (1, 3): gradient(2.0)})
+    (push,) = daemon.requests(m.Push)
+    assert [entry[:2] for entry in push.entries] == [(0, 0), (1, 3)]
+    assert (pending(daemon, (1, 3)) == 2.0).all()
+
+
+def test_second_push_of_a_key_adds_without_a_message(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    namespace.push({(0, 0): gradient(1.0)})
+    namespace.push({(0, 0): gradient(0.5), (0, 1): gradient(4.0)})
+    assert [len(push.entries) for push in daemon.requests(m.Push)] == [1, 1]
+    assert (pending(daemon, (0, 0)) == 1.5).all()
+    assert (pending(daemon, (0, 1)) == 4.0).all()
+
+
+def test_sums_are_made_in_push_order_in_the_gradient_dtype(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    expected = torch.zeros((), dtype=torch.bfloat16)
+    for value in (1.0, 0.00390625, 0.00390625, 256.0):
+        expected = expected + torch.tensor(value, dtype=torch.bfloat16)
+        namespace.push({(0, 0): gradient(value)})
+    assert (pending(daemon, (0, 0)) == expected).all()
+
+
+def test_pushed_tensors_may_change_afterwards(daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient) -> None:
+    mine = gradient(1.0)
+    namespace.push({(0, 0): mine})
+    mine["down"].zero_()
+    assert (pending(daemon, (0, 0)) == 1.0).all()
+
+
+def test_apply_consumes_what_was_pushed(namespace: ps.Namespace, gradient: Gradient) -> None:
+    namespace.push({(0, 1): gradient(1.0)})
+    assert namespace.apply(ps.AdamW(lr=0.5), grad_scale=2.0).wait()["records"] == 1
+    assert namespace.apply(ps.AdamW()).wait()["records"] == 0
+    with namespace.acquire([(0, 1)]) as lease:
+        assert (lease[0, 1]["down"] == 0.0).all()
+
+
+def test_ranges_come_back_when_the_apply_is_answered(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    free_bytes = namespace._area.free_bytes
+    before = free_bytes()
+    daemon.hold(m.Apply)
+    namespace.push({(0, 0): gradient(1.0)})
+    ticket = namespace.apply(ps.AdamW())
+    assert free_bytes() < before
+    daemon.let_go(m.Apply)
+    ticket.wait()
+    assert free_bytes() == before
+
+
+@pytest.mark.parametrize("ends_it", ["apply", "abort", "rollback", "close"])
+def test_ranges_come_back_whatever_ends_what_is_pending(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient, ends_it: str
+) -> None:
+    before = namespace._area.free_bytes()
+    namespace.push({(0, 0): gradient(1.0)})
+    kinds = {"apply": m.Apply, "abort": m.Abort, "rollback": m.Rollback, "close": m.CloseNamespace}
+    daemon.fail(kinds[ends_it], ps.StepFailed("no"))
+    with pytest.raises(ps.StepFailed):
+        {
+            "apply": lambda: namespace.apply(ps.AdamW()).wait(),
+            "abort": namespace.abort,
+            "rollback": lambda: namespace.rollback(1),
+            "close": namespace.close,
+        }[ends_it]()
+    assert namespace._area.free_bytes() == before
+    assert len(namespace._pending) == 0
+
+
+def test_push_after_an_unanswered_apply_starts_a_new_sum(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    daemon.hold(m.Apply)
+    namespace.push({(0, 0): gradient(1.0)})
+    ticket = namespace.apply(ps.AdamW())
+    daemon.hold(m.Push)
+    pushing = threading.Thread(target=namespace.push, args=({(0, 0): gradient(8.0)},))
+    pushing.start()
+    daemon.wait_for(m.Push, 2)
+    daemon.let_go(m.Apply)  # handles the push too, in order
+    pushing.join(timeout=5)
+    ticket.wait()
+    assert (pending(daemon, (0, 0)) == 8.0).all()
+
+
+def test_abort_says_how_many_keys_had_gradients(namespace: ps.Namespace, gradient: Gradient) -> None:
+    namespace.push({(0, 0): gradient(1.0), (0, 1): gradient(1.0)})
+    assert namespace.abort() == 2
+    assert namespace.abort() == 0
+
+
+def test_gradient_norm_is_over_everything_pending(namespace: ps.Namespace, gradient: Gradient) -> None:
+    assert namespace.gradient_norm() == 0.0
+    namespace.push({(0, 0): gradient(1.0), (0, 1): gradient(2.0)})
+    assert namespace.gradient_norm() == pytest.approx((64 * 1.0 + 64 * 4.0) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({(0, 9): {"gate_up": torch.zeros(8, 4), "down": torch.zeros(4, 8)}}, ps.UnknownKey, r"\(0, 9\)"),
+        ({(0, 1): {"gate_up": torch.zeros(8, 4, dtype=torch.bfloat16)}}, ps.SchemaMismatch, r"\(0, 1\).*gate_up, down"),
+        (
+            {(0, 1): {"gate_up": torch.zeros(4, 8, dtype=torch.bfloat16), "down": torch.zeros(4, 8, dtype=torch.bfloat16)}},
+            ps.SchemaMismatch, r"'gate_up': shape \(4, 8\), the schema has \(8, 4\)",
+        ),
+        ({(0, 1): {"gate_up": torch.zeros(8, 4), "down": torch.zeros(4, 8)}}, ps.SchemaMismatch, "float32.*takes bfloat16"),
+        ({(0, 1): {"gate_up": [1.0], "down": [1.0]}}, ps.SchemaMismatch, "a list is no tensor"),
+    ],
+)  # fmt: skip
+def test_push_that_is_refused_changes_nothing(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient, wrong: dict[tuple[int, int], dict[str, torch.Tensor]],
+    error: type[Exception], message: str,
+) -> None:  # fmt: skip
+    namespace.push({(0, 0): gradient(1.0)})
+    before = namespace._area.free_bytes()
+    with pytest.raises(error, match=message):
+        namespace.push({(0, 0): gradient(1.0), **wrong})
+    assert (pending(daemon, (0, 0)) == 1.0).all()
+    assert len(daemon.requests(m.Push)) == 1
+    assert namespace._area.free_bytes() == before
+
+
+def test_push_that_the_daemon_refuses_changes_nothing(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    namespace.push({(0, 0): gradient(1.0)})
+    before = namespace._area.free_bytes()
+    daemon.fail(m.Push, ps.WriterFenced("another writer opened 'moe'"))
+    with pytest.raises(ps.WriterFenced):
+        namespace.push({(0, 0): gradient(1.0), (0, 1): gradient(1.0)})
+    assert (pending(daemon, (0, 0)) == 1.0).all()
+    assert namespace._area.free_bytes() == before
+
+
+def test_push_over_the_gradient_budget_changes_nothing(
+    daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
+) -> None:
+    large = store.create_namespace("large", ps.adamw_schema({"w": (1024, 1024)}), layers=1, experts=8)
+    daemon.upload_budget_bytes = daemon.upload_bytes + (2 << 20)
+    value = {"w": torch.ones(1024, 1024, dtype=torch.bfloat16)}
+    large.push({(0, 0): value})
+    with pytest.raises(ps.CapacityError, match="--gradient-budget"):
+        large.push({(0, 0): value, (0, 1): value, (0, 2): value})
+    assert (daemon.namespaces["large"].gradient((0, 0))["w"] == 1.0).all()
+
+
+def test_push_over_the_budget_waits_for_an_apply_under_way(daemon: FakeDaemon, store: ps.Store) -> None:
+    large = store.create_namespace("large", ps.adamw_schema({"w": (1024, 1024)}), layers=1, experts=8)
+    daemon.upload_budget_bytes = 2 << 20
+    value = {"w": torch.ones(1024, 1024, dtype=torch.bfloat16)}
+    daemon.script(m.Apply, lambda session, request: session.send(m.Done(request.id, {"records": 1})))
+    large.push({(0, 0): value})
+    ticket = large.apply(ps.AdamW())
+    large.push({(0, 1): value})
+    assert ticket.is_settled
+
+
+def test_wider_gradients_take_the_param_dtype_too(daemon: FakeDaemon, store: ps.Store) -> None:
+    schema = ps.adamw_schema({"down": (2, 2)}, gradient_dtype=torch.float32)
+    wide = store.create_namespace("wide", schema, layers=1, experts=1)
+    wide.push({(0, 0): {"down": torch.full((2, 2), 1.0, dtype=torch.bfloat16)}})
+    wide.push({(0, 0): {"down": torch.full((2, 2), 2.0**-20)}})
+    assert (daemon.namespaces["wide"].gradient((0, 0))["down"] == 1.0 + 2.0**-20).all()
+
+
+def test_gradients_of_an_inference_namespace_are_refused(store: ps.Store) -> None:
+    frozen = store.create_namespace("frozen", ps.param_schema({"w": ((2,), "uint8")}), layers=1, experts=1)
+    with pytest.raises(ps.SchemaMismatch, match="no gradients"):
+        frozen.push({(0, 0): {"w": torch.zeros(2, dtype=torch.uint8)}})
+
+
+def test_threads_that_push_the_same_key_lose_nothing(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    def run() -> None:
+        for _ in range(10):
+            namespace.push({(0, 0): gradient(1.0)})
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert (pending(daemon, (0, 0)) == 40.0).all()
+    assert len(daemon.requests(m.Push)) == 1

@@ -1,0 +1,67 @@
+"""The fake namespace refuses, spoils and updates as its docstring says: what stands on it is tested by that."""
+
+import pytest
+import torch
+
+from paramstore.core.optimizers import AdamW
+from paramstore.core.place import Identity
+from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, UnknownKey
+from paramstore.testing.memory_namespace import MemoryNamespace
+
+KEYS = [(0, expert) for expert in range(6)]
+
+
+def make_namespace(*, lease_slots: int = 4, **arguments: object) -> MemoryNamespace:
+    return MemoryNamespace.of_swiglu(lease_slots=lease_slots, **arguments)
+
+
+def test_acquire_refuses_more_than_the_cap_and_what_own_leases_block() -> None:
+    ns = make_namespace()
+    with pytest.raises(CapacityError, match="lease_slots=4"):
+        ns.acquire(KEYS[:5])
+    with ns.acquire(KEYS[:3]), pytest.raises(LeaseError, match="own leases hold 3 of 4"):
+        ns.acquire(KEYS[3:5])
+    with pytest.raises(UnknownKey):
+        ns.acquire([(9, 0)])
+    assert ns.leased == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_a_released_tensor_is_spoiled(dtype: str) -> None:
+    ns = make_namespace(param_dtype=dtype, is_trainable=dtype != "uint8")
+    with ns.acquire(KEYS[:1]) as lease:
+        tensor = lease[0, 0]["down"]
+        assert torch.equal(tensor, ns.values((0, 0))["down"])
+    assert bool((tensor == 255).all()) if dtype == "uint8" else bool(tensor.isnan().all())
+    with pytest.raises(LeaseError):
+        lease[0, 0]
+
+
+def test_writing_into_a_leased_tensor_is_seen_at_release() -> None:
+    lease = make_namespace().acquire(KEYS[:1])
+    lease[0, 0]["down"].add_(1)
+    with pytest.raises(AssertionError, match="somebody wrote"):
+        lease.release()
+
+
+def test_apply_updates_what_was_pushed_and_counts_its_version() -> None:
+    ns = make_namespace()
+    before = {key: ns.values(key)["down"].clone() for key in KEYS}
+    gradient = {name: torch.ones_like(value) for name, value in ns.values((0, 1)).items()}
+    ns.push({(0, 1): gradient})
+    ns.push({(0, 1): gradient})
+    assert torch.equal(ns.pending[0, 1]["down"], gradient["down"] * 2)
+    ns.apply(AdamW(lr=0.1, weight_decay=0.0))
+    assert torch.allclose(ns.values((0, 1))["down"], before[0, 1] - 0.1)
+    assert torch.equal(ns.values((0, 2))["down"], before[0, 2])
+    assert (ns.identity((0, 1)), ns.identity((0, 2))) == (Identity(0, 1), Identity(0, 0))
+    assert ns.pending == {}
+
+
+def test_a_push_with_a_wrong_field_is_refused_and_changes_nothing() -> None:
+    ns = make_namespace()
+    good = {name: torch.ones_like(value) for name, value in ns.values((0, 1)).items()}
+    for bad in ({"down": good["down"]}, {**good, "down": good["down"].double()}, {**good, "down": good["down"][:1]}):
+        with pytest.raises(SchemaMismatch, match=r"\(0, 1\)"):
+            ns.push({(0, 1): bad})
+    assert ns.pending == {}

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import paramstore_client as ps
+from paramstore.testing.fake_daemon import FakeDaemon, FakeSession
+from paramstore.wire import messages as m
+
+Gradient = Callable[[float], dict[str, torch.Tensor]]
+KEYS = [(0, 0), (1, 1)]
+
+
+def test_handle_says_what_was_opened(namespace: ps.Namespace) -> None:
+    assert (namespace.name, namespace.layers, namespace.experts) == ("moe", (0, 1), 4)
+    assert namespace.schema == ps.adamw_schema({"gate_up": (8, 4), "down": (4, 8)})
+    assert (namespace.committed_step, namespace.view_step, namespace.epoch) == (None, None, 1)
+    assert namespace.lease_slots == 16
+    assert namespace.keys() == [(layer, expert) for layer in range(2) for expert in range(4)]
+
+
+def test_acquire_sends_the_timeout_and_waits_a_little_longer(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    namespace.acquire(KEYS, timeout_s=2.5).release()
+    namespace.acquire(KEYS).release()
+    assert [request.timeout_s for request in daemon.requests(m.Acquire)] == [2.5, daemon.wait_timeout_s]
+    assert namespace.begin_acquire(KEYS, timeout_s=2.5).timeout_s == 3.5
+
+
+def test_acquire_passes_on_what_the_daemon_says_of_its_deadline(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    daemon.fail(m.Acquire, ps.WaitTimeout("slots are held by session 3"))
+    with pytest.raises(ps.WaitTimeout, match="session 3"):
+        namespace.acquire(KEYS, timeout_s=0.0)
+
+
+def test_acquire_above_the_cap_is_refused_without_a_message(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    with pytest.raises(ps.CapacityError, match=r"17 keys.*16 at most"):
+        namespace.acquire([(0, 0)] * 17)
+    assert daemon.requests(m.Acquire) == []
+
+
+def test_acquire_of_an_unknown_part_is_refused(namespace: ps.Namespace) -> None:
+    with pytest.raises(ps.SchemaMismatch, match="moments"):
+        namespace.acquire(KEYS, "moments")
+
+
+def test_lease_that_comes_after_its_wait_was_given_up_is_released(
+    daemon: FakeDaemon, namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paramstore_client.namespace.ANSWER_GRACE_S", 0.01)
+    held: list[m.Acquire] = []
+    daemon.script(m.Acquire, lambda session, request: held.append(request))
+    with pytest.raises(ps.WaitTimeout):
+        namespace.acquire(KEYS, timeout_s=0.0)
+    (cancel,) = daemon.wait_for(m.Cancel)
+    assert cancel.target == held[0].id
+    (session,) = daemon.sessions
+    daemon._handle(session, held[0])
+    namespace.steps()
+    (release,) = daemon.wait_for(m.Release)
+    assert release.leases == [held[0].id]
+    daemon.wait_until(lambda: daemon.lease_count == 0)
+
+
+def test_grant_of_another_length_is_a_protocol_error(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    def grant_one(session: FakeSession, request: m.Acquire) -> None:
+        daemon._handle(session, m.Acquire(request.id, request.handle, request.keys[:1], request.part, 1.0))
+
+    daemon.script(m.Acquire, grant_one)
+    with pytest.raises(ps.ProtocolError, match="2 keys"):
+        namespace.acquire(KEYS)
+
+
+def test_keys_may_be_counted_with_tensor_elements(namespace: ps.Namespace) -> None:
+    routed = [(torch.tensor(0), expert) for expert in torch.tensor([2, 3])]
+    with namespace.acquire(routed) as lease:
+        assert lease.keys() == [(0, 2), (0, 3)]
+
+
+def test_keys_that_are_no_pairs_are_refused(namespace: ps.Namespace) -> None:
+    with pytest.raises(ps.ConfigError, match="pairs"):
+        namespace.acquire([1, 2])  # type: ignore[list-item]
+
+
+def test_segments_asked_back_are_acknowledged_when_their_leases_end(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    lease = namespace.acquire(KEYS)
+    used = sorted({slot[0] for slot in lease._slots})
+    daemon.ask_back(used)
+    namespace.steps()
+    assert daemon.requests(m.Unmapped) == []
+    assert (lease[1, 1]["down"] == 17).all()
+    lease.release()
+    (unmapped,) = daemon.wait_for(m.Unmapped)
+    assert unmapped.segments == used
+    with namespace.acquire(KEYS) as again:
+        assert (again[1, 1]["down"] == 17).all()
+        assert not {slot[0] for slot in again._slots} & set(used)
+
+
+def test_segments_asked_back_without_leases_are_acknowledged_at_once(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    lease = namespace.acquire(KEYS)
+    used = sorted({slot[0] for slot in lease._slots})
+    lease.release()
+    namespace.steps()
+    daemon.ask_back(used)
+    namespace.steps()
+    assert daemon.wait_for(m.Unmapped)[0].segments == used
+
+
+def test_read_returns_copies_of_every_stored_field_and_the_params(namespace: ps.Namespace) -> None:
+    record = namespace.read((1, 2))
+    assert set(record) == {
+        f"{prefix}{name}" for prefix in ("", "master/", "exp_avg/", "exp_avg_sq/") for name in ("gate_up", "down")
+    }
+    assert (record["master/down"] == 18).all()
+    assert record["master/down"].dtype == torch.float32
+    assert record["down"].dtype == torch.bfloat16
+    assert (record["exp_avg/gate_up"] == 0).all()
+
+
+def test_read_of_an_inference_record_has_its_own_dtype(store: ps.Store) -> None:
+    frozen = store.create_namespace("frozen", ps.param_schema({"w": ((3,), "uint8")}), layers=1, experts=1)
+    frozen.initialize(lambda key: {"w": torch.tensor([1, 2, 3], dtype=torch.uint8)})
+    assert frozen.read((0, 0))["w"].tolist() == [1, 2, 3]
+    with frozen.acquire([(0, 0)]) as lease:
+        assert lease[0, 0]["w"].tolist() == [1, 2, 3]
+
+
+def test_read_of_a_key_outside_is_refused(namespace: ps.Namespace) -> None:
+    with pytest.raises(ps.UnknownKey, match=r"\(2, 0\)"):
+        namespace.read((2, 0))
+
+
+def test_failed_read_gives_its_range_back(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    namespace.read((0, 0))
+    before = namespace._area.free_bytes()
+    daemon.fail(m.Read, ps.CorruptRecord("key (0, 0): chunk 3"))
+    with pytest.raises(ps.CorruptRecord):
+        namespace.read((0, 0))
+    assert namespace._area.free_bytes() == before
+
+
+def test_commit_moves_the_committed_step(namespace: ps.Namespace) -> None:
+    assert namespace.commit(3, extra=b"rng").wait()["step"] == 3
+    namespace.commit(7).wait()
+    assert namespace.committed_step == 7
+    assert namespace.steps() == [3, 7]
+    assert namespace.extra(3) == b"rng"
+    with pytest.raises(ps.StepOutOfOrder):
+        namespace.commit(5).wait()
+    assert namespace.committed_step == 7
+
+
+def test_extra_above_the_limit_is_refused_without_a_message(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    with pytest.raises(ps.CapacityError, match="65537 bytes"):
+        namespace.commit(1, extra=bytes((64 << 10) + 1))
+    assert daemon.requests(m.Commit) == []
+
+
+def test_reader_moves_by_refresh_only(store: ps.Store, namespace: ps.Namespace) -> None:
+    namespace.commit(1).wait()
+    reader = store.open_namespace("moe")
+    namespace.commit(2).wait()
+    assert (reader.view_step, reader.committed_step) == (1, 1)
+    assert reader.refresh() == 2
+    assert (reader.view_step, reader.committed_step) == (2, 2)
+
+
+def test_rollback_drops_pending_gradients_and_counts_the_epoch(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    namespace.commit(1).wait()
+    namespace.push({(0, 0): gradient(1.0)})
+    assert namespace.rollback(1) == namespace.epoch == 2
+    assert namespace.apply(ps.AdamW()).wait()["records"] == 0
+
+
+def test_apply_sends_the_options_of_the_optimizer(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    options = ps.AdamW(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2)
+    namespace.apply(options, grad_scale=0.5).wait()
+    (request,) = daemon.requests(m.Apply)
+    sent = (request.lr, request.beta1, request.beta2, request.eps, request.weight_decay, request.grad_scale)
+    assert sent == (0.1, 0.8, 0.95, 1e-6, 0.2, 0.5)
+
+
+def test_wishes_and_moves_name_their_keys(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    namespace.protect(KEYS)
+    namespace.unprotect(KEYS)
+    namespace.write_back().wait()
+    namespace.evict(KEYS, "param").wait()
+    namespace.prefetch(KEYS, deadline_s=0.5).wait()
+    assert [(wish.keys, wish.is_wanted) for wish in daemon.requests(m.Protect)] == [(KEYS, True), (KEYS, False)]
+    assert daemon.requests(m.WriteBack)[0].keys is None
+    assert (daemon.requests(m.Evict)[0].keys, daemon.requests(m.Evict)[0].part) == (KEYS, "param")
+    assert daemon.requests(m.Prefetch)[0].deadline_s == 0.5
+
+
+def test_device_reports_are_one_way(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    namespace.report_device(resident=KEYS, touched=KEYS[:1], bytes_resident=4096)
+    (report,) = daemon.wait_for(m.DeviceReport)
+    assert (report.resident, report.touched, report.bytes_resident) == (KEYS, KEYS[:1], 4096)
+    assert namespace.residency()["experts"] == 4
+
+
+def test_close_ends_the_handle_and_its_leases(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    lease = namespace.acquire(KEYS)
+    namespace.close()
+    namespace.close()
+    with pytest.raises(ps.LeaseError):
+        lease[0, 0]
+    with pytest.raises(ps.UnknownNamespace, match="closed"):
+        namespace.steps()
+    daemon.wait_until(lambda: daemon.lease_count == 0)
+
+
+def test_close_after_the_daemon_died_is_quiet(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    daemon.stop()
+    with pytest.raises(ps.StoreUnavailable):
+        namespace.steps()
+    with namespace:
+        pass
+
+
+def test_acquire_that_is_interrupted_leaks_no_lease(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    daemon.hold(m.Acquire)
+    outcome: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            namespace.acquire(KEYS, timeout_s=60.0)
+        except ps.TicketCancelled as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    (request,) = daemon.wait_for(m.Acquire)
+    namespace._connection.post(m.Cancel(request.id))
+    thread.join(timeout=5)
+    assert len(outcome) == 1
+    assert daemon.lease_count == 0

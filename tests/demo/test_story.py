@@ -1,0 +1,42 @@
+"""The demo's directory is its own: nothing else is touched, and only one demo is in it."""
+
+import pytest
+
+from paramstore.demo.story import MARKER, owned_directory
+from paramstore.errors import ConfigError, StoreLocked
+
+
+def test_missing_directory_is_made_and_marked(tmp_path):
+    with owned_directory(tmp_path / "new" / "run"):
+        assert (tmp_path / "new" / "run" / MARKER).exists()
+
+
+def test_empty_directory_is_taken(tmp_path):
+    with owned_directory(tmp_path):
+        assert (tmp_path / MARKER).exists()
+
+
+def test_directory_of_others_is_refused_and_untouched(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match="not the demo's"), owned_directory(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_own_directory_is_taken_again(tmp_path):
+    with owned_directory(tmp_path):
+        (tmp_path / "report.json").write_text("{}")
+    with owned_directory(tmp_path):
+        assert (tmp_path / "report.json").exists()
+
+
+def test_second_demo_in_the_same_directory_is_refused(tmp_path):
+    with owned_directory(tmp_path), pytest.raises(StoreLocked, match="another demo"), owned_directory(tmp_path):
+        pass
+
+
+def test_file_in_place_of_the_directory_is_refused(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(ConfigError), owned_directory(path):
+        pass

@@ -1,0 +1,99 @@
+"""The ledger against a model that keeps, for every visible step, the whole map of what is in force."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from paramstore.config import RETAINED_STEPS
+from paramstore.core.place import Extent, Identity, Located
+from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, StepRow
+from paramstore.storage.ledger import Ledger, Publication
+from paramstore.testing.catalogs import MemoryCatalog
+
+KEYS = [(layer, expert) for layer in (0, 3) for expert in range(3)]
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """`maps[step]` is the whole namespace at that step. The catalog follows, so that what is durable is checked too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        row = NamespaceRow("moe", {}, (0, 3), 3, epoch=1, sequence=0)
+        self.ledger = Ledger(NamespaceContents(row))
+        self.catalog = MemoryCatalog()
+        self.catalog.load()
+        self.catalog.apply(Change(put_namespaces=(row,)))
+        self.maps: dict[int, dict[tuple[int, int], Located]] = {}
+        self.extents = self.sequence = 0
+        self.used: set[Extent] = set()
+        self.cuts: dict[Located, int] = {}
+        """The sequence of the cut that each record came with."""
+        self.undone: set[Located] = set()
+        """Records that a rollback took back."""
+
+    def _publish(self, publication: Publication) -> None:
+        assert len(set(publication.freed)) == len(publication.freed)
+        self.catalog.apply(publication.change())
+        self.ledger.settle(publication)
+        self.used -= set(publication.freed)
+
+    @rule(gap=st.integers(1, 3), changed=st.sets(st.sampled_from(KEYS)), held=st.sets(st.integers(0, 40), max_size=6))
+    def commit(self, gap: int, changed: set[tuple[int, int]], held: set[int]) -> None:
+        step = max(self.maps, default=0) + gap
+        records = {}
+        for key in changed:
+            self.extents += 1
+            extent = Extent(0, self.extents * 4096, 4096)
+            records[key] = Located(extent, Identity(self.ledger.namespace.epoch, self.extents), self.extents)
+            self.used.add(extent)
+        self.sequence += 1
+        self.cuts.update(dict.fromkeys(records.values(), self.sequence))
+        row = StepRow(step, self.sequence, note_slot=self.sequence, record_count=len(records), extra=b"")
+        newest = self.maps[max(self.maps)] if self.maps else {}
+        self.maps[step] = {**newest, **records}
+        self._publish(self.ledger.plan_publish(row, records, held))
+        retained = sorted(self.maps)[-RETAINED_STEPS:]
+        self.maps = {kept: content for kept, content in self.maps.items() if kept in retained or kept in held}
+
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from([None, *self.maps]))
+        epoch, newest = self.ledger.namespace.epoch, max(self.maps, default=0)
+        self.undone |= set(self.maps.get(newest, {}).values()) - set(self.maps.get(step, {}).values())
+        self._publish(self.ledger.plan_rollback(step))
+        self.maps = {kept: content for kept, content in self.maps.items() if step is not None and kept <= step}
+        assert self.ledger.namespace.epoch == epoch + 1
+
+    @rule()
+    def open_again(self) -> None:
+        self.ledger = Ledger(self.catalog.load().namespaces["moe"])
+
+    @invariant()
+    def every_visible_step_is_whole(self) -> None:
+        assert self.ledger.steps() == sorted(self.maps)
+        for step, content in self.maps.items():
+            assert {key: self.ledger.at(key, step) for key in KEYS} == {key: content.get(key) for key in KEYS}
+
+    @invariant()
+    def exactly_what_a_visible_step_sees_is_kept(self) -> None:
+        seen = {located.extent for content in self.maps.values() for located in content.values()}
+        assert set(self.ledger.extents()) == seen == self.used
+
+    @invariant()
+    def memory_and_catalog_agree(self) -> None:
+        assert self.catalog.load().namespaces["moe"] == self.ledger._contents
+
+    @invariant()
+    def a_record_counts_exactly_if_its_epoch_s_bound_reaches_it(self) -> None:
+        row = self.ledger.namespace
+        bounds = {**dict(row.epoch_bounds), row.epoch: row.sequence}
+        for content in self.maps.values():
+            assert all(self.cuts[located] <= bounds[located.identity.epoch] for located in content.values())
+        assert all(self.cuts[located] > bounds.get(located.identity.epoch, 0) for located in self.undone)
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+TestLedgerMachine = pytest.mark.slow(LedgerMachine.TestCase)

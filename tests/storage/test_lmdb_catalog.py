@@ -1,0 +1,246 @@
+"""The LMDB catalog: the contract, and each of its guards."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from paramstore.errors import CatalogError
+from paramstore.storage import catalog_rows, lmdb_catalog
+from paramstore.storage.catalog import Catalog, Change, StepRow, VolumeRow
+from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.testing.catalogs import STORE_UUID, CatalogContract, namespace_row, row_of
+
+
+class TestLmdbCatalog(CatalogContract):
+    def make(self, path: Path) -> Catalog:
+        catalog = LmdbCatalog(path / "catalog", store_uuid=STORE_UUID)
+        catalog.load()
+        return catalog
+
+    def reopened(self, catalog: Catalog, path: Path) -> Catalog:
+        catalog.close()
+        return LmdbCatalog(path / "catalog")
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A closed catalog with one row of each kind."""
+    catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID)
+    catalog.load()
+    catalog.apply(
+        Change(
+            put_namespaces=(namespace_row(),),
+            put_rows=(row_of((3, 1), 7), row_of((3, 1), 8)),
+            put_steps=(("moe", StepRow(8, 1, 0, 1, b"")),),
+            put_volumes=(VolumeRow(2, b"v" * 16, 1 << 30, 0),),
+        )
+    )
+    catalog.close()
+    return tmp_path / "catalog"
+
+
+def rewrite(path: Path, key: bytes, value: bytes | None) -> None:
+    """Puts `value` under `key` behind the catalog's back; None deletes."""
+    with lmdb.open(str(path), lib_version=0) as environment, environment.begin(write=True) as transaction:
+        if value is None:
+            assert transaction.delete(key)
+        else:
+            transaction.put(key, value)
+
+
+def values(path: Path) -> dict[bytes, bytes]:
+    with lmdb.open(str(path), lib_version=0, readonly=True) as environment, environment.begin() as transaction:
+        return {bytes(key): bytes(value) for key, value in transaction.cursor()}
+
+
+def test_a_flipped_bit_in_any_value_is_found_and_the_row_named(filled: Path) -> None:
+    names = {
+        catalog_rows.NAMESPACE_TAG: "namespace number 1",
+        catalog_rows.VOLUME_TAG: "volume 2",
+        catalog_rows.STEP_TAG: "step 8",
+        catalog_rows.ROW_TAG: r"key \(3, 1\) from step [78] on",
+        catalog_rows.FORMAT_TAG: "format row",
+    }
+    for key, value in values(filled).items():
+        for position in (0, len(value) - 1):
+            flipped = bytearray(value)
+            flipped[position] ^= 0x10
+            rewrite(filled, key, bytes(flipped))
+            with pytest.raises(CatalogError, match=f"{names[key[0]]}.* does not match its checksum"):
+                LmdbCatalog(filled).load()
+        rewrite(filled, key, value)
+    LmdbCatalog(filled).load()
+
+
+def test_a_value_under_another_key_is_found(filled: Path) -> None:
+    row = catalog_rows.row_key(1, (3, 1), 7)
+    rewrite(filled, catalog_rows.row_key(1, (3, 2), 7), values(filled)[row])
+    with pytest.raises(CatalogError, match=r"key \(3, 2\)"):
+        LmdbCatalog(filled).load()
+
+
+@pytest.mark.parametrize("value", [b"", b"short", b"x" * 9])
+def test_a_value_too_short_for_a_checksum_is_found(filled: Path, value: bytes) -> None:
+    rewrite(filled, catalog_rows.row_key(1, (3, 1), 7), value)
+    with pytest.raises(CatalogError, match="checksum"):
+        LmdbCatalog(filled).load()
+
+
+def test_a_row_without_its_namespace_is_found(filled: Path) -> None:
+    rewrite(filled, catalog_rows.namespace_key(1), None)
+    with pytest.raises(CatalogError, match="no such namespace"):
+        LmdbCatalog(filled).load()
+
+
+@pytest.mark.parametrize("key", [b"\x05short", b"\x02", b"\x7fnew"])
+def test_a_key_that_is_not_ours_is_found(filled: Path, key: bytes) -> None:
+    rewrite(filled, key, b"v" * 20)
+    with pytest.raises(CatalogError, match=key.hex()):
+        LmdbCatalog(filled).load()
+
+
+def test_a_catalog_of_another_format_version_is_refused(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_rows, "FORMAT_VERSION", 2)
+    with pytest.raises(CatalogError, match=r"of version 1; this program reads .* of version 2"):
+        LmdbCatalog(filled)
+
+
+def test_a_file_of_the_other_lmdb_engine_is_refused(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path / "catalog"), lib_version=1) as environment, environment.begin(write=True) as transaction:
+        transaction.put(b"k", b"v")
+    with pytest.raises(CatalogError, match=r"cannot be opened as LMDB 0\.9"):
+        LmdbCatalog(tmp_path / "catalog")
+
+
+def test_an_lmdb_file_of_somebody_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path / "catalog"), lib_version=0) as environment, environment.begin(write=True) as transaction:
+        transaction.put(b"theirs", b"v")
+    for uuid in (None, STORE_UUID):
+        with pytest.raises(CatalogError, match="without our format row"):
+            LmdbCatalog(tmp_path / "catalog", store_uuid=uuid)
+    assert values(tmp_path / "catalog") == {b"theirs": b"v"}
+
+
+def test_a_missing_catalog_is_not_made_unless_asked(tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match="missing"):
+        LmdbCatalog(tmp_path / "catalog")
+    assert not (tmp_path / "catalog").exists()
+
+
+def test_an_existing_catalog_keeps_its_uuid(filled: Path) -> None:
+    assert LmdbCatalog(filled, store_uuid=b"x" * 16).load().store_uuid == STORE_UUID
+
+
+def test_a_truncated_file_is_refused(filled: Path) -> None:
+    os.truncate(filled / "data.mdb", 3 * 4096)
+    with pytest.raises(CatalogError, match="truncated to 12288 of"):
+        LmdbCatalog(filled)
+
+
+def test_garbage_instead_of_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"z" * 8192)
+    with pytest.raises(CatalogError, match="cannot be opened"):
+        LmdbCatalog(tmp_path)
+
+
+def test_the_same_catalog_is_not_opened_twice(filled: Path) -> None:
+    catalog = LmdbCatalog(filled)
+    with pytest.raises(CatalogError):
+        LmdbCatalog(filled)
+    catalog.close()
+
+
+def test_another_thread_is_refused(filled: Path) -> None:
+    catalog = LmdbCatalog(filled)
+    errors = []
+
+    def use() -> None:
+        try:
+            catalog.load()
+        except AssertionError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    catalog.close()
+
+
+def test_reserve_grows_a_map_that_is_too_small(tmp_path: Path) -> None:
+    catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID, map_bytes=1 << 16)
+    catalog.load()
+    catalog.apply(Change(put_namespaces=(namespace_row(experts=4000),)))
+    for step in range(6):
+        rows = tuple(row_of((0, expert), step) for expert in range(400 * step, 400 * step + 400))
+        extra = ("moe", StepRow(step, step + 1, 0, 1, os.urandom(64 << 10)))
+        catalog.reserve(len(rows))
+        catalog.apply(Change(put_rows=rows, put_steps=(extra,)))
+    assert len(catalog.load().namespaces["moe"].rows) == 2400
+    catalog.close()
+
+
+def test_what_was_reserved_is_allocated_in_the_file(tmp_path: Path) -> None:
+    catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID)
+    catalog.reserve(100_000)
+    status = (tmp_path / "catalog" / "data.mdb").stat()
+    assert status.st_blocks * 512 >= 100_000 * catalog_rows.ROW_BYTES_BOUND
+    catalog.close()
+
+
+def test_reserve_names_what_is_missing_when_the_file_system_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID)
+
+    def refuse(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(CatalogError, match=r"no room for 5 rows: .* bytes needed"):
+        catalog.reserve(5)
+    catalog.close()
+
+
+def test_a_failed_apply_leaves_the_old_state_and_blocks_until_reopened(tmp_path: Path) -> None:
+    catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID, map_bytes=1 << 16)
+    catalog.load()
+    catalog.apply(Change(put_namespaces=(namespace_row(experts=4000),)))
+    too_much = Change(put_rows=tuple(row_of((0, expert), 1) for expert in range(4000)))
+    with pytest.raises(CatalogError, match="outcome is unknown"):
+        catalog.apply(too_much)
+    with pytest.raises(CatalogError, match="nothing was written"):
+        catalog.apply(Change(drop_namespaces=("moe",)))
+    catalog.reopen()
+    assert catalog.load().namespaces["moe"].rows == {}
+    catalog.reserve(4000)
+    catalog.apply(too_much)
+    assert len(catalog.load().namespaces["moe"].rows) == 4000
+    catalog.close()
+
+
+def test_the_file_is_proven_durable_before_it_is_read(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(lmdb_catalog.os, "fsync", fail)
+    with pytest.raises(CatalogError, match="Input/output error"):
+        LmdbCatalog(filled)
+
+
+@pytest.mark.slow
+def test_fifty_thousand_rows_survive_and_are_few_bytes_each(tmp_path: Path) -> None:
+    catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID)
+    catalog.load()
+    rows = tuple(row_of((layer, expert), 1, layer * 1000 + expert) for layer in range(50) for expert in range(1000))
+    catalog.reserve(len(rows))
+    catalog.apply(Change(put_namespaces=(namespace_row(),), put_rows=rows))
+    loaded = catalog.load().namespaces["moe"].rows
+    assert loaded == {key: [row] for _, key, row in rows}
+    catalog.close()
+    assert max(len(key) + len(value) for key, value in values(tmp_path / "catalog").items() if key[0] == 5) < 80

@@ -1,0 +1,64 @@
+"""One holder per store directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paramstore.errors import ConfigError, StoreLocked
+from paramstore.storage.lock import StoreLock
+
+
+def test_a_second_holder_is_refused_and_told_the_first_one_s_process(tmp_path: Path) -> None:
+    lock = StoreLock.take(tmp_path)
+    with pytest.raises(StoreLocked, match=f"in use by process {os.getpid()}:"):
+        StoreLock.take(tmp_path)
+    lock.release()
+
+
+def test_a_released_lock_can_be_taken(tmp_path: Path) -> None:
+    StoreLock.take(tmp_path).release()
+    lock = StoreLock.take(tmp_path)
+    lock.release()
+    lock.release()
+
+
+def test_a_refused_attempt_does_not_change_the_file(tmp_path: Path) -> None:
+    lock = StoreLock.take(tmp_path)
+    with pytest.raises(StoreLocked):
+        StoreLock.take(tmp_path)
+    assert lock.path.read_text() == f"{os.getpid()}\n"
+    lock.release()
+
+
+def test_a_longer_process_id_of_before_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("9" * 30)
+    lock = StoreLock.take(tmp_path)
+    assert lock.path.read_text() == f"{os.getpid()}\n"
+    lock.release()
+
+
+def test_a_program_that_is_started_does_not_inherit_the_lock(tmp_path: Path) -> None:
+    lock = StoreLock.take(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
+        lock.release()
+        StoreLock.take(tmp_path).release()
+        child.communicate(b"\n")
+
+
+def test_a_link_in_place_of_the_lock_file_is_refused(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "lock").symlink_to(victim)
+    with pytest.raises(ConfigError, match="cannot open its lock file"):
+        StoreLock.take(tmp_path)
+    assert victim.read_text() == "precious"
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        StoreLock.take(tmp_path / "nowhere")
