@@ -15,13 +15,14 @@ from pathlib import Path
 
 from paramstore.config import Config
 from paramstore.core.schema import round_up
+from paramstore.engine.admission import make_namespace
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier, Memory
 from paramstore.engine.load import Loader
 from paramstore.engine.planner import Planner
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
-from paramstore.engine.store import Store, make_namespace
+from paramstore.engine.store import Store
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import LOOKAHEAD_RECORDS, Updater
 from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, VolumeSet

@@ -63,7 +63,7 @@ class Session:
         if self._process is not None:
             self._loop.add_reader(self._process, self._process_ended)
         self._handlers: dict[type[m.Message], Handler] = {
-            m.Namespaces: lambda _: self._store.list_namespaces(),
+            m.Namespaces: lambda _: self._store.admission.list_namespaces(),
             m.CreateNamespace: self._create,
             m.OpenNamespace: self._open,
             m.CloseNamespace: self._close_namespace,
@@ -187,11 +187,11 @@ class Session:
 
     def _create(self, r: m.CreateNamespace) -> Coroutine[Any, Any, object]:
         return self._opened(
-            self._store.create(r.name, r.schema, layers=r.layers, experts=r.experts, host_bytes=r.host_bytes)
+            self._store.admission.create(r.name, r.schema, layers=r.layers, experts=r.experts, host_bytes=r.host_bytes)
         )
 
     def _open(self, r: m.OpenNamespace) -> Coroutine[Any, Any, object]:
-        return self._opened(self._store.open(r.name, mode=r.mode, at=r.at, host_bytes=r.host_bytes))
+        return self._opened(self._store.admission.open(r.name, mode=r.mode, at=r.at, host_bytes=r.host_bytes))
 
     async def _opened(self, opening: Coroutine[Any, Any, View]) -> object:
         view = await opening

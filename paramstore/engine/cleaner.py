@@ -108,6 +108,6 @@ class Cleaner:
                 if not self._planner.evict_param(namespace, key):
                     skipped[key] = None
                 evicted += before - len(namespace.copies.get(key, ()))
-        self._planner.pump(namespace)
+        self._planner.leases.pump(namespace)
         self._transfers.drain()
         return {"evicted": evicted, "skipped": [list(key) for key in skipped]}

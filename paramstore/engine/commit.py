@@ -22,7 +22,7 @@ from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import CATALOG_LANE, Runner, volume_lane
 from paramstore.engine.transfers import Transfers
-from paramstore.errors import CatalogError, ParamStoreError, StepFailed, VolumeError
+from paramstore.errors import CatalogError, ParamStoreError, StepDropped, VolumeError
 from paramstore.storage.catalog import Catalog, Change, StepRow
 from paramstore.storage.format import CommitNote, Superblock, combine_roots
 from paramstore.storage.ledger import Publication
@@ -180,14 +180,35 @@ class Committer:
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
 
-    async def rollback(self, namespace: NamespaceState, step: int | None) -> None:
+    async def until_no_cut(self, namespace: NamespaceState) -> None:
+        """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins."""
+        while namespace.cut is not None:
+            future = asyncio.get_running_loop().create_future()
+            namespace.cut_waiters.append(future)
+            await future
+
+    async def rollback(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
+        """To the step that is committed when the calls before this one are through; `to_step`: the one the caller means.
+
+        An apply under way stops at its next record. Raises StepDropped if `to_step` is not the committed one.
+        """
+        namespace.is_stopping = True
+        async with namespace.turn:
+            namespace.is_stopping = False
+            await self.until_no_cut(namespace)
+            committed = namespace.committed_step
+            if to_step is not None and to_step != committed:
+                namespace.ledger.step(to_step)
+                raise StepDropped(f"rollback({to_step}): this version goes back to the committed step only, {committed}")
+            await self._roll_back_to(namespace, committed)
+
+    async def _roll_back_to(self, namespace: NamespaceState, step: int | None) -> None:
         """On return the namespace stands at `step` (None: before any commit) in a new, durable epoch, and is not broken.
 
         No commit is under way. Raises StepDropped if there is no such step, CatalogError; then nothing has changed.
         """
         self.check_accepting()
-        if namespace.cut is not None:
-            raise StepFailed(f"a commit of {namespace.name!r} is under way")
+        assert namespace.cut is None
         publication = namespace.ledger.plan_rollback(step)
         await self._publish(namespace, publication)
         namespace.ledger.settle(publication)

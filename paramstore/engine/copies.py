@@ -183,6 +183,14 @@ class CopyPlanner:
         if copy.state in (Copy.LOADING, Copy.READY) and not namespace.is_seen(copy.key, copy.identity):
             self.retire(namespace, copy)
 
+    def retire_unseen(self, namespace: NamespaceState) -> None:
+        """After a view, the step or the epoch moved: copies that nobody sees any more retire."""
+        for key, copies in list(namespace.copies.items()):
+            if len(copies) == 1 and namespace.working[key].current is copies[0]:
+                continue  # the usual case, kept cheap: nothing but what the writer sees
+            for copy in list(copies):
+                self.supersede(namespace, copy)
+
     def retire(self, namespace: NamespaceState, copy: ParamCopy) -> None:
         copy.state = next_copy(copy.state, CopyEvent.RETIRE)
         if copy.leases == 0 and copy.move is None:

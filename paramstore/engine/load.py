@@ -31,7 +31,7 @@ class Loader:
             view.namespace.schema.part(part)
             raise SchemaMismatch(f"part {part!r} cannot be leased: the daemon alone sees it; use read() for a copy")
         request = LeaseRequest(view, lease_id, keys)
-        self._planner.request_lease(request)
+        self._planner.leases.request_lease(request)
         self._transfers.drain()
         return request
 
@@ -42,7 +42,7 @@ class Loader:
             waiting = request.view.namespace.param_arena
             is_queued = waiting is not None and request in waiting.waiting
             reason = "waiting for slots that others hold" if is_queued else f"{request.missing} still loading"
-            self._planner.cancel_lease(
+            self._planner.leases.cancel_lease(
                 request, WaitTimeout(f"lease of {len(request.keys)} keys of {request.view.namespace.name!r}: {reason}")
             )
             self._transfers.drain()
@@ -50,14 +50,14 @@ class Loader:
             raise request.error
 
     def cancel_lease(self, request: LeaseRequest, error: ParamStoreError) -> None:
-        self._planner.cancel_lease(request, error)
+        self._planner.leases.cancel_lease(request, error)
         self._transfers.drain()
 
     def prefetch(self, view: View, keys: Sequence[ExpertKey], part: str, deadline_s: float | None) -> PrefetchRequest:
         """Starts loading what fits. Raises UnknownKey or SchemaMismatch, and nothing was started."""
         view.namespace.schema.part(part)
         request = PrefetchRequest(view.namespace, part, deadline_s)
-        self._planner.request_prefetch(request, view, keys)
+        self._planner.leases.request_prefetch(request, view, keys)
         self._transfers.drain()
         return request
 

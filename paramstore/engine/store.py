@@ -16,17 +16,17 @@ from typing import Any
 
 from paramstore import __version__
 from paramstore.config import Config
-from paramstore.core.key import ExpertKey, KeySpace, check_name
+from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Identity
 from paramstore.core.residency import MAY_MATERIALISE
-from paramstore.core.schema import Schema
+from paramstore.engine.admission import Admission
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import GradientRange, NamespaceState, UploadMemory, View
-from paramstore.engine.planner import Planner, fresh_working
+from paramstore.engine.planner import Planner
 from paramstore.engine.report import namespace_stats, residency, volume_stats
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest
 from paramstore.engine.runner import CPU_LANE, Runner
@@ -36,17 +36,13 @@ from paramstore.engine.volumes import VolumeSet
 from paramstore.errors import (
     CapacityError,
     ConfigError,
-    NamespaceExists,
     ParamStoreError,
     ProtocolError,
     SchemaMismatch,
     StepDropped,
     StepFailed,
     StepOutOfOrder,
-    UnknownNamespace,
 )
-from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow
-from paramstore.storage.ledger import Ledger
 from paramstore.wire.messages import EXTRA_BYTES_MAX
 
 
@@ -70,114 +66,15 @@ class Store:
         self._cleaner = cleaner
         self._updater = updater
         self._committer = committer
-        self._admission = asyncio.Lock()
-        """Serialises what creates namespaces or gives them memory."""
+        self.admission = Admission(planner, host, volumes, cleaner, committer, namespaces)
         self._started_s = time.monotonic()
 
-    # --- namespaces
-
-    def list_namespaces(self) -> list[dict[str, object]]:
-        return [
-            {
-                "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
-                "experts": namespace.keys.experts, "committed_step": namespace.committed_step, "epoch": namespace.epoch,
-            }
-            for namespace in self.namespaces.values()
-        ]  # fmt: skip
-
-    async def create(
-        self, name: str, description: dict[str, Any], *, layers: Sequence[int], experts: int, host_bytes: int | None
-    ) -> View:
-        """A writer's view of a new namespace, or of an uncommitted one of equal schema. Raises NamespaceExists,
-        SchemaMismatch, CapacityError naming what is missing; nothing is left behind then."""
-        check_name(name)
-        schema = Schema.from_description(description)
-        keys = KeySpace.of(tuple(layers), experts)
-        async with self._admission:
-            existing = self.namespaces.get(name)
-            if existing is not None:
-                self._check_reusable(existing, schema, keys)
-                return await self._open_writer(existing, host_bytes)
-            await self._volumes.make_room([*self.namespaces.values()], schema, len(keys))
-            row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
-            namespace = make_namespace(Ledger(NamespaceContents(row)))
-            await self._open_memory(namespace, host_bytes)
-            try:
-                await self._committer.apply_change(Change(put_namespaces=(row,)))
-            except ParamStoreError:
-                self.host.close_arenas(namespace)
-                raise
-            self.namespaces[name] = namespace
-            return self._planner.open_view(namespace, is_writer=True, step=None)
-
-    @staticmethod
-    def _check_reusable(existing: NamespaceState, schema: Schema, keys: KeySpace) -> None:
-        if existing.committed_step is not None:
-            raise NamespaceExists(
-                f"namespace {existing.name!r} is committed at step {existing.committed_step}: open_namespace(mode='write') to go on"
-            )
-        if existing.schema != schema or existing.keys != keys:
-            raise NamespaceExists(f"namespace {existing.name!r} exists with another schema, layers or experts")
-
-    async def open(self, name: str, *, mode: str, at: int | None, host_bytes: int | None) -> View:
-        """A view of `name`. mode "write" fences the writers before it and rolls back to the committed step; "read" stands
-        on `at`, or on the newest step. Raises UnknownNamespace, StepDropped, StepFailed before the first commit."""
-        if mode not in ("read", "write"):
-            raise ConfigError(f"mode={mode!r}: use 'read' or 'write'")
-        async with self._admission:
-            namespace = self.namespaces.get(name)
-            if namespace is None:
-                known = ", ".join(sorted(self.namespaces)) or "none"
-                raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
-            if mode == "write":
-                if at is not None:
-                    raise ConfigError("a writer stands on the newest step; `at` is for readers")
-                return await self._open_writer(namespace, host_bytes)
-            step = self._reader_step(namespace, at)
-            await self._open_memory(namespace, host_bytes)
-            return self._planner.open_view(namespace, is_writer=False, step=step)
-
-    @staticmethod
-    def _reader_step(namespace: NamespaceState, at: int | None) -> int:
-        if namespace.committed_step is None:
-            raise StepFailed(f"namespace {namespace.name!r} has no committed step yet: only a writer can open it")
-        if at is None:
-            return namespace.committed_step
-        if at in namespace.closing_steps:
-            raise StepDropped(f"step {at} of {namespace.name!r} is being dropped by a commit")
-        return namespace.ledger.step(at).step
-
-    async def _open_writer(self, namespace: NamespaceState, host_bytes: int | None) -> View:
-        if namespace.writer is not None:
-            namespace.writer.is_fenced = True
-        await self._roll_back(namespace)
-        await self._open_memory(namespace, host_bytes)
-        return self._planner.open_view(namespace, is_writer=True, step=None)
-
-    async def _open_memory(self, namespace: NamespaceState, host_bytes: int | None) -> None:
-        """The namespace's arenas, taking back those of namespaces that nobody has open if need be."""
-        try:
-            await self.host.open_arenas(namespace, host_bytes)
-        except CapacityError:
-            idle = [other for other in self.namespaces.values() if not other.views and other.param_arena is not None]
-            idle = [other for other in idle if other is not namespace]
-            if not idle:
-                raise
-            for other in idle:
-                await self._give_up_memory(other)
-            await self.host.open_arenas(namespace, host_bytes)
-
-    async def _give_up_memory(self, namespace: NamespaceState) -> None:
-        """Nobody has it open, so what is not committed is lost at the next opening anyway: its memory is free to go."""
-        await self._roll_back(namespace)
-        await self._cleaner.evict(namespace, None, None)
-        for client, segments in self.host.close_arenas(namespace).items():
-            client.unmap(segments)  # type: ignore[attr-defined]
+    # --- views
 
     def close_view(self, view: View) -> None:
         """Ends a view: its leases, waits and, of a writer, its pending gradients."""
         if not view.is_closed:
-            self._planner.close_view(view)
+            self._planner.leases.close_view(view)
             self._transfers.drain()
 
     def refresh(self, view: View) -> int:
@@ -186,7 +83,7 @@ class Store:
             raise ConfigError("a writer sees its working state; refresh() moves readers")
         step = view.namespace.committed_step
         assert step is not None
-        self._planner.move_view(view, step)
+        self._planner.leases.move_view(view, step)
         self._transfers.drain()
         return step
 
@@ -196,7 +93,7 @@ class Store:
         return {
             "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
             "experts": namespace.keys.experts, "committed_step": namespace.committed_step, "view_step": view.step,
-            "epoch": namespace.epoch, "lease_slots": self._planner.lease_cap(namespace),
+            "epoch": namespace.epoch, "lease_slots": self._planner.leases.lease_cap(namespace),
             "wait_timeout_s": self.config.wait_timeout_s,
         }  # fmt: skip
 
@@ -212,7 +109,7 @@ class Store:
         self._loader.cancel_lease(request, error)
 
     def release(self, view: View, lease_id: int) -> None:
-        self._planner.release(view, lease_id)
+        self._planner.leases.release(view, lease_id)
         self._transfers.drain()
 
     def lease_places(self, request: LeaseRequest) -> list[tuple[int, int, int, int]]:
@@ -252,7 +149,7 @@ class Store:
 
     def check_writer(self, view: View) -> NamespaceState:
         """Raises what keeps this view from changing records."""
-        self._planner.check_view(view)
+        self._planner.leases.check_view(view)
         if not view.is_writer:
             raise SchemaMismatch(f"namespace {view.namespace.name!r} is open for reading: open it with mode='write'")
         namespace = view.namespace
@@ -303,7 +200,7 @@ class Store:
         started_s = time.monotonic()
         namespace = view.namespace
         async with namespace.turn:
-            await self._until_no_cut(namespace)
+            await self._committer.until_no_cut(namespace)
             self.check_writer(view)
             if self._is_repeat(namespace, step):
                 return {"step": step, "records": 0, "bytes_written": 0, "seconds": 0.0}
@@ -327,34 +224,16 @@ class Store:
             raise StepFailed(f"commit({step}) on {namespace.name!r}: {missing} has no value yet; call initialize")
         return False
 
-    async def _until_no_cut(self, namespace: NamespaceState) -> None:
-        while namespace.cut is not None:
-            future = asyncio.get_running_loop().create_future()
-            namespace.cut_waiters.append(future)
-            await future
-
     async def rollback(self, view: View, step: int) -> int:
         """Back to the committed step, dropping everything since. Gives the new epoch."""
-        self._planner.check_view(view)
+        self._planner.leases.check_view(view)
         namespace = view.namespace
         if not view.is_writer:
             raise SchemaMismatch(f"namespace {namespace.name!r} is open for reading: a reader does not roll back")
         if namespace.committed_step is None:
             raise StepDropped(f"namespace {namespace.name!r} has no committed step: initialize() starts it over")
-        await self._roll_back(namespace, to_step=step)
+        await self._committer.rollback(namespace, to_step=step)
         return namespace.epoch
-
-    async def _roll_back(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
-        """To the step that is committed when the calls before this one are through; `to_step`: the one the caller means."""
-        namespace.is_stopping = True
-        async with namespace.turn:
-            namespace.is_stopping = False
-            await self._until_no_cut(namespace)
-            committed = namespace.committed_step
-            if to_step is not None and to_step != committed:
-                namespace.ledger.step(to_step)
-                raise StepDropped(f"rollback({to_step}): this version goes back to the committed step only, {committed}")
-            await self._committer.rollback(namespace, committed)
 
     async def write_back(self, view: View, keys: Sequence[ExpertKey] | None) -> dict[str, int]:
         async with view.namespace.turn:
@@ -371,7 +250,7 @@ class Store:
         namespace = self.check_writer(view)
         if namespace.committed_step is not None:
             raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")
-        await self._roll_back(namespace)
+        await self._committer.rollback(namespace)
         if namespace.committed_step is not None:
             raise StepOutOfOrder(f"namespace {namespace.name!r} was committed meanwhile")
         for working in namespace.working.values():
@@ -393,7 +272,7 @@ class Store:
     async def read(self, view: View, key: ExpertKey, target: memoryview) -> Identity:
         """Copies the stored part's image, as `view` sees it, to `target` (record_bytes, page-aligned). Raises CorruptRecord."""
         namespace = view.namespace
-        self._planner.check_view(view)
+        self._planner.leases.check_view(view)
         namespace.keys.check([key], namespace=namespace.name)
         if not view.is_writer:
             identity, located = view.locate(key)
@@ -480,15 +359,3 @@ class Store:
         while not self._runner.is_idle and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
         await self._volumes.close()
-
-
-def make_namespace(ledger: Ledger) -> NamespaceState:
-    """The state of a namespace as its ledger has it, without memory."""
-    row = ledger.namespace
-    schema = Schema.from_description(row.schema)
-    keys = KeySpace.of(row.layers, row.experts)
-    namespace = NamespaceState(row.name, schema, keys, ledger, epoch=row.epoch, sequence=row.sequence)
-    namespace.applies = row.applies
-    namespace.turn = asyncio.Lock()
-    namespace.working = fresh_working(namespace)
-    return namespace

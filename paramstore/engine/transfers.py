@@ -155,7 +155,7 @@ class Transfers:
         self._count_read(move, located, transfer)
         if isinstance(subject, ParamCopy):
             self.planner.copies.settle(namespace, subject, error)
-            self.planner.pump(namespace)
+            self.planner.leases.pump(namespace)
         else:
             step, last_apply = (header.optimizer_step, header.last_apply) if header is not None else (0, 0)
             self.planner.working.settle_load(namespace, subject, optimizer_step=step, last_apply=last_apply, error=error)
@@ -192,7 +192,7 @@ class Transfers:
         assert move.source is not None
         self.planner.working.unhold(move.namespace, move.source)
         self.planner.copies.settle(move.namespace, move.subject, transfer.error)
-        self.planner.pump(move.namespace)
+        self.planner.leases.pump(move.namespace)
         self.drain()
 
     def _settle_write(self, move: Move, transfer: Transfer, *, write: ImageWrite) -> None:

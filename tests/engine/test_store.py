@@ -54,7 +54,7 @@ def image_of(value: dict[str, torch.Tensor], fields: Any, length_bytes: int) -> 
 
 
 async def make_writer(store: Store, schema: Schema = SCHEMA, *, commit: bool = True) -> View:
-    view = await store.create("moe", schema.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
+    view = await store.admission.create("moe", schema.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
     await store.initialize_begin(view)
     for key in KEYS:
         initial = image_of(value_of(key), schema.initial_fields(), schema.initial_bytes)
@@ -172,7 +172,7 @@ def test_a_reader_stands_on_its_step_until_it_refreshes() -> None:
     async def scenario() -> None:
         store = Machine(seed=4).start()
         writer, model, before = await make_writer(store), Model(), Model()
-        reader = await store.open("moe", mode="read", at=None, host_bytes=None)
+        reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         push(store, writer, KEYS, 1)
         await store.apply(writer, AdamW(lr=1e-2), 1.0)
         model.apply(KEYS, 1)
@@ -192,7 +192,7 @@ def test_readers_of_too_many_old_steps_lose_the_oldest() -> None:
         writer = await make_writer(store)
         readers = []
         for step in range(1, 5):
-            readers.append(await store.open("moe", mode="read", at=None, host_bytes=None))
+            readers.append(await store.admission.open("moe", mode="read", at=None, host_bytes=None))
             push(store, writer, KEYS, step)
             await store.apply(writer, AdamW(), 1.0)
             await store.commit(writer, step, b"")
@@ -232,7 +232,7 @@ def test_a_new_writer_fences_the_old_and_starts_at_the_committed_step() -> None:
         old, model = await make_writer(store), Model()
         push(store, old, KEYS, 1)
         await store.apply(old, AdamW(lr=1e-2), 1.0)
-        new = await store.open("moe", mode="write", at=None, host_bytes=None)
+        new = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         with pytest.raises(WriterFenced):
             push(store, old, KEYS, 2)
         with pytest.raises(WriterFenced):
@@ -256,7 +256,7 @@ def test_a_store_reopens_at_the_last_committed_step() -> None:
         await store.write_back(view, None)
         await machine.crash()
         again = machine.start()
-        view = await again.open("moe", mode="write", at=None, host_bytes=None)
+        view = await again.admission.open("moe", mode="write", at=None, host_bytes=None)
         assert again.steps(view) == [0, 7]
         assert again.extra(view, 7) == b"state at 7"
         for key in KEYS:
@@ -293,7 +293,7 @@ def test_reading_a_record_gives_masters_and_moments() -> None:
         push(store, view, KEYS, 1)
         await store.apply(view, AdamW(lr=1e-2), 1.0)
         model.apply(KEYS, 1)
-        reader = await store.open("moe", mode="read", at=None, host_bytes=None)
+        reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         for key in KEYS:
             target = PlainSegment(SCHEMA.record_bytes)
             identity = await store.read(view, key, target.view(0, SCHEMA.record_bytes))
@@ -310,9 +310,9 @@ def test_bad_requests_are_refused_and_change_nothing() -> None:
         store = Machine(seed=11).start()
         view, model = await make_writer(store), Model()
         with pytest.raises(UnknownNamespace, match="moe"):
-            await store.open("nope", mode="read", at=None, host_bytes=None)
+            await store.admission.open("nope", mode="read", at=None, host_bytes=None)
         with pytest.raises(NamespaceExists, match="committed at step 0"):
-            await store.create("moe", SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
+            await store.admission.create("moe", SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
         with pytest.raises(UnknownKey, match=r"\(9, 0\)"):
             store.acquire(view, next(_lease_ids), [(0, 0), (9, 0)], "param")
         with pytest.raises(SchemaMismatch, match="optim"):
@@ -334,7 +334,7 @@ def test_bad_requests_are_refused_and_change_nothing() -> None:
             await store.rollback(view, 5)
         with pytest.raises(StepDropped):
             store.extra(view, 5)
-        reader = await store.open("moe", mode="read", at=0, host_bytes=None)
+        reader = await store.admission.open("moe", mode="read", at=0, host_bytes=None)
         with pytest.raises(SchemaMismatch, match="reading"):
             push(store, reader, KEYS, 1)
         model.check(await leased(store, view, KEYS[:3]))
@@ -366,7 +366,7 @@ def test_a_budget_too_small_for_a_record_is_refused_with_the_size_needed() -> No
         store = Machine(seed=13, host_budget_bytes=1 << 20).start()
         with pytest.raises(CapacityError, match="host_budget"):
             await make_writer(store)
-        assert store.list_namespaces() == []
+        assert store.admission.list_namespaces() == []
 
     run(scenario())
 
@@ -375,8 +375,8 @@ def test_a_volume_too_small_is_refused_at_create_with_the_bytes_missing() -> Non
     async def scenario() -> None:
         store = Machine(seed=14, volume_bytes=10 << 20, volume_size_bytes=10 << 20).start()
         with pytest.raises(CapacityError, match="bytes are missing"):
-            await store.create("big", SCHEMA.describe(), layers=range(64), experts=64, host_bytes=None)
-        assert store.list_namespaces() == []
+            await store.admission.create("big", SCHEMA.describe(), layers=range(64), experts=64, host_bytes=None)
+        assert store.admission.list_namespaces() == []
 
     run(scenario())
 
@@ -445,7 +445,7 @@ def test_a_failed_write_is_repeated_on_another_extent_and_a_second_failure_fails
         await machine.crash()
         machine.volumes[0] = FaultyVolume(machine.disks[0], faults)
         store = machine.start()
-        view = await store.open("moe", mode="write", at=None, host_bytes=None)
+        view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         push(store, view, KEYS[:1], 1)
         await store.apply(view, AdamW(lr=1e-2), 1.0)
         if survives:
@@ -469,7 +469,7 @@ def test_a_failed_flush_fails_the_commit_breaks_the_namespace_and_keeps_the_comm
         await machine.crash()
         machine.volumes[1] = FaultyVolume(machine.disks[1], [Fault("flush", 1)])
         store = machine.start()
-        view = await store.open("moe", mode="write", at=None, host_bytes=None)
+        view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         push(store, view, KEYS, 1)
         await store.apply(view, AdamW(lr=1e-2), 1.0)
         with pytest.raises(VolumeError):
@@ -520,7 +520,7 @@ def test_a_param_schema_serves_what_it_was_given_and_takes_no_gradients() -> Non
     async def scenario() -> None:
         schema = Schema.param({"w": ((3, 5), "bfloat16"), "v": ((7,), "uint8")})
         store = Machine(seed=21).start()
-        view = await store.create("served", schema.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
+        view = await store.admission.create("served", schema.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
         await store.initialize_begin(view)
         values = {}
         for number, key in enumerate(KEYS):
@@ -531,7 +531,7 @@ def test_a_param_schema_serves_what_it_was_given_and_takes_no_gradients() -> Non
         with pytest.raises(SchemaMismatch, match="gradients"):
             store.push(view, [])
         await store.commit(view, 1, b"")
-        reader = await store.open("served", mode="read", at=None, host_bytes=None)
+        reader = await store.admission.open("served", mode="read", at=None, host_bytes=None)
         for seen_by in (view, reader):
             found = await leased(store, seen_by, KEYS[:3])
             assert all(torch.equal(found[key][name], values[key][name]) for key in found for name in found[key])

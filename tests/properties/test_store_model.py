@@ -99,7 +99,7 @@ class Trial:
 
     async def begin(self) -> None:
         self.store = self.machine.start()
-        self.writer = await self.store.create("moe", self.schema.describe(), layers=range(2), experts=5, host_bytes=None)
+        self.writer = await self.store.admission.create("moe", self.schema.describe(), layers=range(2), experts=5, host_bytes=None)
         await self.store.initialize_begin(self.writer)
         for key in KEYS:
             self.working[key] = Expert.initial(key)
@@ -216,7 +216,7 @@ class Trial:
         elif choice == "lease":
             self.lease(self.writer, self.working)
         elif choice == "reader" and len(self.readers) < 3:
-            self.readers.append(await self.store.open("moe", mode="read", at=None, host_bytes=None))
+            self.readers.append(await self.store.admission.open("moe", mode="read", at=None, host_bytes=None))
         elif choice == "read_lease" and self.readers:
             view = self.random.choice(self.readers)
             self.lease(view, self.steps[view.step])  # type: ignore[index]
@@ -249,7 +249,7 @@ class Trial:
             self.working = self.steps[self.acknowledged]  # type: ignore[index]
         elif choice == "reopen":
             await self.settle()
-            old, self.writer = self.writer, await self.store.open("moe", mode="write", at=None, host_bytes=None)
+            old, self.writer = self.writer, await self.store.admission.open("moe", mode="write", at=None, host_bytes=None)
             self.store.close_view(old)
             self.working = self.steps[self.acknowledged]  # type: ignore[index]
 
@@ -269,7 +269,7 @@ class Trial:
         self.readers.clear()
         await self.machine.crash(keeps_random_writes=True)
         self.store = self.machine.start()
-        self.writer = await self.store.open("moe", mode="write", at=None, host_bytes=None)
+        self.writer = await self.store.admission.open("moe", mode="write", at=None, host_bytes=None)
         step = self.writer.namespace.committed_step
         assert step is not None
         assert self.acknowledged is not None

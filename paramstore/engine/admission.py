@@ -1,0 +1,156 @@
+"""Who may open which namespace: creation, writers and readers, and the memory and volume space that they need.
+
+Serialised by one lock: two that come at once cannot both be given the same bytes. Whatever is refused leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from paramstore.core.key import KeySpace, check_name
+from paramstore.core.schema import Schema
+from paramstore.engine.cleaner import Cleaner
+from paramstore.engine.commit import Committer
+from paramstore.engine.host import HostTier
+from paramstore.engine.namespace import NamespaceState, View
+from paramstore.engine.planner import Planner, fresh_working
+from paramstore.engine.volumes import VolumeSet
+from paramstore.errors import (
+    CapacityError,
+    ConfigError,
+    NamespaceExists,
+    ParamStoreError,
+    StepDropped,
+    StepFailed,
+    UnknownNamespace,
+)
+from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow
+from paramstore.storage.ledger import Ledger
+
+
+class Admission:
+    """Owner of the table of namespaces."""
+
+    def __init__(
+        self, planner: Planner, host: HostTier, volumes: VolumeSet, cleaner: Cleaner, committer: Committer,
+        namespaces: dict[str, NamespaceState],
+    ) -> None:  # fmt: skip
+        self._planner = planner
+        self._host = host
+        self._volumes = volumes
+        self._cleaner = cleaner
+        self._committer = committer
+        self._namespaces = namespaces
+        self._lock = asyncio.Lock()
+
+    def list_namespaces(self) -> list[dict[str, object]]:
+        return [
+            {
+                "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
+                "experts": namespace.keys.experts, "committed_step": namespace.committed_step, "epoch": namespace.epoch,
+            }
+            for namespace in self._namespaces.values()
+        ]  # fmt: skip
+
+    async def create(
+        self, name: str, description: dict[str, Any], *, layers: Sequence[int], experts: int, host_bytes: int | None
+    ) -> View:
+        """A writer's view of a new namespace, or of an uncommitted one of equal schema. Raises NamespaceExists,
+        SchemaMismatch, CapacityError naming what is missing; nothing is left behind then."""
+        check_name(name)
+        schema = Schema.from_description(description)
+        keys = KeySpace.of(tuple(layers), experts)
+        async with self._lock:
+            existing = self._namespaces.get(name)
+            if existing is not None:
+                self._check_reusable(existing, schema, keys)
+                return await self._open_writer(existing, host_bytes)
+            await self._volumes.make_room([*self._namespaces.values()], schema, len(keys))
+            row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
+            namespace = make_namespace(Ledger(NamespaceContents(row)))
+            await self._open_memory(namespace, host_bytes)
+            try:
+                await self._committer.apply_change(Change(put_namespaces=(row,)))
+            except ParamStoreError:
+                self._host.close_arenas(namespace)
+                raise
+            self._namespaces[name] = namespace
+            return self._planner.leases.open_view(namespace, is_writer=True, step=None)
+
+    @staticmethod
+    def _check_reusable(existing: NamespaceState, schema: Schema, keys: KeySpace) -> None:
+        if existing.committed_step is not None:
+            raise NamespaceExists(
+                f"namespace {existing.name!r} is committed at step {existing.committed_step}: open_namespace(mode='write') to go on"
+            )
+        if existing.schema != schema or existing.keys != keys:
+            raise NamespaceExists(f"namespace {existing.name!r} exists with another schema, layers or experts")
+
+    async def open(self, name: str, *, mode: str, at: int | None, host_bytes: int | None) -> View:
+        """A view of `name`. mode "write" fences the writers before it and rolls back to the committed step; "read" stands
+        on `at`, or on the newest step. Raises UnknownNamespace, StepDropped, StepFailed before the first commit."""
+        if mode not in ("read", "write"):
+            raise ConfigError(f"mode={mode!r}: use 'read' or 'write'")
+        async with self._lock:
+            namespace = self._namespaces.get(name)
+            if namespace is None:
+                known = ", ".join(sorted(self._namespaces)) or "none"
+                raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
+            if mode == "write":
+                if at is not None:
+                    raise ConfigError("a writer stands on the newest step; `at` is for readers")
+                return await self._open_writer(namespace, host_bytes)
+            step = self._reader_step(namespace, at)
+            await self._open_memory(namespace, host_bytes)
+            return self._planner.leases.open_view(namespace, is_writer=False, step=step)
+
+    @staticmethod
+    def _reader_step(namespace: NamespaceState, at: int | None) -> int:
+        if namespace.committed_step is None:
+            raise StepFailed(f"namespace {namespace.name!r} has no committed step yet: only a writer can open it")
+        if at is None:
+            return namespace.committed_step
+        if at in namespace.closing_steps:
+            raise StepDropped(f"step {at} of {namespace.name!r} is being dropped by a commit")
+        return namespace.ledger.step(at).step
+
+    async def _open_writer(self, namespace: NamespaceState, host_bytes: int | None) -> View:
+        if namespace.writer is not None:
+            namespace.writer.is_fenced = True
+        await self._committer.rollback(namespace)
+        await self._open_memory(namespace, host_bytes)
+        return self._planner.leases.open_view(namespace, is_writer=True, step=None)
+
+    async def _open_memory(self, namespace: NamespaceState, host_bytes: int | None) -> None:
+        """The namespace's arenas, taking back those of namespaces that nobody has open if need be."""
+        try:
+            await self._host.open_arenas(namespace, host_bytes)
+        except CapacityError:
+            idle = [other for other in self._namespaces.values() if not other.views and other.param_arena is not None]
+            idle = [other for other in idle if other is not namespace]
+            if not idle:
+                raise
+            for other in idle:
+                await self._give_up_memory(other)
+            await self._host.open_arenas(namespace, host_bytes)
+
+    async def _give_up_memory(self, namespace: NamespaceState) -> None:
+        """Nobody has it open, so what is not committed is lost at the next opening anyway: its memory is free to go."""
+        await self._committer.rollback(namespace)
+        await self._cleaner.evict(namespace, None, None)
+        for client, segments in self._host.close_arenas(namespace).items():
+            client.unmap(segments)  # type: ignore[attr-defined]
+
+
+def make_namespace(ledger: Ledger) -> NamespaceState:
+    """The state of a namespace as its ledger has it, without memory."""
+    row = ledger.namespace
+    schema = Schema.from_description(row.schema)
+    keys = KeySpace.of(row.layers, row.experts)
+    namespace = NamespaceState(row.name, schema, keys, ledger, epoch=row.epoch, sequence=row.sequence)
+    namespace.applies = row.applies
+    namespace.turn = asyncio.Lock()
+    namespace.working = fresh_working(namespace)
+    return namespace
