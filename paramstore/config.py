@@ -76,10 +76,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gradient_budget_bytes: int | None = None
     """All upload areas of the node; None allows every expert at the gradient dtype once per writing session."""
     socket: Path | None = None
-    """Unix socket; its directory is 0700. None: `paramstore.sock` in `dir`."""
+    """Unix socket; its directory is 0700. None: `run/paramstore.sock` in `dir`."""
     policy: PolicyConfig = PolicyConfig()
-    io_workers: int = 4
-    """Threads that read and write, per volume: a disk is full from 2; more hide the hand-over between pieces."""
+    io_workers: int = 8
+    """Threads that read and write, per volume: 2 fill a disk, the others verify meanwhile; more cost staging memory."""
     update_workers: int = 0
     """Threads that run the optimizer; 0 means one per core."""
     piece_bytes: int = 8 << 20

@@ -13,10 +13,15 @@ from collections.abc import Callable, Sequence
 
 from paramstore.errors import ProtocolError
 from paramstore.wire.codec import FIRST_FRAME_BYTES_MAX, FrameDecoder, encode
-from paramstore.wire.messages import Message
+from paramstore.wire.messages import Failed, Message
 
-READ_BYTES = 256 << 10
+READ_BYTES = 64 << 10
+"""One buffer for all channels: a larger one per read would be mapped and unmapped each time."""
 OUTPUT_BYTES_MAX = 64 << 20
+
+
+_read_buffer = memoryview(bytearray(READ_BYTES))
+"""Used between one read and the feeding of what it brought, on the loop's thread."""
 
 
 class Channel:
@@ -43,22 +48,27 @@ class Channel:
 
     def _readable(self) -> None:
         try:
-            data = self._socket.recv(READ_BYTES)
+            length_bytes = self._socket.recv_into(_read_buffer)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self.close(error)
             return
-        if not data:
+        if not length_bytes:
             self.close(None)
             return
         try:
-            for body in self._decoder.feed(data):
+            for body in self._decoder.feed(_read_buffer[:length_bytes]):
                 self._on_frame(body)
                 if self._is_closed:
                     return
         except ProtocolError as error:
-            self.close(error)
+            self.refuse(error)
+
+    def refuse(self, error: ProtocolError) -> None:
+        """A peer that does not speak the protocol is told so, as far as it can be, and disconnected."""
+        self.send(Failed(0, ProtocolError.__name__, str(error)))
+        self.close(error)
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queues a frame; most leave at once. On a closed channel it is dropped."""

@@ -14,12 +14,12 @@ import asyncio
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from paramstore.core.optimizers import AdamW
 from paramstore.daemon.channel import Channel
+from paramstore.daemon.peer import Peer
 from paramstore.engine.arena import SegmentMemory
 from paramstore.engine.namespace import View
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 TASKS_MAX = 4096
 """Requests of one session under way at once."""
 HELLO_TIMEOUT_S = 2.0
-PEER_CREDENTIALS = struct.Struct("3i")
 
 Handler = Callable[[Any], object]
 """Gives the result at once, or a coroutine that gives it."""
@@ -46,10 +45,7 @@ class Session:
         self._store = store
         self._loop = asyncio.get_running_loop()
         self._on_gone = on_gone
-        self.pid, self.uid, _ = PEER_CREDENTIALS.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
-        )
-        self._process = _open_process(self.pid)
+        self._process = Peer(self._loop, sock, on_ended=self._process_ended)
         self._views: dict[int, View] = {}
         self._next_handle = 1
         self._uploads: dict[int, SegmentMemory] = {}
@@ -60,8 +56,6 @@ class Session:
         self._is_ended = False
         self._channel = Channel(self._loop, sock, on_frame=self._on_frame, on_end=self._on_end)
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_is_late)
-        if self._process is not None:
-            self._loop.add_reader(self._process, self._process_ended)
         self._handlers: dict[type[m.Message], Handler] = {
             m.Namespaces: lambda _: self._store.admission.list_namespaces(),
             m.CreateNamespace: self._create,
@@ -89,15 +83,23 @@ class Session:
             m.Stats: lambda _: self._store.stats(),
         }
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def uid(self) -> int:
+        return self._process.uid
+
     # --- frames
 
     def _on_frame(self, body: bytes) -> None:
         try:
             request = decode_request(body)
         except ProtocolError as error:
-            self._refuse(error)
+            self._channel.refuse(error)
             return
-        if not self._is_known:
+        if not self._is_known or isinstance(request, m.Hello):
             self._hello(request)
         elif isinstance(request, m.Acquire):
             self._acquire(request)
@@ -109,8 +111,8 @@ class Session:
             self._answer(request)
 
     def _hello(self, request: m.Message) -> None:
-        if not isinstance(request, m.Hello) or request.magic != m.MAGIC:
-            self._refuse(ProtocolError("the first frame must be a hello"))
+        if self._is_known or not isinstance(request, m.Hello) or request.magic != m.MAGIC:
+            self._channel.refuse(ProtocolError("the first frame must be a hello, and no other may be one"))
             return
         if request.major != m.PROTOCOL_MAJOR:
             message = (
@@ -130,30 +132,26 @@ class Session:
         self._channel.send(m.Done(request.id, welcome))
 
     def _hello_is_late(self) -> None:
-        self._refuse(ProtocolError(f"no hello within {HELLO_TIMEOUT_S} s"))
+        self._channel.refuse(ProtocolError(f"no hello within {HELLO_TIMEOUT_S} s"))
 
-    def _refuse(self, error: ProtocolError) -> None:
-        """A peer that does not speak the protocol is told so, as far as it can be, and disconnected."""
-        self._channel.send(m.Failed(0, ProtocolError.__name__, str(error)))
-        self._channel.close(error)
+    def _check_admissible(self, request_id: int) -> None:
+        if request_id <= 0 or request_id in self._tasks or request_id in self._leases:
+            raise ProtocolError(f"request id {request_id} is in use, or not above 0")
+        if len(self._tasks) >= TASKS_MAX:
+            raise ProtocolError(f"more than {TASKS_MAX} requests under way")
 
     def _answer(self, request: Any) -> None:
         """Runs the handler now; if it gave a coroutine, in a task of its own."""
         try:
-            if request.id in self._tasks or request.id in self._leases:
-                raise ProtocolError(f"request id {request.id} is in use")
+            self._check_admissible(request.id)
             result = self._handlers[type(request)](request)
-        except ParamStoreError as error:
-            self._fail(request.id, error)
+        except Exception as error:
+            self._fail(request.id, self._told(request.id, error))
             return
-        if not asyncio.iscoroutine(result):
-            self._channel.send(m.Done(request.id, result))
-            return
-        if len(self._tasks) >= TASKS_MAX:
-            result.close()
-            self._fail(request.id, ProtocolError(f"more than {TASKS_MAX} requests under way"))
-            return
-        self._start(request.id, result)
+        if asyncio.iscoroutine(result):
+            self._start(request.id, result)
+        else:
+            self._done(request.id, result)
 
     def _start(self, request_id: int, coroutine: Coroutine[Any, Any, object]) -> None:
         task = self._loop.create_task(self._run(request_id, coroutine))
@@ -162,17 +160,28 @@ class Session:
     async def _run(self, request_id: int, coroutine: Coroutine[Any, Any, object]) -> None:
         try:
             result = await coroutine
-        except ParamStoreError as error:
-            self._fail(request_id, error)
         except Exception as error:
-            logger.exception("request %d of pid %d failed", request_id, self.pid)
-            self._fail(request_id, ParamStoreError(f"internal error: {error!r}"))
+            self._fail(request_id, self._told(request_id, error))
         else:
             if not isinstance(result, _Sent):
-                self._channel.send(m.Done(request_id, result))
+                self._done(request_id, result)
         finally:
             self._tasks.pop(request_id, None)
             self._prefetches.pop(request_id, None)
+            self._close_uploads_if_ended()
+
+    def _told(self, request_id: int, error: Exception) -> ParamStoreError:
+        """`error` as the client is told it. A bug here must not end the session of whoever met it."""
+        if isinstance(error, ParamStoreError):
+            return error
+        logger.error("request %d of pid %d failed", request_id, self.pid, exc_info=error)
+        return ParamStoreError(f"internal error: {error!r}")
+
+    def _done(self, request_id: int, result: object) -> None:
+        try:
+            self._channel.send(m.Done(request_id, result))
+        except ProtocolError as error:  # more than a frame holds
+            self._fail(request_id, error)
 
     def _fail(self, request_id: int, error: ParamStoreError) -> None:
         self._channel.send(m.Failed(request_id, type(error).__name__, str(error)))
@@ -216,8 +225,7 @@ class Session:
 
     def _acquire(self, r: m.Acquire) -> None:
         try:
-            if r.id in self._tasks or r.id in self._leases:
-                raise ProtocolError(f"request id {r.id} is in use")
+            self._check_admissible(r.id)
             if len(r.keys) > m.KEYS_MAX:
                 raise ProtocolError(f"{len(r.keys)} keys in one request; the limit is {m.KEYS_MAX}")
             lease = self._store.acquire(self._view(r), r.id, r.keys, r.part)
@@ -240,6 +248,8 @@ class Session:
         return _Sent()
 
     def _grant(self, request_id: int, lease: LeaseRequest) -> None:
+        if request_id not in self._leases:
+            lease.error = lease.error or LeaseError(f"namespace {lease.view.namespace.name!r} was closed")
         if lease.error is not None:
             self._leases.pop(request_id, None)
             self._fail(request_id, lease.error)
@@ -251,6 +261,8 @@ class Session:
 
     def _release(self, r: m.Release) -> None:
         for lease_id in r.leases:
+            if lease_id in self._tasks:
+                continue  # not granted yet: there is nothing to release, and `Cancel` is what ends it
             lease = self._leases.pop(lease_id, None)
             if lease is not None:
                 self._store.release(lease.view, lease_id)
@@ -268,7 +280,7 @@ class Session:
 
     def _cancel(self, target: int) -> None:
         lease, prefetch = self._leases.get(target), self._prefetches.get(target)
-        if lease is not None and target in self._tasks:
+        if lease is not None and not lease.is_finished:
             self._store.cancel_lease(lease, TicketCancelled("the lease request was cancelled"))
         elif prefetch is not None:
             self._store.cancel_prefetch(prefetch)
@@ -349,23 +361,29 @@ class Session:
             logger.info("session of pid %d ended: %s", self.pid, reason)
         for prefetch in list(self._prefetches.values()):
             self._store.cancel_prefetch(prefetch)
-        lingering = self._process is not None
+        for lease in list(self._leases.values()):
+            if not lease.is_finished:
+                self._store.cancel_lease(lease, StoreUnavailable("the session ended"))
+        lingering = self._process.is_watched
         for handle, view in list(self._views.items()):
             if not (lingering and view.leased):
                 del self._views[handle]
                 self._end_view(view)
             else:
                 view.end_writing()
-        self._uploads.clear()
-        if not self._views or self._process is None:
+        self._close_uploads_if_ended()
+        if not self._views:
             self._gone()
+
+    def _close_uploads_if_ended(self) -> None:
+        """The area goes with the session, once no request that reads gradients is under way."""
+        if self._is_ended and not self._tasks:
+            for memory in self._uploads.values():
+                memory.close()
+            self._uploads.clear()
 
     def _process_ended(self) -> None:
         """The client process is gone: nobody reads its mappings any more."""
-        assert self._process is not None
-        self._loop.remove_reader(self._process)
-        os.close(self._process)
-        self._process = None
         self._channel.close(None)
         if self._is_ended:
             for view in self._views.values():
@@ -374,21 +392,10 @@ class Session:
             self._gone()
 
     def _gone(self) -> None:
-        if self._process is not None:
-            self._loop.remove_reader(self._process)
-            os.close(self._process)
-            self._process = None
+        self._process.close()
         self._store.host.unmapped(self)
         self._on_gone(self)
 
 
 class _Sent:
     """What a handler gives when it has sent its answer itself."""
-
-
-def _open_process(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where there is none to be had."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None

@@ -75,7 +75,9 @@ class CopyPlanner:
         urgency: Urgency, deadline_s: float | None = None,
     ) -> ParamCopy:  # fmt: skip
         """A new LOADING copy in `slot`; its move is in the outbox, unless it waits for the working copy."""
-        copy = ParamCopy(key, identity, slot, located)
+        assert namespace.param_arena is not None
+        segment, offset_bytes = namespace.param_arena.place(slot)
+        copy = ParamCopy(key, identity, slot, located, segment=segment, offset_bytes=offset_bytes)
         copy.state = next_copy(copy.state, CopyEvent.LOAD)
         namespace.copies.setdefault(key, []).append(copy)
         working = namespace.working[key]
@@ -171,6 +173,8 @@ class CopyPlanner:
                 leased[copy] = left
             else:
                 del leased[copy]
+            if copy.state is Copy.READY:
+                continue  # the usual case, kept cheap
             if copy.leases == 0 and copy.state is Copy.RETIRED and copy.move is None:
                 self._remove(namespace, copy, CopyEvent.FREE)
             elif request.missing and request in copy.waiters:

@@ -87,9 +87,10 @@ class LeasePlanner:
         view = request.view
         self.check_view(view)
         found = self._resolve(request)
-        new_count = sum(copy is None or copy not in view.leased for copy in found)
+        leased = view.leased
+        new_count = sum([copy not in leased for copy in found])  # None, still to be loaded, is never leased
         cap = self.lease_cap(view.namespace)
-        if new_count + len(view.leased) > cap:
+        if new_count + len(leased) > cap:
             self._refuse(view, new_count, cap)
         arena = view.namespace.param_arena
         assert arena is not None
@@ -156,15 +157,14 @@ class LeasePlanner:
             identity, located = view.locate(key)
             assert identity is not None
             started[key] = self._copies.start(namespace, key, identity, located, slot, urgency=Urgency.DEMAND)
-        stats, record, leased = namespace.stats.param, arena.policy.record, view.leased
-        stats.misses += len(absent)
-        stats.hits += len(found) - len(absent)
-        for key, resident in zip(request.keys, found, strict=True):
-            copy = resident or started[key]
+        namespace.stats.param.misses += len(absent)
+        namespace.stats.param.hits += len(found) - len(absent)
+        request.copies = [copy or started[key] for key, copy in zip(request.keys, found, strict=True)]
+        arena.policy.record_all(request.keys)
+        leased = view.leased
+        for copy in request.copies:  # 64 of them in every request of a resident layer: nothing here but what must be
             copy.leases += 1
             leased[copy] = leased.get(copy, 0) + 1
-            record(key)
-            request.copies.append(copy)
             if copy.is_prefetched:
                 copy.is_prefetched = False
                 namespace.unused_prefetches -= 1

@@ -84,13 +84,17 @@ class WorkingCopy:
 class ParamCopy:
     """One immutable copy of a key's `param` part. `name` of it in the policy is the key: counts outlive versions."""
 
-    __slots__ = ("identity", "is_prefetched", "key", "leases", "located", "move", "slot", "state", "waiters")
+    __slots__ = ("identity", "is_prefetched", "key", "leases", "located", "move", "place", "slot", "state", "waiters")
 
-    def __init__(self, key: ExpertKey, identity: Identity, slot: int, located: Located | None) -> None:
+    def __init__(
+        self, key: ExpertKey, identity: Identity, slot: int, located: Located | None, *, segment: int, offset_bytes: int
+    ) -> None:
         self.key = key
         self.identity = identity
         self.state = Copy.ABSENT
         self.slot = slot
+        self.place = (segment, offset_bytes, *identity)
+        """What a lease tells its client: where the bytes are, and which."""
         self.located = located
         """The extent that holds exactly this identity, where one is known; else the working copy makes it."""
         self.leases = 0

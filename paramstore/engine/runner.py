@@ -62,12 +62,12 @@ class Runner:
         return transfer.results[0]
 
     def _kick(self, lane: Hashable) -> None:
-        while (started := self.scheduler.next_piece(lane)) is not None:
-            transfer, piece = started
-            self.workers.run(lane, transfer.run, piece, partial(self._done, transfer))
+        while (started := self.scheduler.next_burst(lane)) is not None:
+            transfer, pieces = started
+            self.workers.run(lane, partial(_run_all, transfer.run), pieces, partial(self._done, transfer))
 
-    def _done(self, transfer: Transfer, result: Any, error: ParamStoreError | None) -> None:
-        is_over = self.scheduler.finish_piece(transfer, result, error)
+    def _done(self, transfer: Transfer, results: Any, error: ParamStoreError | None) -> None:
+        is_over = self.scheduler.finish_burst(transfer, results, error)
         self._kick(transfer.lane)  # first of all: the lane must not idle while we settle
         if is_over:
             self.under_way.discard(transfer)
@@ -77,6 +77,11 @@ class Runner:
     def is_idle(self) -> bool:
         """Whether nothing moves now: the background may use the devices."""
         return not self.under_way
+
+
+def _run_all(run: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
+    """In a worker: a burst of pieces, one after the other. The first that fails ends it."""
+    return [run(piece) for piece in pieces]
 
 
 def call(job: Callable[[], Any]) -> Any:

@@ -114,10 +114,7 @@ class Store:
 
     def lease_places(self, request: LeaseRequest) -> list[tuple[int, int, int, int]]:
         """Per key of a granted lease: segment, offset, epoch, version."""
-        arena = request.view.namespace.param_arena
-        assert arena is not None
-        place = arena.place
-        return [(*place(copy.slot), *copy.identity) for copy in request.copies]
+        return [copy.place for copy in request.copies]
 
     def prefetch(self, view: View, keys: Sequence[ExpertKey], part: str, deadline_s: float | None) -> PrefetchRequest:
         return self._loader.prefetch(view, keys, part, deadline_s)

@@ -1,8 +1,8 @@
-"""The contract of a policy, and the one place that makes one by name."""
+"""The contract of a policy. `make.py` makes one by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol
 
 
@@ -15,6 +15,10 @@ class Policy(Protocol):
 
     def record(self, name: Hashable) -> None:
         """`name` was used now. A name seen for the first time is held from here on."""
+        ...
+
+    def record_all(self, names: Iterable[Hashable]) -> None:
+        """`record` for each of `names`, in order."""
         ...
 
     def forget(self, name: Hashable) -> None:

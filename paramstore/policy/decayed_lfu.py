@@ -17,24 +17,35 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain, islice
+from math import nan
 
 UNIT_MAX = 1e150
 """Weights are scaled back before they leave the range of a float."""
+MOVED_MAX = 1024
+"""Names whose place is out of date, at most: putting one in its place takes half a microsecond."""
 
-Names = OrderedDict[Hashable, None]
-"""An ordered set: first in, first to go."""
+
+class _Place:
+    """Names of one weight, in order of use: first in, first to go. weight: NaN for the cold names."""
+
+    __slots__ = ("names", "weight")
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.names: OrderedDict[Hashable, None] = OrderedDict()
 
 
 class DecayedLfu:
     """Owner of the counts of one arena and of the order that follows from them.
 
     A count is kept as a weight, hits x unit. Decaying all counts is then one division of the unit by β, and touches only
-    the names that fall below the threshold. `record` and `forget` take microseconds whatever the number of names;
-    `victims` looks at the names it returns and the protected ones before them.
+    the names that fall below the threshold. `record` counts and remembers the order of use; names are put in their place
+    when that order is asked for, so a name used often is moved once. `victims` looks at the names it returns and the
+    protected ones before them.
 
-    Invariant: a held name is in `_cold` or in the bucket of its weight, never in both; no bucket is empty.
+    Invariant: a held name is in `_moved` or in the one place that `_places` has for it, or in both; no bucket is empty.
     """
 
     def __init__(self, *, threshold: float, beta: float, decay_steps: int, capacity: int) -> None:
@@ -47,41 +58,37 @@ class DecayedLfu:
         self._unit = 1.0
         self._weights: dict[Hashable, float] = {}
         """Of every name ever used: at most the names of the namespace."""
-        self._cold: Names = OrderedDict()
-        self._buckets: dict[float, Names] = {}
-        """Held names by weight, each in order of use."""
+        self._moved: dict[Hashable, None] = {}
+        """Names used since they were last put in their place, last used last."""
+        self._places: dict[Hashable, _Place] = {}
+        self._cold = _Place(nan)
+        self._buckets: dict[float, _Place] = {}
         self._bucket_weights: list[float] = []
         """The keys of `_buckets`, ascending."""
 
     def record(self, name: Hashable) -> None:
-        if self._accesses == self._accesses_per_decay:
-            self._decay()
-        self._accesses += 1
-        self.forget(name)
-        weight = self._weights[name] = self._weights.get(name, 0.0) + self._unit
-        if weight < self._threshold * self._unit:
-            self._cold[name] = None
-            return
-        bucket = self._buckets.get(weight)
-        if bucket is None:
-            bucket = self._buckets[weight] = OrderedDict()
-            insort(self._bucket_weights, weight)
-        bucket[name] = None
+        self.record_all((name,))
+
+    def record_all(self, names: Iterable[Hashable]) -> None:
+        weights, moved, unit = self._weights, self._moved, self._unit
+        for name in names:
+            if self._accesses == self._accesses_per_decay:
+                self._decay()
+                weights, unit = self._weights, self._unit
+            self._accesses += 1
+            weights[name] = weights.get(name, 0.0) + unit
+            if name in moved:
+                del moved[name]
+            moved[name] = None
+        if len(moved) > MOVED_MAX:
+            self._place_moved()
 
     def forget(self, name: Hashable) -> None:
-        if name in self._cold:
-            del self._cold[name]
-            return
-        weight = self._weights.get(name)
-        bucket = self._buckets.get(weight) if weight is not None else None
-        if weight is None or bucket is None or name not in bucket:
-            return  # It is not held.
-        del bucket[name]
-        if not bucket:
-            del self._buckets[weight]
-            del self._bucket_weights[bisect_left(self._bucket_weights, weight)]
+        self._moved.pop(name, None)
+        self._take_out(name)
 
     def victims(self, count: int, protected: Callable[[Hashable], bool]) -> list[Hashable] | None:
+        self._place_moved()
         found = list(islice((name for name in self._worst_first() if not protected(name)), count))
         return found if len(found) == count else None
 
@@ -90,10 +97,37 @@ class DecayedLfu:
         return self._weights.get(name, 0.0) / self._unit
 
     def _worst_first(self) -> Iterator[Hashable]:
-        return chain(self._cold, chain.from_iterable(self._buckets[weight] for weight in self._bucket_weights))
+        buckets = (self._buckets[weight].names for weight in self._bucket_weights)
+        return chain(self._cold.names, chain.from_iterable(buckets))
+
+    def _place_moved(self) -> None:
+        for name in self._moved:
+            self._take_out(name)
+            self._put(name)
+        self._moved.clear()
+
+    def _put(self, name: Hashable) -> None:
+        weight = self._weights[name]
+        if weight < self._threshold * self._unit:
+            place = self._cold
+        elif (place := self._buckets.get(weight, self._cold)) is self._cold:
+            place = self._buckets[weight] = _Place(weight)
+            insort(self._bucket_weights, weight)
+        place.names[name] = None
+        self._places[name] = place
+
+    def _take_out(self, name: Hashable) -> None:
+        place = self._places.pop(name, None)
+        if place is None:
+            return  # It is not held, or was never put anywhere yet.
+        del place.names[name]
+        if not place.names and place is not self._cold:
+            del self._buckets[place.weight]
+            del self._bucket_weights[bisect_left(self._bucket_weights, place.weight)]
 
     def _decay(self) -> None:
         """Multiplies every count by β."""
+        self._place_moved()
         self._accesses = 0
         if self._unit < self._beta * UNIT_MAX:
             self._unit /= self._beta
@@ -101,16 +135,21 @@ class DecayedLfu:
             self._scale(self._beta / self._unit)
         fallen = bisect_left(self._bucket_weights, self._threshold * self._unit)
         for weight in self._bucket_weights[:fallen]:
-            self._cold.update(self._buckets.pop(weight))
+            for name in self._buckets.pop(weight).names:
+                self._cold.names[name] = None
+                self._places[name] = self._cold
         del self._bucket_weights[:fallen]
 
     def _scale(self, factor: float) -> None:
-        """Multiplies every weight by `factor` and makes the unit 1 again. Looks at every name: with β = 0.5
-        at each 500th decay, with β = 0 at each."""
+        """Multiplies every weight by `factor` and makes the unit 1 again. Looks at every name: with β = 0.5 at each 500th
+        decay, with β = 0 at each."""
         self._unit = 1.0
         self._weights = {name: weight * factor for name, weight in self._weights.items()}
-        buckets: dict[float, Names] = {}
+        buckets: dict[float, _Place] = {}
         for weight in self._bucket_weights:
-            buckets.setdefault(weight * factor, OrderedDict()).update(self._buckets[weight])
+            place = buckets.setdefault(weight * factor, _Place(weight * factor))
+            for name in self._buckets[weight].names:
+                place.names[name] = None
+                self._places[name] = place
         self._buckets = buckets
         self._bucket_weights = list(buckets)

@@ -7,7 +7,7 @@ before them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import islice
 
 
@@ -23,6 +23,14 @@ class Lru:
         self._accesses += 1
         self._used_at[name] = self._accesses
         self._used_at.move_to_end(name)
+
+    def record_all(self, names: Iterable[Hashable]) -> None:
+        used_at, accesses, move_to_end = self._used_at, self._accesses, self._used_at.move_to_end
+        for name in names:
+            accesses += 1
+            used_at[name] = accesses
+            move_to_end(name)
+        self._accesses = accesses
 
     def forget(self, name: Hashable) -> None:
         self._used_at.pop(name, None)
