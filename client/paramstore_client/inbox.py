@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from paramstore.errors import ParamStoreError, ProtocolError, StoreUnavailable, from_wire
 from paramstore.wire.codec import FrameDecoder, decode_answer
-from paramstore.wire.messages import SEGMENTS_PER_FRAME_MAX, Done, Failed, Granted, Unmap, Uploaded
+from paramstore.wire.messages import SEGMENTS_PER_FRAME_MAX, Done, Failed, Granted, LeaseSlots, Unmap, Uploaded
 from paramstore_client.segments import Segments, close_all
 
 READ_BYTES = 64 << 10
@@ -31,6 +31,8 @@ class Inbox:
     def __init__(self, sock: socket.socket, segments: Segments) -> None:
         self.given_up: list[int] = []
         """Segments the daemon asked back since the connection last looked."""
+        self.lease_slots: dict[int, int] = {}
+        """By handle: how many slots it may lease now, where that has changed since it was opened."""
         self._sock = sock
         self._segments = segments
         self._frames = FrameDecoder()
@@ -67,6 +69,8 @@ class Inbox:
             answer = decode_answer(body)
             if isinstance(answer, Unmap):
                 self.given_up += answer.segments
+            elif isinstance(answer, LeaseSlots):
+                self.lease_slots[answer.handle] = answer.slots
             elif isinstance(answer, Failed):
                 yield answer.id, from_wire(answer.error, answer.message)
             else:

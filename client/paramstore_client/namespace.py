@@ -43,7 +43,7 @@ class Namespace:
         self.mode = mode
         self.schema = Schema.from_description(opened.schema)
         self.space = KeySpace.of(opened.layers, opened.experts)
-        self.lease_slots = opened.lease_slots
+        self._opened_lease_slots = opened.lease_slots
         self.wait_timeout_s = opened.wait_timeout_s
         self._committed_step = opened.committed_step
         self._view_step = opened.view_step
@@ -57,6 +57,11 @@ class Namespace:
         self._pending = PendingGradients(area, name=self.name, schema=self.schema, space=self.space)
 
     # --- what it is ---
+
+    @property
+    def lease_slots(self) -> int:
+        """How many keys this handle may have leased at once. It falls when others open the namespace."""
+        return self._connection.lease_slots(self._handle, self._opened_lease_slots)
 
     @property
     def layers(self) -> tuple[int, ...]:

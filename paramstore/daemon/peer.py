@@ -19,6 +19,8 @@ class Peer:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, *, on_ended: Callable[[], None]) -> None:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+        self.pid: int
+        self.uid: int
         self.pid, self.uid, _ = PEER_CREDENTIALS.unpack(credentials)
         self._loop = loop
         self._on_ended = on_ended

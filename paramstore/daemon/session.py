@@ -20,6 +20,7 @@ from typing import Any
 from paramstore.core.optimizers import AdamW
 from paramstore.daemon.channel import Channel
 from paramstore.daemon.peer import Peer
+from paramstore.daemon.uploads import Uploads
 from paramstore.engine.arena import SegmentMemory
 from paramstore.engine.namespace import View
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest
@@ -48,7 +49,7 @@ class Session:
         self._process = Peer(self._loop, sock, on_ended=self._process_ended)
         self._views: dict[int, View] = {}
         self._next_handle = 1
-        self._uploads: dict[int, SegmentMemory] = {}
+        self._uploads = Uploads()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, LeaseRequest] = {}
         self._prefetches: dict[int, PrefetchRequest] = {}
@@ -145,7 +146,7 @@ class Session:
         try:
             self._check_admissible(request.id)
             result = self._handlers[type(request)](request)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - belongs to whoever asked, `_told` logs what nobody foresaw
             self._fail(request.id, self._told(request.id, error))
             return
         if asyncio.iscoroutine(result):
@@ -160,7 +161,7 @@ class Session:
     async def _run(self, request_id: int, coroutine: Coroutine[Any, Any, object]) -> None:
         try:
             result = await coroutine
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as in `_answer`
             self._fail(request_id, self._told(request_id, error))
         else:
             if not isinstance(result, _Sent):
@@ -210,6 +211,8 @@ class Session:
         handle = self._next_handle
         self._next_handle += 1
         self._views[handle] = view
+        self._store.tell_lease_slots(view.namespace)
+        view.client = self
         return {"handle": handle, **self._store.describe_view(view)}
 
     def _close_namespace(self, r: m.CloseNamespace) -> None:
@@ -217,8 +220,15 @@ class Session:
         del self._views[r.handle]
         self._end_view(view)
 
+    def lease_slots_changed(self, view: View, slots: int) -> None:
+        """Another session opened or closed the view's namespace."""
+        for handle, open_view in self._views.items():
+            if open_view is view:
+                self._channel.send(m.LeaseSlots(handle, slots))
+
     def _end_view(self, view: View) -> None:
         self._store.close_view(view)
+        self._store.tell_lease_slots(view.namespace)
         self._leases = {lease_id: lease for lease_id, lease in self._leases.items() if lease.view is not view}
 
     # --- leases
@@ -294,7 +304,7 @@ class Session:
 
     def _open_upload(self, r: m.OpenUpload) -> object:
         segment, memory = self._store.open_upload(self, r.size_bytes, list(self._views.values()))
-        self._uploads[segment] = memory
+        self._uploads.add(segment, memory)
         return self._sent_upload(r.id, segment, memory)
 
     async def _sent_upload(self, request_id: int, segment: int, memory: SegmentMemory) -> object:
@@ -302,26 +312,17 @@ class Session:
         self._channel.send(m.Uploaded(request_id, segment, memory.length_bytes), [memory.fd])
         return _Sent()
 
-    def _range(self, segment: int, offset_bytes: int, length_bytes: int) -> SegmentMemory:
-        """The upload segment, if the range lies in it and is page-aligned. Raises ProtocolError."""
-        memory = self._uploads.get(segment)
-        if memory is None:
-            raise ProtocolError(f"segment {segment} is not an upload segment of this session")
-        if offset_bytes % 4096 or not 0 <= offset_bytes <= memory.length_bytes - length_bytes:
-            raise ProtocolError(f"range {offset_bytes}+{length_bytes} is not an aligned range of segment {segment}")
-        return memory
-
     def _initialize_put(self, r: m.InitializePut) -> object:
         view = self._view(r)
         length_bytes = view.namespace.schema.initial_bytes
-        memory = self._range(r.segment, r.offset_bytes, length_bytes)
+        memory = self._uploads.holding(r.segment, r.offset_bytes, length_bytes)
         return self._store.initialize_put(view, r.key, memory.view(r.offset_bytes, length_bytes))
 
     def _push(self, r: m.Push) -> None:
         view = self._view(r)
         length_bytes = view.namespace.schema.gradient_bytes
         entries = [
-            ((layer, expert), self._range(segment, offset_bytes, length_bytes), offset_bytes)
+            ((layer, expert), self._uploads.holding(segment, offset_bytes, length_bytes), offset_bytes)
             for layer, expert, segment, offset_bytes in r.entries
         ]
         self._store.push(view, entries)
@@ -333,7 +334,7 @@ class Session:
     def _read(self, r: m.Read) -> object:
         view = self._view(r)
         length_bytes = view.namespace.schema.record_bytes
-        memory = self._range(r.segment, r.offset_bytes, length_bytes)
+        memory = self._uploads.holding(r.segment, r.offset_bytes, length_bytes)
         return self._read_record(view, r, memory.view(r.offset_bytes, length_bytes))
 
     async def _read_record(self, view: View, r: m.Read, target: memoryview) -> dict[str, int]:
@@ -378,14 +379,12 @@ class Session:
     def _close_uploads_if_ended(self) -> None:
         """The area goes with the session, once no request that reads gradients is under way."""
         if self._is_ended and not self._tasks:
-            for memory in self._uploads.values():
-                memory.close()
-            self._uploads.clear()
+            self._uploads.close()
 
     def _process_ended(self) -> None:
         """The client process is gone: nobody reads its mappings any more."""
-        self._channel.close(None)
-        if self._is_ended:
+        self._channel.close(None)  # if the connection has not ended before: then nothing is left after this
+        if self._views:
             for view in self._views.values():
                 self._end_view(view)
             self._views.clear()

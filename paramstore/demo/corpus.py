@@ -29,6 +29,8 @@ import torch
 
 from paramstore.errors import ConfigError
 
+RECIPE_VERSION = 1
+"""Counts the changes of this file that change the bytes, so that no older cache is taken for this one."""
 STDLIB = "python"
 FILE_BYTES_MAX = 256 << 10
 """Longer files are mostly generated tables."""
@@ -127,6 +129,7 @@ def _recipe(size_bytes: int, domains: Sequence[Domain]) -> dict[str, object]:
     """Everything that decides the corpus' bytes, as JSON knows it."""
     packages = sorted({package for domain in domains for package in domain.packages})
     recipe = {
+        "version": RECIPE_VERSION,
         "size_bytes": size_bytes,
         "versions": {package: _version(package) for package in packages},
         "domains": [asdict(domain) for domain in domains],

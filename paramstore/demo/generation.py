@@ -9,6 +9,7 @@ the experts that these few bytes are routed to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -110,10 +111,10 @@ def continue_bytes(model: ByteTransformer, prompt_BS: Tensor, count: int, *, see
     last_BR = prompt_BS[:, -RUN_BYTES_MAX:]
     for _ in range(count):
         logits, _ = model(byte_BS, cache)
-        chance_BV = (logits[:, -1] / TEMPERATURE).softmax(dim=-1)
+        logits_BV = logits[:, -1] / TEMPERATURE
         is_run_B = (last_BR == last_BR[:, :1]).all(dim=1)
-        chance_BV[is_run_B, last_BR[is_run_B, 0]] = 0.0
-        byte_BS = torch.multinomial(chance_BV, 1, generator=generator)
+        logits_BV[is_run_B, last_BR[is_run_B, 0]] = -math.inf
+        byte_BS = torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator)
         last_BR = torch.cat([last_BR[:, 1:], byte_BS], dim=1)
         yield byte_BS[:, 0]
 

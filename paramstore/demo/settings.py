@@ -46,6 +46,7 @@ class DemoSettings:
 
     reference_steps: how many first steps are repeated with everything in memory.
     kill_step: after it the daemon is killed; training resumes at the last commit before it.
+    threads: that compute, beside those of the daemon.
     budget_share: the host budget as a share of the experts' training state.
     """
 
@@ -58,6 +59,7 @@ class DemoSettings:
     corpus_bytes: int
     generated_bytes: int
     ring_slots: int
+    threads: int
     seed: int = 0
     learning_rate: float = 4e-3
     expert_learning_rate: float = 1e-3
@@ -94,6 +96,7 @@ def full(*, steps: int = 60, seed: int = 0) -> DemoSettings:
         corpus_bytes=22_000_000,
         generated_bytes=160,
         ring_slots=3,
+        threads=2,
         seed=seed,
     )
 
@@ -110,6 +113,7 @@ def quick(*, steps: int = 30, seed: int = 0) -> DemoSettings:
         corpus_bytes=4_000_000,
         generated_bytes=80,
         ring_slots=2,
+        threads=1,
         seed=seed,
     )
 

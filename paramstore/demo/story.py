@@ -46,7 +46,7 @@ def tell(settings: DemoSettings, directory: Path, *, progress: DemoProgress, kee
     keeps_daemon: leaves the daemon running at the end, but not after an error.
     Raises ConfigError on a directory that is not the demo's, StoreLocked while another demo runs there.
     """
-    with owned_directory(directory), repeatable():
+    with owned_directory(directory), repeatable(threads=settings.threads):
         daemon = DemoDaemon(directory / STORE, host_budget_bytes=settings.host_budget_bytes)
         with daemon:
             for name in REPLACED:
@@ -64,6 +64,8 @@ def tell(settings: DemoSettings, directory: Path, *, progress: DemoProgress, kee
 def owned_directory(directory: Path) -> Iterator[None]:
     """Within it `directory` is there, the demo's, and no other demo's. Raises ConfigError, StoreLocked."""
     marker = directory / MARKER
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--dir {directory}: it is a file")
     if directory.exists() and not marker.exists() and any(directory.iterdir()):
         raise ConfigError(f"--dir {directory}: it has files and no {MARKER}, so it is not the demo's; give another or an empty one")
     directory.mkdir(parents=True, exist_ok=True)

@@ -25,9 +25,6 @@ from paramstore.demo.model import ByteTransformer, dense_parameters, expert_fiel
 from paramstore.demo.settings import DemoSettings, ModelShape
 from paramstore.errors import CorruptRecord
 
-THREADS = 2
-"""The order of a sum depends on the number of threads: fixed, so that any two runs agree."""
-
 
 class ExpertPlace(Protocol):
     """Where a trainer's experts are and who updates them."""
@@ -174,15 +171,15 @@ def adamw_options(settings: DemoSettings, step: int, *, lr: float) -> ps.AdamW:
 
 
 @contextmanager
-def repeatable() -> Iterator[None]:
-    """Within it torch's results depend on nothing but the inputs."""
-    threads, is_strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(THREADS)
+def repeatable(*, threads: int) -> Iterator[None]:
+    """Within it torch's results depend on nothing but the inputs. threads: sums depend on how many, so they are fixed."""
+    threads_before, is_strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads_before)
         torch.use_deterministic_algorithms(is_strict)
 
 

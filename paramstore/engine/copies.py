@@ -49,8 +49,10 @@ class CopyPlanner:
         self, namespace: NamespaceState, arena: Arena, count: int, keep: Container[ExpertKey], *,
         spare_wishes: bool, is_prefetch: bool,
     ) -> list[ParamCopy] | None:  # fmt: skip
+        wishes = namespace.protected if spare_wishes else frozenset()
+
         def is_protected(name: object) -> bool:
-            if name in keep or (spare_wishes and name in namespace.protected):
+            if name in keep or name in wishes:
                 return True
             return _evictable(namespace, name, is_prefetch) is None
 

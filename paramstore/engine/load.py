@@ -54,9 +54,13 @@ class Loader:
         self._transfers.drain()
 
     def prefetch(self, view: View, keys: Sequence[ExpertKey], part: str, deadline_s: float | None) -> PrefetchRequest:
-        """Starts loading what fits. Raises UnknownKey or SchemaMismatch, and nothing was started."""
+        """Starts loading what fits. deadline_s: from now; what is needed sooner moves first.
+
+        Raises UnknownKey or SchemaMismatch, and nothing was started.
+        """
         view.namespace.schema.part(part)
-        request = PrefetchRequest(view.namespace, part, deadline_s)
+        needed_at_s = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+        request = PrefetchRequest(view.namespace, part, needed_at_s)
         self._planner.leases.request_prefetch(request, view, keys)
         self._transfers.drain()
         return request

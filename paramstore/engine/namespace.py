@@ -105,6 +105,12 @@ class ParamCopy:
         self.waiters: list[LeaseRequest | PrefetchRequest] = []
 
 
+class ViewClient(Protocol):
+    """The session that a view belongs to."""
+
+    def lease_slots_changed(self, view: View, slots: int) -> None: ...
+
+
 class View:
     """What one session sees of a namespace through one handle: working (the writer) or a step. Counts its leases."""
 
@@ -116,7 +122,11 @@ class View:
         self.is_closed = False
         self.is_dropped = False
         """A reader whose step had to go: its leases stay, its next acquire raises StepDropped."""
+        self.protected: frozenset[ExpertKey] = frozenset()
+        """What its client wishes to keep."""
         self.leased: dict[ParamCopy, int] = {}
+        self.client: ViewClient | None = None
+        """Who is told when the view's cap changes."""
         self.device_resident: frozenset[ExpertKey] = frozenset()
         """What the client's HBM tier holds, as it reported last."""
         self.device_bytes = 0
@@ -200,7 +210,6 @@ class NamespaceState:
         self.changed: set[ExpertKey] = set()
         """Keys whose newest identity no step has published."""
         self.pending: dict[ExpertKey, GradientRange] = {}
-        self.protected: set[ExpertKey] = set()
         self.views: list[View] = []
         self.writer: View | None = None
         self.cut: Cut | None = None
@@ -242,6 +251,11 @@ class NamespaceState:
             return True
         steps = {view.step for view in self.views if view.step is not None and not view.is_closed}
         return any((located := self.ledger.at(key, step)) is not None and located.identity == identity for step in steps)
+
+    @property
+    def protected(self) -> frozenset[ExpertKey]:
+        """What any view wishes to keep."""
+        return frozenset().union(*(view.protected for view in self.views))
 
     def held_steps(self) -> Iterable[int]:
         return {view.step for view in self.views if view.step is not None and not view.is_closed and not view.is_dropped}

@@ -2,7 +2,8 @@
 
 Order: class (demand, prefetch, write-back), then deadline, then first come. A transfer goes in pieces, so an urgent one
 never waits for more than the pieces under way. In a queue, a worker takes a *burst* of them, as many as leave the other
-free workers their share: one hand-over (0.1 ms) for several pieces. The last record in it is moved by all, piece by piece. Raising a queued transfer re-queues it; the stale entry is skipped.
+free workers their share: one hand-over (0.1 ms) for several pieces. The last record in it is moved by all, piece by piece.
+Raising a queued transfer re-queues it; the stale entry is skipped.
 """
 
 from __future__ import annotations

@@ -77,6 +77,15 @@ class Store:
             self._planner.leases.close_view(view)
             self._transfers.drain()
 
+    def tell_lease_slots(self, namespace: NamespaceState) -> None:
+        """After views came or went: every client learns how many slots it may lease from now on."""
+        if namespace.param_arena is None:
+            return
+        slots = self._planner.leases.lease_cap(namespace)
+        for view in namespace.views:
+            if view.client is not None:
+                view.client.lease_slots_changed(view, slots)
+
     def refresh(self, view: View) -> int:
         """Moves a reader to the newest committed step, and gives it."""
         if view.is_writer:
@@ -127,10 +136,7 @@ class Store:
 
     def protect(self, view: View, keys: Sequence[ExpertKey], *, is_wanted: bool) -> None:
         view.namespace.keys.check(keys, namespace=view.namespace.name)
-        if is_wanted:
-            view.namespace.protected.update(keys)
-        else:
-            view.namespace.protected.difference_update(keys)
+        view.protected = view.protected.union(keys) if is_wanted else view.protected.difference(keys)
 
     def report_device(self, view: View, resident: Sequence[ExpertKey], touched: Sequence[ExpertKey], bytes_resident: int) -> None:
         """What a client's HBM tier holds; its touches count as uses here."""

@@ -2,7 +2,7 @@
 
 A request carries `id`, chosen by the client, unique among its unanswered requests, never 0. The daemon answers each with
 one `Done`, `Granted`, `Uploaded` or `Failed` of the same id, in any order: a request is what a ticket stands for.
-`Release`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. `Unmap` is the only message the daemon sends unasked.
+`Release`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. `Unmap` and `LeaseSlots` are what the daemon sends unasked.
 
 File descriptors travel by SCM_RIGHTS attached to the first byte of the frame that names their segments, in that order,
 and only from the daemon to the client.
@@ -330,9 +330,16 @@ class Unmap(Message, tag="unmap"):
     segments: list[int]
 
 
+class LeaseSlots(Message, tag="lease_slots"):
+    """How many slots this handle may have leased at once from now on: views of its namespace came or went."""
+
+    handle: int
+    slots: int
+
+
 Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CloseNamespace | Refresh | OpenUpload | InitializeBegin
     | InitializePut | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push | GradientNorm | Apply | Abort
     | WriteBack | Evict | Protect | Commit | Steps | Extra | Rollback | Read | Residency | Stats | Unmapped | DeviceReport
 )  # fmt: skip
-Answer = Done | Granted | Uploaded | Failed | Unmap
+Answer = Done | Granted | Uploaded | Failed | Unmap | LeaseSlots

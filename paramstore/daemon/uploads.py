@@ -1,0 +1,32 @@
+"""One session's writable segments, and the check of every range that its client names in them."""
+
+from __future__ import annotations
+
+from paramstore.core.schema import PAGE_BYTES
+from paramstore.engine.arena import SegmentMemory
+from paramstore.errors import ProtocolError
+
+
+class Uploads:
+    """Owner of the segments. Destroyed with the session; no other session ever gets one."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, SegmentMemory] = {}
+
+    def add(self, segment: int, memory: SegmentMemory) -> None:
+        self._segments[segment] = memory
+
+    def holding(self, segment: int, offset_bytes: int, length_bytes: int) -> SegmentMemory:
+        """The segment, if the range lies in it and begins on a page. Raises ProtocolError."""
+        memory = self._segments.get(segment)
+        if memory is None:
+            raise ProtocolError(f"segment {segment} is not an upload segment of this session")
+        if offset_bytes % PAGE_BYTES or not 0 <= offset_bytes <= memory.length_bytes - length_bytes:
+            raise ProtocolError(f"range {offset_bytes}+{length_bytes} is not an aligned range of segment {segment}")
+        return memory
+
+    def close(self) -> None:
+        """Gives the memory back; nothing reads it any more. Idempotent."""
+        for memory in self._segments.values():
+            memory.close()
+        self._segments.clear()
