@@ -260,14 +260,16 @@ class HostTier:
 
     # --- figures
 
-    def kernel_bytes(self) -> int:
-        """Pages of all arenas and staging by the kernel's count; the peak is kept."""
-        now = sum(segment.memory.resident_bytes() for segment in self._segments.values())
+    async def kernel_bytes(self) -> int:
+        """Pages of all arenas and staging by the kernel's count, taken in the background: it looks at every page. The peak
+        is kept."""
+        memories = [segment.memory for segment in self._segments.values()]
+        now: int = await self._runner.call(BACKGROUND_LANE, lambda: sum(memory.resident_bytes() for memory in memories))
         self._kernel_peak_bytes = max(self._kernel_peak_bytes, now)
         return now
 
-    def stats(self) -> dict[str, object]:
-        kernel_bytes = self.kernel_bytes()
+    async def stats(self) -> dict[str, object]:
+        kernel_bytes = await self.kernel_bytes()
         private = sum(segment.memory.length_bytes for segment in self._segments.values() if not segment.is_shared)
         return {
             "budget_bytes": self.budget_bytes, "used_bytes": self.used_bytes, "private_bytes": private,

@@ -50,6 +50,11 @@ class Runner:
         transfer.settle(transfer)
         return True
 
+    def cancel_waiting(self, urgency: Urgency, error: ParamStoreError) -> None:
+        """Every transfer of that class that has not started settles with `error` now."""
+        for transfer in [transfer for transfer in self.under_way if transfer.urgency is urgency]:
+            self.cancel(transfer, error)
+
     async def call(self, lane: Hashable, job: Callable[[], Any], *, urgency: Urgency = Urgency.DEMAND) -> Any:
         """Runs `job` in a worker of `lane` and returns what it returned. Raises what it raised; a waiter that is cancelled
         does not stop it."""

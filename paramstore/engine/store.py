@@ -28,7 +28,7 @@ from paramstore.engine.load import Loader
 from paramstore.engine.namespace import GradientRange, NamespaceState, UploadMemory, View
 from paramstore.engine.planner import Planner
 from paramstore.engine.report import namespace_stats, residency, volume_stats
-from paramstore.engine.requests import LeaseRequest, PrefetchRequest
+from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
 from paramstore.engine.runner import CPU_LANE, Runner
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import Updater
@@ -42,6 +42,7 @@ from paramstore.errors import (
     StepDropped,
     StepFailed,
     StepOutOfOrder,
+    StoreUnavailable,
 )
 from paramstore.wire.messages import EXTRA_BYTES_MAX
 
@@ -338,14 +339,14 @@ class Store:
     def residency(self, view: View) -> dict[str, object]:
         return residency(view.namespace)
 
-    def stats(self) -> dict[str, object]:
+    async def stats(self) -> dict[str, object]:
         """Counters and sizes of everything; what `status` and the demo show."""
         return {
             "daemon": {
                 "pid": os.getpid(), "version": __version__, "uptime_s": time.monotonic() - self._started_s,
                 "store_uuid": self.store_uuid.hex(), "accepts_writes": self._committer.stopped is None,
             },
-            "tiers": {"host": self.host.stats(), **self._volumes.tier_stats(self._transfers.traffic)},
+            "tiers": {"host": await self.host.stats(), **self._volumes.tier_stats(self._transfers.traffic)},
             "volumes": volume_stats(self._volumes, self._transfers.traffic),
             "queues": {
                 str(lane): {"queued": stats.queued, "running": stats.running}
@@ -358,6 +359,10 @@ class Store:
 
     async def close(self) -> None:
         """Waits, within `shutdown_timeout_s`, for what is under way; then volumes, catalog and threads are closed."""
+        for namespace in self.namespaces.values():
+            namespace.is_stopping = True  # an apply stops at its next record; it was never acknowledged
+        self._runner.cancel_waiting(Urgency.PREFETCH, StoreUnavailable("the daemon is stopping"))
+        self._transfers.drain()
         deadline_s = time.monotonic() + self.config.shutdown_timeout_s
         while not self._runner.is_idle and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)

@@ -279,7 +279,7 @@ def test_only_two_steps_are_retained_and_space_comes_back() -> None:
             push(store, view, KEYS, step)
             await store.apply(view, AdamW(), 1.0)
             await store.commit(view, step, b"")
-            free.append(store.stats()["tiers"]["nvme"]["free_bytes"])
+            free.append((await store.stats())["tiers"]["nvme"]["free_bytes"])
         assert store.steps(view) == [6, 7]
         assert free[2] == free[-1]
 

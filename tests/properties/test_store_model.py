@@ -282,7 +282,7 @@ class Trial:
             await self.read(key, self.working)
         self.shrink_arenas()
 
-    def check_nothing_leaked(self) -> None:
+    async def check_nothing_leaked(self) -> None:
         """Every slot and extent is accounted for once nobody uses anything."""
         namespace = self.writer.namespace
         for view in (self.writer, *self.readers):
@@ -300,7 +300,7 @@ class Trial:
         for working in namespace.working.values():
             used |= {working.uncommitted.extent} if working.uncommitted is not None else set()
             used |= {working.reserved} if working.reserved is not None else set()
-        stats = self.store.stats()["tiers"]["nvme"]  # type: ignore[index]
+        stats = (await self.store.stats())["tiers"]["nvme"]  # type: ignore[index]
         start = sum(9 << 20 for _ in self.machine.disks)
         assert stats["size_bytes"] - stats["free_bytes"] - start == len(used) * self.schema.record_bytes
 
@@ -317,7 +317,7 @@ async def run_trial(seed: int, *, rounds: int, acts: int) -> None:
             await trial.settle()
             while not trial.store._runner.is_idle:  # a cancelled prefetch may still land
                 await asyncio.sleep(0)
-            trial.check_nothing_leaked()
+            await trial.check_nothing_leaked()
         await trial.crash()
 
 
