@@ -7,7 +7,7 @@ begin where checksum chunks begin; each worker hashes what it just moved, while 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,15 +41,33 @@ def cut_pieces(part: Part, piece_bytes: int, field_count: int) -> tuple[Piece, .
     last = part.fields[field_count - 1]
     end = round_up(last.offset_bytes + last.length_bytes, PAGE_BYTES)
     chunks = [chunk for chunk in part.chunks() if chunk.offset_bytes < end]
-    count = max(1, -(-end // piece_bytes))
-    target = end / count
+    return _cut(chunks, 0, end, 0, piece_bytes)
+
+
+@lru_cache(maxsize=256)
+def cut_for_write(part: Part, piece_bytes: int) -> tuple[Piece, ...]:
+    """The whole image, the piece with the header first: it is written last, alone, so it is small where there are others.
+
+    A record of two pieces or less is one: its one worker has all checksums, and nothing waits for anything.
+    """
+    chunks = part.chunks()
+    if part.image_bytes <= 2 * piece_bytes:
+        return (Piece(0, part.image_bytes, 0, chunks),)
+    start = chunks[1].offset_bytes
+    return (Piece(0, start, 0, chunks[:1]), *_cut(list(chunks[1:]), start, part.image_bytes, 1, piece_bytes))
+
+
+def _cut(chunks: list[Chunk], start: int, end: int, first_chunk: int, piece_bytes: int) -> tuple[Piece, ...]:
+    """Bytes [start, end), in which `chunks` lie, in about equal pieces that begin where chunks begin."""
+    target = (end - start) / max(1, -(-(end - start) // piece_bytes))
     pieces: list[Piece] = []
-    first, start = 0, 0
+    begin, first = start, 0
     for index in range(1, len(chunks)):
-        if chunks[index].offset_bytes - start >= target * (1 - 1e-9) or chunks[index].offset_bytes >= target * (len(pieces) + 1):
-            pieces.append(Piece(start, chunks[index].offset_bytes, first, tuple(chunks[first:index])))
-            first, start = index, chunks[index].offset_bytes
-    pieces.append(Piece(start, end, first, tuple(chunks[first:])))
+        offset = chunks[index].offset_bytes
+        if offset - start >= target * (len(pieces) + 1) * (1 - 1e-9):
+            pieces.append(Piece(begin, offset, first_chunk + first, tuple(chunks[first:index])))
+            begin, first = offset, index
+    pieces.append(Piece(begin, end, first_chunk + first, tuple(chunks[first:])))
     return tuple(pieces)
 
 
@@ -154,11 +172,9 @@ class ImageWrite:
     part: Part
     image: memoryview
     header: Header
+    checksums: list[int]
+    """One place per chunk; workers fill them in."""
     root: int = 0
-    checksums: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.checksums = [0] * len(self.part.chunks())
 
     def run(self, piece: Piece) -> None:
         data = self.image[piece.start : piece.end]

@@ -19,7 +19,7 @@ from paramstore.engine.moves import Move, MoveKind
 from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import PrefetchRequest, Urgency
-from paramstore.engine.routes import ImageRead, ImageWrite, MasterRead, PieceRead, check_pieces, cut_pieces
+from paramstore.engine.routes import ImageRead, ImageWrite, MasterRead, PieceRead, check_pieces, cut_for_write, cut_pieces
 from paramstore.engine.runner import CPU_LANE, Runner, call, volume_lane, wake
 from paramstore.engine.scheduler import Transfer
 from paramstore.errors import ParamStoreError, TicketCancelled
@@ -118,8 +118,9 @@ class Transfers:
         )  # fmt: skip
         part = namespace.schema.stored
         volume = self._volumes[located.extent.volume]
-        write = ImageWrite(volume, located.extent, part, self._slot_view(move), header)
-        first, *others = cut_pieces(part, self._piece_bytes, len(part.fields))
+        first, *others = pieces = cut_for_write(part, self._piece_bytes)
+        checksums = [0] * sum(len(piece.chunks) for piece in pieces)
+        write = ImageWrite(volume, located.extent, part, self._slot_view(move), header, checksums)
         lane = volume_lane(located.extent.volume)
         self._submit(move, lane, write.run, deque(others), partial(self._settle_write, write=write), final=first)
 
