@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 TICKETS_MAX = 1 << 16
 """Unanswered requests of one connection; more is a caller that never waits."""
+CONNECTION_ID = 0
+"""No request's id: an error of this id is about the connection as a whole."""
 STALL_POLL_S = 0.05
 """How long a sender whose socket is full sleeps before it looks again whether somebody reads."""
 
@@ -254,8 +256,12 @@ class Connection:
         return True
 
     def _settle(self, request_id: int, answer: object) -> None:
+        if request_id == CONNECTION_ID and isinstance(answer, ParamStoreError):
+            raise answer  # why the daemon hangs up: every ticket ends with it
         ticket = self._tickets.pop(request_id, None)
         if ticket is None:
+            if request_id == 0 and isinstance(answer, ParamStoreError):
+                raise answer  # the daemon's last word before it closes the connection
             raise ProtocolError(f"{type(answer).__name__} answers request {request_id}, which is not open")
         if isinstance(answer, ParamStoreError):
             ticket.settle_error(answer)

@@ -3,7 +3,8 @@
 - A copy is served only if its identity (epoch, version) is the one that the session sees now: after an update the stale
   copy is superseded and the key fetched again.
 - Eviction never takes what the request under way needs, nor what is leased; victims come from `paramstore.policy`.
-- Host leases end as soon as the copies from them are done; at most `namespace.lease_slots` keys are held meanwhile.
+- Host leases end as soon as the copies from them are done; at most `namespace.lease_slots` keys are held meanwhile, and
+  half of them are asked for at once, so that copies and loads overlap.
 
 With `device="cpu"` the same class runs on host tensors without streams: the twin that every test runs on.
 """
@@ -12,10 +13,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from paramstore.errors import CapacityError, LeaseError, ParamStoreError, Schema
 from paramstore.policy.make import make_policy
 from paramstore_client.device_copy import REACHED, Mark, make_copier
 from paramstore_client.device_slots import DeviceCopy, DeviceSlots
-from paramstore_client.source import AheadTicket, ExpertSource, WeightLease
+from paramstore_client.source import HostSource, HostTicket, WeightLease
 
 REPORT_EVERY = 64
 """Acquires between two reports of residency to the daemon."""
@@ -91,7 +91,7 @@ class DeviceLease:
 class DeviceTicket:
     """A prefetch on its way to the device. Done when its copies are in the stream, or were given up."""
 
-    def __init__(self, tier: DeviceTier, keys: tuple[ExpertKey, ...], host: AheadTicket) -> None:
+    def __init__(self, tier: DeviceTier, keys: tuple[ExpertKey, ...], host: HostTicket) -> None:
         self.keys = keys
         self.host = host
         self.is_settled = False
@@ -112,13 +112,12 @@ class DeviceTier:
     slots: experts it has room for. policy: see `paramstore.policy`. Used by one thread at a time (the autograd thread
     of a backward counts as its caller's). Owner of the slots, the prefetches and the host leases under way.
 
-    A namespace with `view_change_count` (grows with every apply, refresh and rollback of the session) lets a hit cost no
-    round trip; without it each acquire leases the keys from the host to compare identities. One with
-    `before_unmap(fn)`, which calls fn(address, length_bytes), has its memory registered with CUDA. `report_device` is
-    called if there.
+    A hit costs no round trip while `namespace.view_change_count` stands still; when it has grown, each key is leased from the
+    host once to compare identities, and copied again only if they differ. Host memory is registered with CUDA until the
+    namespace says that it goes (`before_unmap`). What is resident and used is reported every REPORT_EVERY acquires.
     """
 
-    def __init__(self, namespace: ExpertSource, slots: int, *, device: torch.device | str, policy: str = "decayed_lfu") -> None:
+    def __init__(self, namespace: HostSource, slots: int, *, device: torch.device | str, policy: str = "decayed_lfu") -> None:
         if slots < 1:
             raise CapacityError(f"a device tier of {slots} slots: give at least 1")
         self.device = torch.device(device)
@@ -126,10 +125,9 @@ class DeviceTier:
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
         self.experts: int = namespace.experts
-        self._namespace: Any = namespace  # Any: `view_change_count`, `before_unmap` and `report_device` may be missing
+        self._namespace = namespace
         self._part = self.schema.part("param")
-        watch: Callable[[Callable[[int, int], None]], object] | None = getattr(namespace, "before_unmap", None)
-        self._copier = make_copier(self.device, bounce_bytes=self._part.image_bytes, may_register=watch is not None)
+        self._copier = make_copier(self.device, bounce_bytes=self._part.image_bytes)
         self.slots = DeviceSlots(
             self._part,
             slots,
@@ -141,8 +139,7 @@ class DeviceTier:
         self._prefetches: deque[DeviceTicket] = deque()
         self._touched: dict[ExpertKey, None] = {}
         self._acquire_count = 0
-        if watch is not None:
-            watch(self._forget_memory)
+        self._stop_watching = namespace.before_unmap(self._forget_memory)
 
     @property
     def lease_slots(self) -> int:
@@ -202,17 +199,18 @@ class DeviceTier:
 
     def report(self) -> None:
         """Tells the service what is here and what was used since the last report."""
-        tell = getattr(self._namespace, "report_device", None)
-        if tell is not None:
-            keys = self.slots.keys
-            tell(resident=keys, touched=list(self._touched), bytes_resident=len(keys) * self._part.image_bytes)
+        keys = self.slots.keys
+        self._namespace.report_device(
+            resident=keys, touched=list(self._touched), bytes_resident=len(keys) * self._part.image_bytes
+        )
         self._touched.clear()
 
     def close(self) -> None:
         """Waits for copies under way, gives every host lease back and forgets every copy."""
         self._prefetches.clear()
-        self._reserve_host_leases(int(self._namespace.lease_slots))
+        self._reserve_host_leases(self._namespace.lease_slots)
         self._copier.close()
+        self._stop_watching()
         self.slots.clear()
         self.report()
 
@@ -237,18 +235,17 @@ class DeviceTier:
 
     def _load(self, wanted: Sequence[ExpertKey], *, timeout_s: float | None = None) -> None:
         """Brings current copies of `wanted` into slots; none of them is evicted meanwhile."""
-        view = getattr(self._namespace, "view_change_count", None)
-        unchecked = [key for key in wanted if view is None or self._checked_at(key) != view]
+        view = self._namespace.view_change_count
+        unchecked = [key for key in wanted if self._checked_at(key) != view]
         self.stats.hits += len(wanted) - len(unchecked)
-        limit = int(self._namespace.lease_slots)
-        for start in range(0, len(unchecked), limit):
-            chunk = unchecked[start : start + limit]
-            self._reserve_host_leases(len(chunk))
-            host: WeightLease = self._namespace.acquire(chunk, timeout_s=timeout_s)
+        kept = frozenset(wanted)
+        while unchecked:
+            chunk, host = self._lease_from_host(unchecked, timeout_s)
+            del unchecked[: len(chunk)]
             mark: Mark = REACHED
             try:
                 changed = self._drop_stale(chunk, host)
-                self.stats.evictions += self.slots.make_room(len(changed), kept=frozenset(wanted))
+                self.stats.evictions += self.slots.make_room(len(changed), kept=kept)
                 for key in changed:
                     mark = self._place(key, host)
             finally:
@@ -258,6 +255,22 @@ class DeviceTier:
                 copy = self.slots.find(key)
                 assert copy is not None
                 copy.checked_at = view
+
+    def _lease_from_host(self, keys: Sequence[ExpertKey], timeout_s: float | None) -> tuple[Sequence[ExpertKey], WeightLease]:
+        """A host lease on the first of `keys`: on half of what this session may have leased.
+
+        That share falls when others open the namespace. A refusal because of it is met by ending the leases under way and
+        asking for fewer keys; any other is raised.
+        """
+        while True:
+            chunk = keys[: max(1, self._namespace.lease_slots // 2)]
+            self._reserve_host_leases(len(chunk))
+            try:
+                return chunk, self._namespace.acquire(chunk, timeout_s=timeout_s)
+            except (CapacityError, LeaseError):
+                if not self._host_leases and len(chunk) <= self._namespace.lease_slots:
+                    raise
+                self._reserve_host_leases(self._namespace.lease_slots)
 
     def _checked_at(self, key: ExpertKey) -> int | None:
         copy = self.slots.find(key)
@@ -287,15 +300,23 @@ class DeviceTier:
         """Copies what prefetches have brought to the host, as far as slots are not leased."""
         while self._prefetches and (self._prefetches[0].is_settled or self._prefetches[0].host.done()):
             ticket = self._prefetches.popleft()
-            missing = [] if ticket.is_settled else [key for key in ticket.keys if self.slots.find(key) is None]
-            fitting = missing[: self.slots.unleased_count]
+            if ticket.is_settled:
+                continue
             ticket.is_settled = True
             try:
+                missing = [key for key in self._arrived(ticket) if self.slots.find(key) is None]
+                fitting = missing[: self.slots.unleased_count]
                 self._load(fitting)
             except ParamStoreError as error:  # demand will ask again and raise the error where it matters
-                _log.warning("prefetch of %d keys to %s given up: %s", len(fitting), self.device, error)
+                _log.warning("prefetch of %d keys to %s given up: %s", len(ticket.keys), self.device, error)
                 continue
             self.stats.prefetched += len(fitting)
+
+    @staticmethod
+    def _arrived(ticket: DeviceTicket) -> Sequence[ExpertKey]:
+        """The keys that the host had room for. It takes them in order, so what it skipped is at the end; asking for those
+        here would wait for the volume."""
+        return ticket.keys[: len(ticket.keys) - ticket.host.wait()["skipped"]]
 
     # --- host leases and reports ---
 
@@ -305,14 +326,15 @@ class DeviceTier:
 
     def _reserve_host_leases(self, key_count: int) -> None:
         """Waits for the oldest copies until `key_count` more keys may be leased from the host."""
-        limit = int(self._namespace.lease_slots) - key_count
+        limit = self._namespace.lease_slots - key_count
         while self._host_leases and sum(count for _, _, count in self._host_leases) > limit:
             mark, lease, _ = self._host_leases.popleft()
             mark.wait_on_host()
             lease.release()
 
     def _forget_memory(self, address: int, length_bytes: int) -> None:
-        for mark, _, _ in self._host_leases:
+        # No copy from there is under way, unless the store was closed under it: leases keep memory mapped.
+        for mark, _, _ in list(self._host_leases):
             mark.wait_on_host()
         self._copier.forget_memory(address, length_bytes)
 

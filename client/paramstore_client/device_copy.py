@@ -2,8 +2,8 @@
 
 - A copy never overtakes the last use of the slot it overwrites, and its mark is reached only when the bytes are there.
 - The source must stay leased until the copy's mark is reached.
-- Host memory is registered with CUDA where its owner tells us before it is unmapped; a range is unregistered then, never
-  later. Elsewhere, and where registration is refused, bytes go through two pinned buffers. `describe` says which.
+- Host memory is registered with CUDA on first use; its owner tells us before it is unmapped, and a range is unregistered
+  then, never later. Where registration is refused, bytes go through two pinned buffers. `describe` says which.
 """
 
 from __future__ import annotations
@@ -113,15 +113,15 @@ class _EventMark:
 class CudaCopier:
     """Owner of the copy stream, of the registered ranges and of the bounce buffers.
 
-    bounce_bytes: at least one key's fields, each rounded up to a page. may_register: the owner of the host memory
-    promises `forget_memory` before it unmaps.
+    bounce_bytes: at least one key's fields, each rounded up to a page. may_register: False where nobody will call
+    `forget_memory` before the sources are unmapped.
     """
 
-    def __init__(self, device: torch.device, *, bounce_bytes: int, may_register: bool) -> None:
+    def __init__(self, device: torch.device, *, bounce_bytes: int, may_register: bool = True) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._may_register = may_register
-        self._refusal = "" if may_register else "the namespace does not tell before it unmaps"
+        self._refusal = "" if may_register else "its owner does not tell before it unmaps"
         self._flags: int | None = None
         self._registered: dict[int, int] = {}
         self._bounce_bytes = bounce_bytes
@@ -140,7 +140,8 @@ class CudaCopier:
         return self._mark(torch.cuda.current_stream(self._device))
 
     def forget_memory(self, address: int, length_bytes: int) -> None:
-        for start in [start for start in self._registered if address <= start < address + length_bytes]:
+        # A copy of the table first: another thread may end the last lease of a segment while this one registers in another.
+        for start in [start for start in list(self._registered) if address <= start < address + length_bytes]:
             del self._registered[start]
             code = int(torch.cuda.cudart().cudaHostUnregister(start))  # type: ignore[no-untyped-call]
             if code:
@@ -207,7 +208,7 @@ class CudaCopier:
         return self._bounce.pop(0)
 
 
-def make_copier(device: torch.device, *, bounce_bytes: int, may_register: bool) -> Copier:
+def make_copier(device: torch.device, *, bounce_bytes: int) -> Copier:
     if device.type == "cuda":
-        return CudaCopier(device, bounce_bytes=bounce_bytes, may_register=may_register)
+        return CudaCopier(device, bounce_bytes=bounce_bytes)
     return HostCopier()

@@ -6,6 +6,7 @@ on: after the daemon went away it raises StoreUnavailable for good, and is opene
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -23,6 +24,7 @@ from paramstore_client.connection import Connection
 from paramstore_client.gradients import Gradients, PendingGradients
 from paramstore_client.initial_values import InitialValue, put_initial_values
 from paramstore_client.lease import Lease
+from paramstore_client.segments import BeforeUnmap
 from paramstore_client.ticket import Ticket
 from paramstore_client.upload import UploadArea
 
@@ -53,6 +55,8 @@ class Namespace:
         self._area = area
         self._is_debug = is_debug
         self._is_closed = False
+        self._view_changes = itertools.count(1)
+        self._view_change_count = 0
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._pending = PendingGradients(area, name=self.name, schema=self.schema, space=self.space)
 
@@ -87,6 +91,12 @@ class Namespace:
     def epoch(self) -> int:
         """Counts reopenings as writer and rollbacks."""
         return self._epoch
+
+    @property
+    def view_change_count(self) -> int:
+        """Grows with every apply, refresh, rollback and initialize of this handle: while it stands still, so do the bytes
+        behind every key that this handle sees."""
+        return self._view_change_count
 
     def keys(self) -> list[ExpertKey]:
         """All expert keys, in key order."""
@@ -166,7 +176,10 @@ class Namespace:
     def refresh(self) -> int | None:
         """Moves a reader to the newest committed step, and returns it."""
         message = messages.Refresh(self._next_id(), self._handle)
-        step = self._send(message, "refresh", answers.optional_number).wait()
+        try:
+            step = self._send(message, "refresh", answers.optional_number).wait()
+        finally:
+            self._count_view_change()
         self._committed_step = step
         if self.mode == "read":
             self._view_step = step
@@ -181,7 +194,10 @@ class Namespace:
         over from nothing. Raises StepOutOfOrder after the first commit, SchemaMismatch, CapacityError, VolumeError.
         """
         self._check_open()
-        put_initial_values(self._connection, self._area, self._handle, schema=self.schema, space=self.space, fn=fn)
+        try:
+            put_initial_values(self._connection, self._area, self._handle, schema=self.schema, space=self.space, fn=fn)
+        finally:
+            self._count_view_change()
 
     def push(self, gradients: Gradients) -> None:
         """Adds `gradients` to the pending ones: {key: {field: tensor}}, every field of the schema. The tensors are copied.
@@ -210,7 +226,10 @@ class Namespace:
         message = messages.Apply(
             self._next_id(), self._handle, options.lr, beta1, beta2, options.eps, options.weight_decay, grad_scale
         )
-        return self._consume(message, "apply", answers.mapping)
+        try:
+            return self._consume(message, "apply", answers.mapping)
+        finally:
+            self._count_view_change()
 
     def abort(self) -> int:
         """Drops the pending gradients; returns how many keys had some."""
@@ -239,6 +258,15 @@ class Namespace:
     def residency(self) -> Result:
         """Where every expert is: {layers, experts, optim, param, heat}, lists in key order."""
         return self._send(messages.Residency(self._next_id(), self._handle), "residency", answers.mapping).wait()
+
+    def before_unmap(self, fn: BeforeUnmap) -> Callable[[], object]:
+        """`fn(address, length_bytes)` is called before memory that this session has leased is unmapped: whoever registered
+        it (cudaHostRegister) must unregister it then.
+
+        It is called once per segment of the connection, also of its other namespaces, from any thread, and must not raise.
+        Returns the function that ends this.
+        """
+        return self._connection.segments.before_unmap(fn)
 
     def report_device(
         self, *, resident: Iterable[ExpertKey], touched: Iterable[ExpertKey], bytes_resident: int
@@ -277,9 +305,13 @@ class Namespace:
 
     def rollback(self, step: int) -> int:
         """Back to `step`, the committed one: drops pending gradients and working copies. Returns the new epoch."""
-        self._epoch = self._consume(messages.Rollback(self._next_id(), self._handle, step), "rollback", answers.number).wait()
-        self._committed_step = step
-        return self._epoch
+
+        def rolled_back(answer: object) -> int:
+            self._epoch, self._committed_step = answers.number(answer), step
+            self._count_view_change()
+            return self._epoch
+
+        return self._consume(messages.Rollback(self._next_id(), self._handle, step), "rollback", rolled_back).wait()
 
     def close(self) -> None:
         """Ends the handle and its leases; pending gradients are dropped. Idempotent, and quiet when the daemon is gone."""
@@ -331,6 +363,13 @@ class Namespace:
         return self._pending.consume(
             lambda on_settled: self._send(message, call, convert, on_settled=on_settled, is_cancellable=False)
         )
+
+    def _count_view_change(self) -> None:
+        """Once the request has gone out, never before: what was acquired at the old count may be of either side of it.
+
+        Of two threads at once the smaller number may stay: no number is drawn twice, so none can stand for two views.
+        """
+        self._view_change_count = next(self._view_changes)
 
     def _wish(self, keys: Iterable[ExpertKey], *, is_wanted: bool) -> None:
         message = messages.Protect(self._next_id(), self._handle, self._key_list(keys), is_wanted)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, UnknownKey
 from paramstore_client.activity import Activity
 from paramstore_client.device import DeviceTier
-from paramstore_client.source import AheadTicket, ExpertSource, WeightLease
+from paramstore_client.source import AheadTicket, ExpertSource, HostSource, WeightLease
 
 Experts = dict[int, Mapping[str, Tensor]]
 """expert -> {field: tensor}"""
@@ -139,7 +140,8 @@ class RingMemory:
         self._source = namespace
         if torch.device(device).type != "cpu":
             room = slots * (self.experts if experts_ahead is None else experts_ahead)
-            self._source = self._closing.enter_context(DeviceTier(namespace, room, device=device))
+            host = cast(HostSource, namespace)  # a device makes sense only in front of a namespace
+            self._source = self._closing.enter_context(DeviceTier(host, room, device=device))
         fitting = max(1, self._source.lease_slots // slots)
         self._experts_ahead = min(self.experts, fitting if experts_ahead is None else experts_ahead)
         self._clock: Clock = MonotonicClock() if clock is None else clock

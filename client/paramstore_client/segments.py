@@ -3,20 +3,22 @@
 - A segment the daemon gives up is acknowledged once no lease refers to it and it is unmapped, never before: a tensor that
   outlives its lease delays that to the end of a later lease.
 - Leases that refer to a segment are counted by looking; nothing else holds the number.
+- Who asked to be told (`before_unmap`) is told of every leased segment once, while it is still mapped.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from paramstore.errors import LeaseError, ProtocolError, StoreUnavailable
 from paramstore.memory.shared import Mapping
 
 Slot = tuple[int, int, int, int]
 """(segment, offset_bytes, epoch, version), as a Granted message has it."""
+BeforeUnmap = Callable[[int, int], None]
+"""(address, length_bytes) of memory that is about to be unmapped."""
 
 
 class Segments:
@@ -27,6 +29,8 @@ class Segments:
         self._uploads: dict[int, Mapping] = {}
         self._live: dict[int, list[Slot]] = {}
         self._given_up: set[int] = set()
+        self._closing: dict[int, Mapping] = {}
+        self._watchers: dict[object, BeforeUnmap] = {}
 
     def adopt_leased(self, segments: Sequence[tuple[int, int]], fds: Sequence[int]) -> None:
         """Maps new segments of the daemon, read-only. fds: one per segment, closed on return, whatever happens."""
@@ -75,15 +79,28 @@ class Segments:
 
     def give_up(self, segments: Sequence[int]) -> list[int]:
         """The daemon wants these back. Returns those that no lease refers to: they are forgotten already."""
-        self._given_up.update(segments)
-        return self._forget_unused()
+        known = {segment for segment in segments if segment in self._leased}
+        self._given_up |= known
+        return sorted(set(segments) - known) + self._forget_unused()
+
+    def before_unmap(self, fn: BeforeUnmap) -> Callable[[], object]:
+        """`fn(address, length_bytes)` is called for each leased segment that is let go of from here on, right before.
+
+        No lease refers to the segment then, unless the connection was closed. fn runs on the thread that ended the last
+        lease, read the socket or closed the store; it must not raise. Returns the function that ends this.
+        """
+        token = object()
+        self._watchers[token] = fn
+        return lambda: self._watchers.pop(token, None)
 
     def clear(self) -> None:
         """The connection is over: lets go of every mapping. Tensors that were handed out keep theirs."""
-        for mapping in (*self._leased.values(), *self._uploads.values()):
+        for segment in list(self._leased):
+            self._let_go(segment)
+        for mapping in self._uploads.values():
             mapping.close()
-        self._leased.clear()
         self._uploads.clear()
+        self._closing.clear()
         self._live.clear()
         self._given_up.clear()
 
@@ -92,26 +109,28 @@ class Segments:
         return len(self._live)
 
     def _forget_unused(self) -> list[int]:
+        """Lets go of what was given up and no lease refers to. Returns what is unmapped by now: a tensor of a released
+        lease may still keep a segment, which is asked for again at the next end."""
         used = {slot[0] for slots in list(self._live.values()) for slot in slots}
+        for segment in self._given_up - used:
+            self._let_go(segment)
         forgotten = []
-        for segment in sorted(self._given_up - used):
-            if self._is_unmapped(segment):
-                # Two threads may end the last leases in the same moment: one of them acknowledges.
-                with contextlib.suppress(KeyError):
-                    self._given_up.remove(segment)
-                    forgotten.append(segment)
+        for segment in sorted(self._given_up):
+            mapping = self._closing.get(segment)
+            # Two threads may end the last leases in the same moment: the one that pops acknowledges.
+            if mapping is not None and not mapping.is_mapped and self._closing.pop(segment, None) is not None:
+                self._given_up.discard(segment)
+                forgotten.append(segment)
         return forgotten
 
-    def _is_unmapped(self, segment: int) -> bool:
-        """Lets go of the mapping. False while a tensor of a released lease still keeps it: asked again at the next end."""
-        mapping = self._leased.get(segment)
-        if mapping is None:
-            return True
-        mapping.close()
-        if mapping.is_mapped:
-            return False
-        self._leased.pop(segment, None)
-        return True
+    def _let_go(self, segment: int) -> None:
+        """Gives up this object's share of the mapping, once: the pop decides between threads."""
+        mapping = self._leased.pop(segment, None)
+        if mapping is not None:
+            for tell in list(self._watchers.values()):
+                tell(mapping.address, mapping.length_bytes)
+            mapping.close()
+            self._closing[segment] = mapping
 
 
 def close_all(fds: Iterable[int]) -> None:

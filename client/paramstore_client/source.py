@@ -1,12 +1,13 @@
 """What `nn`, the ring and the device tier need of the thing that gives them weights.
 
-A namespace handle is an `ExpertSource`; so are `DeviceTier` and `RingMemory`, which stand in front of one. That is why
-`StoredExperts` takes any of the three and has no branch for devices. `paramstore.testing.MemoryNamespace` is the fake.
+A namespace handle is a `HostSource`, the kind that a `DeviceTier` can stand in front of. It is an `ExpertSource` too, as
+are `DeviceTier` and `RingMemory`: that is why `StoredExperts` takes any of the three and has no branch for devices.
+`paramstore.testing.MemoryNamespace` is the fake.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -73,4 +74,35 @@ class ExpertSource(Protocol):
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> Any:
         """Adds into the pending gradients; they may be freed on return. (Any: what it returns is the handle's affair.)"""
+        ...
+
+
+class HostTicket(AheadTicket, Protocol):
+    """A prefetch into host memory."""
+
+    def wait(self, timeout_s: float | None = None) -> Mapping[str, int]:
+        """{loaded, resident, skipped, bytes}: how many keys are there now, and how many there was no room for."""
+        ...
+
+
+class HostSource(ExpertSource, Protocol):
+    """An `ExpertSource` whose leases are host memory; with what a copy elsewhere must know of it."""
+
+    @property
+    def view_change_count(self) -> int:
+        """Grows whenever the bytes behind a key may have become others for this handle (apply, refresh, rollback): a copy
+        whose identity was compared at the present count is current, without asking again."""
+        ...
+
+    def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> HostTicket:
+        """As of an ExpertSource."""
+        ...
+
+    def before_unmap(self, fn: Callable[[int, int], None], /) -> Callable[[], object]:
+        """`fn(address, length_bytes)` is called before leased memory is unmapped, from any thread: the last moment to
+        unregister it. It must not raise. Returns the function that ends this."""
+        ...
+
+    def report_device(self, *, resident: Sequence[ExpertKey], touched: Sequence[ExpertKey], bytes_resident: int) -> None:
+        """Tells the service which keys have a copy in HBM, and which were used there since the last report."""
         ...

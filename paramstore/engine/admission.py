@@ -16,6 +16,7 @@ from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.planner import Planner, fresh_working
+from paramstore.engine.transfers import Transfers
 from paramstore.engine.volumes import VolumeSet
 from paramstore.errors import (
     CapacityError,
@@ -34,16 +35,18 @@ class Admission:
     """Owner of the table of namespaces."""
 
     def __init__(
-        self, planner: Planner, host: HostTier, volumes: VolumeSet, cleaner: Cleaner, committer: Committer,
-        namespaces: dict[str, NamespaceState],
+        self, planner: Planner, transfers: Transfers, host: HostTier, volumes: VolumeSet, cleaner: Cleaner,
+        committer: Committer, namespaces: dict[str, NamespaceState],
     ) -> None:  # fmt: skip
         self._planner = planner
+        self._transfers = transfers
         self._host = host
         self._volumes = volumes
         self._cleaner = cleaner
         self._committer = committer
         self._namespaces = namespaces
         self._lock = asyncio.Lock()
+        self._growing: set[asyncio.Task[None]] = set()
 
     def list_namespaces(self) -> list[dict[str, object]]:
         return [
@@ -126,7 +129,7 @@ class Admission:
     async def _open_memory(self, namespace: NamespaceState, host_bytes: int | None) -> None:
         """The namespace's arenas, taking back those of namespaces that nobody has open if need be."""
         try:
-            await self._host.open_arenas(namespace, host_bytes)
+            await self._open_arenas(namespace, host_bytes)
         except CapacityError:
             idle = [other for other in self._namespaces.values() if not other.views and other.param_arena is not None]
             idle = [other for other in idle if other is not namespace]
@@ -134,7 +137,26 @@ class Admission:
                 raise
             for other in idle:
                 await self._give_up_memory(other)
-            await self._host.open_arenas(namespace, host_bytes)
+            await self._open_arenas(namespace, host_bytes)
+
+    async def _open_arenas(self, namespace: NamespaceState, host_bytes: int | None) -> None:
+        """Returns with the first segment of each arena; the others come up in the background."""
+        await self._host.open_arenas(namespace, host_bytes)
+        task = asyncio.get_running_loop().create_task(self._grow(namespace), name=f"grow-{namespace.name}")
+        self._growing.add(task)
+        task.add_done_callback(self._growing.discard)
+
+    async def _grow(self, namespace: NamespaceState) -> None:
+        for arena in (namespace.working_arena, namespace.param_arena):
+            while arena is not None and await self._host.grow(namespace, arena):
+                self._planner.leases.pump(namespace)
+                self._transfers.drain()
+
+    async def close(self) -> None:
+        """Ends what still grows."""
+        for task in self._growing:
+            task.cancel()
+        await asyncio.gather(*self._growing, return_exceptions=True)
 
     async def _give_up_memory(self, namespace: NamespaceState) -> None:
         """Nobody has it open, so what is not committed is lost at the next opening anyway: its memory is free to go."""

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 from paramstore.core.slots import SlotTable
 from paramstore.policy.base import Policy
 
-SEGMENT_BYTES_MAX = 1 << 30
+SEGMENT_BYTES = 1 << 30
+SEGMENTS_MAX = 48
+"""Of one arena: a lease may name all of them at once, and one message carries 64 descriptors."""
 SEGMENT_ALIGNMENT_BYTES = 2 << 20
 
 
@@ -42,6 +44,8 @@ class Arena:
         self.planned_slots = planned_slots
         """What the arena will have once all its segments are touched; caps count in these."""
         self.policy = policy
+        self.planned_segments: deque[tuple[int, SegmentMemory, int]] = deque()
+        """(segment id, memory, slots) of those whose pages are not touched yet; the host tier's."""
         self.waiting: deque[Any] = deque()
         """Requests that wait for slots, first come first served; the planner's."""
         self.slots = SlotTable()
@@ -68,8 +72,10 @@ class Arena:
 
 
 def segment_lengths(slot_count: int, slot_bytes: int) -> list[int]:
-    """Lengths of the segments that hold `slot_count` slots: as few as SEGMENT_BYTES_MAX allows, whole slots in each."""
-    per_segment = max(1, SEGMENT_BYTES_MAX // slot_bytes)
+    """Lengths of the segments that hold `slot_count` slots, whole slots in each: of SEGMENT_BYTES, or larger where there
+    would be too many to name in one message."""
+    segment_bytes = max(SEGMENT_BYTES, slot_count * slot_bytes // SEGMENTS_MAX)
+    per_segment = max(1, -(-segment_bytes // slot_bytes))
     lengths = []
     while slot_count > 0:
         count = min(slot_count, per_segment)

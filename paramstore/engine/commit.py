@@ -16,13 +16,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from paramstore.config import RETAINED_STEPS
+from paramstore.core.place import Extent
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.namespace import Cut, NamespaceState
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import CATALOG_LANE, Runner, volume_lane
 from paramstore.engine.transfers import Transfers
-from paramstore.errors import CatalogError, ParamStoreError, StepDropped, VolumeError
+from paramstore.errors import CatalogError, ParamStoreError, StepDropped, StepFailed, VolumeError
 from paramstore.storage.catalog import Catalog, Change, StepRow
 from paramstore.storage.format import CommitNote, Superblock, combine_roots
 from paramstore.storage.ledger import Publication
@@ -52,6 +53,8 @@ class Committer:
         self._namespaces = namespaces
         self.stopped: str | None = None
         """Why nothing durable is accepted any more: the catalog could not be read back after a failure."""
+        self._bad_note_slots: set[int] = set()
+        """Slots whose note could not be written: not tried again before a restart."""
 
     async def commit(self, namespace: NamespaceState, cut: Cut, step: int, extra: bytes) -> int:
         """Makes `cut` durable as `step`; on return it is. Gives how many records it published.
@@ -67,7 +70,9 @@ class Committer:
             await self._prove(namespace, cut, step_row)
             publication = await self._publish_cut(namespace, cut, step_row)
         except ParamStoreError:
-            if note_slot is not None:
+            if self.stopped is not None:
+                raise  # published or not, nobody knows: whatever the step may need stays untouched until a restart
+            if note_slot is not None and note_slot not in self._bad_note_slots:
                 self._note_slots.free(note_slot)
             namespace.closing_steps = frozenset()
             self._planner.settle_cut(namespace, is_published=False)
@@ -100,6 +105,8 @@ class Committer:
 
         Which steps go is fixed here first; nobody can open one of them any more.
         """
+        if namespace.broken is not None:  # another commit's flush failed meanwhile, and ours may have hidden behind it
+            raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
         self._planner.drop_oldest_readers(namespace, row.step)
         held = frozenset(namespace.held_steps())
         namespace.closing_steps = frozenset(namespace.ledger.steps()[: 1 - RETAINED_STEPS or None]) - held
@@ -134,7 +141,11 @@ class Committer:
     async def _note_one(self, index: int, note: CommitNote, note_slot: int) -> None:
         volume, superblock = self._volumes[index], self._superblocks[index]
         lane = volume_lane(index)
-        await self._runner.call(lane, lambda: write_note(volume, superblock, note_slot, note))
+        try:
+            await self._runner.call(lane, lambda: write_note(volume, superblock, note_slot, note))
+        except VolumeError:
+            self._bad_note_slots.add(note_slot)
+            raise
         try:
             await self._runner.call(lane, volume.flush)
         except VolumeError as error:
@@ -145,7 +156,10 @@ class Committer:
         """A flush failed: every namespace with an unpublished record on that volume is broken."""
         logger.error("flush of volume %d failed: %s", volume, error)
         for namespace in self._namespaces.values():
-            if any(_unpublished_on(namespace, volume)):
+            lost = list(_unpublished_on(namespace, volume))
+            for extent in lost:
+                self._planner.space.quarantine(extent)
+            if lost:
                 self._planner.mark_broken(namespace, f"a flush of volume {volume} failed: {error}")
         self._transfers.drain()
 
@@ -169,8 +183,17 @@ class Committer:
         try:
             return bool(await self._runner.call(CATALOG_LANE, read_back))
         except ParamStoreError as second:
-            self.stopped = f"the catalog failed ({error}) and could not be read back ({second})"
+            self._stop(f"the catalog failed ({error}) and could not be read back ({second})")
             raise CatalogError(f"the outcome of the transaction is unknown: {self.stopped}; restart the daemon") from error
+
+    def _stop(self, reason: str) -> None:
+        """Nothing durable is accepted from here on: every writer is told, whoever waits for a commit goes on."""
+        self.stopped = reason
+        for namespace in self._namespaces.values():
+            self._planner.mark_broken(namespace, f"{reason}; restart the daemon")
+            self._planner.outbox.woken.extend(namespace.cut_waiters)
+            namespace.cut_waiters.clear()
+        self._transfers.drain()
 
     def _settle(self, namespace: NamespaceState, publication: Publication) -> None:
         namespace.ledger.settle(publication)
@@ -183,6 +206,7 @@ class Committer:
     async def until_no_cut(self, namespace: NamespaceState) -> None:
         """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins."""
         while namespace.cut is not None:
+            self.check_accepting()
             future = asyncio.get_running_loop().create_future()
             namespace.cut_waiters.append(future)
             await future
@@ -224,7 +248,7 @@ class Committer:
         await self._runner.call(CATALOG_LANE, lambda: self._catalog.apply(change))
 
 
-def _unpublished_on(namespace: NamespaceState, volume: int) -> Iterable[bool]:
-    return (
-        working.uncommitted is not None and working.uncommitted.extent.volume == volume for working in namespace.working.values()
-    )
+def _unpublished_on(namespace: NamespaceState, volume: int) -> Iterable[Extent]:
+    """Extents of whole records on `volume` that no step has published."""
+    located = (working.uncommitted for working in namespace.working.values())
+    return (found.extent for found in located if found is not None and found.extent.volume == volume)

@@ -154,26 +154,42 @@ class HostTier:
         if split.staging_bytes:
             namespace.staging = await self._make_staging(namespace, split.staging_bytes)
         if working is not param:
-            await self._fill(namespace, working, split.working_slots, is_shared=False)
-        await self._fill(namespace, param, split.param_slots, is_shared=True)
+            self._plan_segments(namespace, working, split.working_slots, is_shared=False)
+        self._plan_segments(namespace, param, split.param_slots, is_shared=True)
+        for arena in (param, working):
+            if not arena.slots.count:
+                await self.grow(namespace, arena)
 
-    async def _fill(self, namespace: NamespaceState, arena: Arena, slot_count: int, *, is_shared: bool) -> None:
+    def _plan_segments(self, namespace: NamespaceState, arena: Arena, slot_count: int, *, is_shared: bool) -> None:
+        """Maps the arena's segments, so that their bytes are taken; none is touched yet."""
         for length_bytes in segment_lengths(slot_count, arena.slot_bytes):
-            segment_id, memory = await self._new_segment(namespace, length_bytes, is_shared=is_shared)
-            arena.add_segment(segment_id, memory, slots=min(slot_count, length_bytes // arena.slot_bytes))
-            slot_count -= length_bytes // arena.slot_bytes
+            segment_id, memory = self._new_segment(namespace, length_bytes, is_shared=is_shared)
+            slots = min(slot_count, length_bytes // arena.slot_bytes)
+            arena.planned_segments.append((segment_id, memory, slots))
+            slot_count -= slots
 
-    async def _new_segment(self, namespace: NamespaceState, length_bytes: int, *, is_shared: bool) -> tuple[int, SegmentMemory]:
+    async def grow(self, namespace: NamespaceState, arena: Arena) -> bool:
+        """Touches the arena's next segment and adds its slots; False if there is none, or the arena was given up."""
+        if not arena.planned_segments:
+            return False
+        segment_id, memory, slots = arena.planned_segments.popleft()
+        await self._runner.call(BACKGROUND_LANE, memory.touch)
+        if arena not in (namespace.param_arena, namespace.working_arena):
+            return False
+        arena.add_segment(segment_id, memory, slots=slots)
+        return True
+
+    def _new_segment(self, namespace: NamespaceState, length_bytes: int, *, is_shared: bool) -> tuple[int, SegmentMemory]:
         assert self.used_bytes + length_bytes <= self.budget_bytes
         memory = self.memory.shared(length_bytes) if is_shared else self.memory.private(length_bytes)
         segment_id = self._next_segment
         self._next_segment += 1
         self._segments[segment_id] = _Segment(memory, namespace.name, is_shared)
-        await self._runner.call(BACKGROUND_LANE, memory.touch)
         return segment_id, memory
 
     async def _make_staging(self, namespace: NamespaceState, staging_bytes: int) -> Staging:
-        _, memory = await self._new_segment(namespace, staging_bytes, is_shared=False)
+        _, memory = self._new_segment(namespace, staging_bytes, is_shared=False)
+        await self._runner.call(BACKGROUND_LANE, memory.touch)
         each = self._buffer_bytes(namespace.schema)
         staging = Staging()
         for index in range(self._io_threads):

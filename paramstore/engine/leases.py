@@ -89,18 +89,19 @@ class LeasePlanner:
         found = self._resolve(request)
         leased = view.leased
         new_count = sum([copy not in leased for copy in found])  # None, still to be loaded, is never leased
-        cap = self.lease_cap(view.namespace)
-        if new_count + len(leased) > cap:
-            self._refuse(view, new_count, cap)
         arena = view.namespace.param_arena
         assert arena is not None
-        must_queue = any(isinstance(waiting, LeaseRequest) for waiting in arena.waiting)
-        if not self._plan_lease(request, found, may_take_slots=not must_queue):
+        queued = [waiting for waiting in arena.waiting if isinstance(waiting, LeaseRequest)]
+        held_count = len(leased) + sum(len(waiting.keys) for waiting in queued if waiting.view is view)
+        cap = self.lease_cap(view.namespace)
+        if new_count and new_count + held_count > cap:
+            self._refuse(view, new_count, held_count, cap)
+        if not self._plan_lease(request, found, may_take_slots=not queued):
             arena.waiting.append(request)
         view.leases[request.lease_id] = request
 
     @staticmethod
-    def _refuse(view: View, new_count: int, cap: int) -> None:
+    def _refuse(view: View, new_count: int, held_count: int, cap: int) -> None:
         name = view.namespace.name
         if new_count > cap:
             raise CapacityError(
@@ -108,7 +109,7 @@ class LeasePlanner:
                 "ask in parts, or raise host_budget"
             )
         raise LeaseError(
-            f"{new_count} more keys of {name!r}: this session has {len(view.leased)} of {cap} slots leased; release some first"
+            f"{new_count} more keys of {name!r}: this session has or waits for {held_count} of {cap} slots; release some first"
         )
 
     def _resolve(self, request: LeaseRequest) -> list[ParamCopy | None]:
@@ -137,7 +138,7 @@ class LeasePlanner:
     def _check_reachable(namespace: NamespaceState, working: WorkingCopy) -> None:
         if working.target is None:
             raise StepFailed(f"{working.key} of {namespace.name!r} has no value yet: call initialize")
-        if working.identity != working.target and namespace.broken is not None:
+        if not _is_reachable(namespace, working):
             raise StepFailed(f"{working.key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
 
     def _plan_lease(self, request: LeaseRequest, found: list[ParamCopy | None], *, may_take_slots: bool) -> bool:
@@ -231,7 +232,8 @@ class LeasePlanner:
             request.resident += 1
             return
         if copy is None:
-            if identity is None or namespace.unused_prefetches >= self._prefetch_allowance(namespace):
+            is_unmade = view.is_writer and not _is_reachable(namespace, namespace.working[key])
+            if identity is None or is_unmade or namespace.unused_prefetches >= self._prefetch_allowance(namespace):
                 request.skipped += 1
                 return
             slots = self._copies.make_room(namespace, 1, keep=wanted, is_prefetch=True)
@@ -286,3 +288,8 @@ class LeasePlanner:
             self._outbox.finished.append(request)
             return True
         return self._plan_lease(request, found, may_take_slots=True)
+
+
+def _is_reachable(namespace: NamespaceState, working: WorkingCopy) -> bool:
+    """Whether the bytes that the writer is to see exist, or will: a failed apply makes no more of them."""
+    return working.identity == working.target or namespace.broken is None

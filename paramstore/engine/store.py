@@ -67,7 +67,7 @@ class Store:
         self._cleaner = cleaner
         self._updater = updater
         self._committer = committer
-        self.admission = Admission(planner, host, volumes, cleaner, committer, namespaces)
+        self.admission = Admission(planner, transfers, host, volumes, cleaner, committer, namespaces)
         self._started_s = time.monotonic()
 
     # --- views
@@ -151,12 +151,16 @@ class Store:
 
     # --- the writer's calls
 
-    def check_writer(self, view: View) -> NamespaceState:
-        """Raises what keeps this view from changing records."""
+    def _check_writing(self, view: View) -> NamespaceState:
+        """The namespace, if the view is its writer's; what rolls back may do so on a broken one."""
         self._planner.leases.check_view(view)
         if not view.is_writer:
             raise SchemaMismatch(f"namespace {view.namespace.name!r} is open for reading: open it with mode='write'")
-        namespace = view.namespace
+        return view.namespace
+
+    def check_writer(self, view: View) -> NamespaceState:
+        """Raises what keeps this view from changing records."""
+        namespace = self._check_writing(view)
         if namespace.broken is not None:
             raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
         return namespace
@@ -230,10 +234,7 @@ class Store:
 
     async def rollback(self, view: View, step: int) -> int:
         """Back to the committed step, dropping everything since. Gives the new epoch."""
-        self._planner.leases.check_view(view)
-        namespace = view.namespace
-        if not view.is_writer:
-            raise SchemaMismatch(f"namespace {namespace.name!r} is open for reading: a reader does not roll back")
+        namespace = self._check_writing(view)
         if namespace.committed_step is None:
             raise StepDropped(f"namespace {namespace.name!r} has no committed step: initialize() starts it over")
         await self._committer.rollback(namespace, to_step=step)
@@ -251,7 +252,7 @@ class Store:
 
     async def initialize_begin(self, view: View) -> None:
         """Starts over: no key has a value. Raises StepOutOfOrder once there is a committed step."""
-        namespace = self.check_writer(view)
+        namespace = self._check_writing(view)
         if namespace.committed_step is not None:
             raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")
         await self._committer.rollback(namespace)
@@ -366,4 +367,5 @@ class Store:
         deadline_s = time.monotonic() + self.config.shutdown_timeout_s
         while not self._runner.is_idle and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
+        await self.admission.close()
         await self._volumes.close()

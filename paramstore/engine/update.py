@@ -94,6 +94,8 @@ class Updater:
                 return
 
     async def _cut_over(self, namespace: NamespaceState) -> None:
+        if namespace.broken is not None:
+            raise StepFailed(namespace.broken)
         future = asyncio.get_running_loop().create_future()
         namespace.cut_waiters.append(future)
         await future

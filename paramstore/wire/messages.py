@@ -2,7 +2,8 @@
 
 A request carries `id`, chosen by the client, unique among its unanswered requests, never 0. The daemon answers each with
 one `Done`, `Granted`, `Uploaded` or `Failed` of the same id, in any order: a request is what a ticket stands for.
-`Release`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. `Unmap` and `LeaseSlots` are what the daemon sends unasked.
+`Release`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. `Unmap` and `LeaseSlots` are what the daemon sends unasked,
+and `Failed` of id 0, which says why it hangs up.
 
 File descriptors travel by SCM_RIGHTS attached to the first byte of the frame that names their segments, in that order,
 and only from the daemon to the client.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
 from paramstore.errors import (
     CapacityError,
+    CatalogError,
     LeaseError,
     NamespaceExists,
     SchemaMismatch,
@@ -29,6 +30,8 @@ from paramstore.errors import (
     WriterFenced,
 )
 from paramstore.optim.tensors import field_tensor
+from paramstore.storage.format import NOTE_SLOT_BYTES, NOTES_START_BYTES
+from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.machine import Machine, PlainSegment
 from paramstore.testing.volumes import Fault, FaultyVolume
 
@@ -537,3 +540,104 @@ def test_a_param_schema_serves_what_it_was_given_and_takes_no_gradients() -> Non
             assert all(torch.equal(found[key][name], values[key][name]) for key in found for name in found[key])
 
     run(scenario())
+
+
+def test_the_first_commit_may_fail_at_its_flush_and_initialize_starts_over() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=22)
+        faulty = FaultyVolume(machine.disks[0], [])
+        machine.volumes[0] = faulty
+        store = machine.start()
+        view = await make_writer(store, commit=False)
+        faulty.plan = (Fault("flush", faulty.calls["flush"] + 1),)
+        with pytest.raises(VolumeError):
+            await store.commit(view, 0, b"")
+        await store.initialize_begin(view)
+        for key in KEYS:
+            initial = image_of(value_of(key), SCHEMA.initial_fields(), SCHEMA.initial_bytes)
+            await store.initialize_put(view, key, initial.view(0, SCHEMA.initial_bytes))
+        await store.initialize_end(view)
+        await store.commit(view, 0, b"")
+        Model().check(await leased(store, view, KEYS[:3]))
+
+    run(scenario())
+
+
+def test_a_note_slot_that_cannot_be_written_fails_one_commit_and_is_left_alone() -> None:
+    class BadBlock(FaultyVolume):
+        def write(self, offset_bytes: int, data: Any) -> None:
+            if NOTES_START_BYTES <= offset_bytes < NOTES_START_BYTES + NOTE_SLOT_BYTES and self.plan:
+                raise VolumeError(f"bad block at {offset_bytes}")
+            self.inner.write(offset_bytes, data)
+
+    async def scenario() -> None:
+        machine = Machine(seed=23)
+        faulty = BadBlock(machine.disks[0], [])
+        machine.volumes[0] = faulty
+        store = machine.start()
+        view = await make_writer(store)
+        await store.commit(view, 1, b"")
+        await store.commit(view, 2, b"")  # step 0 is gone: its note slot, the lowest, is free again
+        faulty.plan = (Fault("flush", 1 << 30),)
+        with pytest.raises(VolumeError, match="bad block"):
+            await store.commit(view, 3, b"")
+        await store.commit(view, 3, b"")
+        assert store.steps(view) == [2, 3]
+
+    run(scenario())
+
+
+def test_a_flush_that_fails_for_one_namespace_fails_the_commit_of_every_other_beside_it() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=24, volume_bytes=24 << 20)
+        faulty = FaultyVolume(machine.disks[0], [])
+        machine.volumes[0] = faulty
+        store = machine.start()
+        views = []
+        for name in ("a", "b"):
+            view = await store.admission.create(name, SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=8 << 20)
+            await store.initialize_begin(view)
+            for key in KEYS:
+                initial = image_of(value_of(key), SCHEMA.initial_fields(), SCHEMA.initial_bytes)
+                await store.initialize_put(view, key, initial.view(0, SCHEMA.initial_bytes))
+            await store.initialize_end(view)
+            await store.commit(view, 0, b"")
+            push(store, view, KEYS, 1)
+            await store.apply(view, AdamW(lr=1e-2), 1.0)
+            views.append(view)
+        faulty.plan = (Fault("flush", faulty.calls["flush"] + 1),)
+        outcomes = await asyncio.gather(*(store.commit(view, 1, b"") for view in views), return_exceptions=True)
+        assert all(isinstance(outcome, VolumeError | StepFailed) for outcome in outcomes), outcomes
+        assert [view.namespace.committed_step for view in views] == [0, 0]
+
+    run(scenario())
+
+
+def test_after_an_outcome_that_cannot_be_known_nothing_is_written_and_a_restart_resolves_it() -> None:
+    class Dead(FaultyCatalog):
+        def reopen(self) -> None:
+            raise CatalogError("cannot reopen")
+
+    async def scenario(outcome: Literal["lost", "durable"]) -> None:
+        machine = Machine(seed=25)
+        machine.catalog = dead = Dead(machine.durable, fail_at=1 << 30, outcome=outcome)
+        store = machine.start()
+        view, model = await make_writer(store), Model()
+        dead._fail_at = dead.applies + 1
+        push(store, view, KEYS, 1)
+        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        model.apply(KEYS, 1)
+        with pytest.raises(CatalogError, match="restart the daemon"):
+            await store.commit(view, 1, b"")
+        with pytest.raises(StepFailed, match="restart the daemon"):
+            push(store, view, KEYS, 2)
+        with pytest.raises(CatalogError):
+            await store.rollback(view, 0)
+        await machine.crash(keeps_random_writes=True)
+        store = machine.start()
+        view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
+        assert store.steps(view) == ([0, 1] if outcome == "durable" else [0])
+        (model if outcome == "durable" else Model()).check(await leased(store, view, KEYS[:4]))
+
+    run(scenario("durable"))
+    run(scenario("lost"))

@@ -1,0 +1,93 @@
+"""The README's example runs as it stands, against a daemon that it starts itself, and the figures it can ask for are documented."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paramstore as ps
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLE = ROOT / "examples" / "quickstart.py"
+END_TIMEOUT_S = 30.0
+OUTPUT = """\
+step 0: [1.0, 2.0]
+step 1: [0.494140625, 1.4921875]
+the reader moves on to step 1
+"""
+NAMED_BY_USERS = {"volumes": "N", "queues": "LANE", "namespaces": "NAME"}
+"""Mappings of the statistics whose keys are no words of ours, and what the document calls them."""
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(what the example printed, the statistics of its daemon afterwards)."""
+    folder = tmp_path_factory.mktemp("ex")
+    paths = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PARAMSTORE_")}
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    log = folder / "quickstart-data" / "daemon.log"
+    try:
+        assert done.returncode == 0, f"{done.stderr}\n{log.read_text() if log.exists() else 'no daemon log'}"
+        with ps.connect(folder / "quickstart-data" / "run" / "paramstore.sock") as store:
+            yield done.stdout, store.stats()
+    finally:
+        end_daemon(folder / "quickstart-data" / "lock")
+
+
+def end_daemon(lock: Path) -> None:
+    """Ends the daemon that holds `lock`, and returns when it is gone."""
+    if not lock.exists() or not (text := lock.read_text().strip()):
+        return
+    try:
+        process = os.pidfd_open(int(text))
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        if not select.select([process], [], [], END_TIMEOUT_S)[0]:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            raise AssertionError(f"the example's daemon did not end within {END_TIMEOUT_S} s")
+    finally:
+        os.close(process)
+
+
+def test_the_readme_shows_the_example_as_it_is() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert blocks == [EXAMPLE.read_text()]
+
+
+@pytest.mark.slow
+def test_the_readme_shows_what_the_example_prints(example: tuple[str, dict[str, Any]]) -> None:
+    printed, _ = example
+    assert printed == OUTPUT
+    assert f"```\n{OUTPUT}```" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_every_figure_of_the_statistics_is_in_the_protocol(example: tuple[str, dict[str, Any]]) -> None:
+    _, stats = example
+    document = (ROOT / "docs" / "protocol.md").read_text().partition("\n## Stats\n")[2]
+    missing = {key for key in names_in(stats) if f"`{key}`" not in document and f"`tiers.{key}`" not in document}
+    assert missing - stats.keys() == set()
+    assert [section for section in stats if f"`{section}" not in document] == []
+
+
+def names_in(mapping: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Every key of nested mappings but those that users choose."""
+    for key, value in mapping.items():
+        if section not in NAMED_BY_USERS:
+            yield key
+        if isinstance(value, Mapping):
+            yield from names_in(value, key)

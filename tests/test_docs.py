@@ -1,0 +1,197 @@
+"""The documents agree with the code: settings, messages, limits, errors, tests and names that they mention exist as they say."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import paramstore
+from paramstore.cli.serve import serve
+from paramstore.config import format_size
+from paramstore.errors import CLASSES
+from paramstore.wire import messages
+from paramstore.wire.messages import Message
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md", *DOCS.rglob("*.md")])
+SOURCES = (ROOT / "paramstore", ROOT / "client" / "paramstore_client", ROOT / "native" / "paramstore_native")
+LIMIT_MODULES = (
+    "paramstore.wire.codec", "paramstore.wire.messages", "paramstore.daemon.session", "paramstore.daemon.server",
+    "paramstore.daemon.channel", "paramstore_client.connection", "paramstore.config", "paramstore.core.schema",
+    "paramstore.storage.format", "paramstore.engine.update",
+)  # fmt: skip
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def read(name: str) -> str:
+    return (DOCS / name).read_text()
+
+
+def prose(page: Path) -> str:
+    """The page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def message_classes() -> list[type[Message]]:
+    found = [value for value in vars(messages).values() if isinstance(value, type) and issubclass(value, Message)]
+    return [kind for kind in found if kind is not Message]
+
+
+def constants() -> dict[str, object]:
+    """Every constant of the modules whose limits are documented."""
+    found: dict[str, object] = {}
+    for name in LIMIT_MODULES:
+        found |= {key: value for key, value in vars(importlib.import_module(name)).items() if key.isupper()}
+    return found
+
+
+def members() -> dict[str, set[str]]:
+    """Per class (or alias) of the source its methods and attributes, those of its bases in the source too."""
+    found: dict[str, set[str]] = defaultdict(set)
+    bases: dict[str, set[str]] = defaultdict(set)
+    for source in SOURCES:
+        for file in source.rglob("*.py"):
+            module = ast.parse(file.read_text())
+            for alias in module.body:
+                if isinstance(alias, ast.Assign) and isinstance(alias.targets[0], ast.Name):
+                    found.setdefault(alias.targets[0].id, set())
+            for node in ast.walk(module):
+                if isinstance(node, ast.ClassDef):
+                    found[node.name] |= _members_of(node)
+                    bases[node.name] |= {base.id for base in node.bases if isinstance(base, ast.Name)}
+    for name, names in bases.items():
+        for base in names & found.keys():
+            found[name] |= found[base]
+    return found
+
+
+def _members_of(node: ast.ClassDef) -> set[str]:
+    names = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(inner.name)
+        elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            names.add(inner.attr)
+        elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+            names.add(inner.id)
+    return names
+
+
+MEMBERS = members()
+
+
+def settings_table() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("settings_table", DOCS / "settings_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_setting_is_on_the_page_with_its_default_and_trade_off() -> None:
+    assert settings_table().page() == read("configuration.md"), "run `python docs/settings_table.py`"
+
+
+def test_every_flag_of_serve_is_on_the_page() -> None:
+    flags = {name.replace("_", "-") for name in inspect.signature(serve).parameters} - {"directory"} | {"dir"}
+    assert {flag for flag in flags if f"`--{flag}`" not in read("configuration.md")} == set()
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "protocol.md"])
+def test_every_limit_has_the_value_of_its_constant(name: str) -> None:
+    known, checked = constants(), 0
+    for row in re.findall(r"^\| (.+) \|$", read(name), flags=re.MULTILINE):
+        for constant in re.findall(r"`([A-Z][A-Z_]+)`", row):
+            value = known.get(constant)
+            if isinstance(value, int | float):
+                forms = {str(value), f"{value} bytes", f"{value:g} s", format_size(int(value))}
+                assert forms & {cell.strip() for cell in row.split("|")}, f"{constant} is {value}"
+                checked += 1
+    assert checked >= 5
+
+
+@pytest.mark.parametrize("kind", message_classes(), ids=lambda kind: kind.__name__)
+def test_every_message_is_in_the_protocol_with_its_fields(kind: type[Message]) -> None:
+    assert f"| `{kind.__name__}({', '.join(kind.__struct_fields__)})` |" in read("protocol.md")
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_every_error_class_is_explained(name: str) -> None:
+    assert f"| `{name}` |" in read("protocol.md")
+
+
+def test_every_error_named_in_the_protocol_exists() -> None:
+    endings = "Error|Mismatch|Failed|Dropped|Fenced|Cancelled|Timeout|Exists|Key"
+    found = set(re.findall(rf"\b([A-Z][a-z]+(?:{endings}))\b", read("protocol.md")))
+    assert found - CLASSES.keys() == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+        assert (ROOT / path).is_file(), path
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_link_to_a_file_or_heading_of_ours_resolves(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page_id(page)} links to {target}"
+        if anchor:
+            anchors = {slug(heading) for heading in re.findall(r"^#+ (.+)$", file.read_text(), flags=re.MULTILINE)}
+            assert anchor in anchors, f"{page_id(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
+    places = (ROOT, ROOT / "paramstore", ROOT / "client", DOCS, page.parent)
+    for path in re.findall(r"`([\w./-]+\.(?:py|md))`", prose(page)):
+        found = any((place / path).exists() for place in places) or any(list(source.rglob(path)) for source in SOURCES)
+        assert found, f"{page_id(page)} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_class_and_method_that_a_page_names_exists(page: Path) -> None:
+    for name, member in re.findall(r"`(?:ps\.)?([A-Z][a-z]\w*)(?:\.(\w+))?(?:\(|`)", prose(page)):
+        assert name in MEMBERS, f"{page_id(page)} names {name}"
+        assert not member or member in MEMBERS[name], f"{page_id(page)} names {name}.{member}"
+
+
+def test_every_decision_is_in_the_list_of_decisions() -> None:
+    first = read("decisions/0001-record-architecture-decisions.md")
+    others = sorted(page.name for page in (DOCS / "decisions").glob("*.md"))[1:]
+    assert [name for name in others if f"]({name})" not in first] == []
+
+
+def test_every_decision_has_its_four_sections() -> None:
+    for page in (DOCS / "decisions").glob("[0-9]*.md"):
+        wanted = ["**Context.**", "**Decision.**", "**Consequences.**"]
+        if not page.name.startswith("0001"):
+            wanted.append("**Measured.**")
+        assert [section for section in wanted if section not in page.read_text()] == [], page.name
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"## [{paramstore.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
