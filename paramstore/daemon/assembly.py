@@ -132,7 +132,11 @@ def _one_thread_each() -> None:
 
 def _open_catalog(config: Config) -> tuple[Catalog, Contents]:
     catalog = LmdbCatalog(config.dir / CATALOG_NAME, store_uuid=uuid.uuid4().bytes)  # an existing one keeps its own
-    return catalog, catalog.load()
+    try:
+        return catalog, catalog.load()
+    except BaseException:
+        catalog.close()
+        raise
 
 
 def _open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
@@ -154,9 +158,7 @@ def _open_volume(config: Config, index: int, path: str, *, is_known: bool) -> Vo
     if size_bytes <= smallest:
         raise ConfigError(f"volume_size={size_bytes}: a volume takes {smallest} bytes before its first record")
     directory = Path(path.removeprefix(PMEM_PREFIX))
-    directory.mkdir(parents=True, exist_ok=True)
-    # a file that the catalog does not know was left by a crash before its first transaction, or is foreign: see below
-    exists = is_known or volume_path(directory, index).exists()
+    exists = is_known or _has_file(directory, index)
     if path.startswith(PMEM_PREFIX):
         granularity = config.pmem_granularity
         if exists:
@@ -167,13 +169,26 @@ def _open_volume(config: Config, index: int, path: str, *, is_known: bool) -> Vo
     return FileVolume.create(directory, index=index, size_bytes=size_bytes, allow_buffered=config.allow_buffered)
 
 
+def _has_file(directory: Path, index: int) -> bool:
+    """Whether the directory, made if need be, has a file that the catalog does not know: left by a crash before its first
+    transaction, or foreign, which `adopt_new_volumes` finds out. An empty one was being made, and is removed."""
+    path = volume_path(directory, index)
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
+            path.unlink()
+        return path.exists()
+    except OSError as error:
+        raise VolumeError(f"volume {index}: {error}") from error
+
+
 def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int, Volume]) -> None:
     """Formats volumes that are not in the catalog, then puts them there: a crash in between makes them anew."""
     rows = []
     for index, volume in volumes.items():
         if index in contents.volumes:
             continue
-        _check_unclaimed(volume)
+        _check_unclaimed(volume, contents.store_uuid)
         superblock = Superblock(store_uuid=contents.store_uuid, volume_uuid=uuid.uuid4().bytes, index=index)
         format_volume(volume, superblock)
         if contents.volumes:  # every volume can prove every step that can be opened
@@ -184,11 +199,14 @@ def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int
         contents.volumes.update({row.index: row for row in rows})
 
 
-def _check_unclaimed(volume: Volume) -> None:
-    """A new volume bears no superblock, or it belongs to another store (or this one's catalog was lost)."""
+def _check_unclaimed(volume: Volume, store_uuid: bytes) -> None:
+    """A new volume bears no superblock, or it belongs to another store (or this one's catalog was lost). One with this
+    store's was being made when the store went down: nothing of it counts yet."""
     try:
         found = read_superblock(volume)
     except CorruptRecord:
+        return
+    if found.store_uuid == store_uuid:
         return
     raise VolumeError(
         f"volume {volume.index} ({volume.describe().get('path')}) belongs to store {found.store_uuid.hex()}: its catalog is not in "

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
 BACKLOG = 64
+ACCEPT_PAUSE_S = 0.1
+"""After an accept that failed: the client still waits, so the loop would be told of it without end."""
 LOCK_TRIES = 5
 LOCK_PAUSE_S = 0.05
 PR_SET_DUMPABLE = 4
@@ -53,6 +55,8 @@ class Server:
             sock, _ = self._listener.accept()
         except OSError as error:  # no descriptors left, or the client gave up: the daemon lives on
             logger.warning("accept failed: %s", error)
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         if len(self._sessions) >= SESSIONS_MAX:
             logger.warning("refused a client: %d sessions are open", len(self._sessions))
@@ -65,6 +69,10 @@ class Server:
             return
         self._sessions.add(session)
 
+    def _accept_again(self) -> None:
+        if self._listener.fileno() >= 0:  # not closed meanwhile
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
     def close(self) -> None:
         """No new clients; those there are disconnected."""
         self._loop.remove_reader(self._listener.fileno())
@@ -74,8 +82,8 @@ class Server:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket at `path`, in a directory only this user may enter. The caller holds the store's lock, so a socket
-    found there is stale. Raises ConfigError."""
+    """A listening socket at `path`, in a directory only this user may enter; a stale one is replaced. Raises ConfigError if
+    others can write there, or something that is no stale socket lies there."""
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes: give a shorter --socket")
     try:
@@ -84,18 +92,45 @@ def listen(path: Path) -> socket.socket:
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigError(f"socket directory {path.parent} can be written by others: chmod 0700, or give another --socket")
         path.parent.chmod(0o700)
-        with contextlib.suppress(FileNotFoundError):
+        _remove_stale(path)
+        return _bound(path)
+    except OSError as error:
+        raise ConfigError(f"socket {path}: {error}") from error
+
+
+def _remove_stale(path: Path) -> None:
+    """On return nothing is at `path`. Raises ConfigError where it is not a socket, or somebody listens."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"socket {path}: there is a file of that name that is no socket: give another --socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
             path.unlink()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            return
+        except BlockingIOError:
+            pass  # it listens, and its backlog is full
+    raise ConfigError(f"socket {path}: another process listens there: stop it, or give another --socket")
+
+
+def _bound(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
         mask = os.umask(0o177)
         try:
             listener.bind(str(path))
         finally:
             os.umask(mask)
         listener.listen(BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"socket {path}: {error}") from error
-    listener.setblocking(False)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 
@@ -127,19 +162,25 @@ async def serve(config: Config) -> None:
     try:
         store = await assemble(config)
         try:
-            server = Server(store, listen(config.socket_path))
-            sys.stdout.write(f"ready unix://{config.socket_path.absolute()}\n")
-            sys.stdout.flush()
-            logger.info("serving %s", config.socket_path)
-            await stop.wait()
-            logger.info("stopping")
-            server.close()
+            await _serve_until(stop, store, config)
         finally:
             await store.close()
-            with contextlib.suppress(OSError):
-                config.socket_path.unlink()
     finally:
         lock.release()
+
+
+async def _serve_until(stop: asyncio.Event, store: Store, config: Config) -> None:
+    server = Server(store, listen(config.socket_path))
+    try:
+        sys.stdout.write(f"ready unix://{config.socket_path.absolute()}\n")
+        sys.stdout.flush()
+        logger.info("serving %s", config.socket_path)
+        await stop.wait()
+        logger.info("stopping")
+    finally:
+        server.close()
+        with contextlib.suppress(OSError):
+            config.socket_path.unlink()
 
 
 def run(config: Config) -> None:

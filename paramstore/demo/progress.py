@@ -31,14 +31,14 @@ class DemoProgress:
     @contextmanager
     def counting(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
         """A bar up to `total`; the callable moves it on by a count."""
-        with self._bar("{task.description}") as bar:
+        with self._bar("", "{task.description}") as bar:
             task = bar.add_task(title, total=total)
             yield lambda count: bar.advance(task, count)
 
     @contextmanager
     def training(self, *, first_step: int, last_step: int, tokens_per_step: int) -> Iterator[Callable[[StepTrace], None]]:
         """A bar of steps; the callable shows what one step brought."""
-        with self._bar("{task.fields[figures]}") as bar:
+        with self._bar("step", "{task.fields[figures]}") as bar:
             task = bar.add_task("", total=last_step, completed=first_step, figures="")
 
             def show(trace: StepTrace) -> None:
@@ -46,8 +46,9 @@ class DemoProgress:
 
             yield show
 
-    def _bar(self, text: str) -> Progress:
-        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(text), TimeElapsedColumn())
+    def _bar(self, before: str, after: str) -> Progress:
+        """before, after: the count, as in "step 3/60 loss 2.1"."""
+        columns = (BarColumn(bar_width=24), TextColumn(before), MofNCompleteColumn(), TextColumn(after), TimeElapsedColumn())
         return Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
 
 

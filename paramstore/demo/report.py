@@ -125,8 +125,8 @@ class DemoReport:
             ),
             "loss": f"{self.first[0].loss:.3f} to {self.resumed[-1].loss:.3f} nats a byte; {self.valid_loss:.3f} on held-out files",
             "speed": f"{settings.tokens_per_step / step_s:,.0f} tokens/s, {step_s:.2f} s a step",
-            "weights found": f"{traffic.host_hit_rate:.0%} in host memory ({traffic.prefetch_rate:.0%} by prefetch), "
-            f"{traffic.nvme_rate:.0%} waited for on NVMe",
+            "weights found": f"{traffic.host_hit_rate:.0%} in host memory or on their way "
+            f"({traffic.prefetch_rate:.0%} by prefetch), {traffic.nvme_rate:.0%} waited for on NVMe",
             "optimizer found": f"{traffic.optim_hit_rate:.0%} in host memory",
             "moved a step": f"{traffic.nvme_read_bytes / len(steps) / 1e6:,.0f} MB read, "
             f"{traffic.nvme_written_bytes / len(steps) / 1e6:,.0f} MB written",

@@ -119,7 +119,7 @@ class CopyPlanner:
     def feed_waiting(self, namespace: NamespaceState, key: ExpertKey) -> None:
         """After any change of the working copy: copies that waited for it look for their source again."""
         for copy in namespace.copies.get(key, ()):
-            if copy.state in (Copy.LOADING, Copy.RETIRED) and copy.move is None and copy.waiters:
+            if copy.is_waiting:
                 self.feed(namespace, copy)
 
     def settle(self, namespace: NamespaceState, copy: ParamCopy, error: ParamStoreError | None) -> None:
@@ -129,7 +129,8 @@ class CopyPlanner:
             for request in waiters:  # all who lease a copy that has not landed wait for it
                 self._fail(request, copy, error)
             copy.move = None
-            self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
+            if copy.state is not Copy.ABSENT:  # else it went with the last who waited for it
+                self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
             return
         copy.move = None
         copy.state = next_copy(copy.state, CopyEvent.LOADED)
@@ -181,6 +182,8 @@ class CopyPlanner:
                 self._remove(namespace, copy, CopyEvent.FREE)
             elif request.missing and request in copy.waiters:
                 copy.waiters.remove(request)
+                if copy.is_waiting and not copy.waiters:  # nobody wants what the working copy would give it
+                    self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
         request.copies = []
         request.view.leases.pop(request.lease_id, None)
 

@@ -104,6 +104,11 @@ class ParamCopy:
         """The load under way; None while LOADING means that it waits for the working copy."""
         self.waiters: list[LeaseRequest | PrefetchRequest] = []
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its bytes have not landed and nothing moves them: the working copy is to give them."""
+        return self.move is None and (self.state is Copy.LOADING or bool(self.waiters))
+
 
 class ViewClient(Protocol):
     """The session that a view belongs to."""

@@ -118,7 +118,8 @@ class Planner:
     def _fail_unmade(self, namespace: NamespaceState, error: ParamStoreError) -> None:
         for copies in list(namespace.copies.values()):
             for copy in list(copies):
-                if copy.state is Copy.LOADING and copy.move is None and copy.located is None:
+                is_unmade = copy.located is None and namespace.working[copy.key].identity != copy.identity
+                if is_unmade and copy.is_waiting:
                     self.copies.settle(namespace, copy, error)
 
     # --- cut, publish, rollback
@@ -194,6 +195,8 @@ class Planner:
             for copy in copies:
                 if copy.identity == target and copy.state is not Copy.RETIRED:
                     namespace.working[key].current = copy
+        for key in list(namespace.copies):
+            self.copies.feed_waiting(namespace, key)  # what waited for a working copy that is gone
         for extent in freed:
             self.space.release(extent)
         self.leases.pump(namespace)

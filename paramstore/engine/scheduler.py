@@ -72,13 +72,17 @@ class LaneStats:
     running: int = 0
 
 
+Entry = tuple[int, float, int, Transfer]
+"""(class, deadline, order, transfer): how a queue is sorted."""
+
+
 class Scheduler:
     """Queues of all lanes. Owner of `Transfer.running`, `pieces` and `order`."""
 
     def __init__(self) -> None:
         self._limits: dict[Hashable, int] = {}
         self._running: dict[Hashable, int] = {}
-        self._queues: dict[Hashable, list[tuple[int, float, int, Transfer]]] = {}
+        self._queues: dict[Hashable, list[Entry]] = {}
         self._order = 0
 
     def add_lane(self, lane: Hashable, workers: int) -> None:
@@ -118,10 +122,10 @@ class Scheduler:
             return None
         queue = self._queues[lane]
         while queue:
-            urgency, _, _, transfer = queue[0]
-            if urgency != transfer.urgency or not transfer.has_piece:
-                heappop(queue)  # raised since, or nothing left of it to start
+            if not _is_in_force(queue[0]):
+                heappop(queue)
                 continue
+            transfer = queue[0][3]
             pieces = transfer.take_burst(free_workers, is_last=len(queue) == 1)
             if not transfer.pieces:
                 heappop(queue)  # a final piece is queued again when the others are done
@@ -150,6 +154,12 @@ class Scheduler:
     def stats(self) -> dict[Hashable, LaneStats]:
         """Per lane, for people; counts by looking."""
         return {
-            lane: LaneStats(queued=sum(entry[3].has_piece for entry in queue), running=self._running[lane])
+            lane: LaneStats(queued=sum(_is_in_force(entry) for entry in queue), running=self._running[lane])
             for lane, queue in self._queues.items()
         }
+
+
+def _is_in_force(entry: Entry) -> bool:
+    """False if its transfer was raised since, or there is nothing left of it to start."""
+    urgency, _, _, transfer = entry
+    return urgency == transfer.urgency and transfer.has_piece

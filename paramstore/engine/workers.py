@@ -63,14 +63,7 @@ class ThreadWorkers:
             prepare()
         while (call := queue.get()) is not None:
             function, argument, done = call
-            result, error = None, None
-            try:
-                result = function(argument)
-            except ParamStoreError as caught:
-                error = caught
-            except Exception as caught:  # a bug in a worker must reach whoever waits, not end the thread
-                logger.exception("worker failed")
-                error = ParamStoreError(f"internal error in a worker: {caught!r}")
+            result, error = outcome_of(function, argument)
             try:
                 self._loop.call_soon_threadsafe(done, result, error)
             except RuntimeError:
@@ -83,3 +76,14 @@ class ThreadWorkers:
         for _, thread in self._threads:
             thread.join(timeout=5.0)
         self._threads.clear()
+
+
+def outcome_of(function: Callable[[Any], Any], argument: Any) -> tuple[Any, ParamStoreError | None]:
+    """What the call gives, and what it raises. A bug in it must reach whoever waits, not end the thread."""
+    try:
+        return function(argument), None
+    except ParamStoreError as error:
+        return None, error
+    except Exception as bug:
+        logger.exception("worker failed")
+        return None, ParamStoreError(f"internal error in a worker: {bug!r}")

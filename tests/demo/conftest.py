@@ -80,7 +80,7 @@ def namespace(settings: DemoSettings) -> CommittingNamespace:
 
 @pytest.fixture(autouse=True)
 def _repeatable():
-    with repeatable():
+    with repeatable(threads=1):
         yield
 
 

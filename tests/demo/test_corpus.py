@@ -1,5 +1,6 @@
 """The corpus is reproducible, holds whole files out, and trusts no cache that is not its own."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def sources(share: float = 1.0) -> Domain:
 
 
 def files_of(text) -> set[bytes]:
-    return set(bytes(text.numpy()).split(SEPARATOR)) - {b""}
+    return {file.strip() for file in bytes(text.numpy()).split(SEPARATOR)} - {b""}
 
 
 def test_same_files_give_the_same_bytes(package, tmp_path):
@@ -38,17 +39,25 @@ def test_same_files_give_the_same_bytes(package, tmp_path):
     assert one.total_bytes >= 5000
 
 
+def test_files_come_in_the_order_of_their_names_hashes_not_of_the_directory(package, tmp_path):
+    corpus = open_corpus(tmp_path / "corpus", size_bytes=3000, domains=[sources()])
+    text = corpus.domains[0]
+    taken = files_of(text.train) | files_of(text.valid)
+    by_hash = sorted(package.glob("module*.py"), key=lambda file: hashlib.sha256(f"{PACKAGE}/{file.name}".encode()).digest())
+    assert taken == {file.read_bytes().strip() for file in by_hash[: len(taken)]}
+
+
 def test_no_file_is_in_both_training_and_validation(package, tmp_path):
     corpus = open_corpus(tmp_path / "corpus", size_bytes=10_000, domains=[sources()])
     train, valid = files_of(corpus.domains[0].train), files_of(corpus.domains[0].valid)
     assert train
     assert valid
     assert train.isdisjoint(valid)
-    assert {file.read_bytes() for file in package.glob("module*.py")} >= train | valid
+    assert {file.read_bytes().strip() for file in package.glob("module*.py")} >= train | valid
 
 
-def test_validation_is_a_small_share_whatever_the_size(package, tmp_path):
-    corpus = open_corpus(tmp_path / "corpus", size_bytes=4000, domains=[sources()])
+def test_validation_is_a_small_share_of_a_small_corpus_too(package, tmp_path):
+    corpus = open_corpus(tmp_path / "corpus", size_bytes=1500, domains=[sources()])
     assert corpus.domains[0].valid.numel() < corpus.total_bytes / 4
 
 

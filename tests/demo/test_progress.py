@@ -8,7 +8,8 @@ from paramstore.demo.progress import DemoProgress, figures
 from paramstore.demo.trace import StepTrace
 from paramstore.demo.traffic import Traffic
 
-TRACE = StepTrace(3, 2.5, 0.5, Traffic(hits=3, misses=1, host_bytes=2_000_000, nvme_read_bytes=4_000_000, nvme_written_bytes=1_000_000))
+MOVED = Traffic(hits=3, misses=1, host_bytes=2_000_000, nvme_read_bytes=4_000_000, nvme_written_bytes=1_000_000)
+TRACE = StepTrace(3, 2.5, 0.5, MOVED)
 
 
 def shown(tell, *, is_terminal: bool = False) -> str:

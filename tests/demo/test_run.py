@@ -43,6 +43,7 @@ def test_commits_come_every_so_many_steps_and_at_the_end(store, settings, corpus
         run.train_step()
         committed.append(run.namespace.committed_step)
     assert committed == [0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12]
+    assert len(list(tmp_path.iterdir())) == 2, "the two newest checkpoints are kept"
 
 
 def test_resumed_run_repeats_the_lost_steps_bitwise(store, settings, corpus, tmp_path):

@@ -53,7 +53,8 @@ def test_no_daemon_is_no_process(daemon):
 
 
 def test_listening_process_is_found(daemon, listen):
-    assert daemon.pid() == listen().pid
+    process = listen()
+    assert daemon.pid() == process.pid
 
 
 def test_kill_returns_when_the_process_is_gone(daemon, listen):
