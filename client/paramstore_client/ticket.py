@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from paramstore.errors import ParamStoreError, WaitTimeout
+from paramstore.errors import ParamStoreError, TicketCancelled, WaitTimeout
 from paramstore.wire.messages import Cancel
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Ticket(Generic[T]):
         self._is_cancellable = is_cancellable
         self._is_wanted = True
         self._is_seen = False
+        self._is_cancelling = False
         self._result: T | None = None
         self._error: BaseException | None = None
         self._wakers: list[Callable[[], None]] = []
@@ -84,6 +85,7 @@ class Ticket(Generic[T]):
         """
         if self.is_settled or not self._is_cancellable:
             return False
+        self._is_cancelling = True
         self._connection.post(Cancel(self.request_id))
         return True
 
@@ -170,8 +172,10 @@ class Ticket(Generic[T]):
         return WaitTimeout(f"{self.what}: no answer within {limit_s:g} s; it goes on, wait again or pass a longer timeout_s")
 
     def __del__(self) -> None:
-        if getattr(self, "_error", None) is not None and not self._is_seen:
-            _log.warning("%s failed and nobody waited for it: %s: %s", self.what, type(self._error).__name__, self._error)
+        error = getattr(self, "_error", None)
+        is_expected = isinstance(error, TicketCancelled) and self._is_cancelling
+        if error is not None and not self._is_seen and not is_expected:
+            _log.warning("%s failed and nobody waited for it: %s: %s", self.what, type(error).__name__, error)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> None:

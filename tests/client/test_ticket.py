@@ -251,3 +251,17 @@ def test_error_that_was_raised_is_not_logged_again(
         namespace.commit(1).wait()
     gc.collect()
     assert caplog.text == ""
+
+
+def test_ticket_that_was_cancelled_on_purpose_ends_silently(
+    daemon: FakeDaemon, namespace: ps.Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon.hold(m.Prefetch)
+    ticket = namespace.prefetch(KEYS)
+    daemon.wait_for(m.Prefetch)
+    assert ticket.cancel()
+    while not ticket.done():
+        pass
+    with caplog.at_level(logging.WARNING, logger="paramstore_client.ticket"):
+        del ticket
+    assert caplog.text == ""
