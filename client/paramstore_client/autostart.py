@@ -6,6 +6,7 @@ live, and the others end with StoreLocked while their ranks go on trying to conn
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import select
@@ -31,6 +32,14 @@ LINE_BYTES_MAX = 4096
 
 _started: list[subprocess.Popen[bytes]] = []
 """Daemons of this process: kept so that one that ends is reaped, and dropping it warns nobody."""
+
+
+@atexit.register
+def _let_them_live() -> None:
+    """At the end of this process: its daemons run on, on purpose, and `Popen` need not warn of it."""
+    for process in _started:
+        if process.poll() is None:
+            process.returncode = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,9 @@ class HostCopier:
 
 
 class _EventMark:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def is_reached(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
@@ -107,7 +108,8 @@ class _EventMark:
         self._event.synchronize()
 
     def wait_on_stream(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        # Of the tier's device, which need not be the caller's current one.
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class CudaCopier:
@@ -162,7 +164,7 @@ class CudaCopier:
     def _mark(self, stream: torch.cuda.Stream) -> Mark:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
-        return _EventMark(event)
+        return _EventMark(event, self._device)
 
     def _is_registered(self, source: Tensor) -> bool:
         """Whether the tensor's pages are registered, after trying to; one refusal ends all further tries."""

@@ -30,6 +30,12 @@ from paramstore.errors import (
 from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow
 from paramstore.storage.ledger import Ledger
 
+UNMAP_TIMEOUT_S = 1.0
+"""How long clients are waited for that are asked to unmap memory: one that reads its socket answers in a millisecond."""
+IDLE_TIMEOUT_S = 10.0
+"""How long the last transfers of a namespace that nobody has open are waited for, before its memory is left alone."""
+IDLE_PAUSE_S = 0.002
+
 
 class Admission:
     """Owner of the table of namespaces."""
@@ -70,6 +76,7 @@ class Admission:
             if existing is not None:
                 self._check_reusable(existing, schema, keys)
                 return await self._open_writer(existing, host_bytes)
+            self._host.check_least(name, schema, len(keys), host_bytes)
             await self._volumes.make_room([*self._namespaces.values()], schema, len(keys))
             row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
             namespace = make_namespace(Ledger(NamespaceContents(row)))
@@ -137,6 +144,7 @@ class Admission:
                 raise
             for other in idle:
                 await self._give_up_memory(other)
+            await self._host.until_unmapped(UNMAP_TIMEOUT_S)
             await self._open_arenas(namespace, host_bytes)
 
     async def _open_arenas(self, namespace: NamespaceState, host_bytes: int | None) -> None:
@@ -159,9 +167,18 @@ class Admission:
         await asyncio.gather(*self._growing, return_exceptions=True)
 
     async def _give_up_memory(self, namespace: NamespaceState) -> None:
-        """Nobody has it open, so what is not committed is lost at the next opening anyway: its memory is free to go."""
+        """Nobody has it open, so what is not committed is lost at the next opening anyway: its memory is free to go, once no
+        worker reads into it or writes from it any more."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + IDLE_TIMEOUT_S
         await self._committer.rollback(namespace)
         await self._cleaner.evict(namespace, None, None)
+        while any(arena.slots.free_count < arena.slots.count for arena in namespace.arenas()):
+            if loop.time() > deadline_s:
+                return  # a device hangs: the memory stays where it is
+            await asyncio.sleep(IDLE_PAUSE_S)
+            await self._cleaner.evict(namespace, None, None)
+        await self._host.stop_growing(namespace)
         for client, segments in self._host.close_arenas(namespace).items():
             client.unmap(segments)  # type: ignore[attr-defined]
 

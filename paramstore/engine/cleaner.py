@@ -49,7 +49,8 @@ class Cleaner:
                     if failures > 1:
                         raise StepFailed(f"{key} of {namespace.name!r}: its write-back failed twice, on different extents")
                 if not self._planner.working.begin_write(namespace, working, urgency):
-                    self._check_space(namespace)
+                    await self._until_space(namespace, working)
+                    continue
                 self._transfers.drain()
             elif working.move is not None and working.move.transfer is not None and working.state is Working.WRITING:
                 self._transfers.runner.promote(working.move.transfer, urgency)
@@ -57,10 +58,15 @@ class Cleaner:
             await self._loader.changed(working)
         return is_written
 
-    def _check_space(self, namespace: NamespaceState) -> None:
-        """Raises where no write under way and no commit will free space: waiting would be for nothing."""
-        is_hopeful = namespace.cut is not None or any(c.state is Working.WRITING for c in namespace.resident.values())
-        if not is_hopeful:
+    async def _until_space(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Returns when a write or commit under way is over, which may have freed an extent. Raises CapacityError if there is
+        none: waiting would be for nothing."""
+        writing = next((copy for copy in namespace.resident.values() if copy.state is Working.WRITING), None)
+        if writing is not None:
+            await self._loader.changed(writing)
+        elif namespace.cut is not None and not working.is_cut:
+            await self._loader.cut_over(namespace)
+        else:
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(
                 f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: raise volume_size or add a volume"

@@ -24,7 +24,7 @@ from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import CATALOG_LANE, Runner, volume_lane
 from paramstore.engine.transfers import Transfers
 from paramstore.errors import CatalogError, ParamStoreError, StepDropped, StepFailed, VolumeError
-from paramstore.storage.catalog import Catalog, Change, StepRow
+from paramstore.storage.catalog import Catalog, Change, Contents, StepRow
 from paramstore.storage.format import CommitNote, Superblock, combine_roots
 from paramstore.storage.ledger import Publication
 from paramstore.storage.note_slots import NoteSlots
@@ -107,7 +107,7 @@ class Committer:
         """
         if namespace.broken is not None:  # another commit's flush failed meanwhile, and ours may have hidden behind it
             raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
-        self._planner.drop_oldest_readers(namespace, row.step)
+        dropped = self._planner.drop_oldest_readers(namespace, row.step)
         held = frozenset(namespace.held_steps())
         namespace.closing_steps = frozenset(namespace.ledger.steps()[: 1 - RETAINED_STEPS or None]) - held
 
@@ -115,8 +115,13 @@ class Committer:
             publication = namespace.ledger.plan_publish(row, cut.located, held)
             return replace(publication, namespace=replace(publication.namespace, applies=cut.applies))
 
-        publication: Publication = await self._runner.call(CATALOG_LANE, plan)
-        await self._publish(namespace, publication)
+        try:
+            publication: Publication = await self._runner.call(CATALOG_LANE, plan)
+            await self.apply_change(publication.change())
+        except ParamStoreError:
+            for view in dropped:
+                view.is_dropped = False
+            raise
         return publication
 
     async def _write_unwritten(self, namespace: NamespaceState, cut: Cut) -> None:
@@ -163,22 +168,22 @@ class Committer:
                 self._planner.mark_broken(namespace, f"a flush of volume {volume} failed: {error}")
         self._transfers.drain()
 
-    async def _publish(self, namespace: NamespaceState, publication: Publication) -> None:
-        """One transaction. If it raises, what the reopened catalog holds is the truth."""
+    async def apply_change(self, change: Change) -> None:
+        """One transaction. If it raises, what the reopened catalog holds is the truth. Raises CatalogError."""
+        self.check_accepting()
         try:
-            await self._runner.call(CATALOG_LANE, lambda: self._catalog.apply(publication.change()))
+            await self._runner.call(CATALOG_LANE, lambda: self._catalog.apply(change))
         except CatalogError as error:
-            if not await self._happened(namespace, publication, error):
+            if not await self._happened(change, error):
                 raise
 
-    async def _happened(self, namespace: NamespaceState, publication: Publication, error: CatalogError) -> bool:
+    async def _happened(self, change: Change, error: CatalogError) -> bool:
         """Resolves an unknown outcome from disk. Raises CatalogError, and stops all writes, if that fails too."""
-        logger.error("catalog transaction on %r failed, reading it back: %s", namespace.name, error)
+        logger.error("a catalog transaction failed, reading it back: %s", error)
 
         def read_back() -> bool:
             self._catalog.reopen()
-            contents = self._catalog.load().namespaces.get(namespace.name)
-            return contents is not None and contents.namespace == publication.namespace
+            return _is_in(change, self._catalog.load())
 
         try:
             return bool(await self._runner.call(CATALOG_LANE, read_back))
@@ -217,14 +222,19 @@ class Committer:
         An apply under way stops at its next record. Raises StepDropped if `to_step` is not the committed one.
         """
         namespace.is_stopping = True
-        async with namespace.turn:
+        try:
+            await namespace.turn.acquire()
+        finally:
             namespace.is_stopping = False
+        try:
             await self.until_no_cut(namespace)
             committed = namespace.committed_step
             if to_step is not None and to_step != committed:
                 namespace.ledger.step(to_step)
                 raise StepDropped(f"rollback({to_step}): this version goes back to the committed step only, {committed}")
             await self._roll_back_to(namespace, committed)
+        finally:
+            namespace.turn.release()
 
     async def _roll_back_to(self, namespace: NamespaceState, step: int | None) -> None:
         """On return the namespace stands at `step` (None: before any commit) in a new, durable epoch, and is not broken.
@@ -234,7 +244,7 @@ class Committer:
         self.check_accepting()
         assert namespace.cut is None
         publication = namespace.ledger.plan_rollback(step)
-        await self._publish(namespace, publication)
+        await self.apply_change(publication.change())
         namespace.ledger.settle(publication)
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
@@ -242,10 +252,12 @@ class Committer:
         self._planner.rollback(namespace, epoch=publication.namespace.epoch, freed=publication.freed)
         self._transfers.drain()
 
-    async def apply_change(self, change: Change) -> None:
-        """A transaction of its own: a new namespace, a volume's size. Raises CatalogError."""
-        self.check_accepting()
-        await self._runner.call(CATALOG_LANE, lambda: self._catalog.apply(change))
+
+def _is_in(change: Change, contents: Contents) -> bool:
+    """Whether the catalog holds what `change` put there. A namespace's row tells: its epoch or sequence is new each time."""
+    rows = {name: found.namespace for name, found in contents.namespaces.items()}
+    are_namespaces_in = all(rows.get(row.name) == row for row in change.put_namespaces)
+    return are_namespaces_in and all(contents.volumes.get(row.index) == row for row in change.put_volumes)
 
 
 def _unpublished_on(namespace: NamespaceState, volume: int) -> Iterable[Extent]:

@@ -6,6 +6,7 @@ after every client that was given it has acknowledged its unmapping. Upload area
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 SLOTS_MIN = 2
 """Of each part: one in use and one that can change."""
+
+UNMAP_PAUSE_S = 0.002
 
 
 class Memory(Protocol):
@@ -119,6 +122,16 @@ class HostTier:
     def used_bytes(self) -> int:
         return sum(segment.memory.length_bytes for segment in self._segments.values())
 
+    def check_least(self, name: str, schema: Schema, key_count: int, host_bytes: int | None) -> None:
+        """Raises CapacityError where even the whole budget is too small, before anything is taken for the namespace."""
+        limit_bytes = self.budget_bytes if host_bytes is None else min(self.budget_bytes, host_bytes)
+        least = least_bytes(schema, key_count, staging_bytes=0)
+        if least > limit_bytes:
+            raise CapacityError(
+                f"namespace {name!r} needs at least {format_size(least)} of host memory (records of "
+                f"{format_size(schema.record_bytes)}); it may have {format_size(limit_bytes)}: raise host_budget or host_bytes"
+            )
+
     async def open_arenas(self, namespace: NamespaceState, host_bytes: int | None) -> None:
         """Gives `namespace` its arenas: all that is left of the budget, or `host_bytes` of it. Its slots come up as their
         pages are touched; the first segment of each is there on return. Raises CapacityError, and nothing is taken."""
@@ -137,7 +150,11 @@ class HostTier:
                 f"memory (records of {format_size(schema.record_bytes)}); {format_size(max(0, granted))} are left of "
                 f"host_budget {format_size(self.budget_bytes)}: raise host_budget, or close other namespaces"
             )
-        await self._allocate(namespace, split)
+        try:
+            await self._allocate(namespace, split)
+        except BaseException:
+            self.close_arenas(namespace)
+            raise
 
     async def _allocate(self, namespace: NamespaceState, split: Split) -> None:
         schema = namespace.schema
@@ -168,12 +185,30 @@ class HostTier:
             arena.planned_segments.append((segment_id, memory, slots))
             slot_count -= slots
 
+    async def stop_growing(self, namespace: NamespaceState) -> None:
+        """On return no page of the namespace's memory is being touched, and none will be."""
+        for arena in namespace.arenas():
+            arena.planned_segments.clear()
+        await self._runner.call(BACKGROUND_LANE, lambda: None)  # behind the one that its thread may touch now
+
     async def grow(self, namespace: NamespaceState, arena: Arena) -> bool:
-        """Touches the arena's next segment and adds its slots; False if there is none, or the arena was given up."""
+        """Touches the arena's next segment and adds its slots; False if there is none, or the arena was given up.
+
+        Where the machine has no memory for it the arena stays as it is; raises CapacityError if it has no slot at all.
+        """
         if not arena.planned_segments:
             return False
         segment_id, memory, slots = arena.planned_segments.popleft()
-        await self._runner.call(BACKGROUND_LANE, memory.touch)
+        try:
+            await self._runner.call(BACKGROUND_LANE, memory.touch)
+        except CapacityError as error:
+            if not arena.slots.count:
+                raise
+            counts = arena.slots.count, arena.planned_slots
+            logger.warning("namespace %r: an arena has %d of %d planned slots: %s", namespace.name, *counts, error)
+            arena.planned_segments.clear()
+            arena.planned_slots = arena.slots.count
+            return False
         if arena not in (namespace.param_arena, namespace.working_arena):
             return False
         arena.add_segment(segment_id, memory, slots=slots)
@@ -247,6 +282,14 @@ class HostTier:
         if segment_ids is None:
             self._upload_bytes.pop(client, None)
 
+    async def until_unmapped(self, timeout_s: float) -> None:
+        """Returns when clients have unmapped all that was given up, or when the time is up."""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while any(segment.is_given_up for segment in self._segments.values()):
+            if asyncio.get_running_loop().time() > deadline_s:
+                return
+            await asyncio.sleep(UNMAP_PAUSE_S)
+
     def _close_if_unmapped(self, segment_id: int) -> None:
         segment = self._segments[segment_id]
         if segment.is_given_up and not segment.clients:
@@ -269,6 +312,9 @@ class HostTier:
         self._next_segment += 1
         self._upload_bytes[client] = self._upload_bytes.get(client, 0) + rounded
         return segment_id, memory
+
+    def upload_bytes_of(self, client: object) -> int:
+        return self._upload_bytes.get(client, 0)
 
     @property
     def upload_bytes(self) -> int:

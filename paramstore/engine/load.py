@@ -14,7 +14,7 @@ from paramstore.engine.namespace import NamespaceState, View, WorkingCopy
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
 from paramstore.engine.transfers import Transfers
-from paramstore.errors import ParamStoreError, SchemaMismatch, WaitTimeout
+from paramstore.errors import ParamStoreError, SchemaMismatch, StepFailed, WaitTimeout
 
 
 class Loader:
@@ -85,12 +85,28 @@ class Loader:
         working = namespace.working[key]
         try:
             await self._wait(request, self._wait_timeout_s)
+        except asyncio.CancelledError:
+            self._let_go(request, working)
+            raise
         finally:
             if not request.is_finished:
                 self._abandon(request, working)
         if request.error is not None:
             raise request.error
         return working
+
+    def _let_go(self, request: SlotRequest, working: WorkingCopy) -> None:
+        """Whoever asked was stopped in the very moment in which it got the slot."""
+        if not request.is_finished or request.error is not None:
+            return
+        if request.is_fill:
+            assert working.target is not None
+            error = WaitTimeout(f"{request.key} of {request.namespace.name!r}: its initial value was given up")
+            self._planner.working.settle_update(request.namespace, working, working.target, error)
+        else:
+            self._planner.working.unhold(request.namespace, working)
+        self._planner.after_working(request.namespace, working)
+        self._transfers.drain()
 
     def _abandon(self, request: SlotRequest, working: WorkingCopy) -> None:
         """A request given up before it was finished: it leaves its queue and fails."""
@@ -111,6 +127,15 @@ class Loader:
                 await future
         except TimeoutError as error:
             raise WaitTimeout(f"{working.key} stayed {working.state} for {self._wait_timeout_s} s") from error
+
+    @staticmethod
+    async def cut_over(namespace: NamespaceState) -> None:
+        """Returns when the commit under way is over. Raises StepFailed on a broken namespace: it may never be."""
+        if namespace.broken is not None:
+            raise StepFailed(namespace.broken)
+        future = asyncio.get_running_loop().create_future()
+        namespace.cut_waiters.append(future)
+        await future
 
     @staticmethod
     async def _wait(request: LeaseRequest | SlotRequest, timeout_s: float) -> None:

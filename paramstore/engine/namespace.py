@@ -262,6 +262,11 @@ class NamespaceState:
         """What any view wishes to keep."""
         return frozenset().union(*(view.protected for view in self.views))
 
+    def arenas(self) -> list[Arena]:
+        """Those it has now: none, one or two."""
+        arenas = [self.working_arena, self.param_arena if self.is_trainable() else None]
+        return [arena for arena in arenas if arena is not None]
+
     def held_steps(self) -> Iterable[int]:
         return {view.step for view in self.views if view.step is not None and not view.is_closed and not view.is_dropped}
 

@@ -17,7 +17,7 @@ from paramstore.core.residency import Copy, Working
 from paramstore.engine.copies import CopyPlanner
 from paramstore.engine.leases import LeasePlanner
 from paramstore.engine.moves import Outbox
-from paramstore.engine.namespace import Cut, GradientRange, NamespaceState, ParamCopy, WorkingCopy
+from paramstore.engine.namespace import Cut, GradientRange, NamespaceState, ParamCopy, View, WorkingCopy
 from paramstore.engine.requests import Urgency
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
@@ -163,14 +163,15 @@ class Planner:
         self.copies.retire_unseen(namespace)
         self.leases.pump(namespace)
 
-    def drop_oldest_readers(self, namespace: NamespaceState, newest_step: int) -> None:
-        """Before `newest_step` is published: readers of more than HELD_STEPS old steps lose the oldest."""
+    def drop_oldest_readers(self, namespace: NamespaceState, newest_step: int) -> list[View]:
+        """Before `newest_step` is published: readers of more than HELD_STEPS old steps lose the oldest. Gives those."""
         retained = {*namespace.ledger.steps()[-(RETAINED_STEPS - 1) :], newest_step} if RETAINED_STEPS > 1 else {newest_step}
         old = sorted(set(namespace.held_steps()) - retained)
-        for step in old[: max(0, len(old) - HELD_STEPS)]:
-            for view in namespace.views:
-                if view.step == step:
-                    view.is_dropped = True
+        lost = old[: max(0, len(old) - HELD_STEPS)]
+        dropped = [view for view in namespace.views if view.step in lost and not view.is_dropped]
+        for view in dropped:
+            view.is_dropped = True
+        return dropped
 
     def rollback(self, namespace: NamespaceState, *, epoch: int, freed: Iterable[Extent]) -> None:
         """Back to what the ledger says: pending gradients, working copies and unseen `param` copies are gone.
@@ -188,6 +189,7 @@ class Planner:
         for working in discarded:
             self.working.discard(namespace, working)
         error = StepFailed(f"namespace {namespace.name!r} was rolled back")
+        self.working.fail_waiting(namespace, error)
         self._fail_unmade(namespace, error)
         self.copies.retire_unseen(namespace)
         for key, copies in namespace.copies.items():

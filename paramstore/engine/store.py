@@ -315,13 +315,13 @@ class Store:
         """A writable segment of at least `length_bytes` for `client`. Raises CapacityError."""
         if length_bytes <= 0:
             raise ProtocolError(f"an upload segment of {length_bytes} bytes")
-        return self.host.open_upload(client, length_bytes, limit_bytes=self._gradient_budget(views))
+        return self.host.open_upload(client, length_bytes, limit_bytes=self._gradient_budget(client, views))
 
-    def _gradient_budget(self, views: Sequence[View]) -> int:
+    def _gradient_budget(self, client: object, views: Sequence[View]) -> int:
         """The setting; else every expert's gradient once per writer, and room for a few whole records per view."""
         if self.config.gradient_budget_bytes is not None:
             return self.config.gradient_budget_bytes
-        limit = self.host.upload_bytes
+        limit = self.host.upload_bytes - self.host.upload_bytes_of(client)
         for view in views:
             schema = view.namespace.schema
             limit += 16 * max(schema.record_bytes, schema.initial_bytes) + (4 << 20)

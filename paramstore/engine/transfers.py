@@ -153,7 +153,7 @@ class Transfers:
                 header = self._verify_record(namespace, subject.key, located, transfer.results)
             except ParamStoreError as caught:
                 error = caught
-        self._count_read(move, located, transfer)
+        self._count_read(move, located, transfer, error)
         if isinstance(subject, ParamCopy):
             self.planner.copies.settle(namespace, subject, error)
             self.planner.leases.pump(namespace)
@@ -176,9 +176,9 @@ class Transfers:
         check_pieces(header, part, results, place=place)
         return header
 
-    def _count_read(self, move: Move, located: Located, transfer: Transfer) -> None:
+    def _count_read(self, move: Move, located: Located, transfer: Transfer, error: ParamStoreError | None) -> None:
         traffic = self.traffic[located.extent.volume]
-        if transfer.error is not None and not isinstance(transfer.error, TicketCancelled):
+        if error is not None and not isinstance(error, TicketCancelled):
             traffic.failures += 1
         schema = move.namespace.schema
         is_master = move.kind is MoveKind.LOAD_PARAM and schema.is_trainable

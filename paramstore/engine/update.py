@@ -84,7 +84,7 @@ class Updater:
                 self._planner.reserve_extents(namespace, keys)
             except CapacityError:
                 if namespace.cut is not None:
-                    await self._cut_over(namespace)
+                    await self._loader.cut_over(namespace)
                 elif has_waited:
                     raise
                 else:
@@ -92,13 +92,6 @@ class Updater:
                     has_waited = True
             else:
                 return
-
-    async def _cut_over(self, namespace: NamespaceState) -> None:
-        if namespace.broken is not None:
-            raise StepFailed(namespace.broken)
-        future = asyncio.get_running_loop().create_future()
-        namespace.cut_waiters.append(future)
-        await future
 
     @staticmethod
     def _ordered(namespace: NamespaceState, pending: Mapping[ExpertKey, GradientRange]) -> list[ExpertKey]:
@@ -196,10 +189,9 @@ class Updater:
         from paramstore.optim.adamw import fill_initial  # torch only where it computes
 
         namespace.keys.check([key], namespace=namespace.name)
-        working = namespace.working[key]
-        if not namespace.is_initializing or working.identity is not None or working.slot is not None:
-            raise StepFailed(f"{key} of {namespace.name!r} has its initial value already")
-        self._planner.reserve_extents(namespace, [key])
+        self._check_empty(namespace, key)
+        await self._reserve(namespace, [key])
+        self._check_empty(namespace, key)  # the same key may have come twice while we waited
         working = await self._loader.hold(namespace, key, is_fill=True)
         job = partial(fill_initial, namespace.schema, initial, self._image(namespace, working))
         future = asyncio.get_running_loop().create_future()
@@ -214,6 +206,12 @@ class Updater:
             wake(future)
 
         await self._run(working, job, future, settle)
+
+    @staticmethod
+    def _check_empty(namespace: NamespaceState, key: ExpertKey) -> None:
+        working = namespace.working[key]
+        if not namespace.is_initializing or working.identity is not None or working.slot is not None:
+            raise StepFailed(f"{key} of {namespace.name!r} has its initial value already")
 
 
 def _nothing() -> None:

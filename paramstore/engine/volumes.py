@@ -20,7 +20,7 @@ from paramstore.core.schema import Schema, round_up
 from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, Runner, volume_lane
 from paramstore.engine.transfers import VolumeTraffic
-from paramstore.errors import CapacityError, ParamStoreError, VolumeError
+from paramstore.errors import CapacityError, CatalogError, ParamStoreError, VolumeError
 from paramstore.storage.catalog import Catalog, Change, VolumeRow
 from paramstore.storage.extents import Space
 from paramstore.storage.format import Superblock, extents_start_bytes
@@ -65,7 +65,7 @@ class VolumeSet:
     async def make_room(self, namespaces: Iterable[NamespaceState], schema: Schema, key_count: int) -> None:
         """On return the volumes have room for these namespaces and one more. Raises CapacityError naming what is missing."""
         needed = entitled_bytes(schema, key_count) + sum(entitled_bytes(ns.schema, len(ns.keys)) for ns in namespaces)
-        usable = sum(volume.size_bytes - self._start_bytes(index) for index, volume in self.volumes.items())
+        usable = sum(self.space.size_bytes_of(index) - self._start_bytes(index) for index in self.volumes)
         # records do not straddle volumes, and their sizes differ: each volume may leave one of each kind unused
         slack = len(self.volumes) * (schema.record_bytes + sum(ns.schema.record_bytes for ns in namespaces))
         missing = needed + slack - usable
@@ -84,7 +84,7 @@ class VolumeSet:
     async def _grow(self, missing_bytes: int) -> None:
         each = round_up(-(-missing_bytes // len(self.volumes)), GROWTH_ALIGNMENT_BYTES)
         for index, volume in self.volumes.items():
-            size_bytes = volume.size_bytes + each
+            size_bytes = self.space.size_bytes_of(index) + each
             try:
                 await self._runner.call(volume_lane(index), partial(volume.grow, size_bytes))
             except VolumeError as error:
@@ -96,7 +96,17 @@ class VolumeSet:
             self.start_prefill()
 
     async def _record(self, row: VolumeRow) -> None:
-        await self._runner.call(CATALOG_LANE, lambda: self._catalog.apply(Change(put_volumes=(row,))))
+        """Raises CatalogError; either row is true of the volume then, and the catalog is fit for the next transaction."""
+
+        def apply() -> None:
+            try:
+                self._catalog.apply(Change(put_volumes=(row,)))
+            except CatalogError:
+                self._catalog.reopen()
+                self._catalog.load()
+                raise
+
+        await self._runner.call(CATALOG_LANE, apply)
         self._rows[row.index] = row
 
     # --- zero-fill
@@ -135,7 +145,7 @@ class VolumeSet:
         return None
 
     def _has_unwritten(self, index: int) -> bool:
-        return self.space.written_bytes(index) < self.volumes[index].size_bytes
+        return self.space.written_bytes(index) < self.space.size_bytes_of(index)
 
     # --- figures
 
@@ -164,6 +174,7 @@ class VolumeSet:
         if self._prefilling is not None:
             self._prefilling.cancel()
             await asyncio.gather(self._prefilling, return_exceptions=True)
+            await self._runner.call(BACKGROUND_LANE, lambda: None)  # behind the piece that its one thread may still write
         try:
             for index in self.volumes:
                 written = self.space.written_bytes(index)

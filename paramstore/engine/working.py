@@ -302,6 +302,14 @@ class WorkingPlanner:
 
     # --- who waits
 
+    def fail_waiting(self, namespace: NamespaceState, error: ParamStoreError) -> None:
+        """Requests that wait for a slot end with `error`: the copies that they meant are gone."""
+        for arena in namespace.arenas():
+            for request in [waiting for waiting in arena.waiting if isinstance(waiting, SlotRequest)]:
+                arena.waiting.remove(request)
+                request.error = error
+                self._finish(request)
+
     def _land_requests(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         requests, working.requests = working.requests, []
         for request in requests:

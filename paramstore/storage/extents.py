@@ -191,6 +191,10 @@ class Space:
     def free_bytes_of(self, volume: int) -> int:
         return self._volumes[volume].free_bytes
 
+    def size_bytes_of(self, volume: int) -> int:
+        """Where its last extent may end."""
+        return self._volumes[volume].size_bytes
+
     def missing_bytes(self, count: int, length_bytes: int) -> int:
         """How many more bytes `reserve_many(count, length_bytes)` needs: 0 exactly if it can succeed."""
         length_bytes, missing = round_up(length_bytes, ALIGNMENT_BYTES), count

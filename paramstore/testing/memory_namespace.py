@@ -1,14 +1,16 @@
 """A namespace in memory, for tests of what stands on the client: same calls, same refusals, no daemon.
 
 - `acquire` refuses as the service does: CapacityError above `lease_slots`, LeaseError where own leases stand in the way.
-- Every lease gets its own slots: one buffer per key, fields at the schema's offsets. A release fills them with NaN (or
-  the largest integer), so that use after release is seen, after checking that nobody wrote into them.
+- Every lease gets its own slots: one mapping per key, fields at the schema's offsets. A release fills them with NaN (or
+  the largest integer), so that use after release is seen, after checking that nobody wrote into them; whoever asked
+  (`before_unmap`) is told of them then.
 - `apply` is torch's own fused AdamW on fp32 masters, over the keys that were pushed; it counts their version.
 - `events` lists acquire, release, prefetch, push and apply with their keys, in the order they happened.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -71,7 +73,7 @@ class MemoryLease:
         self._keys = keys
         self._part = part
         self._identities = {key: namespace.identity(key) for key in keys}
-        self.buffers = {key: numpy.zeros(part.image_bytes, dtype=numpy.uint8) for key in keys}
+        self.buffers = {key: numpy.frombuffer(mmap.mmap(-1, part.image_bytes), dtype=numpy.uint8) for key in keys}
         self._fields = {key: _views(buffer, part) for key, buffer in self.buffers.items()}
         for key, fields in self._fields.items():
             for name, tensor in fields.items():
@@ -131,6 +133,7 @@ class MemoryNamespace:
         self.pending: dict[ExpertKey, Fields] = {}
         self.device_reports: list[tuple[list[ExpertKey], list[ExpertKey], int]] = []
         self.view_change_count = 0
+        self.watchers: dict[object, Callable[[int, int], None]] = {}
         self._masters: dict[ExpertKey, Fields] = {}
         self._moments: dict[ExpertKey, _Moments] = {}
         self._versions: dict[ExpertKey, int] = {}
@@ -206,6 +209,9 @@ class MemoryNamespace:
     def settle_release(self, lease: MemoryLease) -> None:
         """For MemoryLease: it is over."""
         self.leased.remove(lease)
+        for buffer in lease.buffers.values():
+            for tell in self.watchers.values():
+                tell(buffer.ctypes.data, buffer.nbytes)
         self._note("release", tuple(lease.keys()))
 
     def prefetch(self, keys: Sequence[ExpertKey], part: str = "param", deadline_s: float | None = None) -> MemoryTicket:
@@ -240,6 +246,12 @@ class MemoryNamespace:
         self.pending = {}
         self.view_change_count += 1
         return MemoryTicket((), is_done=True)
+
+    def before_unmap(self, fn: Callable[[int, int], None]) -> Callable[[], object]:
+        """fn(address, length_bytes) is called for each key's slot at its release. Returns the function that ends this."""
+        token = object()
+        self.watchers[token] = fn
+        return lambda: self.watchers.pop(token, None)
 
     def report_device(self, resident: Sequence[ExpertKey], touched: Sequence[ExpertKey], bytes_resident: int) -> None:
         self.device_reports.append((list(resident), list(touched), bytes_resident))

@@ -148,6 +148,15 @@ class MemoryVolume:
                     self._bytes[write.offset_bytes + start : write.offset_bytes + start + len(piece)] = piece
             self._unflushed.clear()
 
+    def after_crash(self, keep: Keep) -> MemoryVolume:
+        """The disk that a crash now would leave; this one goes on as it is."""
+        successor = MemoryVolume(0, index=self.index, tier=self.tier, capacity_bytes=self._capacity_bytes)
+        with self._lock:
+            successor._bytes = bytearray(self._bytes)
+            successor._unflushed = list(self._unflushed)
+        successor.crash(keep)
+        return successor
+
     def corrupt(self, offset_bytes: int, mask: int = 0x01) -> None:
         """Flips the bits of `mask` in one byte, behind everybody's back."""
         self._bytes[offset_bytes] ^= mask

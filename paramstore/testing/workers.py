@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from random import Random
 from typing import Any
 
+from paramstore.engine.workers import outcome_of
 from paramstore.errors import ParamStoreError
 
 
@@ -29,12 +30,7 @@ class InlineWorkers:
     ) -> None:
         def call() -> None:
             self.ran += 1
-            try:
-                result = function(argument)
-            except ParamStoreError as error:
-                done(None, error)
-            else:
-                done(result, None)
+            done(*outcome_of(function, argument))
 
         self._calls.append(call)
         if not self._is_paused:

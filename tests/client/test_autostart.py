@@ -50,6 +50,8 @@ def serve_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comm
         script.write_text(textwrap.dedent(source))
         monkeypatch.setattr(autostart, "SERVE_COMMAND", (sys.executable, str(script)))
 
+    for process in autostart._started:
+        process.wait(timeout=30)  # other tests' daemons, which they have ended
     autostart._started.clear()
     yield use
     for process in autostart._started:

@@ -1,12 +1,17 @@
 """The device tier on its CPU twin: a cache that never serves a stale copy and never takes a slot in use."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+import paramstore_client as ps
 from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Identity
 from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, UnknownKey
-from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore.testing.fake_daemon import FakeDaemon
+from paramstore.testing.memory_namespace import MemoryNamespace, MemoryTicket
+from paramstore.wire import messages as m
 from paramstore_client.device import REPORT_EVERY, DeviceLease, DeviceTier
 from paramstore_client.device_copy import HostCopier, Mark
 from paramstore_client.nn import ResidentExperts, StoredExperts
@@ -63,7 +68,37 @@ def test_more_keys_than_lease_slots_come_in_several_host_leases() -> None:
     tier = make_tier(ns, 5)
     with tier.fetch(KEYS[:5]) as held:
         assert_holds(ns, held, KEYS[:5])
-    assert ns.leased_keys_max == 2
+    assert [len(keys) for _, keys in ns.happened("acquire")] == [1, 1, 1, 1, 1]
+
+
+def let_share_fall(ns: MemoryNamespace, lease_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others open the namespace, and this session learns it from the answer to its next request."""
+    acquire = ns.acquire
+
+    def refused(keys: list[tuple[int, int]], timeout_s: float | None = None) -> object:
+        ns.lease_slots = lease_slots
+        return acquire(keys, timeout_s=timeout_s)
+
+    monkeypatch.setattr(ns, "acquire", refused)
+
+
+def test_a_host_share_that_falls_while_it_is_asked_for_is_asked_for_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns = make_namespace(lease_slots=8)
+    let_share_fall(ns, 2, monkeypatch)
+    with make_tier(ns, 6).fetch(KEYS[:5]) as held:
+        assert_holds(ns, held, KEYS[:5])
+    assert [len(keys) for _, keys in ns.happened("acquire")] == [1, 1, 1, 1, 1]
+
+
+def test_copies_under_way_that_hold_a_fallen_share_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns, copier = make_namespace(lease_slots=8), LateCopier()
+    monkeypatch.setattr("paramstore_client.device.make_copier", lambda *arguments, **options: copier)
+    tier = make_tier(ns, 6)
+    tier.fetch(KEYS[:3]).release()
+    let_share_fall(ns, 3, monkeypatch)
+    with tier.fetch(KEYS[3:5]) as held:
+        copier.run_until(4)
+        assert_holds(ns, held, KEYS[3:5])
 
 
 def test_an_updated_expert_is_fetched_again_and_the_others_are_not() -> None:
@@ -77,17 +112,6 @@ def test_an_updated_expert_is_fetched_again_and_the_others_are_not() -> None:
         assert held.identity(KEYS[1]) == Identity(epoch=0, version=1)
     assert tier.stats.refetches == 1
     assert tier.stats.bytes_copied == copied * 4 // 3
-
-
-def test_without_a_count_of_view_changes_every_fetch_compares_identities() -> None:
-    ns = make_namespace()
-    del ns.view_change_count
-    ns.apply = None
-    tier = make_tier(ns)
-    use(tier, KEYS[:3])
-    use(tier, KEYS[:3])
-    assert len(list(ns.happened("acquire"))) == 2
-    assert tier.stats.misses == 3
 
 
 def test_a_held_copy_keeps_its_bytes_while_a_newer_one_is_fetched() -> None:
@@ -206,9 +230,9 @@ def test_host_leases_live_until_their_copies_are_done_and_within_the_cap(monkeyp
     monkeypatch.setattr("paramstore_client.device.make_copier", lambda *arguments, **options: copier)
     tier = make_tier(ns, 6)
     held = tier.fetch(KEYS[:5])
-    assert copier.done_count == 4, "the third host lease waited for the copies from the first two"
+    assert copier.done_count == 3, "the third host lease waited for the copy from the first, and so on"
     assert ns.leased_keys_max == 2
-    assert ns.leased_key_count == 1, "the last copy is under way"
+    assert ns.leased_key_count == 2, "the last two copies are under way"
     copier.run_until(4)
     tier.settle()
     assert ns.leased == []
@@ -248,6 +272,14 @@ def test_a_prefetch_reaches_the_device_when_the_host_has_it() -> None:
     use(tier, KEYS[:2])
     assert tier.stats.prefetched == 2
     assert tier.stats.hits == 2
+
+
+def test_keys_that_the_host_skipped_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns = make_namespace()
+    monkeypatch.setattr(MemoryTicket, "wait", lambda ticket: {"loaded": 1, "resident": 1, "skipped": 2, "bytes": 0})
+    tier = make_tier(ns)
+    assert tier.prefetch(KEYS[:4]).done()
+    assert tier.slots.keys == KEYS[:2]
 
 
 def test_a_prefetch_takes_no_slot_that_is_held_and_a_cancelled_one_takes_none() -> None:
@@ -291,6 +323,28 @@ def test_description_tells_the_way_of_copying_and_the_counts() -> None:
     assert (description["slots"], description["free_slots"], description["misses"]) == (4, 2, 2)
 
 
+class WatchfulCopier(HostCopier):
+    """Notes which memory it was told to forget."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[tuple[int, int]] = []
+
+    def forget_memory(self, address: int, length_bytes: int) -> None:
+        self.forgotten.append((address, length_bytes))
+
+
+def test_memory_is_forgotten_before_it_goes_and_no_more_once_the_tier_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns, copier = make_namespace(), WatchfulCopier()
+    monkeypatch.setattr("paramstore_client.device.make_copier", lambda *arguments, **options: copier)
+    with make_tier(ns) as tier:
+        use(tier, KEYS[:3])
+        assert len(copier.forgotten) == 3
+    use_host = ns.acquire(KEYS[:1])
+    use_host.release()
+    assert len(copier.forgotten) == 3
+    assert ns.watchers == {}
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="belady"):
         make_tier(make_namespace(), policy="belady")
@@ -315,3 +369,55 @@ def test_training_through_the_tier_equals_resident_experts(slots: int) -> None:
         ns.apply(AdamW())
         resident = ResidentExperts([ns.values((1, expert)) for expert in range(6)])
     assert ns.leased == []
+
+
+# --- over a connection ---
+
+
+def test_a_hit_over_a_connection_sends_nothing_until_the_view_changes(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Callable[[float], dict[str, torch.Tensor]]
+) -> None:
+    with DeviceTier(namespace, 4, device="cpu") as tier:
+        tier.fetch(KEYS[:3]).release()
+        received = len(daemon.requests(m.Acquire))
+        with tier.fetch(KEYS[:3]) as held:
+            assert held[0, 2]["down"].unique().tolist() == [2.0]
+        namespace.steps()
+        assert len(daemon.requests(m.Acquire)) == received
+        namespace.push({(0, 2): gradient(1.0)})
+        namespace.apply(ps.AdamW(lr=0.5))
+        with tier.fetch(KEYS[:3]) as held:
+            assert held[0, 2]["down"].unique().tolist() == [1.5]
+            assert held[0, 1]["down"].unique().tolist() == [1.0]
+        assert (tier.stats.refetches, tier.stats.hits) == (1, 5)
+
+
+def test_copies_are_compared_again_after_a_rollback_over_a_connection(namespace: ps.Namespace) -> None:
+    namespace.commit(1).wait()
+    with DeviceTier(namespace, 4, device="cpu") as tier:
+        tier.fetch(KEYS[:1]).release()
+        namespace.rollback(1)
+        with tier.fetch(KEYS[:1]) as held:
+            assert held.identity(KEYS[0]).epoch == namespace.epoch == 2
+
+
+def test_segments_asked_back_are_forgotten_before_they_are_acknowledged(
+    daemon: FakeDaemon, namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = WatchfulCopier()
+    monkeypatch.setattr("paramstore_client.device.make_copier", lambda *arguments, **options: copier)
+    with DeviceTier(namespace, 4, device="cpu") as tier:
+        tier.fetch(KEYS[:4]).release()
+        daemon.ask_back([daemon.namespaces["moe"].arena])
+        namespace.steps()
+        daemon.wait_for(m.Unmapped)
+        assert [length_bytes for _, length_bytes in copier.forgotten] == [2 << 20]
+
+
+def test_residency_is_reported_over_a_connection(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    with DeviceTier(namespace, 4, device="cpu") as tier:
+        tier.fetch(KEYS[:2]).release()
+        tier.report()
+        (report,) = daemon.wait_for(m.DeviceReport)
+        assert (report.resident, report.touched) == (KEYS[:2], KEYS[:2])
+        assert report.bytes_resident == 2 * namespace.schema.part("param").image_bytes

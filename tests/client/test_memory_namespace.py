@@ -65,3 +65,17 @@ def test_a_push_with_a_wrong_field_is_refused_and_changes_nothing() -> None:
         with pytest.raises(SchemaMismatch, match=r"\(0, 1\)"):
             ns.push({(0, 1): bad})
     assert ns.pending == {}
+
+
+def test_whoever_asked_is_told_of_each_slot_at_its_release() -> None:
+    ns = make_namespace()
+    told: list[tuple[int, int]] = []
+    stop = ns.before_unmap(lambda address, length_bytes: told.append((address, length_bytes)))
+    lease = ns.acquire(KEYS[:2])
+    slots = [(buffer.ctypes.data, buffer.nbytes) for buffer in lease.buffers.values()]
+    lease.release()
+    assert told == slots
+    assert all(address % 4096 == 0 for address, _ in slots), "as the service's slots, so that each can be registered"
+    stop()
+    ns.acquire(KEYS[:1]).release()
+    assert told == slots

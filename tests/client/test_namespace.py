@@ -240,3 +240,48 @@ def test_acquire_that_is_interrupted_leaks_no_lease(daemon: FakeDaemon, namespac
     thread.join(timeout=5)
     assert len(outcome) == 1
     assert daemon.lease_count == 0
+
+
+def test_view_change_count_grows_with_what_may_change_bytes_and_with_nothing_else(
+    namespace: ps.Namespace, values: Callable[[tuple[int, int]], dict[str, torch.Tensor]], gradient: Gradient
+) -> None:
+    counts = [namespace.view_change_count]
+
+    def is_changed_by(call: Callable[[], object]) -> bool:
+        call()
+        counts.append(namespace.view_change_count)
+        assert counts[-1] >= counts[-2]
+        return counts[-1] > counts[-2]
+
+    def lease() -> None:
+        with namespace.acquire(KEYS):
+            pass
+
+    assert not is_changed_by(lambda: namespace.push({KEYS[0]: gradient(1.0)}))
+    assert is_changed_by(lambda: namespace.apply(ps.AdamW(lr=0.1)))
+    assert not is_changed_by(lambda: namespace.commit(1).wait())
+    assert is_changed_by(lambda: namespace.rollback(1))
+    assert is_changed_by(namespace.refresh)
+    assert is_changed_by(lambda: namespace.initialize(values))
+    for call in (lease, namespace.steps, namespace.abort, lambda: namespace.evict().wait(), lambda: namespace.read(KEYS[0])):
+        assert not is_changed_by(call)
+
+
+def test_view_change_count_grows_even_when_the_answer_is_an_error(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    for kind, call in ((m.Apply, lambda: namespace.apply(ps.AdamW(lr=0.1)).wait()), (m.Refresh, namespace.refresh)):
+        before = namespace.view_change_count
+        daemon.fail(kind, ps.StepFailed("half-way"))
+        with pytest.raises(ps.StepFailed):
+            call()
+        assert namespace.view_change_count > before
+
+
+def test_leased_memory_is_told_before_it_is_unmapped(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    told: list[int] = []
+    stop = namespace.before_unmap(lambda address, length_bytes: told.append(length_bytes))
+    namespace.acquire(KEYS).release()
+    daemon.ask_back([daemon.namespaces["moe"].arena])
+    namespace.steps()
+    daemon.wait_for(m.Unmapped)
+    assert told == [2 << 20]
+    stop()

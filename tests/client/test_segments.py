@@ -62,6 +62,45 @@ def test_segment_is_acknowledged_only_once_it_is_unmapped(segments: Segments) ->
     assert segments.end_lease(11) == [1]
 
 
+def test_whoever_asked_is_told_of_a_segment_once_and_while_it_is_mapped(segments: Segments) -> None:
+    told: list[tuple[int, int, bool]] = []
+    mapping = segments.leased(1)
+    segments.before_unmap(lambda address, length_bytes: told.append((address, length_bytes, mapping.is_mapped)))
+    segments.begin_lease(10, [(1, 0, 1, 0)])
+    tensor = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
+    segments.give_up([1])
+    assert told == [], "a lease refers to it"
+    assert segments.end_lease(10) == [], "a tensor keeps it"
+    del tensor
+    segments.begin_lease(11, [(2, 0, 1, 0)])
+    assert segments.end_lease(11) == [1]
+    assert told == [(mapping.address, LENGTH, True)]
+
+
+def test_whoever_asked_is_told_of_every_segment_when_the_connection_is_closed(segments: Segments) -> None:
+    told: list[int] = []
+    segments.before_unmap(lambda address, length_bytes: told.append(address))
+    addresses = [segments.leased(segment).address for segment in (1, 2)]
+    segments.clear()
+    segments.clear()
+    assert told == addresses
+
+
+def test_whoever_has_ended_his_asking_is_not_told(segments: Segments) -> None:
+    told: list[int] = []
+    stop = segments.before_unmap(lambda address, length_bytes: told.append(address))
+    stop()
+    stop()
+    segments.clear()
+    assert told == []
+
+
+def test_segment_that_was_never_sent_is_acknowledged_when_it_is_given_up(segments: Segments) -> None:
+    segments.begin_lease(10, [(1, 0, 1, 0)])
+    assert segments.give_up([1, 7]) == [7]
+    assert segments.end_lease(10) == [1]
+
+
 def test_end_of_an_unknown_lease_changes_nothing(segments: Segments) -> None:
     segments.begin_lease(10, [(1, 0, 1, 0)])
     assert segments.end_lease(99) == []

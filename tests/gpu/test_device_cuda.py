@@ -2,11 +2,14 @@
 
 import mmap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+import paramstore as ps
 from paramstore.core.optimizers import AdamW
+from paramstore.testing.daemon_process import DaemonProcess
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device import DeviceTier
 from paramstore_client.device_copy import REACHED, CudaCopier
@@ -34,7 +37,7 @@ def test_slots_hold_the_experts_bytes_while_they_are_held() -> None:
                 for key in KEYS[start : start + 3]:
                     for name, value in ns.values(key).items():
                         assert torch.equal(held[key][name].cpu(), value), f"{key} {name}"
-        assert "pinned buffers" in str(tier.describe()["host_memory"])
+        assert str(tier.describe()["host_memory"]).startswith(("registered", "bounce"))
     assert ns.leased == []
 
 
@@ -88,11 +91,12 @@ def mapping() -> Iterator[mmap.mmap]:
         yield memory
 
 
-def test_registered_memory_is_copied_from_and_unregistered_before_it_goes(mapping: mmap.mmap) -> None:
+@pytest.mark.parametrize("may_register", [True, False])
+def test_registered_memory_is_copied_from_and_unregistered_before_it_goes(mapping: mmap.mmap, may_register: bool) -> None:
     source = torch.frombuffer(mapping, dtype=torch.float32)
     source.copy_(torch.arange(len(source)))
     target = torch.zeros(len(source), device=DEVICE)
-    copier = CudaCopier(DEVICE, bounce_bytes=source.nbytes, may_register=True)
+    copier = CudaCopier(DEVICE, bounce_bytes=source.nbytes, may_register=may_register)
     copier.copy([(target, source)], after=REACHED).wait_on_host()
     assert torch.equal(target.cpu(), source)
     assert copier.describe().startswith(("registered", "bounce"))
@@ -100,3 +104,48 @@ def test_registered_memory_is_copied_from_and_unregistered_before_it_goes(mappin
     copier.close()
     assert torch.equal(target * 2, target + target), "a refused registration leaves no error behind"
     del source
+
+
+FIELDS = {"gate_up": (2 * 512, 256), "down": (256, 512)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ps.Store]:
+    with DaemonProcess(tmp_path / "store", "--host-budget", "256MiB") as daemon, ps.connect(daemon.address) as store:
+        yield store
+
+
+@pytest.fixture
+def namespace(store: ps.Store) -> ps.Namespace:
+    ns = store.create_namespace("moe", ps.adamw_schema(FIELDS), layers=1, experts=6)
+    ns.initialize(lambda key: {name: torch.randn(shape) for name, shape in FIELDS.items()})
+    return ns
+
+
+def assert_serves(ns: ps.Namespace, tier: DeviceTier) -> None:
+    for start in range(0, 6, 3):
+        keys = KEYS[start : start + 3]
+        with tier.fetch(keys) as held, ns.acquire(keys) as lease:
+            for key in keys:
+                for name, value in lease[key].items():
+                    assert torch.equal(held[key][name].cpu(), value), f"{key} {name}"
+
+
+@pytest.mark.slow
+def test_the_daemons_memory_reaches_the_device_and_stale_copies_are_fetched_again(namespace: ps.Namespace) -> None:
+    with DeviceTier(namespace, 4, device=DEVICE) as tier:
+        assert_serves(namespace, tier)
+        gradient = {name: torch.ones(shape, dtype=torch.bfloat16, device=DEVICE) for name, shape in FIELDS.items()}
+        namespace.push(dict.fromkeys(KEYS, gradient))
+        namespace.apply(AdamW(lr=0.1))
+        assert_serves(namespace, tier)
+        assert str(tier.describe()["host_memory"]).startswith(("registered", "bounce"))
+
+
+@pytest.mark.slow
+def test_a_store_closed_under_the_tier_leaves_no_registered_memory_and_no_error(store: ps.Store, namespace: ps.Namespace) -> None:
+    with DeviceTier(namespace, 4, device=DEVICE) as tier:
+        assert_serves(namespace, tier)
+        store.close()
+        with tier.fetch(KEYS[3:6]) as held:
+            assert held[KEYS[3]]["down"].isfinite().all(), "what is on the device stays usable"

@@ -13,7 +13,7 @@ from paramstore.wire.messages import EXTRA_BYTES_MAX, KEYS_MAX, Acquire, Answer,
 
 REQUESTS: tuple[type[Message], ...] = get_args(Request)
 ANSWERS: tuple[type[Message], ...] = get_args(Answer)
-ONE_WAY = {"Release", "Cancel", "Unmapped", "DeviceReport", "Unmap"}
+ONE_WAY = {"Release", "Cancel", "Unmapped", "DeviceReport", "Unmap", "LeaseSlots"}
 
 EXAMPLES: dict[object, Any] = {
     "int": 7,

@@ -1,0 +1,148 @@
+"""What a store did to its disks, in order, and the machines that a crash at any point of it would leave.
+
+Run a machine with `Journal.watch`, then step a `Replay` through its events: after each, `machine` gives the computer that
+comes back if the power fails just then, with whatever of the unflushed writes one says. The run happens once, however many
+crashes are tried.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from paramstore.core.place import Tier
+from paramstore.storage.catalog import Catalog, Change, Contents
+from paramstore.storage.volume import Volume
+from paramstore.testing.catalogs import MemoryCatalog
+from paramstore.testing.machine import Machine
+from paramstore.testing.volumes import Keep, MemoryVolume
+
+
+class Wrote(NamedTuple):
+    volume: int
+    offset_bytes: int
+    data: bytes
+
+
+class Flushed(NamedTuple):
+    volume: int
+
+
+class Applied(NamedTuple):
+    change: Change
+
+
+Event = Wrote | Flushed | Applied
+
+
+class Journal:
+    """Owner of the events of one run."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def watch(self, machine: Machine) -> None:
+        """Before `machine.start`: everything the store does to its volumes and catalog is an event from here on."""
+        machine.volumes = {index: JournaledVolume(volume, self) for index, volume in machine.volumes.items()}
+        machine.catalog = JournaledCatalog(machine.catalog, self)
+
+
+class JournaledVolume:
+    """`inner`, whose writes and flushes are written down. It does not grow: give the machine volumes of a fixed size."""
+
+    def __init__(self, inner: Volume, journal: Journal) -> None:
+        self.inner = inner
+        self._journal = journal
+
+    @property
+    def index(self) -> int:
+        return self.inner.index
+
+    @property
+    def tier(self) -> Tier:
+        return self.inner.tier
+
+    @property
+    def size_bytes(self) -> int:
+        return self.inner.size_bytes
+
+    def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
+        self.inner.read(offset_bytes, into)
+
+    def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
+        self._journal.events.append(Wrote(self.index, offset_bytes, b"".join(data)))
+        self.inner.write(offset_bytes, data)
+
+    def flush(self) -> None:
+        self.inner.flush()
+        self._journal.events.append(Flushed(self.index))
+
+    def grow(self, size_bytes: int) -> None:
+        raise AssertionError("a journaled volume has a fixed size")
+
+    def describe(self) -> dict[str, object]:
+        return self.inner.describe()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class JournaledCatalog:
+    """`inner`, whose transactions are written down."""
+
+    def __init__(self, inner: Catalog, journal: Journal) -> None:
+        self.inner = inner
+        self._journal = journal
+
+    def load(self) -> Contents:
+        return self.inner.load()
+
+    def reserve(self, row_count: int) -> None:
+        self.inner.reserve(row_count)
+
+    def apply(self, change: Change) -> None:
+        self.inner.apply(change)
+        self._journal.events.append(Applied(copy.deepcopy(change)))
+
+    def reopen(self) -> None:
+        self.inner.reopen()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Replay:
+    """The disks and the catalog as they were after some of the events."""
+
+    def __init__(self, *, volume_count: int, volume_bytes: int) -> None:
+        self.disks = {index: MemoryVolume(volume_bytes, index=index) for index in range(volume_count)}
+        self._catalog = MemoryCatalog()
+        self._catalog.load()
+
+    def advance(self, event: Event) -> None:
+        match event:
+            case Wrote(volume, offset_bytes, data):
+                self.disks[volume].write(offset_bytes, [memoryview(data)])
+            case Flushed(volume):
+                self.disks[volume].flush()
+            case Applied(change):
+                self._catalog.apply(change)
+
+    @property
+    def unflushed(self) -> list[tuple[int, int, int]]:
+        """(volume, number, sectors) of every write that a crash now could undo."""
+        return [
+            (index, number, write.sectors) for index, disk in self.disks.items() for number, write in enumerate(disk.unflushed)
+        ]
+
+    def machine(self, keeps: Mapping[int, Keep], *, host_budget_bytes: int) -> Machine:
+        """The machine that comes back from a crash now. keeps: per volume, what survives of its unflushed writes."""
+        machine = Machine(volume_count=0, volume_size_bytes=1, host_budget_bytes=host_budget_bytes)
+        machine.disks = {index: disk.after_crash(keeps[index]) for index, disk in self.disks.items()}
+        machine.volumes = dict(machine.disks)
+        machine.durable = self._catalog.crash()
+        machine.catalog = machine.durable
+        self._catalog.reopen()
+        self._catalog.load()
+        return machine

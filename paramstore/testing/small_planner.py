@@ -1,0 +1,254 @@
+"""A planner over one small namespace, without loop, volume or worker: the test plays the workers.
+
+`start` takes what the planner decided, `land` settles a move as `engine.transfers` would. Every key but those of an empty
+namespace is committed at step 0 with version 0 of epoch 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.place import Identity, Located
+from paramstore.core.schema import Schema
+from paramstore.engine.admission import make_namespace
+from paramstore.engine.arena import Arena
+from paramstore.engine.moves import Move, MoveKind
+from paramstore.engine.namespace import Cut, GradientRange, NamespaceState, ParamCopy, View, WorkingCopy
+from paramstore.engine.planner import Planner
+from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
+from paramstore.errors import ParamStoreError
+from paramstore.policy.base import Policy
+from paramstore.policy.lru import Lru
+from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow
+from paramstore.storage.extents import Space
+from paramstore.storage.ledger import Ledger
+from paramstore.testing.machine import PlainSegment
+
+SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
+FIRST = Identity(1, 0)
+
+
+class SmallPlanner:
+    """Owner of a planner, its namespace and the moves under way. Sizes are in slots and extents."""
+
+    def __init__(
+        self, *, experts: int = 4, param_slots: int = 3, working_slots: int = 2, extents: int = 32, schema: Schema = SCHEMA,
+        is_committed: bool = True, policy: Callable[[], Policy] = Lru,
+    ) -> None:  # fmt: skip
+        space = Space()
+        space.add_volume(0, start_bytes=0, size_bytes=extents * schema.record_bytes, written_bytes=0)
+        self.planner = Planner(space)
+        self.space = space
+        self.keys: list[ExpertKey] = list(KeySpace.of(1, experts))
+        row = NamespaceRow("moe", schema.describe(), (0,), experts, epoch=1, sequence=1)
+        contents = NamespaceContents(row)
+        for number, key in enumerate(self.keys if is_committed else ()):
+            extent = space.reserve(schema.record_bytes)
+            assert extent is not None
+            contents.rows[key] = [Row(0, Located(extent, FIRST, number))]
+        if is_committed:
+            contents.steps[0] = StepRow(0, 1, 0, experts, b"")
+        self.namespace: NamespaceState = make_namespace(Ledger(contents))
+        param = Arena(slot_bytes=schema.part("param").image_bytes, planned_slots=param_slots, policy=policy())
+        working = param
+        if schema.is_trainable:
+            working = Arena(slot_bytes=schema.record_bytes, planned_slots=working_slots, policy=policy())
+            working.add_segment(2, PlainSegment(working_slots * working.slot_bytes), slots=working_slots)
+        param.add_segment(1, PlainSegment(param_slots * param.slot_bytes), slots=param_slots)
+        self.namespace.param_arena, self.namespace.working_arena = param, working
+        self.param_arena, self.working_arena = param, working
+        self.under_way: list[Move] = []
+        self._ids = count(1)
+        self._roots = count(100)
+
+    # --- calls
+
+    def writer(self) -> View:
+        return self.planner.leases.open_view(self.namespace, is_writer=True, step=None)
+
+    def reader(self, step: int = 0) -> View:
+        return self.planner.leases.open_view(self.namespace, is_writer=False, step=step)
+
+    def lease(self, view: View, *keys: ExpertKey) -> LeaseRequest:
+        request = LeaseRequest(view, next(self._ids), keys)
+        self.planner.leases.request_lease(request)
+        return request
+
+    def leased(self, view: View, *keys: ExpertKey) -> LeaseRequest:
+        """A lease whose copies have landed."""
+        request = self.lease(view, *keys)
+        self.land_all()
+        assert request.is_finished
+        assert request.error is None
+        return request
+
+    def release(self, request: LeaseRequest) -> None:
+        self.planner.leases.release(request.view, request.lease_id)
+
+    def prefetch(self, view: View, *keys: ExpertKey, part: str = "param") -> PrefetchRequest:
+        request = PrefetchRequest(self.namespace, part, None)
+        self.planner.leases.request_prefetch(request, view, keys)
+        return request
+
+    def hold(self, key: ExpertKey, *, is_fill: bool = False) -> SlotRequest:
+        request = SlotRequest(self.namespace, key, is_fill=is_fill)
+        self.planner.working.request_slot(request)
+        return request
+
+    def held(self, key: ExpertKey) -> WorkingCopy:
+        """The key's working copy, loaded and held once more."""
+        request = self.hold(key)
+        self.land_all()
+        assert request.is_finished
+        assert request.error is None
+        return self.namespace.working[key]
+
+    def unhold(self, working: WorkingCopy) -> None:
+        self.planner.working.unhold(self.namespace, working)
+        self.planner.after_working(self.namespace, working)
+
+    def begin_apply(self, *keys: ExpertKey) -> None:
+        """An apply is called with gradients of `keys`; nothing of it has run."""
+        memory = PlainSegment(4096)
+        self.namespace.pending = {key: GradientRange(memory, 0, 4096) for key in keys}
+        self.planner.begin_apply(self.namespace)
+        self.planner.reserve_extents(self.namespace, keys)
+
+    def begin_update(self, key: ExpertKey) -> tuple[WorkingCopy, ParamCopy | None]:
+        """The update of `key` is in a worker; the `param` copy that it makes, if any."""
+        working = self.held(key)
+        return working, self.planner.plan_update(self.namespace, working)
+
+    def update(self, *keys: ExpertKey, error: ParamStoreError | None = None) -> None:
+        """An apply of `keys`, from its call to its end."""
+        self.begin_apply(*keys)
+        for key in keys:
+            working, copy = self.begin_update(key)
+            self.planner.settle_update(self.namespace, working, copy, error)
+            self.land_all()
+
+    def cut(self) -> Cut:
+        return self.planner.cut(self.namespace)
+
+    def commit(self, step: int) -> None:
+        """A commit of everything so far, from its cut to its end."""
+        self.publish(self.cut(), step)
+
+    def publish(self, cut: Cut, step: int) -> None:
+        for key in sorted(cut.unwritten):
+            self.write(key)
+        row = StepRow(step, cut.sequence, step, len(cut.keys), b"")
+        self.planner.drop_oldest_readers(self.namespace, step)
+        publication = self.namespace.ledger.plan_publish(row, cut.located, self.namespace.held_steps())
+        self.namespace.ledger.settle(publication)
+        for extent in publication.freed:
+            self.space.release(extent)
+        self.planner.settle_cut(self.namespace, is_published=True)
+
+    def begin_write(self, key: ExpertKey, *, urgency: Urgency = Urgency.WRITE_BACK) -> Move:
+        """The write of a dirty record is in a worker."""
+        working = self.namespace.working[key]
+        assert self.planner.working.begin_write(self.namespace, working, urgency)
+        self.start()
+        assert working.move is not None
+        return working.move
+
+    def write(self, key: ExpertKey) -> None:
+        if self.namespace.working[key].state == "dirty":
+            self.begin_write(key)
+        self.land_all()
+
+    def rollback(self) -> None:
+        """To the committed step, in a new epoch."""
+        publication = self.namespace.ledger.plan_rollback(self.namespace.committed_step)
+        self.namespace.ledger.settle(publication)
+        self.planner.rollback(self.namespace, epoch=publication.namespace.epoch, freed=publication.freed)
+
+    # --- workers
+
+    def start(self) -> list[Move]:
+        """Takes the moves decided since the last call: workers have them now, and their extents are pinned."""
+        outbox = self.planner.outbox
+        moves, outbox.moves = outbox.moves, []
+        for move in moves:
+            if move.located is not None:
+                self.space.pin(move.located.extent)
+        self.under_way.extend(moves)
+        return moves
+
+    def land(self, move: Move, error: ParamStoreError | None = None) -> None:
+        """A worker is done with `move`: settles it."""
+        self.start()
+        self.under_way.remove(move)
+        planner, namespace, subject = self.planner, self.namespace, move.subject
+        if move.located is not None:
+            self.space.unpin(move.located.extent)
+        if isinstance(subject, ParamCopy):
+            if move.source is not None:
+                planner.working.unhold(namespace, move.source)
+            planner.copies.settle(namespace, subject, error)
+            planner.leases.pump(namespace)
+            return
+        if move.kind is MoveKind.WRITE:
+            assert move.located is not None
+            located = move.located._replace(root=next(self._roots))
+            planner.working.settle_write(namespace, subject, located, error)
+        else:
+            planner.working.settle_load(namespace, subject, optimizer_step=3, last_apply=2, error=error)
+        planner.after_working(namespace, subject)
+
+    def land_all(self, error: ParamStoreError | None = None) -> None:
+        while self.start() or self.under_way:
+            self.land(self.under_way[0], error)
+
+    # --- looking
+
+    def copy(self, key: ExpertKey, version: int = 0, epoch: int = 1) -> ParamCopy | None:
+        return self.namespace.find_copy(key, Identity(epoch, version))
+
+    def kinds(self, moves: Sequence[Move]) -> list[tuple[MoveKind, ExpertKey]]:
+        return [(move.kind, move.subject.key) for move in moves]
+
+    def picture(self) -> object:
+        """Every table as plain values: equal pictures mean that nothing changed."""
+        namespace, outbox = self.namespace, self.planner.outbox
+        copies = {
+            key: [(c.identity, c.state, c.slot, c.leases, c.is_prefetched, len(c.waiters)) for c in found]
+            for key, found in namespace.copies.items()
+        }
+        working = {
+            key: (w.state, w.slot, w.identity, w.target, w.uncommitted, w.reserved, w.holders, w.is_cut, len(w.requests))
+            for key, w in namespace.working.items()
+        }
+        arenas = [
+            (list(arena.waiting), [arena.slots.is_taken(slot) for slot in range(arena.slots.count)])
+            for arena in (self.param_arena, self.working_arena)
+        ]
+        views = [(sorted(view.leases), {c.place: n for c, n in view.leased.items()}) for view in namespace.views]
+        decided = [len(box) for box in (outbox.moves, outbox.promoted, outbox.finished, outbox.woken)]
+        return copies, working, arenas, views, decided, self.space.stats(), sorted(namespace.changed), repr(namespace.stats)
+
+    def check(self) -> None:
+        """Every taken slot and extent has exactly one owner. Nothing is under way."""
+        namespace = self.namespace
+        assert not self.under_way
+        copies = [copy.slot for found in namespace.copies.values() for copy in found]
+        resident = [working.slot for working in namespace.resident.values() if working.slot is not None]
+        if self.param_arena is self.working_arena:
+            copies, resident = copies + resident, copies + resident
+        assert sorted(copies) == taken(self.param_arena)
+        assert sorted(resident) == taken(self.working_arena)
+        held = list(namespace.ledger.extents())
+        for working in namespace.working.values():
+            held += [working.uncommitted.extent] if working.uncommitted is not None else []
+            held += [working.reserved] if working.reserved is not None else []
+        assert len(set(held)) == len(held)
+        (stats,) = self.space.stats()
+        used_bytes = stats.size_bytes - stats.free_bytes - stats.quarantined_bytes
+        assert used_bytes == len(held) * namespace.schema.record_bytes
+
+
+def taken(arena: Arena) -> list[int]:
+    return [slot for slot in range(arena.slots.count) if arena.slots.is_taken(slot)]

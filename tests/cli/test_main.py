@@ -1,0 +1,97 @@
+"""`paramstore`: its commands and exit codes; how little it loads before it is asked for something."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+
+import pytest
+
+import paramstore as package
+from paramstore import errors
+from paramstore.cli import main as main_module
+from paramstore.cli.exits import exit_code
+from paramstore.cli.main import app
+
+Run = Callable[..., int]
+HEAVY = {"torch", "numpy", "lmdb", "matplotlib", "transformers"}
+
+
+def test_version_is_the_packages(paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert paramstore("--version") == 0
+    assert capsys.readouterr().out == f"{package.__version__}\n"
+
+
+def test_help_names_every_command(paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert paramstore("--help") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    names = [command.name for command in app.registered_commands] + [group.name for group in app.registered_groups]
+    assert {"serve", "status", "demo", "bench"} <= set(names)
+    assert all(str(name) in captured.out for name in names)
+
+
+@pytest.mark.parametrize("words", [(), ("nonsense",), ("--nonsense",), ("status", "a", "b"), ("serve", "--dir")])
+def test_a_wrong_command_line_is_a_usage_error_on_stderr(
+    words: tuple[str, ...], paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert paramstore(*words) == 2
+    captured = capsys.readouterr()
+    if words:
+        assert captured.out == ""
+        assert captured.err != ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--help",), ("serve", "--help"), ("status", "--help"), ("--version",)])
+def test_help_loads_nothing_heavy(words: tuple[str, ...], modules_of: Callable[..., set[str]]) -> None:
+    modules = modules_of(*words)
+    assert "paramstore.cli.main" in modules
+    assert not modules & HEAVY
+    assert not {module for module in modules if module.startswith(("paramstore.daemon", "paramstore.engine", "paramstore_client"))}
+
+
+@pytest.mark.slow
+def test_a_command_that_asks_the_daemon_loads_no_torch(modules_of: Callable[..., set[str]]) -> None:
+    modules = modules_of("status", "unix:///nowhere/paramstore.sock", code=3)
+    assert "paramstore_client.client" in modules
+    assert "torch" not in modules
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError, 2), (errors.StoreUnavailable, 3), (errors.VersionMismatch, 3), (errors.CorruptRecord, 4),
+        (errors.CatalogError, 4), (errors.VolumeError, 1), (errors.StoreLocked, 1), (errors.CapacityError, 1),
+        (errors.StepFailed, 1), (errors.ParamStoreError, 1),
+    ],
+)  # fmt: skip
+def test_every_error_has_its_exit_code(error: type[errors.ParamStoreError], code: int) -> None:
+    assert exit_code(error("message")) == code
+
+
+def test_a_typed_error_is_one_line_and_no_traceback(
+    paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise errors.CorruptRecord("key (1, 2): checksum")
+
+    monkeypatch.setattr(main_module, "app", fail)
+    assert paramstore() == 4
+    assert capsys.readouterr().err == "paramstore: CorruptRecord: key (1, 2): checksum\n"
+
+
+def test_an_interrupt_ends_as_shells_expect(paramstore: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_module, "app", interrupt)
+    assert paramstore() == 130
+
+
+def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["paramstore", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("paramstore", run_name="__main__")
+    assert not ended.value.code
+    assert package.__version__ in capsys.readouterr().out

@@ -1,0 +1,117 @@
+"""`paramstore serve`: which settings reach the daemon, what is refused, how it starts and ends."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paramstore.config import Config
+from paramstore.daemon import server
+from paramstore.errors import StoreLocked
+from paramstore.storage.lock import StoreLock
+from paramstore.testing.daemon_process import DaemonProcess
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Config]]:
+    """The settings that `serve` would have served; nothing is."""
+    configs: list[Config] = []
+    monkeypatch.setattr(server, "run", configs.append)
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    yield configs
+    root.setLevel(before[0])
+    root.handlers[:] = before[1]
+
+
+def test_every_flag_reaches_its_setting(paramstore: Run, served: list[Config], tmp_path: Path) -> None:
+    words = (
+        "--dir", str(tmp_path), "--volume", "a", "--volume", "pmem:b", "--volume-size", "2TiB", "--host-budget", "1.5GiB",
+        "--gradient-budget", "8MB", "--socket", "s", "--policy", "lru",
+    )  # fmt: skip
+    assert paramstore("serve", *words) == 0
+    (config,) = served
+    assert config == Config(
+        dir=tmp_path, volumes=(Path("a"), Path("pmem:b")), volume_size_bytes=2 << 40, host_budget_bytes=3 << 29,
+        gradient_budget_bytes=8_000_000, socket=Path("s"), policy=type(config.policy)(name="lru"),
+    )  # fmt: skip
+
+
+def test_what_is_not_given_has_its_default(paramstore: Run, served: list[Config]) -> None:
+    assert paramstore("serve") == 0
+    assert served == [Config()]
+
+
+def test_flags_come_before_variables_and_those_before_the_file(
+    paramstore: Run, served: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('host_budget = "1GiB"\nvolume_size = "1GiB"\ngradient_budget = "1GiB"\n[policy]\nbeta = 0.25\n')
+    monkeypatch.setenv("PARAMSTORE_HOST_BUDGET", "2GiB")
+    monkeypatch.setenv("PARAMSTORE_VOLUME_SIZE", "2GiB")
+    assert paramstore("serve", "--config", str(file), "--host-budget", "3GiB", "--policy", "lru") == 0
+    (config,) = served
+    assert (config.host_budget_bytes, config.volume_size_bytes, config.gradient_budget_bytes) == (3 << 30, 2 << 30, 1 << 30)
+    assert (config.policy.name, config.policy.beta) == ("lru", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--host-budget", "lots"), "host_budget: size 'lots': write a number"),
+        (("--host-budget", "0"), "must be above 0"),
+        (("--volume-size", "10 cm"), "volume_size"),
+        (("--gradient-budget", "-1GiB"), "gradient_budget"),
+        (("--policy", "clever"), "policy.name='clever'"),
+        (("--config", "/nowhere/settings.toml"), "/nowhere/settings.toml"),
+        (("--log-level", "loud"), "--log-level 'loud': use debug"),
+        (("--nonsense",), "--nonsense"),
+        (("surplus",), "surplus"),
+    ],
+)
+def test_a_wrong_setting_is_a_usage_error_that_names_it(
+    words: tuple[str, ...], reason: str, paramstore: Run, served: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert paramstore("serve", *words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert reason in captured.err
+    assert served == []
+
+
+def test_a_wrong_variable_is_a_usage_error(
+    paramstore: Run, served: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PARAMSTORE_IO_WORKERS", "many")
+    assert paramstore("serve") == 2
+    assert "io_workers" in capsys.readouterr().err
+
+
+def test_a_locked_directory_ends_with_the_holder_named(
+    paramstore: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Config) -> None:
+        raise StoreLocked("store directory d is in use by process 7: connect to that daemon")
+
+    monkeypatch.setattr(server, "run", run)
+    assert paramstore("serve", "--dir", str(tmp_path), "--log-level", "error") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "StoreLocked: store directory d is in use by process 7" in captured.err
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_quietly_and_gives_the_directory_back(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path / "store", "--log-level", "warning") as daemon:
+        daemon.signal(signal.SIGINT)
+        assert daemon.wait(20.0) == 0
+    assert daemon.stdout == f"ready {daemon.address}\n"
+    assert not [line for line in daemon.stderr.splitlines() if "pages:" not in line]
+    assert not daemon.socket.exists()
+    StoreLock.take(daemon.directory).release()

@@ -1,0 +1,91 @@
+"""`paramstore status` of a running daemon, of none, and of one that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import paramstore_client
+from paramstore import __version__
+from paramstore.core.schema import Schema
+from paramstore.testing.daemon_process import DaemonProcess
+from paramstore_client import client as client_module
+
+Run = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A daemon with one namespace that has no commit."""
+    with DaemonProcess(tmp_path_factory.mktemp("status") / "store", "--host-budget", "32MiB") as daemon:
+        with paramstore_client.connect(daemon.address) as store:
+            store.create_namespace("experts", Schema.adamw({"w": (8, 8)}), layers=2, experts=3)
+        yield daemon
+
+
+@pytest.mark.slow
+def test_one_screen_shows_tiers_volumes_and_namespaces(
+    daemon: DaemonProcess, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert paramstore("status", daemon.address) == 0
+    shown, complaints = capsys.readouterr()
+    assert complaints == ""
+    assert f"paramstore {__version__}, pid {daemon.pid}" in shown
+    assert re.search(r"host .* 32 MiB", shown)
+    assert re.search(r"nvme ", shown)
+    assert str(daemon.directory / "volume") in shown
+    assert re.search(r"experts .*None .* ok", shown)
+
+
+@pytest.mark.slow
+def test_json_alone_is_on_stdout_and_says_everything(
+    daemon: DaemonProcess, paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert paramstore("status", "--json", daemon.address) == 0
+    stats = json.loads(capsys.readouterr().out)
+    assert stats["daemon"]["pid"] == daemon.pid
+    assert stats["tiers"]["host"]["budget_bytes"] == 32 << 20
+    assert stats["namespaces"]["experts"]["keys"] == 6
+    assert {"daemon", "tiers", "volumes", "queues", "namespaces"} <= stats.keys()
+
+
+@pytest.mark.slow
+def test_the_address_may_be_a_path_or_come_from_the_environment(
+    daemon: DaemonProcess, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert paramstore("status", "--json", str(daemon.socket)) == 0
+    monkeypatch.setenv("PARAMSTORE_ADDRESS", daemon.address)
+    assert paramstore("status", "--json") == 0
+    assert capsys.readouterr().out.count(f'"pid": {daemon.pid}') == 2
+
+
+def test_no_daemon_is_unreachable_with_the_way_to_start_one(
+    tmp_path: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert paramstore("status", f"unix://{tmp_path}/none.sock") == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no daemon listens" in captured.err
+    assert "paramstore serve --dir" in captured.err
+
+
+@pytest.mark.slow
+def test_a_daemon_of_another_version_is_unreachable(
+    daemon: DaemonProcess, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client_module, "PROTOCOL_MAJOR", client_module.PROTOCOL_MAJOR + 1)
+    assert paramstore("status", daemon.address) == 3
+    assert "VersionMismatch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["http://host", "unix://" + "d" * 200])
+def test_an_address_that_cannot_be_one_is_a_usage_error(
+    address: str, paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert paramstore("status", address) == 2
+    assert "ConfigError" in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""The real daemon on real files is killed at every point of its commits; each time it comes back, the promise holds."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paramstore_client as ps
+from paramstore.core.key import ExpertKey
+
+pytestmark = pytest.mark.slow
+
+SHAPE = (64, 64)
+EXPERTS = 3
+OPTIONS = ps.AdamW(lr=0.1)
+POINTS_MAX = 400
+
+State = dict[ExpertKey, dict[str, torch.Tensor]]
+
+
+def tensor(seed: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))}
+
+
+def state_of(namespace: ps.Namespace) -> State:
+    return {key: namespace.read(key) for key in namespace.keys()}  # noqa: SIM118 - not a mapping
+
+
+class Promises:
+    """What one life of a trainer was promised, and what every step must hold. Fed by `made`, asked by `check`."""
+
+    def __init__(self, states: dict[int, State]) -> None:
+        self.states = states
+        self.acknowledged: int | None = None
+        self.started: int | None = None
+
+    def commit(self, namespace: ps.Namespace, step: int) -> None:
+        self.started = step
+        namespace.commit(step).wait()
+        self.acknowledged = step
+
+    def check(self, store: ps.Store) -> int | None:
+        """The step at which the store came back; every record of every step that can be opened is whole and of it."""
+        found = {entry["name"]: entry["committed_step"] for entry in store.namespaces()}
+        step: int | None = found.get("moe")
+        assert self.acknowledged is None or (step is not None and step >= self.acknowledged), (step, self.acknowledged)
+        assert step is None or (self.started is not None and step <= self.started), (step, self.started)
+        if step is not None:
+            with store.open_namespace("moe") as reader:
+                steps = reader.steps()
+            for retained in steps:
+                with store.open_namespace("moe", at=retained) as reader:
+                    assert_equal(state_of(reader), self.states[retained])
+        return step
+
+
+def assert_equal(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for key, fields in expected.items():
+        for name, value in fields.items():
+            assert torch.equal(found[key][name], value), (key, name)
+
+
+def create(namespace: ps.Namespace) -> None:
+    namespace.initialize(lambda key: tensor(key[1]))
+
+
+def train(namespace: ps.Namespace, step: int, keys: list[ExpertKey]) -> None:
+    namespace.push({key: tensor(1000 * step + key[1]) for key in keys})
+    namespace.apply(OPTIONS).wait()
+
+
+def first_life(store: ps.Store, promises: Promises) -> None:
+    with store.create_namespace("moe", ps.adamw_schema({"w": SHAPE}, param_dtype="float32"), layers=1, experts=EXPERTS) as ns:
+        create(ns)
+        promises.commit(ns, 1)
+
+
+def second_life(store: ps.Store, promises: Promises) -> None:
+    with store.open_namespace("moe", mode="write") as ns:
+        train(ns, 2, [(0, 0), (0, 1)])
+        promises.commit(ns, 2)
+        train(ns, 3, [(0, 1), (0, 2)])
+        promises.commit(ns, 3)  # drops step 1, whose extents may be written again
+        train(ns, 4, ns.keys())
+        promises.commit(ns, 4)
+
+
+def copy_store(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("run"))  # a socket cannot be copied
+
+
+def states_after(store: ps.Store, steps: list[int]) -> dict[int, State]:
+    states = {}
+    for step in steps:
+        with store.open_namespace("moe", at=step) as reader:
+            states[step] = state_of(reader)
+    return states
+
+
+@pytest.fixture(scope="module")
+def trained(daemons: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, State]]:
+    """A store at step 1, and what every later step of the second life holds, from one life without a kill."""
+    directory = tmp_path_factory.mktemp("stores")
+    address = daemons.start(directory / "first")
+    with ps.connect(address) as store:
+        first_life(store, Promises({}))
+        states = states_after(store, [1])
+    daemons.kill()
+    copy_store(directory / "first", directory / "whole")
+    address = daemons.start(directory / "whole")
+    with ps.connect(address) as store, store.open_namespace("moe", mode="write") as ns:
+        for step, keys in ((2, [(0, 0), (0, 1)]), (3, [(0, 1), (0, 2)]), (4, ns.keys())):
+            train(ns, step, keys)
+            states[step] = state_of(ns)
+            ns.commit(step).wait()
+    daemons.kill()
+    return directory / "first", states
+
+
+Life = Callable[[ps.Store, Promises], None]
+
+
+def lived_through(daemons: Any, directory: Path, promises: Promises, life: Life, *, kill_at: int) -> bool:
+    """Whether no point ended the daemon before the life was over."""
+    address = daemons.start(directory, kill_at=kill_at)
+    if address is None:
+        return False
+    try:
+        with ps.connect(address) as store:
+            life(store, promises)
+    except ps.StoreUnavailable:
+        daemons.wait_killed()
+        return False
+    daemons.kill()
+    return True
+
+
+def check_reopened(daemons: Any, directory: Path, promises: Promises) -> int | None:
+    address = daemons.start(directory)
+    assert address is not None
+    with ps.connect(address) as store:
+        step = promises.check(store)
+    daemons.kill()
+    return step
+
+
+def test_a_daemon_killed_at_any_point_of_its_commits_comes_back_at_a_whole_step(
+    daemons: Any, trained: tuple[Path, dict[int, State]], tmp_path: Path
+) -> None:
+    first, states = trained
+    reopened = []
+    for kill_at in range(1, POINTS_MAX):
+        directory = tmp_path / str(kill_at)
+        copy_store(first, directory)
+        promises = Promises(states)
+        promises.acknowledged = promises.started = 1
+        is_over = lived_through(daemons, directory, promises, second_life, kill_at=kill_at)
+        try:
+            reopened.append(check_reopened(daemons, directory, promises))
+        except BaseException as error:
+            error.add_note(f"killed at point {kill_at}")
+            raise
+        shutil.rmtree(directory)
+        if is_over:
+            break
+    assert reopened[-1] == 4
+    assert set(reopened) == {1, 2, 3, 4}
+    assert reopened == sorted(reopened)
+    assert len(reopened) > 40
+
+
+def test_a_daemon_killed_while_it_makes_a_store_can_be_started_again(
+    daemons: Any, trained: tuple[Path, dict[int, State]], tmp_path: Path
+) -> None:
+    _, states = trained
+    reopened = []
+    for kill_at in [*range(1, 8), *range(8, POINTS_MAX, 5)]:
+        directory = tmp_path / str(kill_at)
+        promises = Promises(states)
+        is_over = lived_through(daemons, directory, promises, first_life, kill_at=kill_at)
+        reopened.append(check_reopened(daemons, directory, promises))
+        if reopened[-1] is None and kill_at % 2:
+            assert lived_through(daemons, directory, Promises(states), first_life, kill_at=0)
+        shutil.rmtree(directory)
+        if is_over:
+            break
+    assert reopened[-1] == 1
+    assert reopened[0] is None

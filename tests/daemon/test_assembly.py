@@ -1,0 +1,256 @@
+"""Opening a store with its real parts: all or nothing, and the same store again the next time."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import stat
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramstore.config import Config
+from paramstore.core.schema import Schema
+from paramstore.daemon import assembly
+from paramstore.daemon.assembly import assemble, take_lock
+from paramstore.engine.store import Store
+from paramstore.errors import CatalogError, ConfigError, StoreLocked, VolumeError
+from paramstore.storage.backing_file import volume_path
+from paramstore.storage.catalog import Change
+from paramstore.storage.file_volume import FileVolume
+from paramstore.storage.lmdb_catalog import LmdbCatalog
+
+MIB = 1 << 20
+SCHEMA = Schema.adamw({"w": (8, 8)}, param_dtype="float32")
+LIMIT_S = 20.0
+
+
+def config(directory: Path, **settings: Any) -> Config:
+    return Config(dir=directory, **{"host_budget_bytes": 32 * MIB, "prefill": False, "io_workers": 1, **settings})
+
+
+def with_store(settings: Config, use: Callable[[Store], Coroutine[Any, Any, Any]]) -> Any:
+    """What `use` makes of the store that `settings` open; closed afterwards."""
+
+    async def main() -> Any:
+        lock = take_lock(settings)
+        try:
+            store = await assemble(settings)
+            try:
+                return await use(store)
+            finally:
+                await store.close()
+        finally:
+            lock.release()
+
+    return asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+async def nothing(store: Store) -> None:
+    """Opening is all that is asked for."""
+
+
+async def identity(store: Store) -> bytes:
+    return store.store_uuid
+
+
+async def create(store: Store) -> None:
+    await store.admission.create("moe", SCHEMA.describe(), layers=[0], experts=2, host_bytes=None)
+
+
+async def create_and_commit(store: Store) -> None:
+    view = await store.admission.create("moe", SCHEMA.describe(), layers=[0], experts=2, host_bytes=None)
+    await store.initialize_begin(view)
+    for expert in range(2):
+        await store.initialize_put(view, (0, expert), memoryview(mmap.mmap(-1, SCHEMA.initial_bytes)))
+    await store.initialize_end(view)
+    await store.commit(view, 1, b"")
+
+
+def opens(settings: Config) -> None:
+    with_store(settings, nothing)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_new_directory_becomes_a_store_for_its_user_alone(tmp_path: Path) -> None:
+    opens(config(tmp_path / "new" / "store"))
+    directory = tmp_path / "new" / "store"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE((directory / "volume").stat().st_mode) == 0o700
+    volume = volume_path(directory / "volume", 0)
+    assert stat.S_IMODE(volume.stat().st_mode) == 0o600
+    assert stat.S_IMODE((directory / "catalog").stat().st_mode) == 0o700
+
+
+def test_the_same_directory_is_the_same_store(tmp_path: Path) -> None:
+    first = with_store(config(tmp_path), identity)
+    assert with_store(config(tmp_path), identity) == first
+
+
+def test_what_was_created_is_there_again(tmp_path: Path) -> None:
+    async def names(store: Store) -> list[str]:
+        return list(store.namespaces)
+
+    with_store(config(tmp_path), create)
+    assert with_store(config(tmp_path), names) == ["moe"]
+
+
+def test_closing_gives_every_descriptor_back(tmp_path: Path) -> None:
+    opens(config(tmp_path))
+    before = open_descriptors()
+    opens(config(tmp_path))
+    assert open_descriptors() == before
+
+
+def test_a_directory_that_is_a_file_is_a_setting_that_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file"):
+        take_lock(config(tmp_path / "file"))
+
+
+def test_a_locked_directory_is_refused(tmp_path: Path) -> None:
+    lock = take_lock(config(tmp_path))
+    try:
+        with pytest.raises(StoreLocked):
+            take_lock(config(tmp_path))
+    finally:
+        lock.release()
+
+
+def test_volumes_lie_where_they_are_told_to_and_have_the_size_given(tmp_path: Path) -> None:
+    places = (tmp_path / "a", tmp_path / "b")
+    opens(config(tmp_path / "store", volumes=places, volume_size_bytes=16 * MIB))
+    for index, place in enumerate(places):
+        assert volume_path(place, index).stat().st_size == 16 * MIB
+
+
+def test_a_volume_size_that_holds_no_record_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="volume_size=1048576: a volume takes"):
+        opens(config(tmp_path, volume_size_bytes=MIB))
+    assert not (tmp_path / "volume").exists()
+
+
+def test_a_volume_can_be_added_to_a_store_with_steps(tmp_path: Path) -> None:
+    places = (tmp_path / "a", tmp_path / "b")
+    with_store(config(tmp_path / "store", volumes=places[:1]), create_and_commit)
+    opens(config(tmp_path / "store", volumes=places))
+    opens(config(tmp_path / "store", volumes=places))
+
+
+def test_a_missing_volume_is_named(tmp_path: Path) -> None:
+    places = (tmp_path / "a", tmp_path / "b")
+    opens(config(tmp_path / "store", volumes=places))
+    with pytest.raises(VolumeError, match=r"volume 1 .* is missing: give its path as --volume"):
+        opens(config(tmp_path / "store", volumes=places[:1]))
+    opens(config(tmp_path / "store", volumes=places))
+
+
+def test_a_lost_volume_file_is_named_and_not_made_anew(tmp_path: Path) -> None:
+    opens(config(tmp_path))
+    file = volume_path(tmp_path / "volume", 0)
+    file.unlink()
+    with pytest.raises(VolumeError, match="cannot open"):
+        opens(config(tmp_path))
+    assert not file.exists()
+
+
+def test_volumes_in_another_order_are_refused(tmp_path: Path) -> None:
+    places = (tmp_path / "a", tmp_path / "b")
+    opens(config(tmp_path / "store", volumes=places))
+    with pytest.raises(VolumeError, match="cannot open"):
+        opens(config(tmp_path / "store", volumes=places[::-1]))
+
+
+def test_a_volume_of_another_store_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    place = (tmp_path / "volume",)
+    opens(config(tmp_path / "first", volumes=place))
+    before = volume_path(place[0], 0).read_bytes()
+    with pytest.raises(VolumeError, match=r"belongs to store .* its catalog is not in this directory"):
+        opens(config(tmp_path / "second", volumes=place))
+    assert volume_path(place[0], 0).read_bytes() == before
+
+
+def test_a_volume_left_by_a_crash_before_the_first_transaction_is_taken(tmp_path: Path) -> None:
+    FileVolume.create(tmp_path / "volume", index=0, size_bytes=16 * MIB).close()
+    with_store(config(tmp_path), create)
+    opens(config(tmp_path))
+
+
+def test_a_volume_file_left_empty_by_a_crash_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "volume").mkdir()
+    volume_path(tmp_path / "volume", 0).touch()
+    with_store(config(tmp_path), create)
+    opens(config(tmp_path))
+
+
+def test_a_volume_formatted_just_before_a_crash_is_formatted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(catalog: LmdbCatalog, change: Change) -> None:
+        raise CatalogError("the power failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbCatalog, "apply", crash)
+        with pytest.raises(CatalogError, match="power"):
+            opens(config(tmp_path))
+    with_store(config(tmp_path), create)
+    opens(config(tmp_path))
+
+
+def test_a_truncated_volume_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    with_store(config(tmp_path), create)
+    file = volume_path(tmp_path / "volume", 0)
+    size_bytes = file.stat().st_size
+    os.truncate(file, size_bytes - MIB)
+    with pytest.raises(VolumeError, match=f"truncated: {size_bytes - MIB} bytes, expected {size_bytes}"):
+        opens(config(tmp_path))
+
+
+def test_a_catalog_that_is_not_one_is_refused(tmp_path: Path) -> None:
+    opens(config(tmp_path))
+    (tmp_path / "catalog" / "data.mdb").write_bytes(b"not a catalog" * 1000)
+    with pytest.raises(CatalogError, match="catalog"):
+        opens(config(tmp_path))
+
+
+def test_a_catalog_row_that_is_wrong_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opens(config(tmp_path))
+
+    def load(catalog: LmdbCatalog) -> None:
+        raise CatalogError("a row is wrong")
+
+    before = open_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbCatalog, "load", load)
+        with pytest.raises(CatalogError):
+            opens(config(tmp_path))
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("failing", ["probe_pages", "adopt_new_volumes", "connect"])
+def test_a_part_that_refuses_leaves_nothing_open(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opens(config(tmp_path / "warm"))
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise VolumeError("refused")
+
+    before = open_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, failing, refuse)
+        with pytest.raises(VolumeError, match="refused"):
+            opens(config(tmp_path / "store"))
+    assert open_descriptors() == before
+    opens(config(tmp_path / "store"))
+
+
+def test_a_second_volume_that_refuses_leaves_the_first_closed(tmp_path: Path) -> None:
+    opens(config(tmp_path / "warm"))
+    (tmp_path / "b").touch()
+    before = open_descriptors()
+    with pytest.raises(VolumeError, match="volume 1"):
+        opens(config(tmp_path / "store", volumes=(tmp_path / "a", tmp_path / "b")))
+    assert open_descriptors() == before

@@ -1,0 +1,68 @@
+"""The process at the other end: who it is by the kernel's word, and its end, told once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paramstore.daemon import peer as peer_module
+from paramstore.daemon.peer import Peer
+
+CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()"
+LIMIT_S = 20.0
+
+
+def test_a_process_is_named_and_its_end_told_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "s"))
+            listener.listen()
+            listener.setblocking(False)
+            process = subprocess.Popen(  # noqa: ASYNC220 - does not wait
+                [sys.executable, "-S", "-c", CONNECT, str(tmp_path / "s")], stdin=subprocess.PIPE
+            )
+            with process:
+                accepted, _ = await loop.sock_accept(listener)
+                with accepted:
+                    peer = Peer(loop, accepted, on_ended=ended.set)
+                    assert (peer.pid, peer.uid, peer.is_watched) == (process.pid, os.getuid(), True)
+                    process.kill()
+                    await ended.wait()
+                    assert not peer.is_watched
+                    peer.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+def test_a_closed_peer_keeps_no_descriptor() -> None:
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            before = len(os.listdir("/proc/self/fd"))
+            peer = Peer(asyncio.get_running_loop(), ours, on_ended=pytest.fail)
+            peer.close()
+            peer.close()
+            assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_cannot_be_watched_is_known_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(peer_module.os, "pidfd_open", refuse)
+
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            assert not Peer(asyncio.get_running_loop(), ours, on_ended=pytest.fail).is_watched
+
+    asyncio.run(scenario())

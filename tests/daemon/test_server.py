@@ -1,0 +1,340 @@
+"""The process around the store: its socket and directory, who is let in, its signals, how it starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from paramstore.config import Config
+from paramstore.daemon import server as server_module
+from paramstore.daemon.server import Server, listen, lock_with_retry
+from paramstore.daemon.session import Session
+from paramstore.errors import ConfigError, StoreLocked
+from paramstore.storage.lock import StoreLock
+from paramstore.testing.daemon_process import DaemonProcess
+from paramstore.testing.raw_client import ConnectionEnded, RawClient
+from paramstore.wire import messages as m
+
+AtDesk = Callable[..., None]
+NOBODY = 65534
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+# --- the socket
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "daemon.sock"
+
+
+def test_socket_and_directory_are_for_their_user_alone(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with listen(path):
+            assert mode_of(path.parent) == 0o700
+            assert mode_of(path) == 0o600
+        assert os.umask(0) == 0  # as it was
+    finally:
+        os.umask(before)
+
+
+def test_a_directory_that_is_there_is_closed_to_others(path: Path) -> None:
+    path.parent.mkdir(mode=0o755)
+    with listen(path):
+        assert mode_of(path.parent) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_directory_that_others_can_write_is_refused(mode: int, path: Path) -> None:
+    path.parent.mkdir()
+    path.parent.chmod(mode)
+    with pytest.raises(ConfigError, match="written by others: chmod 0700"):
+        listen(path)
+    assert mode_of(path.parent) == mode
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user's directory")
+def test_a_directory_of_another_user_is_refused(path: Path) -> None:
+    path.parent.mkdir(mode=0o700)
+    os.chown(path.parent, NOBODY, -1)
+    with pytest.raises(ConfigError, match="written by others"):
+        listen(path)
+
+
+def test_a_stale_socket_is_replaced(path: Path) -> None:
+    listen(path).close()
+    assert path.exists()
+    with listen(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+
+
+def test_a_socket_that_somebody_serves_is_left_alone(path: Path) -> None:
+    with listen(path) as other:
+        with pytest.raises(ConfigError, match="another process listens there"):
+            listen(path)
+        other.accept()[0].close()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+
+
+def test_a_socket_whose_owner_is_too_busy_to_accept_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "BACKLOG", 0)
+    with listen(path), socket.socket(socket.AF_UNIX) as waiting:
+        waiting.connect(str(path))
+        with pytest.raises(ConfigError, match="another process listens there"):
+            listen(path)
+        assert path.exists()
+
+
+def test_a_file_that_is_no_socket_is_left_alone(path: Path) -> None:
+    path.parent.mkdir(mode=0o700)
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="no socket"):
+        listen(path)
+    assert path.read_text() == "precious"
+
+
+def test_a_path_too_long_for_a_socket_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    path = tmp_path / ("d" * 100) / "daemon.sock"
+    with pytest.raises(ConfigError, match="107 bytes: give a shorter --socket"):
+        listen(path)
+    assert not path.parent.exists()
+
+
+def test_a_directory_that_cannot_be_made_is_a_setting_that_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file"):
+        listen(tmp_path / "file" / "daemon.sock")
+
+
+# --- who is let in
+
+
+def with_server(desk: Any, path: Path) -> Server:
+    return Server(desk.store, listen(path))
+
+
+def test_clients_are_served_side_by_side_until_the_end(at_desk: AtDesk, path: Path) -> None:
+    async def scenario(desk: Any) -> None:
+        server = with_server(desk, path)
+        clients = [RawClient.connect(path) for _ in range(3)]
+        for client in clients:
+            await client.hello()
+        desk.clients += clients
+        server.close()
+        for client in clients:
+            assert await client.end() == []
+        with pytest.raises(ConnectionRefusedError):
+            RawClient.connect(path)
+        assert not server._sessions
+
+    at_desk(scenario)
+
+
+def test_processes_of_other_users_are_turned_away(at_desk: AtDesk, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "uid", property(lambda session: os.getuid() + 1))
+
+    async def scenario(desk: Any) -> None:
+        server = with_server(desk, path)
+        desk.clients.append(RawClient.connect(path))
+        with pytest.raises((ConnectionEnded, OSError)):
+            await desk.clients[0].hello()
+        assert not server._sessions
+        server.close()
+
+    at_desk(scenario)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
+def test_another_user_is_turned_away_even_where_the_permissions_were_opened(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any, path: Path) -> None:
+        server = with_server(desk, path)
+        for place in (path, path.parent, path.parent.parent):
+            place.chmod(0o777)
+        os.seteuid(NOBODY)
+        try:
+            desk.clients.append(RawClient.connect(path))
+        finally:
+            os.seteuid(0)
+        with pytest.raises((ConnectionEnded, OSError)):
+            await desk.clients[0].hello()
+        server.close()
+
+    with TemporaryDirectory() as directory:  # pytest's own is closed to other users
+        at_desk(lambda desk: scenario(desk, Path(directory) / "run" / "daemon.sock"))
+
+
+def test_more_sessions_than_allowed_are_refused_and_the_others_served(
+    at_desk: AtDesk, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "SESSIONS_MAX", 2)
+
+    async def scenario(desk: Any) -> None:
+        server = with_server(desk, path)
+        desk.clients += [RawClient.connect(path) for _ in range(2)]
+        for client in desk.clients:
+            await client.hello()
+        desk.clients.append(RawClient.connect(path))
+        assert await desk.clients[2].end() == []
+        desk.clients[0].close()
+        await desk.until(lambda: len(server._sessions) == 1)
+        desk.clients.append(RawClient.connect(path))
+        await desk.clients[3].hello()
+        server.close()
+
+    at_desk(scenario)
+
+
+def test_an_accept_that_fails_is_tried_again_without_spinning(
+    at_desk: AtDesk, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "ACCEPT_PAUSE_S", 0.1)
+
+    class Exhausted:
+        """A listener without descriptors left, until it is told otherwise."""
+
+        def __init__(self, inner: socket.socket) -> None:
+            self.inner = inner
+            self.is_exhausted = True
+
+        def accept(self) -> object:
+            if self.is_exhausted:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self.inner.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    async def scenario(desk: Any) -> None:
+        listener = Exhausted(listen(path))
+        server = Server(desk.store, listener)  # type: ignore[arg-type]
+        desk.clients.append(RawClient.connect(path))
+        await desk.until(lambda: "Too many open files" in caplog.text)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        listener.is_exhausted = False
+        await desk.clients[0].hello()
+        server.close()
+
+    at_desk(scenario)
+    assert caplog.text.count("Too many open files") == 1
+
+
+# --- the process
+
+
+def locked_by_another(directory: Path) -> StoreLock:
+    return StoreLock.take(directory)
+
+
+def test_a_lock_that_stays_taken_is_reported_with_its_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "LOCK_PAUSE_S", 0.001)
+    lock = locked_by_another(tmp_path)
+    try:
+        with pytest.raises(StoreLocked, match=f"in use by process {os.getpid()}"):
+            asyncio.run(lock_with_retry(Config(dir=tmp_path)))
+    finally:
+        lock.release()
+
+
+def test_a_lock_that_comes_free_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "LOCK_PAUSE_S", 0.001)
+    lock = locked_by_another(tmp_path)
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().call_soon(lock.release)
+        (await lock_with_retry(Config(dir=tmp_path))).release()
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("server") / "store") as daemon:
+        yield daemon
+
+
+@pytest.mark.slow
+def test_ready_is_all_that_stdout_says(tmp_path: Path) -> None:
+    daemon = DaemonProcess(tmp_path / "store")
+    with daemon:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(daemon.socket))
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+    assert daemon.stdout == f"ready {daemon.address}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_on_a_signal_without_waiting_for_its_clients(number: signal.Signals, tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path / "store") as daemon:
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(str(daemon.socket))
+        with client:
+            daemon.signal(number)
+            assert daemon.wait(10.0) == 0
+        assert not daemon.socket.exists()
+        assert "Traceback" not in daemon.stderr
+
+
+@pytest.mark.slow
+def test_a_second_daemon_over_one_directory_is_refused_and_the_first_serves_on(daemon: DaemonProcess) -> None:
+    second = DaemonProcess(daemon.directory, "--socket", str(daemon.directory / "run" / "second.sock"))
+    assert second.run() == 1
+    assert f"StoreLocked: store directory {daemon.directory} is in use by process {daemon.pid}" in second.stderr
+    assert second.stdout == ""
+    asyncio.run(say_hello(daemon.socket))
+
+
+@pytest.mark.slow
+def test_a_daemon_of_another_store_does_not_take_the_socket_over(daemon: DaemonProcess, tmp_path: Path) -> None:
+    other = DaemonProcess(tmp_path / "other", "--socket", str(daemon.socket))
+    assert other.run() == 2
+    assert "another process listens there" in other.stderr
+    asyncio.run(say_hello(daemon.socket))
+
+
+async def say_hello(path: Path) -> None:
+    client = RawClient.connect(path)
+    try:
+        assert (await client.hello())["major"] == m.PROTOCOL_MAJOR
+    finally:
+        client.close()
+
+
+@pytest.mark.slow
+def test_it_dumps_no_core(daemon: DaemonProcess) -> None:
+    assert resource.prlimit(daemon.pid, resource.RLIMIT_CORE) == (0, 0)
+
+
+@pytest.mark.slow
+def test_a_hardened_process_is_closed_to_others_of_its_user() -> None:
+    script = "import ctypes, paramstore.daemon.server as s; s.harden(); print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
+    assert found.stdout == b"0\n"  # PR_GET_DUMPABLE: no /proc/PID/mem, no ptrace, no pidfd_getfd
+
+
+@pytest.mark.slow
+def test_a_daemon_without_work_imports_no_torch(daemon: DaemonProcess) -> None:
+    maps = Path(f"/proc/{daemon.pid}/maps")
+    if os.getuid() != 0:
+        pytest.skip("a hardened process shows its mappings to root alone")
+    assert "libtorch" not in maps.read_text()

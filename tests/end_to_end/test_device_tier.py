@@ -1,0 +1,170 @@
+"""The device tier's CPU twin in front of the real daemon: current bytes, bounded slots, residency that the service knows."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import paramstore as ps
+from paramstore.testing.daemon_process import QUIET
+from paramstore_client import autostart
+
+pytestmark = pytest.mark.slow
+
+LAYERS, EXPERTS = 2, 8
+FIELDS = {"gate_up": (64, 32), "down": (32, 32)}
+KEYS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
+HOST_BYTES = 12 << 20
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.ServeOptions]:
+    """Of one daemon for all tests here; started by the first connect."""
+    settings = {name.removeprefix("PARAMSTORE_").lower(): value for name, value in QUIET.items()}
+    yield ps.ServeOptions(dir=tmp_path_factory.mktemp("store"), host_budget="256MiB", settings=settings)
+    for process in autostart._started:
+        process.terminate()
+        process.wait(timeout=60)
+    autostart._started.clear()
+
+
+@pytest.fixture
+def store(options: ps.ServeOptions) -> Iterator[ps.Store]:
+    with ps.connect(autostart=options, timeout_s=60.0) as store:
+        yield store
+
+
+@pytest.fixture
+def writer(store: ps.Store, request: pytest.FixtureRequest) -> ps.Namespace:
+    """Its own namespace for each test, with random experts, committed as step 1."""
+    name = request.node.name[-64:]
+    ns = store.create_namespace(name, ps.adamw_schema(FIELDS), layers=LAYERS, experts=EXPERTS, host_bytes=HOST_BYTES)
+    generator = torch.Generator().manual_seed(0)
+    ns.initialize(lambda key: {field: torch.randn(shape, generator=generator) for field, shape in FIELDS.items()})
+    ns.commit(1).wait()
+    return ns
+
+
+def update(ns: ps.Namespace, keys: list[tuple[int, int]]) -> None:
+    """Without waiting: what is acquired afterwards sees it."""
+    ns.push({key: {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in FIELDS.items()} for key in keys})
+    ns.apply(ps.AdamW(lr=0.1))
+
+
+def values(ns: ps.Namespace) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
+    """What the namespace itself gives, past the tier."""
+    found = {}
+    for key in KEYS:
+        with ns.acquire([key]) as lease:
+            found |= lease.clone()
+    return found
+
+
+def assert_serves(tier: ps.DeviceTier, expected: dict[tuple[int, int], dict[str, torch.Tensor]]) -> None:
+    """Every key in turn, a few at a time."""
+    for start in range(0, len(KEYS), 3):
+        keys = KEYS[start : start + 3]
+        with tier.fetch(keys) as held:
+            for key in keys:
+                for name, value in expected[key].items():
+                    assert torch.equal(held[key][name], value), f"{key} {name}"
+
+
+def test_slots_hold_the_stores_bytes_and_are_evicted_for_others(writer: ps.Namespace) -> None:
+    expected = values(writer)
+    with ps.DeviceTier(writer, 4, device="cpu") as tier:
+        for _ in range(2):
+            assert_serves(tier, expected)
+        assert tier.stats.evictions > 0
+        assert len(tier.slots.keys) == 4
+        with pytest.raises(ps.CapacityError, match="5 keys asked of a device tier of 4 slots"):
+            tier.fetch(KEYS[:5])
+
+
+def test_only_updated_experts_are_fetched_again_after_an_apply(writer: ps.Namespace) -> None:
+    with ps.DeviceTier(writer, len(KEYS), device="cpu") as tier:
+        assert_serves(tier, values(writer))
+        copied_bytes = tier.stats.bytes_copied
+        update(writer, KEYS[3:7])
+        assert_serves(tier, values(writer))
+        assert tier.stats.refetches == 4
+        assert tier.stats.bytes_copied == copied_bytes * (len(KEYS) + 4) // len(KEYS)
+        before = tier.stats.hits
+        assert_serves(tier, values(writer))
+        assert tier.stats.hits == before + len(KEYS)
+
+
+def test_a_rollback_brings_the_committed_bytes_back(writer: ps.Namespace) -> None:
+    committed = values(writer)
+    with ps.DeviceTier(writer, len(KEYS), device="cpu") as tier:
+        update(writer, KEYS[:4])
+        assert_serves(tier, values(writer))
+        writer.rollback(1)
+        assert_serves(tier, committed)
+
+
+def test_a_readers_copies_stand_on_its_step_until_it_refreshes(options: ps.ServeOptions, writer: ps.Namespace) -> None:
+    first = values(writer)
+    with (
+        ps.connect(autostart=options) as other,
+        other.open_namespace(writer.name) as reader,
+        ps.DeviceTier(reader, len(KEYS), device="cpu") as tier,
+    ):
+        assert_serves(tier, first)
+        update(writer, KEYS)
+        writer.commit(2).wait()
+        assert_serves(tier, first)
+        assert reader.refresh() == 2
+        assert_serves(tier, values(writer))
+        assert tier.stats.refetches == len(KEYS)
+
+
+def test_the_tier_goes_on_when_others_take_their_share_of_the_leases(options: ps.ServeOptions, writer: ps.Namespace) -> None:
+    expected = values(writer)
+    with ps.DeviceTier(writer, len(KEYS), device="cpu") as tier, ps.connect(autostart=options) as other:
+        readers = [other.open_namespace(writer.name) for _ in range(3)]
+        share = writer.lease_slots
+        tier.fetch(KEYS).release()
+        assert writer.lease_slots < len(KEYS) // 2 < share // 2
+        assert_serves(tier, expected)
+        for reader in readers:
+            reader.close()
+
+
+def test_the_service_knows_what_is_on_the_device(store: ps.Store, writer: ps.Namespace) -> None:
+    param_bytes = writer.schema.part("param").image_bytes
+    with ps.DeviceTier(writer, 4, device="cpu") as tier:
+        tier.fetch(KEYS[2:5]).release()
+        tier.report()
+        assert [key for key, is_here in zip(KEYS, writer.residency()["hbm"], strict=True) if is_here] == KEYS[2:5]
+        assert store.stats()["namespaces"][writer.name]["hbm_bytes"] == 3 * param_bytes
+    assert not any(writer.residency()["hbm"])
+    assert store.stats()["namespaces"][writer.name]["hbm_bytes"] == 0
+
+
+def test_a_prefetch_reaches_the_slots(writer: ps.Namespace) -> None:
+    expected = values(writer)
+    writer.evict(part="param").wait()
+    with ps.DeviceTier(writer, len(KEYS), device="cpu") as tier:
+        ticket = tier.prefetch(KEYS)
+        while not ticket.done():
+            writer.steps()  # a round trip, in which the ticket's answer may come
+        prefetched = tier.stats.prefetched
+        assert prefetched > 0
+        assert_serves(tier, expected)
+        assert tier.stats.hits >= prefetched
+
+
+def test_a_model_trains_through_the_tier_as_if_its_experts_were_resident(writer: ps.Namespace) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, gate = torch.randn(12, 32, generator=generator).bfloat16(), torch.rand(12, 2, generator=generator)
+    ids = torch.rand(12, EXPERTS, generator=generator).topk(2).indices
+    with ps.DeviceTier(writer, 3, device="cpu") as tier:
+        for _ in range(2):
+            expected = values(writer)
+            resident = ps.nn.ResidentExperts([expected[1, expert] for expert in range(EXPERTS)])
+            x_stored, x_resident = x.clone().requires_grad_(), x.clone().requires_grad_()
+            ps.nn.StoredExperts(tier, 1)(x_stored, ids, gate).square().sum().backward()
+            resident(x_resident, ids, gate).square().sum().backward()
+            assert torch.equal(x_stored.grad, x_resident.grad)
+            writer.apply(ps.AdamW(lr=1e-2)).wait()

@@ -1,0 +1,415 @@
+"""Who gets which namespace and whose memory: creation, reuse, fencing, steps to stand on, and memory taken back from the idle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.schema import Schema
+from paramstore.engine.admission import make_namespace
+from paramstore.engine.namespace import View
+from paramstore.engine.runner import volume_lane
+from paramstore.engine.store import Store
+from paramstore.errors import (
+    CapacityError,
+    CatalogError,
+    ConfigError,
+    NamespaceExists,
+    SchemaMismatch,
+    StepDropped,
+    StepFailed,
+    WriterFenced,
+)
+from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow
+from paramstore.storage.ledger import Ledger
+from paramstore.testing.catalogs import FaultyCatalog
+from paramstore.testing.machine import Machine
+from paramstore.testing.small_store import (
+    SCHEMA,
+    create,
+    first_values,
+    initialize,
+    keys_of,
+    lease,
+    push,
+    run,
+    train,
+    turns,
+    versions,
+)
+
+MIB = 1 << 20
+ONE = 6 * MIB
+"""Host memory for exactly one small namespace."""
+
+
+async def reader(store: Store, name: str = "moe", at: int | None = None) -> View:
+    return await store.admission.open(name, mode="read", at=at, host_bytes=None)
+
+
+async def writer(store: Store, name: str = "moe") -> View:
+    return await store.admission.open(name, mode="write", at=None, host_bytes=None)
+
+
+async def create_again(store: Store, schema: Schema = SCHEMA, *, layers: Any = (0,), experts: int = 4) -> View:
+    return await store.admission.create("moe", schema.describe(), layers=layers, experts=experts, host_bytes=None)
+
+
+# --- creation
+
+
+def test_an_uncommitted_namespace_is_reused_by_who_creates_it_again_and_its_writer_fenced() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        old = await create(store, step=None)
+        new = await create_again(store)
+        assert new.namespace is old.namespace
+        assert new.namespace.epoch == 3
+        with pytest.raises(WriterFenced):
+            push(store, old, keys_of(old))
+        await initialize(store, new)
+        await store.commit(new, 0, b"")
+        assert await versions(store, new) == [0] * 4
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "other", [{"schema": Schema.adamw({"w": (3, 5)})}, {"experts": 5}, {"layers": (0, 1)}, {"layers": (1,)}]
+)  # fmt: skip
+def test_a_name_that_is_taken_by_another_schema_or_other_keys_is_refused(other: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        view = await create(store, step=None)
+        with pytest.raises(NamespaceExists, match="'moe' exists with another schema, layers or experts"):
+            await create_again(store, **other)
+        assert not view.is_fenced
+        await store.commit(view, 0, b"")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"name": "no/slash"}, ConfigError), ({"layers": []}, ConfigError), ({"experts": 0}, ConfigError),
+        ({"description": {"kind": "adamw"}}, SchemaMismatch), ({"description": {"kind": "sgd", "fields": []}}, SchemaMismatch),
+    ],
+)  # fmt: skip
+def test_a_namespace_that_makes_no_sense_is_refused_and_nothing_is_left(arguments: dict[str, Any], error: type[Exception]) -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        given = {"name": "moe", "description": SCHEMA.describe(), "layers": [0], "experts": 4, **arguments}
+        name, description = given.pop("name"), given.pop("description")
+        with pytest.raises(error):
+            await store.admission.create(name, description, **given, host_bytes=None)
+        assert store.admission.list_namespaces() == []
+        assert store.host.used_bytes == 0
+
+    run(scenario())
+
+
+def test_a_creation_that_the_catalog_refuses_gives_its_memory_back() -> None:
+    async def scenario() -> None:
+        machine = Machine(volume_size_bytes=12 * MIB)
+        machine.catalog = faulty = FaultyCatalog(machine.durable, fail_at=2, outcome="lost")
+        store = machine.start()
+        assert faulty.applies == 1
+        with pytest.raises(CatalogError):
+            await create_again(store)
+        assert store.host.used_bytes == 0
+        assert store.namespaces == {}
+        assert (await create(store)).namespace.committed_step == 0
+
+    run(scenario())
+
+
+def test_two_who_create_the_same_namespace_at_once_get_one_and_the_later_is_its_writer() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        first, second = await asyncio.gather(create_again(store), create_again(store))
+        assert first.namespace is second.namespace
+        assert (first.is_fenced, second.is_fenced) == (True, False)
+        assert second.namespace.writer is second
+
+    run(scenario())
+
+
+def test_two_who_come_at_once_are_never_given_the_same_bytes() -> None:
+    async def scenario() -> None:
+        store = Machine(host_budget_bytes=ONE).start()
+        outcomes = await asyncio.gather(create(store, "a"), create(store, "b"), return_exceptions=True)
+        assert [isinstance(outcome, View) for outcome in outcomes] == [True, False]
+        assert isinstance(outcomes[1], CapacityError)
+        assert store.host.used_bytes <= ONE
+        assert [row["name"] for row in store.admission.list_namespaces()] == ["a"]
+
+    run(scenario())
+
+
+# --- opening
+
+
+def test_a_namespace_without_a_commit_has_nothing_to_read() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        await create(store, step=None)
+        with pytest.raises(StepFailed, match="no committed step yet: only a writer can open it"):
+            await reader(store)
+
+    run(scenario())
+
+
+def test_a_reader_stands_on_the_step_it_names_or_on_the_newest() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        view = await create(store)
+        await train(store, view)
+        await store.commit(view, 5, b"")
+        assert [(await reader(store, at=at)).step for at in (None, 5, 0)] == [5, 5, 0]
+        for at in (3, 6, -1):
+            with pytest.raises(StepDropped, match=rf"step {at} of namespace 'moe' is not retained; there are 0, 5"):
+                await reader(store, at=at)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("mode", "at"), [("append", None), ("write", 0)])
+def test_a_mode_that_does_not_exist_or_fit_is_refused(mode: str, at: int | None) -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        view = await create(store)
+        with pytest.raises(ConfigError):
+            await store.admission.open("moe", mode=mode, at=at, host_bytes=None)
+        assert view.namespace.writer is view
+        assert not view.is_fenced
+
+    run(scenario())
+
+
+def test_opening_as_writer_fences_the_one_before_and_drops_what_was_not_committed() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        old = await create(store)
+        await train(store, old)
+        push(store, old, keys_of(old))
+        new = await writer(store)
+        assert old.is_fenced
+        assert not new.namespace.pending
+        assert new.namespace.writer is new
+        assert await versions(store, new) == [0] * 4
+        store.close_view(old)
+        assert new.namespace.writer is new
+
+    run(scenario())
+
+
+def test_what_was_asked_for_before_the_fence_does_not_write_after_it() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        old = await create(store)
+        push(store, old, keys_of(old))
+        opening = asyncio.ensure_future(writer(store))
+        commit = asyncio.ensure_future(store.commit(old, 1, b""))
+        outcome = (await asyncio.gather(commit, return_exceptions=True))[0]
+        new = await opening
+        assert isinstance(outcome, WriterFenced)
+        assert store.steps(new) == [0]
+
+    run(scenario())
+
+
+def test_namespaces_are_listed_with_what_one_needs_to_open_them() -> None:
+    async def scenario() -> None:
+        store = Machine(volume_bytes=24 * MIB).start()
+        await create(store, "a", host_bytes=ONE)
+        view = await create(store, "b", step=7, host_bytes=ONE)
+        assert [row["committed_step"] for row in store.admission.list_namespaces()] == [0, 7]
+        assert store.admission.list_namespaces()[1] == {
+            "name": "b", "schema": SCHEMA.describe(), "layers": [0], "experts": 4, "committed_step": 7,
+            "epoch": view.namespace.epoch,
+        }  # fmt: skip
+
+    run(scenario())
+
+
+# --- memory of the idle
+
+
+class Client:
+    """A session that has mapped a namespace's memory. `answers`: whether it unmaps when asked."""
+
+    def __init__(self, store: Store, view: View, *, answers: bool = True) -> None:
+        self.store = store
+        self.answers = answers
+        self.asked: list[int] = []
+        arena = view.namespace.param_arena
+        assert arena is not None
+        self.mapped = [segment for segment, _, _ in arena.segments]
+        for segment, memory, _ in arena.segments:
+            memory.fd = segment
+        store.host.give(self, self.mapped)
+
+    def unmap(self, segments: list[int]) -> None:
+        self.asked += segments
+        if self.answers:
+            asyncio.get_running_loop().call_later(0.005, self.store.host.unmapped, self, segments)
+
+
+def test_the_memory_of_a_namespace_that_nobody_has_open_is_given_to_the_next() -> None:
+    async def scenario() -> None:
+        store = Machine(host_budget_bytes=ONE, volume_bytes=24 * MIB).start()
+        first = await create(store, "a")
+        await train(store, first)
+        await store.commit(first, 1, b"")
+        store.close_view(first)
+        second = await create(store, "b")
+        assert first.namespace.param_arena is None
+        assert store.host.used_bytes <= ONE
+        assert await versions(store, second) == [0] * 4
+        store.close_view(second)
+        again = await reader(store, "a")
+        assert await first_values(store, again) == pytest.approx([-0.5, 0.5, 1.5, 2.5])
+
+    run(scenario())
+
+
+def test_memory_that_is_in_use_is_taken_from_nobody() -> None:
+    async def scenario() -> None:
+        store = Machine(host_budget_bytes=ONE, volume_bytes=24 * MIB).start()
+        first = await create(store, "a")
+        with pytest.raises(CapacityError, match="are left of host_budget 6 MiB: raise host_budget, or close other namespaces"):
+            await create(store, "b")
+        assert await first_values(store, first) == [0, 1, 2, 3]
+        assert [row["name"] for row in store.admission.list_namespaces()] == ["a"]
+
+    run(scenario())
+
+
+def test_what_nobody_committed_is_lost_with_the_memory_and_space_comes_back() -> None:
+    async def scenario() -> None:
+        store = Machine(host_budget_bytes=ONE, volume_bytes=24 * MIB).start()
+        first = await create(store, "a")
+        free = store._planner.space.free_bytes
+        await train(store, first)
+        await store.write_back(first, None)
+        await train(store, first)
+        store.close_view(first)
+        second = await create(store, "b", step=None)
+        store.close_view(second)
+        assert (await reader(store, "a")).namespace.epoch > 1
+        assert await versions(store, first.namespace.views[0]) == [0] * 4
+        assert store._planner.space.free_bytes == free
+
+    run(scenario())
+
+
+def test_clients_that_mapped_the_memory_are_asked_to_unmap_it_and_waited_for() -> None:
+    async def scenario() -> None:
+        store = Machine(host_budget_bytes=ONE, volume_bytes=24 * MIB).start()
+        first = await create(store, "a")
+        client = Client(store, first)
+        store.close_view(first)
+        second = await create(store, "b")
+        assert client.asked == client.mapped
+        assert store.host.used_bytes <= ONE
+        assert await versions(store, second) == [0] * 4
+
+    run(scenario())
+
+
+def test_a_client_that_does_not_unmap_keeps_its_bytes_counted_and_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paramstore.engine.admission.UNMAP_TIMEOUT_S", 0.01)
+
+    async def scenario() -> None:
+        store = Machine(host_budget_bytes=ONE, volume_bytes=24 * MIB).start()
+        first = await create(store, "a")
+        client = Client(store, first, answers=False)
+        store.close_view(first)
+        with pytest.raises(CapacityError):
+            await create(store, "b")
+        assert store.host.used_bytes > 0
+        store.host.unmapped(client)
+        assert store.host.used_bytes == 0
+        await create(store, "b")
+
+    run(scenario())
+
+
+def stall_reads(machine: Machine) -> Callable[[], None]:
+    """Workers of the volume take nothing until the function that this gives is called."""
+    workers = machine.workers
+    assert workers is not None
+    run_at_once, stalled = workers.run, list[Any]()
+
+    def stall(lane: Any, *call: Any) -> None:
+        if lane == volume_lane(0):
+            stalled.append((lane, *call))
+        else:
+            run_at_once(lane, *call)
+
+    def resume() -> None:
+        workers.run = run_at_once  # type: ignore[method-assign]
+        for call in stalled:
+            workers.run(*call)
+
+    workers.run = stall  # type: ignore[method-assign]
+    return resume
+
+
+@pytest.mark.parametrize("part", ["param", "optim"])
+def test_memory_into_which_a_worker_still_reads_is_not_given_away_under_it(part: str) -> None:
+    async def scenario() -> None:
+        machine = Machine(host_budget_bytes=ONE, volume_bytes=24 * MIB)
+        store = machine.start()
+        first = await create(store, "a")
+        await store.evict(first, None, None)
+        resume = stall_reads(machine)
+        store.prefetch(first, keys_of(first), part, None)
+        store.close_view(first)
+        creating = asyncio.ensure_future(create(store, "b"))
+        await turns(200)
+        resume()
+        second = await creating
+        assert await first_values(store, second) == [0, 1, 2, 3]
+        store.close_view(second)
+        assert await first_values(store, await reader(store, "a")) == [0, 1, 2, 3]
+
+    run(scenario())
+
+
+def test_leases_of_a_closed_view_whose_memory_went_are_no_ones_any_more() -> None:
+    async def scenario() -> None:
+        store = Machine(host_budget_bytes=ONE, volume_bytes=24 * MIB).start()
+        first = await create(store, "a")
+        request = await lease(store, first, keys_of(first)[:2])
+        store.close_view(first)
+        await create(store, "b")
+        store.release(first, request.lease_id)
+        assert request.copies == []
+
+    run(scenario())
+
+
+# --- what a ledger makes
+
+
+def test_a_namespace_is_what_its_ledger_says() -> None:
+    row = NamespaceRow("moe", SCHEMA.describe(), (2, 5), 2, epoch=4, sequence=9, applies=7)
+    contents = NamespaceContents(row)
+    located = Located(Extent(0, 0, SCHEMA.record_bytes), Identity(3, 8), 1)
+    contents.rows[2, 1] = [Row(3, located)]
+    contents.steps[3] = StepRow(3, 9, 0, 1, b"")
+    namespace = make_namespace(Ledger(contents))
+    assert (namespace.name, namespace.epoch, namespace.sequence, namespace.applies) == ("moe", 4, 9, 7)
+    assert list(namespace.keys) == [(2, 0), (2, 1), (5, 0), (5, 1)]
+    assert namespace.working[2, 1].identity == namespace.working[2, 1].target == located.identity
+    assert namespace.working[2, 0].identity is None
+    assert namespace.param_arena is None
+    assert namespace.committed_step == 3

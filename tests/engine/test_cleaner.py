@@ -1,0 +1,259 @@
+"""Write-back: ahead of eviction and no more than it needs, on request, and over failures and full volumes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from paramstore.core.residency import Working
+from paramstore.engine.cleaner import Cleaner
+from paramstore.engine.namespace import NamespaceState, View
+from paramstore.engine.requests import Urgency
+from paramstore.engine.store import Store
+from paramstore.errors import CapacityError, ParamStoreError, SchemaMismatch, StepFailed, UnknownKey
+from paramstore.testing.machine import Machine
+from paramstore.testing.small_store import SCHEMA, create, keys_of, lease, run, train, turns, versions
+from paramstore.testing.volumes import Fault, FaultyVolume
+
+A, B, C, D = ((0, expert) for expert in range(4))
+
+
+class Site:
+    """A store whose every record is dirty in its slot, at version 1."""
+
+    def __init__(self, **machine: Any) -> None:
+        self.machine = Machine(**machine)
+        self.volume = FaultyVolume(self.machine.disks[0], [])
+        self.machine.volumes[0] = self.volume
+        self.store: Store = self.machine.start()
+        self.view: View
+
+    @property
+    def cleaner(self) -> Cleaner:
+        return self.store._cleaner
+
+    @property
+    def namespace(self) -> NamespaceState:
+        return self.view.namespace
+
+    def states(self) -> list[Working]:
+        return [working.state for working in self.namespace.working.values()]
+
+    def fail_writes(self, *numbers: int) -> None:
+        """The writes of these numbers from now on fail, from 1."""
+        self.volume.plan = tuple(Fault("write", self.volume.calls["write"] + number) for number in numbers)
+
+    def leave_extents(self, count: int) -> None:
+        space = self.store._planner.space
+        record_bytes = self.namespace.schema.record_bytes
+        while space.missing_bytes(count + 1, record_bytes) == 0:
+            assert space.reserve(record_bytes) is not None
+
+    async def idle(self) -> None:
+        while not self.store._runner.is_idle:
+            await asyncio.sleep(0)
+
+
+def on_site(scenario: Callable[[Site], Coroutine[Any, Any, None]], **machine: Any) -> None:
+    async def prepared() -> None:
+        site = Site(**machine)
+        site.view = await create(site.store)
+        await train(site.store, site.view)
+        assert site.states() == [Working.DIRTY] * 4
+        await scenario(site)
+
+    run(prepared())
+
+
+# --- ahead of eviction
+
+
+def test_cleaning_ahead_writes_only_what_eviction_will_need() -> None:
+    async def scenario(site: Site) -> None:
+        assert site.namespace.working_arena is not None
+        slots = site.namespace.working_arena.slots
+        while slots.free_count:
+            slots.take()
+        site.cleaner.clean_ahead(site.namespace, 0)
+        assert site.states().count(Working.WRITING) == 0
+        site.cleaner.clean_ahead(site.namespace, 2)
+        assert site.states() == [Working.WRITING, Working.WRITING, Working.DIRTY, Working.DIRTY]
+        site.cleaner.clean_ahead(site.namespace, 2)
+        assert site.states().count(Working.WRITING) == 2, "those under way count"
+        await site.idle()
+        site.cleaner.clean_ahead(site.namespace, 3)
+        assert site.states() == [Working.CLEAN, Working.CLEAN, Working.WRITING, Working.DIRTY], "clean ones count too"
+        await site.idle()
+
+    on_site(scenario)
+
+
+def test_cleaning_ahead_needs_nothing_while_slots_are_free() -> None:
+    async def scenario(site: Site) -> None:
+        assert site.namespace.working_arena is not None
+        free = site.namespace.working_arena.slots.free_count
+        site.cleaner.clean_ahead(site.namespace, free)
+        assert site.states() == [Working.DIRTY] * 4
+
+    on_site(scenario, host_budget_bytes=64 << 20)
+
+
+# --- one record
+
+
+def test_a_write_is_joined_by_who_wants_the_same_and_raised_to_their_class() -> None:
+    async def scenario(site: Site) -> None:
+        assert site.machine.workers is not None
+        site.machine.workers.pause()
+        first = asyncio.ensure_future(site.cleaner.write(site.namespace, A, Urgency.WRITE_BACK))
+        await turns(1)
+        move = site.namespace.working[A].move
+        assert move is not None
+        assert move.transfer is not None
+        second = asyncio.ensure_future(site.cleaner.write(site.namespace, A, Urgency.DEMAND))
+        await turns(1)
+        assert move.transfer.urgency is Urgency.DEMAND
+        site.machine.workers.resume()
+        assert await asyncio.gather(first, second) == [True, True]
+        assert site.volume.calls["write"] > 0
+        assert not await site.cleaner.write(site.namespace, A, Urgency.DEMAND), "there is nothing left to write"
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize(("failures", "survives"), [((1,), True), ((1, 2), False)])
+def test_a_failed_write_is_tried_once_more_on_another_extent(failures: tuple[int, ...], survives: bool) -> None:
+    async def scenario(site: Site) -> None:
+        site.fail_writes(*failures)
+        if survives:
+            assert await site.cleaner.write(site.namespace, A, Urgency.DEMAND)
+            assert site.namespace.working[A].state is Working.CLEAN
+        else:
+            with pytest.raises(StepFailed, match=r"\(0, 0\) of 'moe': its write-back failed twice, on different extents"):
+                await site.cleaner.write(site.namespace, A, Urgency.DEMAND)
+            assert site.namespace.working[A].state is Working.DIRTY
+        (stats,) = site.store._planner.space.stats()
+        assert stats.quarantined_bytes == len(failures) * SCHEMA.record_bytes
+
+    on_site(scenario)
+
+
+def test_a_record_that_a_rollback_discards_is_written_no_more() -> None:
+    async def scenario(site: Site) -> None:
+        writing = asyncio.ensure_future(site.cleaner.write(site.namespace, A, Urgency.DEMAND))
+        await turns(1)
+        await site.store.rollback(site.view, 0)
+        outcome = (await asyncio.gather(writing, return_exceptions=True))[0]
+        assert outcome is True or isinstance(outcome, StepFailed)
+        assert site.states() == [Working.ABSENT] * 4
+
+    on_site(scenario)
+
+
+# --- full volumes
+
+
+def test_a_write_without_space_or_hope_is_refused_and_names_the_setting() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.write_back(site.view, None)
+        await train(site.store, site.view, [A])
+        site.leave_extents(0)
+        with pytest.raises(CapacityError, match="no extent of 28672 bytes is free for namespace 'moe': raise volume_size"):
+            await site.cleaner.write(site.namespace, A, Urgency.DEMAND)
+        assert site.namespace.working[A].state is Working.DIRTY
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("extents", [1, 2])
+def test_records_written_through_few_extents_wait_for_each_other(extents: int) -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.write_back(site.view, None)
+        await train(site.store, site.view)
+        site.leave_extents(extents)
+        writes = [site.cleaner.write(site.namespace, key, Urgency.DEMAND) for key in keys_of(site.view)]
+        assert await asyncio.gather(*writes) == [True] * 4
+        assert site.states() == [Working.CLEAN] * 4
+
+    on_site(scenario)
+
+
+def test_a_commit_writes_through_few_extents_whichever_records_get_them_first() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.write_back(site.view, None)
+        await train(site.store, site.view)
+        site.leave_extents(1)
+        site.store._planner.working.begin_write(site.namespace, site.namespace.working[D], Urgency.WRITE_BACK)
+        await site.store.commit(site.view, 1, b"")
+        assert await versions(site.store, site.view) == [2] * 4
+        assert site.store.steps(site.view) == [0, 1]
+
+    on_site(scenario)
+
+
+# --- on request
+
+
+def test_write_back_writes_what_is_dirty_and_says_how_much() -> None:
+    async def scenario(site: Site) -> None:
+        assert await site.store.write_back(site.view, [B, B]) == {"written": 1, "bytes": SCHEMA.record_bytes}
+        assert site.states() == [Working.DIRTY, Working.CLEAN, Working.DIRTY, Working.DIRTY]
+        assert await site.store.write_back(site.view, None) == {"written": 3, "bytes": 3 * SCHEMA.record_bytes}
+        assert await site.store.write_back(site.view, None) == {"written": 0, "bytes": 0}
+        assert site.store.steps(site.view) == [0], "written is not committed"
+        with pytest.raises(UnknownKey):
+            await site.store.write_back(site.view, [(9, 9)])
+
+    on_site(scenario)
+
+
+def test_eviction_writes_dirty_records_first_and_names_what_is_in_use() -> None:
+    async def scenario(site: Site) -> None:
+        held = await lease(site.store, site.view, [A])
+        answer = await site.store.evict(site.view, [A, B], None)
+        assert answer["skipped"] == [[0, 0]]
+        assert site.states() == [Working.ABSENT, Working.ABSENT, Working.DIRTY, Working.DIRTY]
+        assert list(site.namespace.copies) == [A, C, D]
+        site.store.release(site.view, held.lease_id)
+        assert (await site.store.evict(site.view, None, None))["skipped"] == []
+        assert not site.namespace.copies
+        assert not site.namespace.resident
+        assert await versions(site.store, site.view) == [1] * 4, "nothing was lost"
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize(("part", "params", "working"), [("param", 0, 4), ("optim", 4, 0)])
+def test_one_part_can_be_evicted_alone(part: str, params: int, working: int) -> None:
+    async def scenario(site: Site) -> None:
+        answer = await site.store.evict(site.view, None, part)
+        assert answer == {"evicted": 4, "skipped": []}
+        assert (len(site.namespace.copies), len(site.namespace.resident)) == (params, working)
+
+    on_site(scenario)
+
+
+def test_eviction_refuses_what_is_not_there_and_changes_nothing() -> None:
+    async def scenario(site: Site) -> None:
+        with pytest.raises(UnknownKey):
+            await site.store.evict(site.view, [A, (9, 9)], None)
+        with pytest.raises(SchemaMismatch):
+            await site.store.evict(site.view, [A], "gradients")
+        assert site.states() == [Working.DIRTY] * 4
+        assert len(site.namespace.copies) == 4
+
+    on_site(scenario)
+
+
+def test_a_write_back_that_fails_tells_the_caller() -> None:
+    async def scenario(site: Site) -> None:
+        site.volume.plan = (Fault("write", 1, forever=True),)
+        with pytest.raises(ParamStoreError, match="failed twice"):
+            await site.store.write_back(site.view, None)
+        await site.idle()
+        assert site.states() == [Working.DIRTY] * 4
+
+    on_site(scenario)

@@ -1,0 +1,490 @@
+"""What a commit does in which order, and that a failure at any stage leaves the committed step as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from paramstore.config import RETAINED_STEPS
+from paramstore.engine.namespace import View
+from paramstore.engine.store import Store
+from paramstore.errors import CatalogError, ParamStoreError, StepDropped, StepFailed, VolumeError
+from paramstore.storage.catalog import Catalog, Change, Contents
+from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.notes import read_note, read_superblock
+from paramstore.storage.volume import Volume
+from paramstore.testing.catalogs import FaultyCatalog
+from paramstore.testing.machine import Machine
+from paramstore.testing.small_store import OPTIONS, create, initialize, keys_of, push, run, train, turns, versions
+from paramstore.testing.volumes import FaultyVolume
+
+NOTES_END = extents_start_bytes(Superblock(bytes(16), bytes(16), 0))
+Event = tuple[str, int]
+
+
+class RecordingVolume(FaultyVolume):
+    """Tells what is done to it, and fails at the stage that it is told to."""
+
+    def __init__(self, inner: Volume, events: list[Event]) -> None:
+        super().__init__(inner, [])
+        self.events = events
+        self.failing = ""
+
+    def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
+        self._pass("note" if offset_bytes < NOTES_END else "record")
+        super().write(offset_bytes, data)
+
+    def flush(self) -> None:
+        self._pass("flush")
+        super().flush()
+
+    def _pass(self, stage: str) -> None:
+        if stage == self.failing:
+            raise VolumeError(f"{stage} of volume {self.index} fails as planned")
+        self.events.append((stage, self.index))
+
+
+class RecordingCatalog:
+    """Tells what is done to it; `failing` is the call that raises."""
+
+    def __init__(self, inner: Catalog, events: list[Event]) -> None:
+        self.inner = inner
+        self.events = events
+        self.failing = ""
+
+    def load(self) -> Contents:
+        return self.inner.load()
+
+    def reserve(self, row_count: int) -> None:
+        self._pass("reserve")
+        self.inner.reserve(row_count)
+
+    def apply(self, change: Change) -> None:
+        self._pass("apply")
+        self.inner.apply(change)
+
+    def reopen(self) -> None:
+        self.inner.reopen()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _pass(self, stage: str) -> None:
+        if stage == self.failing:
+            raise CatalogError(f"{stage} fails as planned")
+        self.events.append((stage, -1))
+
+
+class Site:
+    """A store of two volumes whose every call is recorded, with a writer whose records are at version 1, not committed."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.machine = Machine(seed=1, volume_count=2)
+        self.volumes = {index: RecordingVolume(disk, self.events) for index, disk in self.machine.disks.items()}
+        self.machine.volumes = dict(self.volumes)
+        self.machine.catalog = self.catalog = RecordingCatalog(self.machine.durable, self.events)
+        self.store: Store = self.machine.start()
+        self.view: View
+
+    async def prepare(self) -> None:
+        self.view = await create(self.store)
+        await train(self.store, self.view)
+        self.events.clear()
+
+    @property
+    def free_note_slots(self) -> int:
+        return self.store._committer._note_slots.free_count
+
+    async def reopened(self) -> View:
+        await self.machine.crash()
+        self.store = self.machine.start()
+        return await self.store.admission.open("moe", mode="write", at=None, host_bytes=None)
+
+
+def on_site(scenario: Callable[[Site], Coroutine[Any, Any, None]]) -> None:
+    async def prepared() -> None:
+        site = Site()
+        await site.prepare()
+        await scenario(site)
+
+    run(prepared())
+
+
+# --- order
+
+
+def test_records_come_before_notes_notes_before_flushes_and_all_of_them_before_the_transaction() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.commit(site.view, 1, b"")
+        stages = [stage for stage, _ in site.events]
+        assert stages.count("record") == 4
+        assert stages.count("flush") == 2
+        assert stages.count("apply") == 1
+        assert stages[0] == "reserve", "the catalog's room is made before any data is written"
+        assert stages[-1] == "apply"
+        last_record = max(at for at, stage in enumerate(stages) if stage == "record")
+        assert stages.index("note") > last_record
+        for index in (0, 1):
+            own = [stage for stage, volume in site.events if volume == index]
+            assert own.index("flush") == len(own) - 1
+            assert own[-2] == "note"
+
+    on_site(scenario)
+
+
+def test_every_volume_bears_the_note_and_is_flushed_even_if_it_has_no_record_of_the_commit() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.commit(site.view, 1, b"")
+        site.events.clear()
+        await train(site.store, site.view, keys_of(site.view)[:1])
+        await site.store.commit(site.view, 5, b"")
+        assert {volume for stage, volume in site.events if stage == "record"} < {0, 1}
+        assert {volume for stage, volume in site.events if stage == "flush"} == {0, 1}
+        row = site.view.namespace.ledger.step(5)
+        for volume in site.volumes.values():
+            note = read_note(volume, read_superblock(volume), row.note_slot)
+            assert (note.namespace, note.step, note.parent, note.record_count) == ("moe", 5, 1, 1)
+            assert (note.sequence, note.epoch) == (row.sequence, site.view.namespace.epoch)
+            assert not site.machine.disks[volume.index].unflushed
+
+    on_site(scenario)
+
+
+def test_a_commit_without_changes_is_a_step_all_the_same() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.commit(site.view, 1, b"")
+        site.events.clear()
+        answer = await site.store.commit(site.view, 2, b"nothing new")
+        assert (answer["records"], answer["bytes_written"]) == (0, 0)
+        assert [stage for stage, _ in site.events].count("flush") == 2
+        assert site.store.steps(site.view) == [1, 2]
+        assert site.store.extra(site.view, 2) == b"nothing new"
+
+    on_site(scenario)
+
+
+def test_work_called_after_a_commit_is_not_in_it() -> None:
+    async def scenario(site: Site) -> None:
+        push(site.store, site.view, keys_of(site.view))
+        commit = asyncio.ensure_future(site.store.commit(site.view, 1, b""))
+        await turns(1)
+        later = asyncio.ensure_future(train_pending(site))
+        await asyncio.gather(commit, later)
+        assert (await site.reopened()).namespace.committed_step == 1
+        assert await versions(site.store, site.store.namespaces["moe"].views[0]) == [1, 1, 1, 1]
+
+    async def train_pending(site: Site) -> None:
+        await site.store.apply(site.view, OPTIONS, 1.0)
+
+    on_site(scenario)
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("stage", ["reserve", "record", "note", "flush", "apply"])
+def test_a_failure_at_any_stage_leaves_the_committed_step_in_memory_and_on_disk(stage: str) -> None:
+    async def scenario(site: Site) -> None:
+        fail(site, stage)
+        with pytest.raises(ParamStoreError):
+            await site.store.commit(site.view, 1, b"")
+        assert site.store.steps(site.view) == [0]
+        assert site.view.namespace.cut is None
+        assert not any(working.is_cut for working in site.view.namespace.working.values())
+        view = await site.reopened()
+        assert view.namespace.committed_step == 0
+        assert await versions(site.store, view) == [0, 0, 0, 0]
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("stage", ["reserve", "record", "note", "apply"])
+def test_the_same_step_may_be_tried_again_after_a_commit_that_failed(stage: str) -> None:
+    async def scenario(site: Site) -> None:
+        fail(site, stage)
+        with pytest.raises(ParamStoreError):
+            await site.store.commit(site.view, 1, b"")
+        fail(site, "")
+        assert (await site.store.commit(site.view, 1, b""))["records"] == 4
+        view = await site.reopened()
+        assert site.store.steps(view) == [0, 1]
+        assert await versions(site.store, view) == [1, 1, 1, 1]
+
+    on_site(scenario)
+
+
+def fail(site: Site, stage: str) -> None:
+    for fake in (*site.volumes.values(), site.catalog):
+        fake.failing = stage
+
+
+def test_a_cut_that_failed_before_its_transaction_is_in_the_next_one_with_what_came_after() -> None:
+    async def scenario(site: Site) -> None:
+        fail(site, "reserve")
+        with pytest.raises(CatalogError):
+            await site.store.commit(site.view, 1, b"")
+        fail(site, "")
+        await train(site.store, site.view, keys_of(site.view)[:2])
+        await site.store.commit(site.view, 1, b"")
+        view = await site.reopened()
+        assert await versions(site.store, view) == [2, 2, 1, 1]
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("stage", ["reserve", "record", "flush", "apply"])
+def test_a_failed_commit_gives_its_note_slot_back(stage: str) -> None:
+    async def scenario(site: Site) -> None:
+        free = site.free_note_slots
+        fail(site, stage)
+        for _ in range(3):
+            with pytest.raises(ParamStoreError):
+                await site.store.commit(site.view, 1, b"")
+        assert site.free_note_slots == free
+
+    on_site(scenario)
+
+
+def test_steps_that_go_give_their_note_slots_back() -> None:
+    async def scenario(site: Site) -> None:
+        free = site.free_note_slots
+        for step in range(1, 9):
+            await site.store.commit(site.view, step, b"")
+            assert site.free_note_slots == free + 1 - min(step + 1, RETAINED_STEPS)
+
+    on_site(scenario)
+
+
+def test_a_rollback_gives_no_note_slot_of_a_retained_step_back() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.commit(site.view, 1, b"")
+        free = site.free_note_slots
+        await site.store.rollback(site.view, 1)
+        assert site.free_note_slots == free
+        assert site.store.steps(site.view) == [0, 1]
+
+    on_site(scenario)
+
+
+def test_a_reader_keeps_its_step_when_the_commit_that_would_drop_it_fails() -> None:
+    async def scenario(site: Site) -> None:
+        readers = []
+        for step in range(1, 4):
+            readers.append(await site.store.admission.open("moe", mode="read", at=None, host_bytes=None))
+            await train(site.store, site.view)
+            await site.store.commit(site.view, step, b"")
+        await train(site.store, site.view)
+        fail(site, "apply")
+        with pytest.raises(CatalogError):
+            await site.store.commit(site.view, 4, b"")
+        fail(site, "")
+        assert await versions(site.store, readers[0]) == [0, 0, 0, 0]
+        await site.store.commit(site.view, 4, b"")
+        with pytest.raises(StepDropped):
+            await versions(site.store, readers[0])
+
+    on_site(scenario)
+
+
+# --- an unknown outcome
+
+
+@pytest.mark.parametrize("outcome", ["lost", "durable"])
+@pytest.mark.parametrize("is_real", [False, True])
+def test_an_unknown_outcome_is_what_the_reopened_catalog_says(
+    outcome: Literal["lost", "durable"], is_real: bool, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=3)
+        inner: Catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=bytes(range(16))) if is_real else machine.durable
+        machine.catalog = faulty = FaultyCatalog(inner, fail_at=0, outcome=outcome)
+        store = machine.start()
+        view = await create(store)
+        await train(store, view)
+        faulty._fail_at = faulty.applies + 1
+        if outcome == "durable":
+            assert (await store.commit(view, 1, b""))["records"] == 4
+            assert store.steps(view) == [0, 1]
+        else:
+            with pytest.raises(CatalogError, match="outcome is unknown"):
+                await store.commit(view, 1, b"")
+            assert store.steps(view) == [0]
+            assert (await store.commit(view, 1, b""))["records"] == 4
+        await train(store, view)
+        await store.commit(view, 2, b"")
+        assert await versions(store, view) == [2, 2, 2, 2]
+        inner.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("outcome", ["lost", "durable"])
+def test_an_unknown_rollback_is_resolved_both_ways(outcome: Literal["lost", "durable"]) -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=4)
+        machine.catalog = faulty = FaultyCatalog(machine.durable, fail_at=0, outcome=outcome)
+        store = machine.start()
+        view = await create(store)
+        await train(store, view)
+        epoch = view.namespace.epoch
+        faulty._fail_at = faulty.applies + 1
+        if outcome == "lost":
+            with pytest.raises(CatalogError):
+                await store.rollback(view, 0)
+            assert view.namespace.epoch == epoch
+            assert await versions(store, view) == [1, 1, 1, 1], "nothing has changed"
+            assert await store.rollback(view, 0) == epoch + 1
+        else:
+            assert await store.rollback(view, 0) == epoch + 1
+        assert await versions(store, view) == [0, 0, 0, 0]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("outcome", ["lost", "durable"])
+def test_a_new_namespace_whose_transaction_is_unknown_is_there_or_not_and_the_catalog_goes_on(
+    outcome: Literal["lost", "durable"],
+) -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=5, volume_size_bytes=12 << 20)
+        machine.catalog = faulty = FaultyCatalog(machine.durable, fail_at=0, outcome=outcome)
+        store = machine.start()
+        other = await create(store, "other", host_bytes=8 << 20)
+        await train(store, other)
+        faulty._fail_at = faulty.applies + 1
+        if outcome == "durable":
+            view = await create(store, "moe")
+        else:
+            with pytest.raises(CatalogError):
+                await create(store, "moe")
+            assert [row["name"] for row in store.admission.list_namespaces()] == ["other"]
+            await store.commit(other, 1, b"")
+            view = await create(store, "moe")
+        await store.commit(other, 2, b"")
+        assert await versions(store, view) == [0, 0, 0, 0]
+
+    run(scenario())
+
+
+# --- beside a commit
+
+
+def test_a_step_that_the_commit_under_way_drops_cannot_be_opened_any_more() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.commit(site.view, 1, b"")
+        await train(site.store, site.view)
+        commit = asyncio.ensure_future(site.store.commit(site.view, 2, b""))
+        while not site.view.namespace.closing_steps:
+            await asyncio.sleep(0)
+        assert site.store.steps(site.view) == [0, 1], "it is there still"
+        with pytest.raises(StepDropped, match="step 0 of 'moe' is being dropped by a commit"):
+            await site.store.admission.open("moe", mode="read", at=0, host_bytes=None)
+        reader = await site.store.admission.open("moe", mode="read", at=1, host_bytes=None)
+        await commit
+        assert site.store.steps(site.view) == [1, 2]
+        assert site.view.namespace.closing_steps == frozenset()
+        assert await versions(site.store, reader) == [1, 1, 1, 1]
+
+    on_site(scenario)
+
+
+def test_a_step_that_would_have_closed_can_be_opened_again_after_the_commit_failed() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.commit(site.view, 1, b"")
+        fail(site, "apply")
+        with pytest.raises(CatalogError):
+            await site.store.commit(site.view, 2, b"")
+        reader = await site.store.admission.open("moe", mode="read", at=0, host_bytes=None)
+        assert await versions(site.store, reader) == [0, 0, 0, 0]
+
+    on_site(scenario)
+
+
+def test_one_commit_of_a_namespace_is_under_way_at_a_time_and_they_end_in_call_order() -> None:
+    async def scenario(site: Site) -> None:
+        ended: list[int] = []
+
+        async def commit(step: int) -> None:
+            await site.store.commit(site.view, step, b"")
+            ended.append(step)
+
+        await asyncio.gather(*(commit(step) for step in (3, 5, 8)))
+        assert ended == [3, 5, 8]
+        assert site.store.steps(site.view) == [5, 8]
+
+    on_site(scenario)
+
+
+def test_a_rollback_waits_for_the_commit_under_way() -> None:
+    async def scenario(site: Site) -> None:
+        commit = asyncio.ensure_future(site.store.commit(site.view, 1, b""))
+        await turns(1)
+        with pytest.raises(StepDropped, match="goes back to the committed step only, 1"):
+            await site.store.rollback(site.view, 0)
+        await commit
+        await site.store.rollback(site.view, 1)
+        assert await versions(site.store, site.view) == [1, 1, 1, 1]
+
+    on_site(scenario)
+
+
+def test_a_rollback_that_is_given_up_while_it_waits_stops_no_later_apply() -> None:
+    async def scenario(site: Site) -> None:
+        turn = site.view.namespace.turn
+        await turn.acquire()
+        waiting = asyncio.ensure_future(site.store.rollback(site.view, 0))
+        await turns(3)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        turn.release()
+        await train(site.store, site.view)
+        assert await versions(site.store, site.view) == [2, 2, 2, 2]
+
+    on_site(scenario)
+
+
+def test_records_of_other_namespaces_that_lay_unpublished_on_a_volume_whose_flush_failed_are_not_trusted() -> None:
+    async def scenario() -> None:
+        events: list[Event] = []
+        machine = Machine(seed=6, volume_bytes=24 << 20)
+        volume = RecordingVolume(machine.disks[0], events)
+        machine.volumes[0] = volume
+        store = machine.start()
+        written = await create(store, "written", host_bytes=8 << 20)
+        clean = await create(store, "clean", host_bytes=8 << 20)
+        await train(store, written)
+        await store.write_back(written, None)
+        await train(store, clean, keys_of(clean)[:1])
+        volume.failing = "flush"
+        with pytest.raises(VolumeError):
+            await store.commit(clean, 1, b"")
+        volume.failing = ""
+        with pytest.raises(StepFailed, match="a flush of volume 0 failed"):
+            await store.commit(written, 1, b"")
+        await store.rollback(written, 0)
+        await train(store, written)
+        await store.commit(written, 1, b"")
+        assert await versions(store, written) == [1, 1, 1, 1]
+
+    run(scenario())
+
+
+def test_initial_values_are_committed_like_any_others() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=7)
+        store = machine.start()
+        view = await create(store, step=None)
+        await initialize(store, view)
+        await store.commit(view, 0, b"")
+        await machine.crash()
+        store = machine.start()
+        view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
+        assert await versions(store, view) == [0, 0, 0, 0]
+
+    run(scenario())

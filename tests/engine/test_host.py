@@ -1,0 +1,456 @@
+"""The host budget: who gets how much of it, exact to the byte, until the last client has unmapped what it was given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramstore.core.key import KeySpace
+from paramstore.core.schema import Schema
+from paramstore.engine.admission import make_namespace
+from paramstore.engine.arena import SEGMENT_ALIGNMENT_BYTES, Arena, segment_lengths
+from paramstore.engine.host import SLOTS_MIN, HostTier, Split, least_bytes, split_budget
+from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.runner import BACKGROUND_LANE, Runner
+from paramstore.errors import CapacityError
+from paramstore.policy.lru import Lru
+from paramstore.storage.catalog import NamespaceContents, NamespaceRow
+from paramstore.storage.ledger import Ledger
+from paramstore.testing.machine import PlainMemory, PlainSegment
+from paramstore.testing.workers import InlineWorkers
+
+MIB = 1 << 20
+SMALL = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
+LARGE = Schema.adamw({"w": (256, 1024)}, param_dtype="bfloat16")
+"""Records of 3 MiB, `param` of half a MiB."""
+OPAQUE = Schema.param({"w": ((512, 1024), "uint8")})
+SCHEMAS = st.sampled_from([SMALL, LARGE, OPAQUE])
+
+
+# --- the split
+
+
+def used_bytes(split: Split, schema: Schema) -> int:
+    param = sum(segment_lengths(split.param_slots, schema.part("param").image_bytes))
+    working = sum(segment_lengths(split.working_slots, schema.record_bytes)) if schema.is_trainable else 0
+    return split.staging_bytes + param + working
+
+
+@given(
+    schema=SCHEMAS, key_count=st.integers(1, 2000), budget_bytes=st.integers(0, 1 << 31), pipeline_slots=st.integers(2, 20),
+    staging_bytes=st.integers(0, 4).map(lambda count: count * 2 * MIB),
+)  # fmt: skip
+def test_no_split_is_above_its_budget_or_below_what_works(
+    schema: Schema, key_count: int, budget_bytes: int, pipeline_slots: int, staging_bytes: int
+) -> None:
+    split = split_budget(
+        schema, key_count=key_count, budget_bytes=budget_bytes, pipeline_slots=pipeline_slots, staging_bytes=staging_bytes
+    )
+    if split is None:
+        assert budget_bytes < least_bytes(schema, key_count, staging_bytes)
+        return
+    assert used_bytes(split, schema) <= budget_bytes
+    least = min(key_count, SLOTS_MIN)
+    assert least <= split.param_slots <= 2 * key_count
+    if schema.is_trainable:
+        assert least <= split.working_slots <= key_count
+
+
+@given(schema=SCHEMAS, key_count=st.integers(1, 100))
+def test_the_least_budget_is_enough_and_a_byte_less_is_not(schema: Schema, key_count: int) -> None:
+    least = least_bytes(schema, key_count, 0)
+    for budget_bytes, is_enough in ((least, True), (least - 1, False)):
+        split = split_budget(schema, key_count=key_count, budget_bytes=budget_bytes, pipeline_slots=6, staging_bytes=0)
+        assert (split is not None) is is_enough
+
+
+def split_of(budget_mib: int, key_count: int = 64) -> Split:
+    split = split_budget(LARGE, key_count=key_count, budget_bytes=budget_mib * MIB, pipeline_slots=6, staging_bytes=2 * MIB)
+    assert split is not None
+    return split
+
+
+def test_a_training_budget_goes_to_the_pipeline_then_param_then_working_then_spare_param() -> None:
+    assert split_of(12).working_slots < 6, "not even the pipeline: param has the least it needs"
+    assert split_of(12).param_slots >= SLOTS_MIN
+    pipeline = split_of(40)
+    assert pipeline.working_slots == 6
+    assert 6 < pipeline.param_slots < 64
+    all_param = split_of(150)
+    assert all_param.param_slots >= 64
+    assert 6 < all_param.working_slots < 64
+    everything = split_of(250)
+    assert everything.working_slots == 64
+    assert 64 < everything.param_slots < 128
+    assert split_of(4000) == Split(param_slots=128, working_slots=64, staging_bytes=2 * MIB), "no more than can be used"
+
+
+def test_a_param_schema_has_no_working_arena() -> None:
+    assert split_budget(OPAQUE, key_count=8, budget_bytes=100 * MIB, pipeline_slots=6, staging_bytes=0) == Split(8, 0, 0)
+
+
+# --- arenas
+
+
+class CountingMemory(PlainMemory):
+    """Plain memory that counts what is open, and runs out when told to."""
+
+    def __init__(self) -> None:
+        self.open: list[CountedSegment] = []
+        self.touches_left = 1 << 30
+
+    def shared(self, length_bytes: int) -> PlainSegment:
+        return CountedSegment(self, length_bytes)
+
+    private = upload = shared
+
+
+class CountedSegment(PlainSegment):
+    def __init__(self, memory: CountingMemory, length_bytes: int) -> None:
+        super().__init__(length_bytes)
+        self._counted = memory
+        self.fd = 99
+        memory.open.append(self)
+
+    def touch(self) -> None:
+        self._counted.touches_left -= 1
+        if self._counted.touches_left < 0:
+            raise CapacityError("the machine has no more memory")
+
+    def close(self) -> None:
+        self._counted.open.remove(self)
+
+
+def host_tier(memory: PlainMemory, *, budget_bytes: int = 64 * MIB, io_threads: int = 2) -> HostTier:
+    runner = Runner(InlineWorkers(asyncio.get_running_loop()))
+    runner.scheduler.add_lane(BACKGROUND_LANE, 1)
+    return HostTier(
+        runner, memory, budget_bytes=budget_bytes, io_threads=io_threads, piece_bytes=MIB, pipeline_slots=6,
+        make_policy=lambda capacity: Lru(),
+    )  # fmt: skip
+
+
+def namespace_of(schema: Schema, name: str = "moe", experts: int = 8) -> NamespaceState:
+    row = NamespaceRow(name, schema.describe(), KeySpace.of(1, experts).layers, experts, epoch=1, sequence=0)
+    return make_namespace(Ledger(NamespaceContents(row)))
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+async def grow_all(host: HostTier, namespace: NamespaceState) -> None:
+    for arena in (namespace.working_arena, namespace.param_arena):
+        while arena is not None and await host.grow(namespace, arena):
+            pass
+
+
+@pytest.mark.parametrize("schema", [SMALL, LARGE, OPAQUE])
+def test_what_is_used_is_exactly_what_is_mapped_and_never_above_the_budget(schema: Schema) -> None:
+    async def scenario() -> None:
+        memory = CountingMemory()
+        host = host_tier(memory)
+        namespace = namespace_of(schema, experts=99)
+        await host.open_arenas(namespace, None)
+        await grow_all(host, namespace)
+        assert host.used_bytes == sum(segment.length_bytes for segment in memory.open) <= host.budget_bytes
+        assert namespace.param_arena is not None
+        assert namespace.param_arena.slots.count == namespace.param_arena.planned_slots
+        assert (namespace.working_arena is namespace.param_arena) is (not schema.is_trainable)
+
+    run(scenario)
+
+
+def test_a_namespace_takes_no_more_than_it_was_given() -> None:
+    async def scenario() -> None:
+        host = host_tier(PlainMemory())
+        first, second = namespace_of(LARGE, "first", 64), namespace_of(LARGE, "second", 64)
+        await host.open_arenas(first, 20 * MIB)
+        assert host.used_bytes <= 20 * MIB
+        used = host.used_bytes
+        await host.open_arenas(first, 60 * MIB)
+        assert host.used_bytes == used, "it has its arenas: nothing happens"
+        await host.open_arenas(second, None)
+        assert used < host.used_bytes <= 64 * MIB
+
+    run(scenario)
+
+
+def test_what_does_not_fit_is_refused_with_the_size_needed_and_nothing_is_taken() -> None:
+    async def scenario() -> None:
+        memory = CountingMemory()
+        host = host_tier(memory, budget_bytes=6 * MIB)
+        namespace = namespace_of(LARGE)
+        with pytest.raises(CapacityError, match=r"needs at least 1\d MiB of host memory \(records of 3\.\d+ MiB\); 6 MiB are left"):
+            await host.open_arenas(namespace, None)
+        assert host.used_bytes == 0
+        assert memory.open == []
+        assert namespace.param_arena is None
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("touches", [0, 1, 2])
+def test_a_machine_that_runs_out_while_pages_are_touched_gets_everything_back(touches: int) -> None:
+    async def scenario() -> None:
+        memory = CountingMemory()
+        memory.touches_left = touches
+        host = host_tier(memory)
+        namespace = namespace_of(LARGE)
+        with pytest.raises(CapacityError, match="no more memory"):
+            await host.open_arenas(namespace, None)
+        assert host.used_bytes == 0
+        assert memory.open == []
+        assert (namespace.param_arena, namespace.working_arena, namespace.staging) == (None, None, None)
+        memory.touches_left = 99
+        await host.open_arenas(namespace, None)
+
+    run(scenario)
+
+
+def test_slots_come_up_segment_by_segment_and_the_first_of_each_arena_at_once() -> None:
+    async def scenario() -> None:
+        host = host_tier(PlainMemory(), budget_bytes=1 << 34)
+        namespace = namespace_of(SMALL)
+        await host.open_arenas(namespace, None)
+        assert namespace.param_arena is not None
+        arena: Arena = namespace.param_arena
+        assert arena.slots.count > 0
+        arena.planned_segments.append((77, PlainSegment(2 * MIB), 3))
+        count = arena.slots.count
+        assert await host.grow(namespace, arena)
+        assert arena.slots.count == count + 3
+        assert not await host.grow(namespace, arena)
+        arena.planned_segments.append((78, PlainSegment(2 * MIB), 3))
+        host.close_arenas(namespace)
+        assert not await host.grow(namespace, arena), "it was given up meanwhile"
+        assert arena.slots.count == count + 3
+
+    run(scenario)
+
+
+def test_slots_that_the_machine_has_no_memory_for_are_promised_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paramstore.engine.arena.SEGMENT_BYTES", 2 * MIB)
+
+    async def scenario() -> None:
+        memory = CountingMemory()
+        host = host_tier(memory)
+        namespace = namespace_of(LARGE)
+        await host.open_arenas(namespace, None)
+        assert namespace.working_arena is not None
+        arena: Arena = namespace.working_arena
+        assert 0 < arena.slots.count < arena.planned_slots
+        assert await host.grow(namespace, arena)
+        memory.touches_left = 0
+        assert not await host.grow(namespace, arena)
+        assert arena.planned_slots == arena.slots.count
+        assert not await host.grow(namespace, arena)
+
+    run(scenario)
+
+
+def test_nothing_grows_any_more_once_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paramstore.engine.arena.SEGMENT_BYTES", 2 * MIB)
+
+    async def scenario() -> None:
+        memory = CountingMemory()
+        host = host_tier(memory)
+        namespace = namespace_of(LARGE)
+        await host.open_arenas(namespace, None)
+        assert namespace.working_arena is not None
+        growing = asyncio.ensure_future(host.grow(namespace, namespace.working_arena))
+        await asyncio.sleep(0)
+        touches = memory.touches_left
+        await host.stop_growing(namespace)
+        assert memory.touches_left == touches - 1, "the one under way is over"
+        await growing
+        await grow_all(host, namespace)
+        assert memory.touches_left == touches - 1
+
+    run(scenario)
+
+
+def test_unmapping_is_waited_for_no_longer_than_one_says() -> None:
+    async def scenario() -> None:
+        host = host_tier(CountingMemory())
+        namespace = namespace_of(SMALL)
+        await host.until_unmapped(5.0)  # nothing was given up: at once
+        await host.open_arenas(namespace, None)
+        assert namespace.param_arena is not None
+        ((segment, _, _),) = namespace.param_arena.segments
+        host.give("alice", [segment])
+        await host.until_unmapped(5.0)
+        host.close_arenas(namespace)
+        await host.until_unmapped(0.0)
+        assert host.used_bytes > 0
+        asyncio.get_running_loop().call_later(0.01, host.unmapped, "alice", [segment])
+        await host.until_unmapped(5.0)
+        assert host.used_bytes == 0
+
+    run(scenario)
+
+
+def test_a_namespace_that_not_even_the_whole_budget_holds_is_refused_before_anything_is_done() -> None:
+    async def scenario() -> None:
+        host = host_tier(PlainMemory(), budget_bytes=10 * MIB)
+        host.check_least("moe", LARGE, 8, None)
+        with pytest.raises(CapacityError, match=r"namespace 'moe' needs at least 10 MiB .*; it may have 9 MiB: raise host_budget"):
+            host.check_least("moe", LARGE, 8, 9 * MIB)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("schema", "buffer_bytes"), [(SMALL, 4096), (LARGE, MIB + 4096), (OPAQUE, 0)])
+def test_staging_has_a_buffer_for_every_worker_where_reads_end_in_another_layout(schema: Schema, buffer_bytes: int) -> None:
+    async def scenario() -> None:
+        host = host_tier(PlainMemory(), io_threads=3)
+        namespace = namespace_of(schema)
+        await host.open_arenas(namespace, None)
+        if not buffer_bytes:
+            assert namespace.staging is None
+            return
+        assert namespace.staging is not None
+        buffers = [namespace.staging.borrow() for _ in range(3)]
+        assert {len(buffer) for buffer in buffers} == {buffer_bytes}
+        with pytest.raises(IndexError):
+            namespace.staging.borrow()
+
+    run(scenario)
+
+
+# --- clients
+
+
+def test_a_client_is_given_a_segment_once() -> None:
+    async def scenario() -> None:
+        host = host_tier(CountingMemory())
+        namespace = namespace_of(SMALL)
+        await host.open_arenas(namespace, None)
+        assert namespace.param_arena is not None
+        ((segment, memory, _),) = namespace.param_arena.segments
+        assert not host.has("alice", segment)
+        assert host.give("alice", [segment]) == [(segment, memory.length_bytes, 99)]
+        assert host.give("alice", [segment]) == []
+        assert host.has("alice", segment)
+        assert host.give("bob", [segment]) != []
+
+    run(scenario)
+
+
+def test_a_segment_counts_until_every_client_has_unmapped_it() -> None:
+    async def scenario() -> None:
+        memory = CountingMemory()
+        host = host_tier(memory)
+        namespace = namespace_of(SMALL)
+        await host.open_arenas(namespace, None)
+        assert namespace.param_arena is not None
+        ((segment, shared, _),) = namespace.param_arena.segments
+        host.give("alice", [segment])
+        host.give("bob", [segment])
+        assert host.close_arenas(namespace) == {"alice": [segment], "bob": [segment]}
+        assert namespace.param_arena is None
+        assert host.used_bytes == shared.length_bytes, "the private ones went at once"
+        host.unmapped("alice", [segment])
+        host.unmapped("alice", [segment])
+        host.unmapped("stranger", [segment, 12345])
+        assert host.used_bytes == shared.length_bytes
+        host.unmapped("bob")
+        assert host.used_bytes == 0
+        assert memory.open == []
+
+    run(scenario)
+
+
+def test_a_client_that_unmaps_a_segment_in_use_frees_nothing() -> None:
+    async def scenario() -> None:
+        host = host_tier(CountingMemory())
+        namespace = namespace_of(SMALL)
+        await host.open_arenas(namespace, None)
+        assert namespace.param_arena is not None
+        ((segment, _, _),) = namespace.param_arena.segments
+        used = host.used_bytes
+        host.give("alice", [segment])
+        host.unmapped("alice", [segment])
+        assert host.used_bytes == used
+        assert host.give("alice", [segment]) != [], "it may map it again"
+
+    run(scenario)
+
+
+def test_memory_that_no_client_maps_is_free_at_once() -> None:
+    async def scenario() -> None:
+        host = host_tier(CountingMemory())
+        first, second = namespace_of(LARGE, "first"), namespace_of(LARGE, "second")
+        await host.open_arenas(first, 20 * MIB)
+        used = host.used_bytes
+        await host.open_arenas(second, None)
+        assert host.close_arenas(first) == {}
+        assert host.used_bytes > 0
+        host.close_arenas(second)
+        assert host.used_bytes == 0 < used
+
+    run(scenario)
+
+
+# --- upload areas
+
+
+def test_upload_areas_have_a_limit_of_their_own_that_names_the_size_needed() -> None:
+    async def scenario() -> None:
+        memory = CountingMemory()
+        host = host_tier(memory)
+        limit = 4 * MIB
+        host.open_upload("alice", 1, limit_bytes=limit)
+        assert host.upload_bytes == SEGMENT_ALIGNMENT_BYTES
+        with pytest.raises(CapacityError, match=r"would need 6 MiB, gradient_budget allows 4 MiB .* raise it to 6291456 bytes"):
+            host.open_upload("bob", 3 * MIB, limit_bytes=limit)
+        assert host.upload_bytes == 2 * MIB
+        assert len(memory.open) == 1
+        host.open_upload("bob", 2 * MIB, limit_bytes=limit)
+        assert host.upload_bytes == limit
+        assert host.used_bytes == 0, "not of the host budget"
+        host.unmapped("alice")
+        assert host.upload_bytes == 2 * MIB
+
+    run(scenario)
+
+
+def test_segments_of_arenas_and_uploads_never_share_a_number() -> None:
+    async def scenario() -> None:
+        host = host_tier(PlainMemory())
+        namespace = namespace_of(SMALL)
+        first, _ = host.open_upload("alice", 1, limit_bytes=64 * MIB)
+        await host.open_arenas(namespace, None)
+        second, _ = host.open_upload("alice", 1, limit_bytes=64 * MIB)
+        assert namespace.param_arena is not None
+        assert namespace.working_arena is not None
+        ids = [segment for arena in (namespace.param_arena, namespace.working_arena) for segment, _, _ in arena.segments]
+        assert len({first, second, *ids}) == 2 + len(ids)
+
+    run(scenario)
+
+
+# --- figures
+
+
+def test_the_figures_are_those_of_the_kernel_and_keep_their_peak() -> None:
+    async def scenario() -> None:
+        host = host_tier(PlainMemory())
+        namespace = namespace_of(SMALL)
+        await host.open_arenas(namespace, None)
+        stats = await host.stats()
+        used = host.used_bytes
+        assert stats["kernel_bytes"] == stats["kernel_peak_bytes"] == stats["used_bytes"] == used
+        assert (stats["shared_bytes"], stats["private_bytes"]) == (2 * MIB, used - 2 * MIB)
+        assert stats["segments"] == 3
+        assert stats["page_advice"] == ""
+        host.close_arenas(namespace)
+        stats = await host.stats()
+        assert (stats["kernel_bytes"], stats["kernel_peak_bytes"], stats["used_bytes"]) == (0, used, 0)
+
+    run(scenario)

@@ -1,0 +1,397 @@
+"""Updates stream through a few slots, in an order that saves reads; a failure half-way breaks the namespace, nothing less."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.residency import Working
+from paramstore.engine.namespace import NamespaceState, View
+from paramstore.engine.requests import Urgency
+from paramstore.engine.runner import BACKGROUND_LANE
+from paramstore.engine.store import Store
+from paramstore.engine.update import LOOKAHEAD_RECORDS
+from paramstore.errors import CapacityError, StepFailed, UnknownKey
+from paramstore.optim.tensors import field_tensor
+from paramstore.testing.machine import Machine, PlainSegment
+from paramstore.testing.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, push, run, train, turns, versions
+
+UPDATE_WORKERS = 2
+"""Of the machine."""
+
+
+class Site:
+    """A store with nothing resident; `updated` are the keys in the order in which their updates started."""
+
+    def __init__(self, **machine: Any) -> None:
+        self.machine = Machine(**machine)
+        self.store: Store = self.machine.start()
+        self.view: View
+        self.updated: list[ExpertKey] = []
+        self.in_slots: list[int] = []
+        planner = self.store._planner
+        plan_update = planner.plan_update
+
+        def watched(namespace: NamespaceState, working: Any) -> Any:
+            self.updated.append(working.key)
+            self.in_slots.append(len(namespace.resident))
+            return plan_update(namespace, working)
+
+        planner.plan_update = watched  # type: ignore[method-assign]
+
+    @property
+    def namespace(self) -> NamespaceState:
+        return self.view.namespace
+
+    def pause(self) -> None:
+        assert self.machine.workers is not None
+        self.machine.workers.pause()
+
+    def resume(self) -> None:
+        assert self.machine.workers is not None
+        self.machine.workers.resume()
+
+    async def evict(self, *keys: ExpertKey) -> None:
+        await self.store.evict(self.view, keys or None, None)
+
+    def leave_slots(self, count: int) -> None:
+        """The working arena has only so many slots; nothing is resident."""
+        assert self.namespace.working_arena is not None
+        while self.namespace.working_arena.slots.free_count > count:
+            self.namespace.working_arena.slots.take()
+
+    def corrupt(self, key: ExpertKey, field: str) -> None:
+        located = self.namespace.working_location(key)
+        assert located is not None
+        self.machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field(field).offset_bytes)
+
+
+def on_site(scenario: Callable[[Site], Coroutine[Any, Any, None]], *, experts: int = 12, **machine: Any) -> None:
+    async def prepared() -> None:
+        site = Site(**machine)
+        site.view = await create(site.store, experts=experts)
+        await site.evict()
+        await scenario(site)
+
+    run(prepared())
+
+
+# --- the stream
+
+
+def test_records_in_memory_are_updated_first_and_the_rest_in_backward_order() -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        await site.store.wait_prefetch(site.store.prefetch(site.view, [keys[5], keys[2]], "optim", None))
+        await train(site.store, site.view)
+        assert site.updated == [keys[5], keys[2], *reversed([key for key in keys if key not in (keys[5], keys[2])])]
+
+    on_site(scenario)
+
+
+def test_only_what_was_pushed_is_updated() -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        answer = await train(site.store, site.view, keys[3:6])
+        assert answer["records"] == 3
+        assert answer["bytes_read"] == 3 * SCHEMA.record_bytes
+        assert await versions(site.store, site.view) == [0, 0, 0, 1, 1, 1, *[0] * 6]
+        assert await site.store.apply(site.view, OPTIONS, 1.0) == {"records": 0, "bytes_read": 0, "bytes_written": 0}
+
+    on_site(scenario)
+
+
+def test_no_more_records_are_under_way_than_the_pipeline_is_deep() -> None:
+    async def scenario(site: Site) -> None:
+        site.pause()
+        training = asyncio.ensure_future(train(site.store, site.view))
+        await turns()
+        assert len(site.namespace.resident) == UPDATE_WORKERS + LOOKAHEAD_RECORDS
+        site.resume()
+        await training
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_an_apply_over_many_records_streams_through_few_slots(slots: int) -> None:
+    async def scenario(site: Site) -> None:
+        site.leave_slots(slots)
+        for _ in range(2):
+            answer = await train(site.store, site.view)
+            assert answer["records"] == 12
+        assert max(site.in_slots) <= slots
+        assert await versions(site.store, site.view) == [2] * 12
+
+    on_site(scenario, wait_timeout_s=5.0)
+
+
+def test_the_param_of_a_new_version_is_there_as_soon_as_the_update_is() -> None:
+    async def scenario(site: Site) -> None:
+        await train(site.store, site.view)
+        before = site.namespace.stats.bytes_read
+        assert await first_values(site.store, site.view) == pytest.approx([number - 0.5 for number in range(12)])
+        assert site.namespace.stats.bytes_read == before
+        assert site.namespace.stats.param.misses == 0
+
+    on_site(scenario)
+
+
+def test_the_optimizer_step_of_a_record_counts_its_own_updates_and_the_apply_the_namespace_s() -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        await train(site.store, site.view, keys[:1])
+        await train(site.store, site.view, keys[:2])
+        first, second = (site.namespace.working[key] for key in keys[:2])
+        assert (first.optimizer_step, first.last_apply) == (2, 2)
+        assert (second.optimizer_step, second.last_apply) == (1, 2)
+        await site.store.commit(site.view, 1, b"")
+        await site.evict()
+        await site.store.wait_prefetch(site.store.prefetch(site.view, keys[:2], "optim", None))
+        again = [site.namespace.working[key] for key in keys[:2]]
+        assert [(working.optimizer_step, working.last_apply) for working in again] == [(2, 2), (1, 2)], "from the headers"
+
+    on_site(scenario)
+
+
+def test_the_gradient_norm_is_that_of_everything_pending_and_takes_nothing() -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        assert await site.store.gradient_norm(site.view) == 0.0
+        push(site.store, site.view, keys[:3])
+        elements = SCHEMA.parameter_elements
+        assert await site.store.gradient_norm(site.view) == pytest.approx(sqrt(3 * elements))
+        assert site.store.abort(site.view) == 3
+
+    on_site(scenario)
+
+
+def test_the_gradient_scale_multiplies_the_gradient() -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        for key, scale in zip(keys[:2], (1.0, 4.0), strict=True):
+            push(site.store, site.view, [key])
+            await site.store.apply(site.view, OPTIONS, scale)
+        target = PlainSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes)
+        averages = []
+        for key in keys[:2]:
+            await site.store.read(site.view, key, target)
+            averages.append(field_tensor(target, SCHEMA.stored.field("exp_avg/w")).clone())
+        assert torch.equal(4 * averages[0], averages[1])
+
+    on_site(scenario)
+
+
+# --- beside a commit
+
+
+def test_a_record_dirty_at_a_cut_is_written_before_its_next_update_even_if_the_commit_has_not_come_to_it() -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        await train(site.store, site.view)
+        commit = asyncio.ensure_future(site.store.commit(site.view, 1, b""))
+        await turns(1)
+        push(site.store, site.view, keys)
+        second = asyncio.ensure_future(site.store.apply(site.view, OPTIONS, 1.0))
+        await asyncio.gather(commit, second)
+        reader = await site.store.admission.open("moe", mode="read", at=1, host_bytes=None)
+        assert await versions(site.store, reader) == [1] * 12
+        assert await versions(site.store, site.view) == [2] * 12
+
+    on_site(scenario)
+
+
+def test_an_apply_that_finds_no_extent_waits_for_the_commit_under_way_that_will_free_some() -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        for step in (1, 2):
+            await train(site.store, site.view, keys[:2])
+            await site.store.commit(site.view, step, b"")
+        await train(site.store, site.view, keys[:2])
+        space = site.store._planner.space
+        while space.missing_bytes(2, SCHEMA.record_bytes) == 0:
+            space.reserve(SCHEMA.record_bytes)
+        push(site.store, site.view, keys[:2])
+        commit = asyncio.ensure_future(site.store.commit(site.view, 3, b""))
+        await turns(1)
+        apply = asyncio.ensure_future(site.store.apply(site.view, OPTIONS, 1.0))
+        await asyncio.gather(commit, apply)
+        assert (await versions(site.store, site.view))[:3] == [4, 4, 0]
+
+    on_site(scenario)
+
+
+def test_an_apply_that_no_volume_can_hold_says_so_before_it_has_changed_a_record() -> None:
+    async def scenario(site: Site) -> None:
+        space = site.store._planner.space
+        while space.reserve(SCHEMA.record_bytes) is not None:
+            pass
+        with pytest.raises(StepFailed, match="bytes are missing on the volumes: raise volume_size"):
+            await train(site.store, site.view)
+        assert site.updated == []
+        with pytest.raises(StepFailed, match=r"rollback\(\) is the way on"):
+            push(site.store, site.view, keys_of(site.view))
+        await site.store.rollback(site.view, 0)
+        assert await versions(site.store, site.view) == [0] * 12
+
+    on_site(scenario)
+
+
+# --- failures
+
+
+def test_an_apply_that_fails_half_way_breaks_the_namespace_and_leaves_no_slot_held() -> None:
+    async def scenario(site: Site) -> None:
+        site.leave_slots(4)
+        site.corrupt(keys_of(site.view)[6], "exp_avg/w")
+        with pytest.raises(StepFailed, match=r"apply on 'moe' failed: record \(0, 6\)"):
+            await train(site.store, site.view)
+        assert site.namespace.broken is not None
+        assert site.namespace.broken.startswith("an apply failed: record (0, 6)")
+        while not site.store._runner.is_idle:
+            await asyncio.sleep(0)
+        assert all(working.holders == 0 for working in site.namespace.working.values())
+        await site.store.rollback(site.view, 0)
+        assert not site.namespace.resident
+        assert site.namespace.working_arena is not None
+        assert site.namespace.working_arena.slots.free_count == 4
+
+    on_site(scenario, seed=5)
+
+
+def test_what_is_called_after_a_failed_apply_is_refused_even_if_it_was_called_before_the_failure() -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        site.corrupt(keys[6], "exp_avg/w")
+        push(site.store, site.view, keys)
+        first = site.store.apply(site.view, OPTIONS, 1.0)
+        push(site.store, site.view, keys[:2])
+        second = site.store.apply(site.view, OPTIONS, 1.0)
+        commit = site.store.commit(site.view, 1, b"")
+        outcomes = await asyncio.gather(*map(asyncio.ensure_future, (first, second, commit)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [StepFailed] * 3
+        assert site.store.steps(site.view) == [0]
+
+    on_site(scenario)
+
+
+def test_a_rollback_stops_an_apply_at_its_next_record() -> None:
+    async def scenario(site: Site) -> None:
+        push(site.store, site.view, keys_of(site.view))
+        apply = asyncio.ensure_future(site.store.apply(site.view, OPTIONS, 1.0))
+        await turns(3)
+        await site.store.rollback(site.view, 0)
+        with pytest.raises(StepFailed, match="another writer took over"):
+            await apply
+        assert len(site.updated) < 12
+        assert site.namespace.broken is None
+        assert await versions(site.store, site.view) == [0] * 12
+
+    on_site(scenario)
+
+
+# --- initial values
+
+
+async def begun(site: Site) -> View:
+    """Another namespace whose initialization has begun."""
+    view = await site.store.admission.create("new", SCHEMA.describe(), layers=[0], experts=3, host_bytes=None)
+    await site.store.initialize_begin(view)
+    return view
+
+
+def initial(value: float = 1.0) -> memoryview:
+    memory = PlainSegment(SCHEMA.initial_bytes).view(0, SCHEMA.initial_bytes)
+    for field in SCHEMA.initial_fields():
+        field_tensor(memory, field).fill_(value)
+    return memory
+
+
+def on_two(scenario: Callable[[Site], Coroutine[Any, Any, None]], **machine: Any) -> None:
+    async def prepared() -> None:
+        await scenario(Site(**machine))
+
+    run(prepared())
+
+
+def test_an_initial_value_is_taken_once_and_its_write_is_under_way_on_return() -> None:
+    async def scenario(site: Site) -> None:
+        site.view = await begun(site)
+        value = initial()
+        await site.store.initialize_put(site.view, (0, 1), value)
+        working = site.namespace.working[0, 1]
+        assert working.state in (Working.WRITING, Working.CLEAN)
+        assert working.identity == (site.namespace.epoch, 0)
+        value[:] = bytes(len(value))
+        with pytest.raises(StepFailed, match=r"\(0, 1\) of 'new' has its initial value already"):
+            await site.store.initialize_put(site.view, (0, 1), value)
+        with pytest.raises(UnknownKey):
+            await site.store.initialize_put(site.view, (0, 3), value)
+        with pytest.raises(StepFailed, match=r"initialize on 'new': \(0, 0\) was never given a value"):
+            await site.store.initialize_end(site.view)
+        assert await first_values(site.store, site.view, [(0, 1)]) == [1.0], "the upload range was free to be used again"
+
+    on_two(scenario)
+
+
+def test_an_initial_value_outside_of_an_initialization_is_refused() -> None:
+    async def scenario(site: Site) -> None:
+        site.view = await create(site.store)
+        with pytest.raises(StepFailed, match="has its initial value already"):
+            await site.store.initialize_put(site.view, (0, 0), initial())
+
+    on_two(scenario)
+
+
+def test_an_initial_value_waits_for_space_that_the_zero_fill_has_just_taken() -> None:
+    async def scenario(site: Site) -> None:
+        site.view = await begun(site)
+        space, runner = site.store._planner.space, site.store._runner
+        extent = space.next_unwritten(0, 1 << 30)
+        assert extent is not None
+        while space.reserve(SCHEMA.record_bytes) is not None:
+            pass
+
+        async def fill() -> None:
+            await runner.call(BACKGROUND_LANE, lambda: None)
+            space.finish_prefill(extent)
+
+        filling = asyncio.ensure_future(fill())
+        await turns(1)
+        await site.store.initialize_put(site.view, (0, 1), initial())
+        assert site.namespace.working[0, 1].identity is not None
+        await filling
+
+    on_two(scenario)
+
+
+def test_an_initial_value_that_no_volume_can_hold_is_refused() -> None:
+    async def scenario(site: Site) -> None:
+        site.view = await begun(site)
+        space = site.store._planner.space
+        while space.reserve(SCHEMA.record_bytes) is not None:
+            pass
+        with pytest.raises(CapacityError, match="raise volume_size"):
+            await site.store.initialize_put(site.view, (0, 1), initial())
+        assert site.namespace.working[0, 1].state is Working.ABSENT
+
+    on_two(scenario)
+
+
+def test_updates_take_the_demand_class() -> None:
+    async def scenario(site: Site) -> None:
+        site.pause()
+        training = asyncio.ensure_future(train(site.store, site.view))
+        await turns()
+        moves = [working.move for working in site.namespace.resident.values()]
+        assert {move.urgency for move in moves if move is not None} == {Urgency.DEMAND}
+        site.resume()
+        await training
+
+    on_site(scenario)
