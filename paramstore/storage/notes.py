@@ -62,8 +62,24 @@ def format_volume(volume: Volume, superblock: Superblock) -> None:
 
 
 def read_superblock(volume: Volume) -> Superblock:
-    """The volume's superblock. Raises CorruptRecord if no copy is whole, VolumeError if that cannot be known."""
-    return _read_first(volume, SUPERBLOCK_COPIES, SUPERBLOCK_BYTES, unpack_superblock, what="superblock")
+    """The volume's superblock. Raises CorruptRecord if no copy is whole, VolumeError if that cannot be known, or if whole
+    copies differ: then parts of two volumes lie in one file."""
+    superblock = _read_first(volume, SUPERBLOCK_COPIES, SUPERBLOCK_BYTES, unpack_superblock, what="superblock")
+    last = _read_last_superblock(volume)
+    if last is not None and last != superblock:
+        raise VolumeError(
+            f"volume {volume.index}: its superblocks differ: volume {superblock.volume_uuid.hex()} of store "
+            f"{superblock.store_uuid.hex()}, and volume {last.volume_uuid.hex()} of store {last.store_uuid.hex()}"
+        )
+    return superblock
+
+
+def _read_last_superblock(volume: Volume) -> Superblock | None:
+    """The last copy; None if it is not whole, since one whole copy is enough."""
+    try:
+        return _read_first(volume, SUPERBLOCK_COPIES[-1:], SUPERBLOCK_BYTES, unpack_superblock, what="superblock")
+    except VolumeError:
+        return None
 
 
 def write_note(volume: Volume, superblock: Superblock, note_slot: int, note: CommitNote) -> None:

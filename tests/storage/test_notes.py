@@ -12,6 +12,7 @@ from paramstore.storage.format import (
     Superblock,
     extents_start_bytes,
     note_offsets,
+    pack_superblock,
 )
 from paramstore.storage.notes import copy_notes, format_volume, read_note, read_superblock, write_note
 from paramstore.storage.volume import Volume
@@ -126,3 +127,10 @@ def test_a_new_volume_gets_the_notes_of_all_steps_durably(volume: MemoryVolume) 
     copy_notes(contents, volume, added, superblock)
     added.crash(keep_none)
     assert read_note(added, superblock, 2) == NOTE
+
+
+def test_a_volume_whose_superblocks_differ_is_refused(volume: MemoryVolume) -> None:
+    page = memoryview(bytearray(pack_superblock(STRANGER)))
+    volume.write(SUPERBLOCK_COPIES[1], [page])
+    with pytest.raises(VolumeError, match="superblocks differ"):
+        read_superblock(volume)
