@@ -89,7 +89,8 @@ class Connection:
 
         what: names the request in messages to people. convert: makes the result of the answer, on the reading thread.
         on_settled: run on the reading thread whatever the outcome. Raises StoreUnavailable or ForkedClient, and
-        CapacityError when TICKETS_MAX requests are unanswered; then nothing was sent.
+        CapacityError when TICKETS_MAX requests are unanswered; then nothing was sent. Raises WaitTimeout if the daemon takes
+        nothing off its socket: the request stays in the outbox, goes out in its place, and `on_settled` hears of its end.
         """
         self.check_usable()
         request_id: int = message.id  # type: ignore[union-attr]  # the one-way messages go through `post`

@@ -77,13 +77,16 @@ class PendingGradients:
     def consume(self, send: Callable[[Callable[[], None]], Ticket[T]]) -> Ticket[T]:
         """Hands everything pending to the request that `send` makes; its ranges are free once that is answered.
 
-        send: given what must run when the request settles; makes its ticket. If it raises, all stays pending.
+        send: given what must run when the request settles; makes its ticket. If nothing was sent, all stays pending; after a
+        WaitTimeout or an interrupt the daemon may take it, so nothing does.
         """
         with self._pushing:
             ranges, self._ranges = self._ranges, {}
             try:
                 ticket = send(lambda: self._area.give_back(ranges.values()))
-            except BaseException:
+            except WaitTimeout:
+                raise  # the request is on its way: what it consumes is pending here no more
+            except Exception:
                 self._ranges = ranges
                 raise
             self._consuming = [*(open_one for open_one in self._consuming if not open_one.is_settled), ticket]

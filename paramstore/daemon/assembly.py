@@ -16,6 +16,7 @@ from pathlib import Path
 from paramstore.config import Config
 from paramstore.core.schema import round_up
 from paramstore.engine.admission import make_namespace
+from paramstore.engine.arithmetic import load
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier, Memory
@@ -98,7 +99,10 @@ async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
         pages = await runner.call(BACKGROUND_LANE, probe_pages)
         if pages.advice:
             logger.warning("pages: shared %s, private %s; for huge pages: %s", pages.shared, pages.private, pages.advice)
-        return connect(config, runner, catalog, contents, volumes, HostMemory(pages), update_workers=update_workers)
+        store = connect(config, runner, catalog, contents, volumes, HostMemory(pages), update_workers=update_workers)
+        if any(namespace.is_trainable() for namespace in store.namespaces.values()):
+            await runner.call(CPU_LANE, load)
+        return store
     except BaseException:
         for volume in volumes.values():
             volume.close()

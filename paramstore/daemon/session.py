@@ -31,7 +31,7 @@ from paramstore.wire.codec import FRAME_BYTES_MAX, decode_request
 
 logger = logging.getLogger(__name__)
 
-TASKS_MAX = 4096
+TASKS_MAX = 1 << 16
 """Requests of one session under way at once."""
 HELLO_TIMEOUT_S = 2.0
 
@@ -380,6 +380,7 @@ class Session:
         """The area goes with the session, once no request that reads gradients is under way."""
         if self._is_ended and not self._tasks:
             self._uploads.close()
+            self._store.host.drop_uploads(self)
 
     def _process_ended(self) -> None:
         """The client process is gone: nobody reads its mappings any more."""

@@ -11,11 +11,13 @@ from typing import Any
 
 from paramstore.core.key import KeySpace, check_name
 from paramstore.core.schema import Schema
+from paramstore.engine.arithmetic import load
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.planner import Planner, fresh_working
+from paramstore.engine.runner import CPU_LANE
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.volumes import VolumeSet
 from paramstore.errors import (
@@ -150,6 +152,8 @@ class Admission:
     async def _open_arenas(self, namespace: NamespaceState, host_bytes: int | None) -> None:
         """Returns with the first segment of each arena; the others come up in the background."""
         await self._host.open_arenas(namespace, host_bytes)
+        if namespace.is_trainable():
+            await self._transfers.runner.call(CPU_LANE, load)
         task = asyncio.get_running_loop().create_task(self._grow(namespace), name=f"grow-{namespace.name}")
         self._growing.add(task)
         task.add_done_callback(self._growing.discard)

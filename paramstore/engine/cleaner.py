@@ -47,7 +47,9 @@ class Cleaner:
                 if is_written:
                     failures += 1
                     if failures > 1:
-                        raise StepFailed(f"{key} of {namespace.name!r}: its write-back failed twice, on different extents")
+                        raise StepFailed(
+                            f"{key} of {namespace.name!r}: its write-back failed twice, on different extents: {working.write_error}"
+                        )
                 if not self._planner.working.begin_write(namespace, working, urgency):
                     await self._until_space(namespace, working)
                     continue

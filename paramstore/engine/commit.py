@@ -18,7 +18,8 @@ from dataclasses import replace
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.place import Extent
 from paramstore.engine.cleaner import Cleaner
-from paramstore.engine.namespace import Cut, NamespaceState
+from paramstore.engine.moves import MoveKind
+from paramstore.engine.namespace import Cut, NamespaceState, WorkingCopy
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import CATALOG_LANE, Runner, volume_lane
@@ -69,7 +70,7 @@ class Committer:
             step_row = StepRow(step, cut.sequence, note_slot, len(cut.keys), extra)
             await self._prove(namespace, cut, step_row)
             publication = await self._publish_cut(namespace, cut, step_row)
-        except ParamStoreError:
+        except BaseException:  # a bug too must not leave a cut that everybody waits for
             if self.stopped is not None:
                 raise  # published or not, nobody knows: whatever the step may need stays untouched until a restart
             if note_slot is not None and note_slot not in self._bad_note_slots:
@@ -158,13 +159,15 @@ class Committer:
             raise
 
     def _distrust(self, volume: int, error: VolumeError) -> None:
-        """A flush failed: every namespace with an unpublished record on that volume is broken."""
+        """A flush failed, and no later one will say so again: every namespace is broken that has an unpublished record on
+        that volume, has one on its way there, or has a commit under way, with a note there."""
         logger.error("flush of volume %d failed: %s", volume, error)
         for namespace in self._namespaces.values():
             lost = list(_unpublished_on(namespace, volume))
             for extent in lost:
                 self._planner.space.quarantine(extent)
-            if lost:
+            is_moving = namespace.cut is not None or any(_written_to(working, volume) for working in namespace.resident.values())
+            if lost or is_moving:
                 self._planner.mark_broken(namespace, f"a flush of volume {volume} failed: {error}")
         self._transfers.drain()
 
@@ -258,6 +261,12 @@ def _is_in(change: Change, contents: Contents) -> bool:
     rows = {name: found.namespace for name, found in contents.namespaces.items()}
     are_namespaces_in = all(rows.get(row.name) == row for row in change.put_namespaces)
     return are_namespaces_in and all(contents.volumes.get(row.index) == row for row in change.put_volumes)
+
+
+def _written_to(working: WorkingCopy, volume: int) -> bool:
+    """Whether a write to `volume` is under way."""
+    move = working.move
+    return move is not None and move.kind is MoveKind.WRITE and move.located is not None and move.located.extent.volume == volume
 
 
 def _unpublished_on(namespace: NamespaceState, volume: int) -> Iterable[Extent]:

@@ -280,7 +280,7 @@ class HostTier:
                 segment.clients.discard(client)
                 self._close_if_unmapped(segment_id)
         if segment_ids is None:
-            self._upload_bytes.pop(client, None)
+            self.drop_uploads(client)
 
     async def until_unmapped(self, timeout_s: float) -> None:
         """Returns when clients have unmapped all that was given up, or when the time is up."""
@@ -312,6 +312,10 @@ class HostTier:
         self._next_segment += 1
         self._upload_bytes[client] = self._upload_bytes.get(client, 0) + rounded
         return segment_id, memory
+
+    def drop_uploads(self, client: object) -> None:
+        """The client's upload segments are closed: their bytes are free for others."""
+        self._upload_bytes.pop(client, None)
 
     def upload_bytes_of(self, client: object) -> int:
         return self._upload_bytes.get(client, 0)

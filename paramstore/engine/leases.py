@@ -65,7 +65,7 @@ class LeasePlanner:
         arena = namespace.param_arena
         assert arena is not None
         reserve = max(1, arena.planned_slots // 16)
-        return max(1, (arena.planned_slots - reserve) // max(1, len(namespace.views)))
+        return max(1, (arena.planned_slots - reserve) // max(1, sum(not view.is_fenced for view in namespace.views)))
 
     def check_view(self, view: View) -> None:
         """Raises what keeps this view from new leases and writes."""

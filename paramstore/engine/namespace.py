@@ -47,7 +47,7 @@ class WorkingCopy:
 
     __slots__ = (
         "current", "holders", "identity", "is_cut", "is_orphan", "key", "last_apply", "move", "optimizer_step", "prefetches",
-        "requests", "reserved", "slot", "state", "target", "uncommitted", "waiters",
+        "requests", "reserved", "slot", "state", "target", "uncommitted", "waiters", "write_error", "write_failures",
     )  # fmt: skip
 
     def __init__(self, key: ExpertKey, identity: Identity | None) -> None:
@@ -79,6 +79,10 @@ class WorkingCopy:
         self.prefetches: list[PrefetchRequest] = []
         self.waiters: list[object] = []
         """Futures of those who wait for any change of this copy; opaque to the planner."""
+        self.write_failures = 0
+        """Writes of these bytes that failed, each on another extent."""
+        self.write_error: Exception | None = None
+        """What the last of them met."""
 
 
 class ParamCopy:
@@ -202,7 +206,6 @@ class NamespaceState:
         self.epoch = epoch
         self.sequence = sequence
         self.applies = 0
-        self.epoch_bounds: dict[int, int] = {}
         self.param_arena: Arena | None = None
         self.working_arena: Arena | None = None
         """Of the stored part: `optim`; for a param schema the same arena as `param_arena`."""

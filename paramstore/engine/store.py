@@ -295,7 +295,8 @@ class Store:
         identity = working.identity
         if working.state not in MAY_MATERIALISE:
             located = namespace.working_location(key)
-            assert located is not None
+            if located is None or located.identity != identity:  # an update tore the newest bytes
+                raise StepFailed(f"{key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
             await self._transfers.read_into(namespace, key, located, target)
             return located.identity
         held = await self._loader.hold(namespace, key)

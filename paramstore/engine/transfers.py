@@ -15,6 +15,7 @@ from typing import Any
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
+from paramstore.engine.arithmetic import materialise
 from paramstore.engine.moves import Move, MoveKind
 from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
 from paramstore.engine.planner import Planner
@@ -99,8 +100,6 @@ class Transfers:
         assert move.source is not None
         assert move.source.slot is not None
         assert move.namespace.working_arena is not None
-        from paramstore.optim.cast import materialise  # torch only where it computes
-
         image = move.namespace.working_arena.view(move.source.slot)
         job = partial(materialise, move.namespace.schema, image, self._slot_view(move))
         self._submit(move, CPU_LANE, call, deque([job]), self._settle_materialise)
@@ -246,9 +245,3 @@ class Transfers:
             request.is_finished = True
             wake(request.future)
         self.drain()
-
-
-def namespace_idle(namespace: NamespaceState) -> bool:
-    """Whether no worker touches the namespace's slots."""
-    working = all(copy.move is None for copy in namespace.resident.values())
-    return working and all(copy.move is None for copies in namespace.copies.values() for copy in copies)

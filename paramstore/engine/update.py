@@ -16,6 +16,7 @@ from math import fsum, sqrt
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
+from paramstore.engine.arithmetic import fill_initial, square_sum, update
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import GradientRange, NamespaceState, WorkingCopy
@@ -69,6 +70,11 @@ class Updater:
                 self._planner.mark_broken(namespace, f"an apply failed: {error}")
                 self._transfers.drain()
             raise StepFailed(f"apply on {namespace.name!r} failed: {error}") from error
+        except BaseException:
+            if namespace.epoch == epoch:
+                self._planner.mark_broken(namespace, "an apply was interrupted")
+                self._transfers.drain()
+            raise
         namespace.stats.applies += 1
         return {
             "records": len(pending),
@@ -132,8 +138,6 @@ class Updater:
     async def _update_one(
         self, namespace: NamespaceState, working: WorkingCopy, gradient: GradientRange, options: AdamW, grad_scale: float
     ) -> None:
-        from paramstore.optim.adamw import update  # torch only where it computes
-
         copy = self._planner.plan_update(namespace, working)
         param = None
         if copy is not None:
@@ -176,8 +180,6 @@ class Updater:
 
     async def norm(self, namespace: NamespaceState) -> float:
         """L2 norm over everything pending now."""
-        from paramstore.optim.adamw import square_sum  # torch only where it computes
-
         jobs = [partial(square_sum, namespace.schema, gradient.view()) for gradient in namespace.pending.values()]
         sums = await asyncio.gather(*(self._transfers.runner.call(CPU_LANE, job) for job in jobs))
         return sqrt(fsum(sums))
@@ -186,8 +188,6 @@ class Updater:
 
     async def fill(self, namespace: NamespaceState, key: ExpertKey, initial: memoryview) -> None:
         """Takes one key's initial value; its write-back is under way on return, `initial` is not needed any more."""
-        from paramstore.optim.adamw import fill_initial  # torch only where it computes
-
         namespace.keys.check([key], namespace=namespace.name)
         self._check_empty(namespace, key)
         await self._reserve(namespace, [key])

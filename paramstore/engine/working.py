@@ -18,6 +18,9 @@ from paramstore.engine.requests import PrefetchRequest, SlotRequest, Urgency
 from paramstore.errors import ParamStoreError
 from paramstore.storage.extents import Space
 
+WRITE_TRIES = 2
+"""A record whose write fails is written once more, elsewhere; then whoever needs it written is told."""
+
 
 class WorkingPlanner:
     """Decides about working copies; part of the planner, on the event-loop thread."""
@@ -157,7 +160,10 @@ class WorkingPlanner:
 
     def clean(self, namespace: NamespaceState, count: int, urgency: Urgency) -> None:
         """Starts writing up to `count` dirty records, those first that have been in their slot longest."""
-        dirty = [working for working in namespace.resident.values() if working.state is Working.DIRTY and not working.holders]
+        dirty = [
+            working for working in namespace.resident.values()
+            if working.state is Working.DIRTY and not working.holders and working.write_failures < WRITE_TRIES
+        ]  # fmt: skip
         for working in dirty[: max(0, count)]:
             if not self.begin_write(namespace, working, urgency):
                 return  # no space on the volume until a publish or another write frees some
@@ -189,13 +195,27 @@ class WorkingPlanner:
             return
         if error is not None:
             working.state = next_working(working.state, WorkingEvent.WRITE_FAILED)
+            working.write_failures += 1
+            working.write_error = error
+            if working.write_failures >= WRITE_TRIES:
+                self._fail_waiting(namespace, error)
         else:
             working.state = next_working(working.state, WorkingEvent.WRITTEN)
+            working.write_failures, working.write_error = 0, None
             namespace.stats.records_written += 1
             self._replace_uncommitted(namespace, working, located)
             if not namespace.is_trainable():  # a param schema's working copies only pass through its one arena
                 self.evict(namespace, working)
         self._wake(working)
+
+    def _fail_waiting(self, namespace: NamespaceState, error: ParamStoreError) -> None:
+        """Who waits for a slot that only a write could free learns why it does not come."""
+        arena = namespace.working_arena
+        assert arena is not None
+        for request in [waiting for waiting in arena.waiting if isinstance(waiting, SlotRequest)]:
+            arena.waiting.remove(request)
+            request.error = error
+            self._finish(request)
 
     def _replace_uncommitted(self, namespace: NamespaceState, working: WorkingCopy, located: Located) -> None:
         older, working.uncommitted = working.uncommitted, located
@@ -259,6 +279,7 @@ class WorkingPlanner:
         else:
             working.state = next_working(working.state, WorkingEvent.UPDATED)
             working.identity = identity
+            working.write_failures, working.write_error = 0, None
             namespace.changed.add(working.key)
             self._record(namespace, working.key)
             self._land_requests(namespace, working)

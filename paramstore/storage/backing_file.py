@@ -17,6 +17,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from paramstore.errors import VolumeError
@@ -142,11 +143,21 @@ class BackingFile:
             raise self._cannot_grow(size_bytes, "No space left on device")
         try:
             os.posix_fallocate(self._descriptor, self.size_bytes, size_bytes - self.size_bytes)
-            os.fsync(self._descriptor)
+            self._sync_apart()
         except OSError as error:
-            os.ftruncate(self._descriptor, self.size_bytes)
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self.size_bytes)
             raise self._cannot_grow(size_bytes, error.strerror) from error
         self.size_bytes = size_bytes
+
+    def _sync_apart(self) -> None:
+        """Makes the new size durable through a descriptor of its own: the kernel tells each descriptor once of a write that
+        was lost, and the one that transfers use must hear of it at its own flush."""
+        descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def set_direct(self, is_direct: bool) -> None:
         """Makes transfers bypass the page cache, or go through it. Raises OSError where the file system refuses."""

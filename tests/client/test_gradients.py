@@ -210,3 +210,21 @@ def test_threads_that_push_the_same_key_lose_nothing(
         thread.join(timeout=20)
     assert (pending(daemon, (0, 0)) == 40.0).all()
     assert len(daemon.requests(m.Push)) == 1
+
+
+def test_gradients_go_with_an_apply_that_the_daemon_is_slow_to_take(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace.push({(0, 0): gradient(1.0)})
+    connection, send = namespace._connection, namespace._connection.request
+
+    def late(*arguments: object, **options: object) -> object:
+        send(*arguments, **options)  # it is in the outbox
+        raise ps.WaitTimeout("the daemon took nothing off its socket")
+
+    monkeypatch.setattr(connection, "request", late)
+    with pytest.raises(ps.WaitTimeout):
+        namespace.apply(ps.AdamW())
+    monkeypatch.undo()
+    namespace.push({(0, 0): gradient(2.0)})
+    assert [len(push.entries) for push in daemon.requests(m.Push)] == [1, 1]  # not added to what the apply has consumed

@@ -208,6 +208,19 @@ def test_opening_as_writer_fences_the_one_before_and_drops_what_was_not_committe
     run(scenario())
 
 
+def test_the_writer_before_is_fenced_from_the_moment_in_which_another_comes() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        old = await create(store)
+        opening = asyncio.ensure_future(writer(store))
+        await turns(1)
+        with pytest.raises(WriterFenced):
+            push(store, old, keys_of(old))
+        await opening
+
+    run(scenario())
+
+
 def test_what_was_asked_for_before_the_fence_does_not_write_after_it() -> None:
     async def scenario() -> None:
         store = Machine().start()

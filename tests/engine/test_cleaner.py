@@ -93,12 +93,14 @@ def test_cleaning_ahead_writes_only_what_eviction_will_need() -> None:
 
 def test_cleaning_ahead_needs_nothing_while_slots_are_free() -> None:
     async def scenario(site: Site) -> None:
-        assert site.namespace.working_arena is not None
-        free = site.namespace.working_arena.slots.free_count
-        site.cleaner.clean_ahead(site.namespace, free)
-        assert site.states() == [Working.DIRTY] * 4
+        await site.store.evict(site.view, [A, B], None)
+        site.cleaner.clean_ahead(site.namespace, 2)
+        assert site.states() == [Working.ABSENT, Working.ABSENT, Working.DIRTY, Working.DIRTY]
+        site.cleaner.clean_ahead(site.namespace, 3)
+        assert site.states() == [Working.ABSENT, Working.ABSENT, Working.WRITING, Working.DIRTY]
+        await site.idle()
 
-    on_site(scenario, host_budget_bytes=64 << 20)
+    on_site(scenario)
 
 
 # --- one record

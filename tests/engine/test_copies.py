@@ -145,6 +145,7 @@ def test_a_copy_whose_lease_was_given_up_while_it_waited_does_not_keep_its_slot_
     (load,) = small.start()
     request = small.lease(view, A)
     small.planner.leases.cancel_lease(request, LeaseError("given up"))
+    assert small.param_arena.slots.free_count == 2, "nobody wants it: it goes at once"
     small.land(load)
     small.leased(view, B, C)
     small.check()

@@ -57,12 +57,15 @@ def test_a_record_with_an_uncommitted_extent_has_its_share_of_the_volume_already
 
 def test_what_goes_to_a_cut_is_no_share_of_the_next_apply() -> None:
     small = desk()
-    small.update(A, B)
+    small.update(A, B, C)
     small.write(A)
+    small.write(C)
+    small.update(C)
     small.cut()
-    small.planner.reserve_extents(small.namespace, [A, B])
+    small.planner.reserve_extents(small.namespace, [A, B, C])
     assert small.namespace.working[A].reserved is not None, "its extent is the cut's"
     assert small.namespace.working[B].reserved is not None, "its next write is the cut's"
+    assert small.namespace.working[C].reserved is not None, "its next write is the cut's, and frees the extent before it"
 
 
 def test_an_update_makes_the_param_copy_in_the_same_pass_where_a_slot_is_free() -> None:
@@ -353,6 +356,15 @@ def test_who_waits_for_a_slot_at_a_rollback_is_told_and_leaves_the_queue() -> No
     assert not small.working_arena.waiting
     small.unhold(held)
     small.check()
+
+
+def test_a_rollback_frees_the_extents_of_steps_that_are_gone() -> None:
+    small = desk()
+    extent = small.space.reserve(small.namespace.schema.record_bytes)
+    assert extent is not None
+    free = small.space.free_bytes
+    small.planner.rollback(small.namespace, epoch=2, freed=[extent])
+    assert small.space.free_bytes == free + extent.length_bytes
 
 
 def test_a_rollback_before_the_first_commit_leaves_no_value() -> None:

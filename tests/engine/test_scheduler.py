@@ -133,6 +133,15 @@ def test_a_transfer_promoted_while_its_last_pieces_run_queues_its_final_piece_in
     assert order_of(made) == ["header", "prefetch"]
 
 
+def test_a_transfer_promoted_while_its_pieces_run_does_not_start_its_final_piece_beside_them() -> None:
+    made = scheduler(2)
+    write = transfer("body", urgency=WRITE_BACK, final="header")
+    made.submit(write)
+    made.next_burst("disk")
+    made.promote(write, DEMAND)
+    assert made.next_burst("disk") is None
+
+
 # --- bursts
 
 

@@ -641,3 +641,47 @@ def test_after_an_outcome_that_cannot_be_known_nothing_is_written_and_a_restart_
 
     run(scenario("durable"))
     run(scenario("lost"))
+
+
+def test_when_every_write_fails_the_apply_says_why_and_little_space_is_lost() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=26, host_budget_bytes=6 << 20)
+        faulty = FaultyVolume(machine.disks[0], [])
+        machine.volumes[0] = faulty
+        store = machine.start()
+        view, model = await make_writer(store), Model()
+        arena = view.namespace.working_arena
+        await store.evict(view, None, "optim")
+        while arena.slots.free_count > 2:
+            arena.slots.take()
+        free_bytes = (await store.stats())["tiers"]["nvme"]["free_bytes"]
+        faulty.plan = (Fault("write", faulty.calls["write"] + 1, forever=True),)
+        push(store, view, KEYS, 1)
+        with pytest.raises(StepFailed, match="write number"):
+            await store.apply(view, AdamW(lr=1e-2), 1.0)
+        faulty.plan = ()
+        await store.rollback(view, 0)
+        lost_bytes = free_bytes - (await store.stats())["tiers"]["nvme"]["free_bytes"]
+        assert lost_bytes <= 4 * SCHEMA.record_bytes
+        model.check(await leased(store, view, KEYS[:2]))
+
+    run(scenario())
+
+
+def test_a_failed_flush_breaks_a_namespace_whose_record_is_on_its_way_to_that_volume() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=27)
+        store = machine.start()
+        view = await make_writer(store)
+        push(store, view, KEYS[:1], 1)
+        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        machine.workers.pause()
+        writing = asyncio.ensure_future(store.write_back(view, None))
+        await asyncio.sleep(0)
+        store._committer._distrust(0, VolumeError("flush failed for somebody else"))
+        machine.workers.resume()
+        await writing
+        with pytest.raises(StepFailed, match="somebody else"):
+            await store.commit(view, 1, b"")
+
+    run(scenario())

@@ -182,6 +182,19 @@ def test_reading_back_fills_the_target_with_a_verified_record() -> None:
     on_site(scenario)
 
 
+def test_param_made_from_a_working_copy_lets_it_go_and_reads_nothing() -> None:
+    async def scenario(site: Site) -> None:
+        await train(site.store, site.view)
+        await site.store.write_back(site.view, None)
+        await site.store.evict(site.view, None, "param")
+        before = site.traffic.bytes_read
+        assert await first_values(site.store, site.view) == pytest.approx([-0.5, 0.5, 1.5, 2.5])
+        assert site.traffic.bytes_read == before
+        assert (await site.store.evict(site.view, None, "optim")) == {"evicted": 4, "skipped": []}
+
+    on_site(scenario)
+
+
 # --- writes
 
 
@@ -284,6 +297,20 @@ def test_a_cancelled_prefetch_of_working_copies_leaves_those_that_an_update_want
         await training
         assert (await versions(site.store, site.view)) == [0, 0, 0, 1]
         assert C not in site.namespace.resident
+
+    on_site(scenario)
+
+
+def test_a_cancelled_prefetch_of_a_working_copy_leaves_one_that_a_lease_waits_for() -> None:
+    async def scenario(site: Site) -> None:
+        site.pause()
+        prefetch = site.store.prefetch(site.view, keys_of(site.view), "optim", None)
+        leased = asyncio.ensure_future(lease(site.store, site.view, [D]))
+        await turns(2)
+        site.store.cancel_prefetch(prefetch)
+        await site.resume()
+        assert (await leased).copies[0].key == D
+        assert list(site.namespace.resident) == [A, B, D], "two had started, one was wanted"
 
     on_site(scenario)
 

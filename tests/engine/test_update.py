@@ -132,6 +132,24 @@ def test_an_apply_over_many_records_streams_through_few_slots(slots: int) -> Non
     on_site(scenario, wait_timeout_s=5.0)
 
 
+def test_slots_are_cleaned_ahead_of_the_records_that_will_need_them() -> None:
+    async def scenario(site: Site) -> None:
+        site.leave_slots(8)
+        planner = site.store._planner.working
+        begin_write, urgencies = planner.begin_write, list[Urgency]()
+
+        def watched(namespace: NamespaceState, working: Any, urgency: Urgency) -> bool:
+            urgencies.append(urgency)
+            return begin_write(namespace, working, urgency)
+
+        planner.begin_write = watched  # type: ignore[method-assign]
+        await train(site.store, site.view)
+        assert urgencies
+        assert set(urgencies) == {Urgency.WRITE_BACK}, "no load had to wait for a write"
+
+    on_site(scenario)
+
+
 def test_the_param_of_a_new_version_is_there_as_soon_as_the_update_is() -> None:
     async def scenario(site: Site) -> None:
         await train(site.store, site.view)

@@ -44,7 +44,10 @@ def test_a_longer_process_id_of_before_leaves_nothing_behind(tmp_path: Path) -> 
 
 def test_a_program_that_is_started_does_not_inherit_the_lock(tmp_path: Path) -> None:
     lock = StoreLock.take(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
+    program = [sys.executable, "-c", "print('started', flush=True); input()"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # descriptors are closed a moment after the parent goes on
         lock.release()
         StoreLock.take(tmp_path).release()
         child.communicate(b"\n")
