@@ -77,19 +77,23 @@ class Admission:
             existing = self._namespaces.get(name)
             if existing is not None:
                 self._check_reusable(existing, schema, keys)
-                return await self._open_writer(existing, host_bytes)
-            self._host.check_least(name, schema, len(keys), host_bytes)
-            await self._volumes.make_room([*self._namespaces.values()], schema, len(keys))
-            row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
-            namespace = make_namespace(Ledger(NamespaceContents(row)))
-            await self._open_memory(namespace, host_bytes)
-            try:
-                await self._committer.apply_change(Change(put_namespaces=(row,)))
-            except ParamStoreError:
-                self._host.close_arenas(namespace)
-                raise
-            self._namespaces[name] = namespace
-            return self._planner.leases.open_view(namespace, is_writer=True, step=None)
+            else:
+                return await self._create(name, schema, keys, host_bytes)
+        return await self._open_writer(existing, host_bytes)
+
+    async def _create(self, name: str, schema: Schema, keys: KeySpace, host_bytes: int | None) -> View:
+        self._host.check_least(name, schema, len(keys), host_bytes)
+        await self._volumes.make_room([*self._namespaces.values()], schema, len(keys))
+        row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
+        namespace = make_namespace(Ledger(NamespaceContents(row)))
+        await self._open_memory(namespace, host_bytes)
+        try:
+            await self._committer.apply_change(Change(put_namespaces=(row,)))
+        except ParamStoreError:
+            self._host.close_arenas(namespace)
+            raise
+        self._namespaces[name] = namespace
+        return self._planner.leases.open_view(namespace, is_writer=True, step=None)
 
     @staticmethod
     def _check_reusable(existing: NamespaceState, schema: Schema, keys: KeySpace) -> None:
@@ -105,17 +109,18 @@ class Admission:
         on `at`, or on the newest step. Raises UnknownNamespace, StepDropped, StepFailed before the first commit."""
         if mode not in ("read", "write"):
             raise ConfigError(f"mode={mode!r}: use 'read' or 'write'")
+        namespace = self._namespaces.get(name)
+        if namespace is None:
+            known = ", ".join(sorted(self._namespaces)) or "none"
+            raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
+        if mode == "write":
+            if at is not None:
+                raise ConfigError("a writer stands on the newest step; `at` is for readers")
+            return await self._open_writer(namespace, host_bytes)
+        self._reader_step(namespace, at)  # refused before any memory moves
         async with self._lock:
-            namespace = self._namespaces.get(name)
-            if namespace is None:
-                known = ", ".join(sorted(self._namespaces)) or "none"
-                raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
-            if mode == "write":
-                if at is not None:
-                    raise ConfigError("a writer stands on the newest step; `at` is for readers")
-                return await self._open_writer(namespace, host_bytes)
-            step = self._reader_step(namespace, at)
             await self._open_memory(namespace, host_bytes)
+            step = self._reader_step(namespace, at)  # a commit may have dropped it meanwhile
             return self._planner.leases.open_view(namespace, is_writer=False, step=step)
 
     @staticmethod
@@ -129,11 +134,16 @@ class Admission:
         return namespace.ledger.step(at).step
 
     async def _open_writer(self, namespace: NamespaceState, host_bytes: int | None) -> View:
-        if namespace.writer is not None:
-            namespace.writer.is_fenced = True
-        await self._committer.rollback(namespace)
-        await self._open_memory(namespace, host_bytes)
-        return self._planner.leases.open_view(namespace, is_writer=True, step=None)
+        """Fences the writer there is and rolls back, which waits for a commit of this namespace: outside the lock, so that
+        others open theirs meanwhile. If another writer came in between, it is fenced in its turn."""
+        while True:
+            if namespace.writer is not None:
+                namespace.writer.is_fenced = True
+            await self._committer.rollback(namespace)
+            async with self._lock:
+                if namespace.writer is None or namespace.writer.is_fenced:
+                    await self._open_memory(namespace, host_bytes)
+                    return self._planner.leases.open_view(namespace, is_writer=True, step=None)
 
     async def _open_memory(self, namespace: NamespaceState, host_bytes: int | None) -> None:
         """The namespace's arenas, taking back those of namespaces that nobody has open if need be."""

@@ -169,7 +169,7 @@ class LeasePlanner:
             if copy.is_prefetched:
                 copy.is_prefetched = False
                 namespace.unused_prefetches -= 1
-            if copy.state is Copy.LOADING:
+            if copy.state is not Copy.READY and not copy.has_landed:
                 self._join(request, copy)
         if not request.missing:
             request.is_finished = True

@@ -109,6 +109,11 @@ class ParamCopy:
         self.waiters: list[LeaseRequest | PrefetchRequest] = []
 
     @property
+    def has_landed(self) -> bool:
+        """Whether its bytes are there. It may have retired before they were."""
+        return self.state is not Copy.LOADING and self.move is None and not self.waiters
+
+    @property
     def is_waiting(self) -> bool:
         """Whether its bytes have not landed and nothing moves them: the working copy is to give them."""
         return self.move is None and (self.state is Copy.LOADING or bool(self.waiters))

@@ -198,7 +198,7 @@ class WorkingPlanner:
             working.write_failures += 1
             working.write_error = error
             if working.write_failures >= WRITE_TRIES:
-                self._fail_waiting(namespace, error)
+                self.fail_waiting(namespace, error)
         else:
             working.state = next_working(working.state, WorkingEvent.WRITTEN)
             working.write_failures, working.write_error = 0, None
@@ -207,15 +207,6 @@ class WorkingPlanner:
             if not namespace.is_trainable():  # a param schema's working copies only pass through its one arena
                 self.evict(namespace, working)
         self._wake(working)
-
-    def _fail_waiting(self, namespace: NamespaceState, error: ParamStoreError) -> None:
-        """Who waits for a slot that only a write could free learns why it does not come."""
-        arena = namespace.working_arena
-        assert arena is not None
-        for request in [waiting for waiting in arena.waiting if isinstance(waiting, SlotRequest)]:
-            arena.waiting.remove(request)
-            request.error = error
-            self._finish(request)
 
     def _replace_uncommitted(self, namespace: NamespaceState, working: WorkingCopy, located: Located) -> None:
         older, working.uncommitted = working.uncommitted, located
@@ -324,7 +315,7 @@ class WorkingPlanner:
     # --- who waits
 
     def fail_waiting(self, namespace: NamespaceState, error: ParamStoreError) -> None:
-        """Requests that wait for a slot end with `error`: the copies that they meant are gone."""
+        """Requests that wait for a slot end with `error`: what they meant is gone, or the write fails that would free one."""
         for arena in namespace.arenas():
             for request in [waiting for waiting in arena.waiting if isinstance(waiting, SlotRequest)]:
                 arena.waiting.remove(request)

@@ -371,6 +371,48 @@ def test_a_cancelled_lease_leaves_its_load_to_land_for_others() -> None:
     assert (copy.state, copy.leases) == (Copy.READY, 0)
 
 
+def test_a_lease_of_a_copy_that_retired_before_it_landed_waits_for_its_bytes() -> None:
+    small = desk()
+    writer = small.writer()
+    small.prefetch(writer, A)
+    (move,) = small.start()
+    small.begin_apply(A)
+    reader = small.reader()  # it sees what the writer has just left
+    request = small.lease(reader, A)
+    assert not request.is_finished
+    small.land(move)
+    assert request.is_finished
+    assert request.copies[0].identity == (1, 0)
+    small.release(request)
+    assert small.copy(A) is None
+
+
+def test_a_lease_of_a_copy_that_retired_while_it_waited_for_its_source_waits_with_it() -> None:
+    small = desk()
+    small.hold(A)
+    (load,) = small.start()
+    first = small.lease(small.writer(), A)
+    small.begin_apply(A)
+    second = small.lease(small.reader(), A)
+    assert not second.is_finished
+    small.land(load)
+    small.land_all()
+    assert first.is_finished
+    assert second.is_finished
+    assert first.copies == second.copies
+
+
+def test_a_retired_copy_that_has_landed_is_leased_at_once() -> None:
+    small = desk()
+    writer = small.writer()
+    held = small.leased(writer, A)
+    small.begin_apply(A)
+    request = small.lease(small.reader(), A)
+    assert request.is_finished
+    small.release(held)
+    assert small.copy(A) is request.copies[0]
+
+
 # --- prefetch
 
 
