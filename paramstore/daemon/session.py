@@ -196,9 +196,8 @@ class Session:
         return view
 
     def _create(self, r: m.CreateNamespace) -> Coroutine[Any, Any, object]:
-        return self._opened(
-            self._store.admission.create(r.name, r.schema, layers=r.layers, experts=r.experts, host_bytes=r.host_bytes)
-        )
+        opening = self._store.admission.create(r.name, r.schema, layers=r.layers, experts=r.experts, host_bytes=r.host_bytes)
+        return self._opened(opening)
 
     def _open(self, r: m.OpenNamespace) -> Coroutine[Any, Any, object]:
         return self._opened(self._store.admission.open(r.name, mode=r.mode, at=r.at, host_bytes=r.host_bytes))
