@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from paramstore.core.place import Extent
 from paramstore.core.schema import ITEM_BYTES, MASTER_DTYPE, PAGE_BYTES, Chunk, Part, Schema, round_up
-from paramstore.storage.format import Header, check_checksums, chunk_checksums, header_root, pack_header
+from paramstore.engine.hashing import Hashing
+from paramstore.storage.format import Header, check_checksums, header_root, pack_header
 from paramstore.storage.volume import Volume
 
 
@@ -74,17 +75,18 @@ def _cut(chunks: list[Chunk], start: int, end: int, first_chunk: int, piece_byte
 class ImageRead:
     """Extent to the slot of the same stored part: header and fields, as they are."""
 
-    def __init__(self, volume: Volume, extent: Extent, image: memoryview, header_bytes: int) -> None:
+    def __init__(self, volume: Volume, extent: Extent, image: memoryview, header_bytes: int, hashing: Hashing) -> None:
         self._volume = volume
         self._offset_bytes = extent.offset_bytes
         self._image = image
         self._header_bytes = header_bytes
+        self._hashing = hashing
 
     def run(self, piece: Piece) -> PieceRead:
         target = self._image[piece.start : piece.end]
         self._volume.read(self._offset_bytes + piece.start, (target,))
         header = bytes(target[: self._header_bytes]) if piece.start == 0 else None
-        return PieceRead(piece.first_chunk, chunk_checksums(target, piece.chunks, piece.start), header)
+        return PieceRead(piece.first_chunk, self._hashing.checksums(target, piece.chunks, piece.start), header)
 
 
 class Staging:
@@ -110,12 +112,15 @@ class MasterRead:
     through a borrowed buffer and is cast from there.
     """
 
-    def __init__(self, volume: Volume, extent: Extent, schema: Schema, slot: memoryview, staging: Staging) -> None:
+    def __init__(
+        self, volume: Volume, extent: Extent, schema: Schema, slot: memoryview, staging: Staging, hashing: Hashing
+    ) -> None:
         self._volume = volume
         self._offset_bytes = extent.offset_bytes
         self._schema = schema
         self._slot = slot
         self._staging = staging
+        self._hashing = hashing
 
     def run(self, piece: Piece) -> PieceRead:
         buffer = self._staging.borrow()
@@ -137,14 +142,14 @@ class MasterRead:
             header = bytes(head)
         else:
             self._volume.read(self._offset_bytes + piece.start, (target,))
-        return PieceRead(piece.first_chunk, chunk_checksums(target, piece.chunks, base), header)
+        return PieceRead(piece.first_chunk, self._hashing.checksums(target, piece.chunks, base), header)
 
     def _read_and_cast(self, piece: Piece, buffer: memoryview) -> PieceRead:
         from paramstore.optim.cast import cast_range  # torch only where it computes
 
         source = buffer[: piece.end - piece.start]
         self._volume.read(self._offset_bytes + piece.start, (source,))
-        checksums = chunk_checksums(source, piece.chunks, piece.start)
+        checksums = self._hashing.checksums(source, piece.chunks, piece.start)
         masters, params = self._schema.stored.fields, self._schema.part("param").fields
         for master, param in zip(masters, params, strict=False):
             item_bytes = ITEM_BYTES[param.dtype]
@@ -174,11 +179,12 @@ class ImageWrite:
     header: Header
     checksums: list[int]
     """One place per chunk; workers fill them in."""
+    hashing: Hashing
     root: int = 0
 
     def run(self, piece: Piece) -> None:
         data = self.image[piece.start : piece.end]
-        found = chunk_checksums(data, piece.chunks, piece.start)
+        found = self.hashing.checksums(data, piece.chunks, piece.start)
         self.checksums[piece.first_chunk : piece.first_chunk + len(found)] = found
         if piece.start == 0:
             header = replace(self.header, checksums=tuple(self.checksums))

@@ -20,7 +20,7 @@ from paramstore.errors import ParamStoreError
 
 Piece = Any
 """What a transfer's `run` understands; opaque here."""
-BURST_PIECES = 4
+BURST_PIECES = 2
 """Pieces one worker takes at once, at most: 32 MiB of the default size, 8 ms of a fast disk."""
 
 

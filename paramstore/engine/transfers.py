@@ -16,6 +16,7 @@ from typing import Any
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
 from paramstore.engine.arithmetic import materialise
+from paramstore.engine.hashing import Hashing
 from paramstore.engine.moves import Move, MoveKind
 from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
 from paramstore.engine.planner import Planner
@@ -44,6 +45,7 @@ class Transfers:
 
     def __init__(
         self, planner: Planner, runner: Runner, volumes: Mapping[int, Volume], *, store_uuid: bytes, piece_bytes: int,
+        hashing: Hashing,
     ) -> None:  # fmt: skip
         self.planner = planner
         self.runner = runner
@@ -51,6 +53,7 @@ class Transfers:
         self._volumes = volumes
         self._store_uuid = store_uuid
         self._piece_bytes = piece_bytes
+        self._hashing = hashing
 
     def drain(self) -> None:
         """Carries out everything in the planner's outbox."""
@@ -89,10 +92,10 @@ class Transfers:
         read: ImageRead | MasterRead
         if move.kind is MoveKind.LOAD_PARAM and schema.is_trainable:
             assert move.namespace.staging is not None
-            read = MasterRead(volume, extent, schema, slot, move.namespace.staging)
+            read = MasterRead(volume, extent, schema, slot, move.namespace.staging, self._hashing)
             pieces = cut_pieces(schema.stored, self._piece_bytes, len(schema.specs))
         else:
-            read = ImageRead(volume, extent, slot, schema.stored.header_bytes)
+            read = ImageRead(volume, extent, slot, schema.stored.header_bytes, self._hashing)
             pieces = cut_pieces(schema.stored, self._piece_bytes, len(schema.stored.fields))
         self._submit(move, volume_lane(extent.volume), read.run, deque(pieces), self._settle_read)
 
@@ -119,7 +122,7 @@ class Transfers:
         volume = self._volumes[located.extent.volume]
         first, *others = pieces = cut_for_write(part, self._piece_bytes)
         checksums = [0] * sum(len(piece.chunks) for piece in pieces)
-        write = ImageWrite(volume, located.extent, part, self._slot_view(move), header, checksums)
+        write = ImageWrite(volume, located.extent, part, self._slot_view(move), header, checksums, self._hashing)
         lane = volume_lane(located.extent.volume)
         self._submit(move, lane, write.run, deque(others), partial(self._settle_write, write=write), final=first)
 
@@ -214,7 +217,7 @@ class Transfers:
     async def read_into(self, namespace: NamespaceState, key: ExpertKey, located: Located, target: memoryview) -> None:
         """Fills `target` (record_bytes, page-aligned) with a whole, verified record. Raises VolumeError, CorruptRecord."""
         part, extent = namespace.schema.stored, located.extent
-        read = ImageRead(self._volumes[extent.volume], extent, target, part.header_bytes)
+        read = ImageRead(self._volumes[extent.volume], extent, target, part.header_bytes, self._hashing)
         future = asyncio.get_running_loop().create_future()
         pieces: deque[Any] = deque(cut_pieces(part, self._piece_bytes, len(part.fields)))
         transfer = Transfer(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paramstore.core.place import Extent, Identity
 from paramstore.core.schema import PAGE_BYTES, Part, Schema, round_up
+from paramstore.engine.hashing import Hashing
 from paramstore.engine.routes import (
     ImageRead,
     ImageWrite,
@@ -63,7 +64,7 @@ def written(schema: Schema, *, piece_bytes: int = MIB) -> tuple[MemoryVolume, Ex
     volume = MemoryVolume(EXTENT_OFFSET + part.image_bytes + PAGE_BYTES)
     extent = Extent(0, EXTENT_OFFSET, part.image_bytes)
     image = image_of(part)
-    write = ImageWrite(volume, extent, part, image, header(), [0] * len(part.chunks()))
+    write = ImageWrite(volume, extent, part, image, header(), [0] * len(part.chunks()), Hashing(1))
     first, *others = cut_for_write(part, piece_bytes)
     for piece in (*reversed(others), first):
         write.run(piece)
@@ -161,7 +162,7 @@ def test_a_write_touches_nothing_outside_its_extent() -> None:
 def test_a_piece_that_fails_leaves_no_root() -> None:
     part = BIG.stored
     volume = FaultyVolume(MemoryVolume(part.image_bytes), [Fault("write", 1)])
-    write = ImageWrite(volume, Extent(0, 0, part.image_bytes), part, image_of(part), header(), [0] * len(part.chunks()))
+    write = ImageWrite(volume, Extent(0, 0, part.image_bytes), part, image_of(part), header(), [0] * len(part.chunks()), Hashing(1))
     with pytest.raises(VolumeError):
         write.run(cut_for_write(part, MIB)[1])
     assert write.root == 0
@@ -172,7 +173,7 @@ def test_a_piece_that_fails_leaves_no_root() -> None:
 
 def read_image(volume: MemoryVolume, extent: Extent, part: Part) -> tuple[memoryview, list[PieceRead]]:
     slot = page_aligned(part.image_bytes)
-    read = ImageRead(volume, extent, slot, part.header_bytes)
+    read = ImageRead(volume, extent, slot, part.header_bytes, Hashing(1))
     return slot, [read.run(piece) for piece in cut_pieces(part, MIB, len(part.fields))]
 
 
@@ -204,7 +205,7 @@ def test_param_is_read_from_the_masters_alone_and_cast_as_torch_casts(dtype: str
     staging = Staging()
     staging.add(page_aligned(piece_bytes + 2 * MIB))
     pieces = cut_pieces(schema.stored, piece_bytes, len(schema.specs))
-    read = MasterRead(volume, extent, schema, slot, staging)
+    read = MasterRead(volume, extent, schema, slot, staging, Hashing(1))
     results = [read.run(piece) for piece in pieces]
     for name, value in masters(schema, image).items():
         assert torch.equal(field_tensor(slot, param.field(name)), value.to(getattr(torch, dtype))), name
@@ -218,7 +219,7 @@ def test_a_staging_buffer_is_given_back_when_its_read_fails() -> None:
     volume = FaultyVolume(MemoryVolume(schema.record_bytes), [Fault("read", 1)])
     staging, buffer = Staging(), page_aligned(2 * MIB)
     staging.add(buffer)
-    read = MasterRead(volume, Extent(0, 0, schema.record_bytes), schema, page_aligned(8 * PAGE_BYTES), staging)
+    read = MasterRead(volume, Extent(0, 0, schema.record_bytes), schema, page_aligned(8 * PAGE_BYTES), staging, Hashing(1))
     with pytest.raises(VolumeError):
         read.run(cut_pieces(schema.stored, MIB, 1)[0])
     assert staging.borrow() is buffer
@@ -243,7 +244,7 @@ def test_a_flipped_byte_of_a_master_is_found_when_param_is_read_and_named_with_i
     volume.corrupt(extent.offset_bytes + BIG.stored.field("master/down").offset_bytes + 8)
     staging = Staging()
     staging.add(page_aligned(8 * MIB))
-    read = MasterRead(volume, extent, BIG, page_aligned(BIG.part("param").image_bytes), staging)
+    read = MasterRead(volume, extent, BIG, page_aligned(BIG.part("param").image_bytes), staging, Hashing(1))
     results = [read.run(piece) for piece in cut_pieces(BIG.stored, MIB, len(BIG.specs))]
     with pytest.raises(CorruptRecord, match="field 'master/down'"):
         check_pieces(header_of(results, BIG.stored, root), BIG.stored, results, place="volume 0")

@@ -1,0 +1,33 @@
+"""Whose turn it is to hash: a few workers at a time.
+
+Reads that were queued together end together. If all their workers hash at once, they let the interpreter's lock go and want
+it back every 30 us, and two cores that stream from memory slow each other down: on two cores one at a time needs a quarter
+less CPU for the same bytes (35 instead of 46 ms/GB, eight threads of 8 MiB, xxh3 at 37 GB/s a core).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+from paramstore.core.schema import Chunk
+from paramstore.storage.format import chunk_checksums
+
+
+class Hashing:
+    """Checksums for workers. A turn lasts for one piece, so a wait for it is bounded by the workers there are."""
+
+    def __init__(self, at_once: int) -> None:
+        """at_once: how many may hash at the same time, 1 or more."""
+        assert at_once >= 1
+        self._turns: SimpleQueue[None] = SimpleQueue()
+        for _ in range(at_once):
+            self._turns.put(None)
+
+    def checksums(self, image: memoryview, chunks: Sequence[Chunk], base_bytes: int = 0) -> list[int]:
+        """As `storage.format.chunk_checksums`, in turn."""
+        turn = self._turns.get()
+        try:
+            return chunk_checksums(image, chunks, base_bytes)
+        finally:
+            self._turns.put(turn)
