@@ -261,8 +261,6 @@ class Connection:
             raise answer  # why the daemon hangs up: every ticket ends with it
         ticket = self._tickets.pop(request_id, None)
         if ticket is None:
-            if request_id == 0 and isinstance(answer, ParamStoreError):
-                raise answer  # the daemon's last word before it closes the connection
             raise ProtocolError(f"{type(answer).__name__} answers request {request_id}, which is not open")
         if isinstance(answer, ParamStoreError):
             ticket.settle_error(answer)

@@ -12,8 +12,10 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
+from paramstore.clock import MonotonicClock
 from paramstore.config import Config
 from paramstore.core.schema import round_up
 from paramstore.engine.admission import make_namespace
@@ -28,7 +30,7 @@ from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Ru
 from paramstore.engine.store import Store
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import LOOKAHEAD_RECORDS, Updater
-from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, VolumeSet
+from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, VolumeSet, entitled_bytes
 from paramstore.engine.workers import ThreadWorkers, Workers
 from paramstore.errors import CatalogError, ConfigError, CorruptRecord, VolumeError
 from paramstore.memory.arena import PageReport, Segment, allocate_private, allocate_shared, allocate_upload, probe_pages
@@ -247,9 +249,11 @@ def connect(
     cleaner = Cleaner(planner, transfers, loader)
     updater = Updater(planner, transfers, loader, cleaner, update_workers=update_workers)
     namespaces = {name: make_namespace(ledger) for name, ledger in recovered.ledgers.items()}
+    for name, namespace in namespaces.items():
+        recovered.space.entitle(name, entitled_bytes(namespace.schema, len(namespace.keys)))
     committer = Committer(
         planner, transfers, cleaner, runner, catalog=catalog, volumes=volumes, superblocks=recovered.superblocks,
-        note_slots=recovered.note_slots, namespaces=namespaces,
+        note_slots=recovered.note_slots, namespaces=namespaces, stall_s=config.wait_timeout_s,
     )  # fmt: skip
     host = HostTier(
         runner, memory, budget_bytes=config.host_budget_bytes, io_threads=config.io_workers * len(volumes),
@@ -258,11 +262,12 @@ def connect(
     )  # fmt: skip
     volume_set = VolumeSet(
         volumes, superblocks=recovered.superblocks, rows=volume_rows, space=recovered.space, catalog=catalog, runner=runner,
-        may_grow=config.volume_size_bytes is None,
+        may_grow=config.volume_size_bytes is None, pump=partial(transfers.pump, namespaces.values()),
     )  # fmt: skip
     if config.prefill:
         volume_set.start_prefill()
     return Store(
         config, planner=planner, runner=runner, transfers=transfers, host=host, volumes=volume_set, loader=loader,
         cleaner=cleaner, updater=updater, committer=committer, namespaces=namespaces, store_uuid=contents.store_uuid,
+        clock=MonotonicClock(),
     )  # fmt: skip

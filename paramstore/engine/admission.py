@@ -24,7 +24,6 @@ from paramstore.errors import (
     CapacityError,
     ConfigError,
     NamespaceExists,
-    ParamStoreError,
     StepDropped,
     StepFailed,
     UnknownNamespace,
@@ -83,13 +82,15 @@ class Admission:
 
     async def _create(self, name: str, schema: Schema, keys: KeySpace, host_bytes: int | None) -> View:
         self._host.check_least(name, schema, len(keys), host_bytes)
-        await self._volumes.make_room([*self._namespaces.values()], schema, len(keys))
         row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
         namespace = make_namespace(Ledger(NamespaceContents(row)))
-        await self._open_memory(namespace, host_bytes)
+        await self._open_memory(namespace, host_bytes)  # before the volumes: they cannot shrink again
         try:
+            await self._volumes.make_room(name, schema, len(keys), beside=self._namespaces.values())
             await self._committer.apply_change(Change(put_namespaces=(row,)))
-        except ParamStoreError:
+        except BaseException:
+            self._volumes.give_up(name)
+            await self._host.stop_growing(namespace)
             self._host.close_arenas(namespace)
             raise
         self._namespaces[name] = namespace

@@ -13,6 +13,7 @@ from paramstore.engine.load import Loader
 from paramstore.engine.namespace import NamespaceState, WorkingCopy
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
+from paramstore.engine.runner import BACKGROUND_LANE
 from paramstore.engine.transfers import Transfers
 from paramstore.errors import CapacityError, StepFailed
 
@@ -57,17 +58,19 @@ class Cleaner:
             elif working.move is not None and working.move.transfer is not None and working.state is Working.WRITING:
                 self._transfers.runner.promote(working.move.transfer, urgency)
             is_written = working.state is Working.WRITING or is_written
-            await self._loader.changed(working)
+            await self._loader.changed(namespace, working)
         return is_written
 
     async def _until_space(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        """Returns when a write or commit under way is over, which may have freed an extent. Raises CapacityError if there is
-        none: waiting would be for nothing."""
+        """Returns when a write, commit or zero-fill under way is over, which may have freed an extent. Raises CapacityError if
+        there is none: waiting would be for nothing."""
         writing = next((copy for copy in namespace.resident.values() if copy.state is Working.WRITING), None)
         if writing is not None:
-            await self._loader.changed(writing)
+            await self._loader.changed(namespace, writing)
         elif namespace.cut is not None and not working.is_cut:
             await self._loader.cut_over(namespace)
+        elif self._planner.space.is_prefilling:
+            await self._transfers.runner.behind(BACKGROUND_LANE)
         else:
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(

@@ -24,6 +24,7 @@ from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import CATALOG_LANE, Runner, volume_lane
 from paramstore.engine.transfers import Transfers
+from paramstore.engine.waiting import until_woken
 from paramstore.errors import CatalogError, ParamStoreError, StepDropped, StepFailed, VolumeError
 from paramstore.storage.catalog import Catalog, Change, Contents, StepRow
 from paramstore.storage.format import CommitNote, Superblock, combine_roots
@@ -41,7 +42,7 @@ class Committer:
     def __init__(
         self, planner: Planner, transfers: Transfers, cleaner: Cleaner, runner: Runner, *, catalog: Catalog,
         volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock], note_slots: NoteSlots,
-        namespaces: Mapping[str, NamespaceState],
+        namespaces: Mapping[str, NamespaceState], stall_s: float,
     ) -> None:  # fmt: skip
         self._planner = planner
         self._transfers = transfers
@@ -52,6 +53,7 @@ class Committer:
         self._superblocks = superblocks
         self._note_slots = note_slots
         self._namespaces = namespaces
+        self._stall_s = stall_s
         self.stopped: str | None = None
         """Why nothing durable is accepted any more: the catalog could not be read back after a failure."""
         self._bad_note_slots: set[int] = set()
@@ -212,23 +214,24 @@ class Committer:
             self._note_slots.free(slot)
 
     async def until_no_cut(self, namespace: NamespaceState) -> None:
-        """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins."""
+        """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins. Raises WaitTimeout
+        where nothing moves any more, CatalogError."""
         while namespace.cut is not None:
             self.check_accepting()
             future = asyncio.get_running_loop().create_future()
             namespace.cut_waiters.append(future)
-            await future
+            await until_woken(future, namespace, stall_s=self._stall_s, what="the commit under way")
 
     async def rollback(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
         """To the step that is committed when the calls before this one are through; `to_step`: the one the caller means.
 
         An apply under way stops at its next record. Raises StepDropped if `to_step` is not the committed one.
         """
-        namespace.is_stopping = True
+        namespace.stop_requests += 1
         try:
             await namespace.turn.acquire()
         finally:
-            namespace.is_stopping = False
+            namespace.stop_requests -= 1
         try:
             await self.until_no_cut(namespace)
             committed = namespace.committed_step

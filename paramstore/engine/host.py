@@ -189,7 +189,7 @@ class HostTier:
         """On return no page of the namespace's memory is being touched, and none will be."""
         for arena in namespace.arenas():
             arena.planned_segments.clear()
-        await self._runner.call(BACKGROUND_LANE, lambda: None)  # behind the one that its thread may touch now
+        await self._runner.behind(BACKGROUND_LANE)  # its thread may touch one now
 
     async def grow(self, namespace: NamespaceState, arena: Arena) -> bool:
         """Touches the arena's next segment and adds its slots; False if there is none, or the arena was given up.
@@ -268,9 +268,6 @@ class HostTier:
                 segment.clients.add(client)
                 given.append((segment_id, segment.memory.length_bytes, segment.memory.fd))
         return given
-
-    def has(self, client: object, segment_id: int) -> bool:
-        return client in self._segments[segment_id].clients
 
     def unmapped(self, client: object, segment_ids: Iterable[int] | None = None) -> None:
         """`client` has unmapped these segments; None: it is gone, and with it all its mappings and upload areas."""

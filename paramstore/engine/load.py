@@ -14,6 +14,7 @@ from paramstore.engine.namespace import NamespaceState, View, WorkingCopy
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
 from paramstore.engine.transfers import Transfers
+from paramstore.engine.waiting import until_woken
 from paramstore.errors import ParamStoreError, SchemaMismatch, StepFailed, WaitTimeout
 
 
@@ -37,7 +38,9 @@ class Loader:
 
     async def wait_lease(self, request: LeaseRequest, timeout_s: float) -> None:
         """On return the lease is granted. Raises its error, or WaitTimeout: then the request is gone."""
-        await self._wait(request, timeout_s)
+        if not request.is_finished:
+            request.future = future = asyncio.get_running_loop().create_future()
+            await asyncio.wait([future], timeout=timeout_s)
         if not request.is_finished:
             waiting = request.view.namespace.param_arena
             is_queued = waiting is not None and request in waiting.waiting
@@ -66,10 +69,10 @@ class Loader:
         return request
 
     async def wait_prefetch(self, request: PrefetchRequest) -> dict[str, int]:
-        """What the prefetch came to. Raises the first error among its loads, once all of them are over."""
+        """What the prefetch came to. Raises the first error among its loads, once all of them are over; WaitTimeout."""
         if not request.is_finished:
-            request.future = asyncio.get_running_loop().create_future()
-            await request.future
+            request.future = future = asyncio.get_running_loop().create_future()
+            await until_woken(future, request.namespace, stall_s=self._wait_timeout_s, what=f"prefetch of {request.part}")
         if request.error is not None:
             raise request.error
         return {
@@ -84,7 +87,7 @@ class Loader:
         self._transfers.drain()
         working = namespace.working[key]
         try:
-            await self._wait(request, self._wait_timeout_s)
+            await self._until_held(request)
         except asyncio.CancelledError:
             self._let_go(request, working)
             raise
@@ -94,6 +97,12 @@ class Loader:
         if request.error is not None:
             raise request.error
         return working
+
+    async def _until_held(self, request: SlotRequest) -> None:
+        if not request.is_finished:
+            request.future = future = asyncio.get_running_loop().create_future()
+            what = f"a slot for {request.key} of {request.namespace.name!r}"
+            await until_woken(future, request.namespace, stall_s=self._wait_timeout_s, what=what)
 
     def _let_go(self, request: SlotRequest, working: WorkingCopy) -> None:
         """Whoever asked was stopped in the very moment in which it got the slot."""
@@ -116,31 +125,20 @@ class Loader:
         if request in working.requests:
             working.requests.remove(request)
         request.is_finished = True
-        request.error = WaitTimeout(f"{request.key} of {request.namespace.name!r}: no slot came free in {self._wait_timeout_s} s")
+        request.error = WaitTimeout(f"{request.key} of {request.namespace.name!r}: its request was given up")
 
-    async def changed(self, working: WorkingCopy) -> None:
+    async def changed(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Returns after the next change of `working`. Raises WaitTimeout."""
-        future = asyncio.get_running_loop().create_future()
-        working.waiters.append(future)
-        try:
-            async with asyncio.timeout(self._wait_timeout_s):
-                await future
-        except TimeoutError as error:
-            raise WaitTimeout(f"{working.key} stayed {working.state} for {self._wait_timeout_s} s") from error
+        what = f"{working.key} of {namespace.name!r}, {working.state}"
+        await self._until_woken(working.waiters, namespace, what)
 
-    @staticmethod
-    async def cut_over(namespace: NamespaceState) -> None:
+    async def cut_over(self, namespace: NamespaceState) -> None:
         """Returns when the commit under way is over. Raises StepFailed on a broken namespace: it may never be."""
         if namespace.broken is not None:
             raise StepFailed(namespace.broken)
-        future = asyncio.get_running_loop().create_future()
-        namespace.cut_waiters.append(future)
-        await future
+        await self._until_woken(namespace.cut_waiters, namespace, "the commit under way")
 
-    @staticmethod
-    async def _wait(request: LeaseRequest | SlotRequest, timeout_s: float) -> None:
-        """Returns when the request is finished or the time is up."""
-        if request.is_finished:
-            return
-        request.future = asyncio.get_running_loop().create_future()
-        await asyncio.wait([request.future], timeout=timeout_s)
+    async def _until_woken(self, waiters: list[object], namespace: NamespaceState, what: str) -> None:
+        future = asyncio.get_running_loop().create_future()
+        waiters.append(future)
+        await until_woken(future, namespace, stall_s=self._wait_timeout_s, what=what)

@@ -235,8 +235,10 @@ class NamespaceState:
         self.turn: Any = None
         """A FIFO lock of the store: operations that change records take it in call order."""
         self.is_initializing = False
-        self.is_stopping = False
-        """A rollback wants the turn: an apply under way stops at its next record."""
+        self.stop_requests = 0
+        """Rollbacks that want the turn, and the store's end: while there is one, an apply stops at its next record."""
+        self.landed = 0
+        """Moves that are over, failed ones too: while this counts up, whoever waits need not give up."""
         self.unused_prefetches = 0
         self.stats = NamespaceStats()
 

@@ -55,13 +55,14 @@ class Planner:
         extent and gives the older one back.
         """
         lacking = [working for key in keys if not _has_share(working := namespace.working[key], namespace.cut)]
-        record_bytes = namespace.schema.record_bytes
-        extents = self.space.reserve_many(len(lacking), record_bytes)
+        record_bytes, name = namespace.schema.record_bytes, namespace.name
+        extents = self.space.reserve_many(len(lacking), record_bytes, owner=name)
         if extents is None:
-            missing = self.space.missing_bytes(len(lacking), record_bytes)
+            missing = self.space.missing_bytes(len(lacking), record_bytes, owner=name)
             raise CapacityError(
-                f"namespace {namespace.name!r} needs {len(lacking)} more extents of {record_bytes} bytes; {missing} bytes are "
-                "missing on the volumes: raise volume_size, add a volume, or let readers refresh"
+                f"namespace {name!r} holds {self.space.held_bytes(name)} bytes of the volumes and needs {len(lacking)} more "
+                f"extents of {record_bytes} bytes; {missing} bytes are missing on the volumes: raise volume_size, add a volume, or "
+                "let readers refresh"
             )
         for working, extent in zip(lacking, extents, strict=True):
             working.reserved = extent

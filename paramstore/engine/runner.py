@@ -66,6 +66,10 @@ class Runner:
             raise transfer.error
         return transfer.results[0]
 
+    async def behind(self, lane: Hashable) -> None:
+        """Returns when all that was submitted to `lane`, of one thread, has run."""
+        await self.call(lane, _nothing)
+
     def _kick(self, lane: Hashable) -> None:
         while (started := self.scheduler.next_burst(lane)) is not None:
             transfer, pieces = started
@@ -92,6 +96,10 @@ def _run_all(run: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
 def call(job: Callable[[], Any]) -> Any:
     """The piece of a compute transfer is the job itself."""
     return job()
+
+
+def _nothing() -> None:
+    """What a thread does when it has done all that was asked before."""
 
 
 def wake(future: object) -> None:

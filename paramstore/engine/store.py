@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from paramstore import __version__
+from paramstore.clock import Clock
 from paramstore.config import Config
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
@@ -53,7 +53,7 @@ class Store:
     def __init__(
         self, config: Config, *, planner: Planner, runner: Runner, transfers: Transfers, host: HostTier, volumes: VolumeSet,
         loader: Loader, cleaner: Cleaner, updater: Updater, committer: Committer, namespaces: dict[str, NamespaceState],
-        store_uuid: bytes,
+        store_uuid: bytes, clock: Clock,
     ) -> None:  # fmt: skip
         self.config = config
         self.host = host
@@ -68,7 +68,8 @@ class Store:
         self._updater = updater
         self._committer = committer
         self.admission = Admission(planner, transfers, host, volumes, cleaner, committer, namespaces)
-        self._started_s = time.monotonic()
+        self._clock = clock
+        self._started_s = clock.now_s()
 
     # --- views
 
@@ -205,7 +206,7 @@ class Store:
         """Durable on return. See `Committer.commit`; raises StepOutOfOrder, StepFailed, CapacityError too."""
         if len(extra) > EXTRA_BYTES_MAX:
             raise CapacityError(f"extra has {len(extra)} bytes; a commit takes {EXTRA_BYTES_MAX}")
-        started_s = time.monotonic()
+        started_s = self._clock.now_s()
         namespace = view.namespace
         async with namespace.turn:
             await self._committer.until_no_cut(namespace)
@@ -217,7 +218,7 @@ class Store:
             self._transfers.drain()
         records = await self._committer.commit(namespace, cut, step, extra)
         written = namespace.stats.bytes_written - before
-        return {"step": step, "records": records, "bytes_written": written, "seconds": time.monotonic() - started_s}
+        return {"step": step, "records": records, "bytes_written": written, "seconds": self._clock.now_s() - started_s}
 
     @staticmethod
     def _is_repeat(namespace: NamespaceState, step: int) -> bool:
@@ -345,7 +346,7 @@ class Store:
         """Counters and sizes of everything; what `status` and the demo show."""
         return {
             "daemon": {
-                "pid": os.getpid(), "version": __version__, "uptime_s": time.monotonic() - self._started_s,
+                "pid": os.getpid(), "version": __version__, "uptime_s": self._clock.now_s() - self._started_s,
                 "store_uuid": self.store_uuid.hex(), "accepts_writes": self._committer.stopped is None,
             },
             "tiers": {"host": await self.host.stats(), **self._volumes.tier_stats(self._transfers.traffic)},
@@ -362,11 +363,11 @@ class Store:
     async def close(self) -> None:
         """Waits, within `shutdown_timeout_s`, for what is under way; then volumes, catalog and threads are closed."""
         for namespace in self.namespaces.values():
-            namespace.is_stopping = True  # an apply stops at its next record; it was never acknowledged
+            namespace.stop_requests += 1  # an apply stops at its next record; it was never acknowledged
         self._runner.cancel_waiting(Urgency.PREFETCH, StoreUnavailable("the daemon is stopping"))
         self._transfers.drain()
-        deadline_s = time.monotonic() + self.config.shutdown_timeout_s
-        while not self._runner.is_idle and time.monotonic() < deadline_s:
+        deadline_s = self._clock.now_s() + self.config.shutdown_timeout_s
+        while not self._runner.is_idle and self._clock.now_s() < deadline_s:
             await asyncio.sleep(0.01)
         await self.admission.close()
         await self._volumes.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,6 +72,12 @@ class Transfers:
                 wake(request.future)
             for future in woken:
                 wake(future)
+
+    def pump(self, namespaces: Iterable[NamespaceState]) -> None:
+        """Lets those go on, in any of these, who wait for slots: a write may have found no space, and some came free."""
+        for namespace in namespaces:
+            self.planner.leases.pump(namespace)
+        self.drain()
 
     # --- starting
 

@@ -84,18 +84,16 @@ class Updater:
 
     async def _reserve(self, namespace: NamespaceState, keys: Collection[ExpertKey]) -> None:
         """An extent for every record. A commit under way may have to publish first, a zero-fill to give its range back."""
-        has_waited = False
         while True:
             try:
                 self._planner.reserve_extents(namespace, keys)
             except CapacityError:
                 if namespace.cut is not None:
                     await self._loader.cut_over(namespace)
-                elif has_waited:
-                    raise
+                elif self._planner.space.is_prefilling:  # it takes no other range while we are short of one
+                    await self._transfers.runner.behind(BACKGROUND_LANE)
                 else:
-                    await self._transfers.runner.call(BACKGROUND_LANE, _nothing)
-                    has_waited = True
+                    raise
             else:
                 return
 
@@ -110,7 +108,7 @@ class Updater:
         options: AdamW, grad_scale: float,
     ) -> None:  # fmt: skip
         while queue:
-            if namespace.is_stopping or namespace.epoch != epoch:
+            if namespace.stop_requests or namespace.epoch != epoch:
                 raise StepFailed("another writer took over")
             key = queue.popleft()
             working = await self._loader.hold(namespace, key)
@@ -128,7 +126,7 @@ class Updater:
                 if working.is_cut and working.state == "dirty":
                     self._planner.working.begin_write(namespace, working, Urgency.DEMAND)
                     self._transfers.drain()
-                await self._loader.changed(working)
+                await self._loader.changed(namespace, working)
             await self._reserve(namespace, [working.key])  # a write that a cut needed may have taken what it had
         except BaseException:
             self._planner.working.unhold(namespace, working)
@@ -212,10 +210,6 @@ class Updater:
         working = namespace.working[key]
         if not namespace.is_initializing or working.identity is not None or working.slot is not None:
             raise StepFailed(f"{key} of {namespace.name!r} has its initial value already")
-
-
-def _nothing() -> None:
-    """What the background's one thread does when it has done all that was asked before."""
 
 
 def _slot_count(namespace: NamespaceState) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -50,8 +50,9 @@ class VolumeSet:
 
     def __init__(
         self, volumes: Mapping[int, Volume], *, superblocks: Mapping[int, Superblock], rows: Mapping[int, VolumeRow], space: Space,
-        catalog: Catalog, runner: Runner, may_grow: bool,
+        catalog: Catalog, runner: Runner, may_grow: bool, pump: Callable[[], None],
     ) -> None:  # fmt: skip
+        """pump: lets those go on who wait for space, after some came free."""
         self.volumes = volumes
         self.space = space
         self._superblocks = superblocks
@@ -59,11 +60,23 @@ class VolumeSet:
         self._catalog = catalog
         self._runner = runner
         self._may_grow = may_grow
+        self._pump = pump
         self._prefilling: asyncio.Task[None] | None = None
         self._is_prefill_wanted = False
 
-    async def make_room(self, namespaces: Iterable[NamespaceState], schema: Schema, key_count: int) -> None:
-        """On return the volumes have room for these namespaces and one more. Raises CapacityError naming what is missing."""
+    async def make_room(self, name: str, schema: Schema, key_count: int, *, beside: Iterable[NamespaceState]) -> None:
+        """On return the volumes have room for these namespaces and one more, which is entitled to it.
+
+        Raises CapacityError naming what is missing. `give_up` takes the entitlement back.
+        """
+        await self._make_room(list(beside), schema, key_count)
+        self.space.entitle(name, entitled_bytes(schema, key_count))
+
+    def give_up(self, name: str) -> None:
+        """The namespace was not created after all. What volumes grew by stays, for the next."""
+        self.space.entitle(name, 0)
+
+    async def _make_room(self, namespaces: Sequence[NamespaceState], schema: Schema, key_count: int) -> None:
         needed = entitled_bytes(schema, key_count) + sum(entitled_bytes(ns.schema, len(ns.keys)) for ns in namespaces)
         usable = sum(self.space.size_bytes_of(index) - self._start_bytes(index) for index in self.volumes)
         # records do not straddle volumes, and their sizes differ: each volume may leave one of each kind unused
@@ -134,6 +147,7 @@ class VolumeSet:
                     self.space.quarantine(extent)
                     raise
                 self.space.finish_prefill(extent)
+                self._pump()
         except ParamStoreError:
             logger.exception("zero-fill stopped; volumes are used as they are")
 
@@ -174,7 +188,7 @@ class VolumeSet:
         if self._prefilling is not None:
             self._prefilling.cancel()
             await asyncio.gather(self._prefilling, return_exceptions=True)
-            await self._runner.call(BACKGROUND_LANE, lambda: None)  # behind the piece that its one thread may still write
+            await self._runner.behind(BACKGROUND_LANE)  # its thread may still write a piece
         try:
             for index in self.volumes:
                 written = self.space.written_bytes(index)

@@ -170,7 +170,7 @@ class WorkingPlanner:
 
     def begin_write(self, namespace: NamespaceState, working: WorkingCopy, urgency: Urgency) -> bool:
         """Starts writing a dirty record to a fresh extent. False, and nothing has changed, if no space is free now."""
-        extent = working.reserved or self._space.reserve(namespace.schema.record_bytes)
+        extent = working.reserved or self._space.reserve(namespace.schema.record_bytes, owner=namespace.name)
         if extent is None:
             return False
         assert working.identity is not None
@@ -186,6 +186,7 @@ class WorkingPlanner:
     ) -> None:
         """The record is whole in `located`, or the write failed: then the extent is never used again, the slot stays dirty."""
         working.move = None
+        namespace.landed += 1
         if error is not None:
             self._space.quarantine(located.extent)
         if working.is_orphan:
@@ -229,6 +230,7 @@ class WorkingPlanner:
     ) -> None:  # fmt: skip
         """The record is in its slot, verified; or the load failed, the slot is free and all who waited get the error."""
         working.move = None
+        namespace.landed += 1
         if working.is_orphan:
             self._fail_requests(working, error)
             self.settle_orphan(namespace, working)
@@ -259,6 +261,7 @@ class WorkingPlanner:
     ) -> None:
         """The slot holds `identity` now; or the update failed, and its torn bytes are gone."""
         working.move = None
+        namespace.landed += 1
         if working.is_orphan:
             self._fail_requests(working, error)
             self.settle_orphan(namespace, working)

@@ -5,6 +5,8 @@ Free space is derived at open: every range is free unless a catalog row names it
 - `reserve` hands out an extent only while nobody holds it: after its release *and* its last unpin.
 - A quarantined extent (its write or flush failed) is not handed out again until the store is opened anew.
 - Written space comes first: never-written blocks halve the rate of write-back.
+- An owner (a namespace) takes more than it is entitled to only while what the others are entitled to stays free.
+- Whoever finds no space does so for good, until an extent is freed: no range is taken for zero-fill meanwhile.
 
 A claimed extent counts as written, since whoever reserves one writes it; one that is released unwritten costs
 speed once, never correctness. All sizes are bytes and multiples of 4 KiB.
@@ -41,8 +43,13 @@ class Space:
         self._volumes: dict[int, VolumeSpace] = {}
         self._turn = 0
         """Position of the volume that wins the next tie."""
-        self._taken: set[Extent] = set()
-        """Reserved or occupied, and not released."""
+        self._taken: dict[Extent, str] = {}
+        """Reserved or occupied, and not released: whose."""
+        self._held_bytes: dict[str, int] = {}
+        """By owner, what `_taken` adds up to: too many to count at every reserve."""
+        self._entitled_bytes: dict[str, int] = {}
+        self._is_short = False
+        """Somebody found no space, and none was freed since."""
         self._pins: dict[Extent, int] = {}
         self._leaving: set[Extent] = set()
         """Released, but pinned."""
@@ -66,9 +73,15 @@ class Space:
         if size_bytes > volume.size_bytes:
             volume.fresh.add(volume.size_bytes, size_bytes)
             volume.size_bytes = size_bytes
+            self._is_short = False
 
-    def occupy(self, extent: Extent) -> None:
-        """At open: a catalog row names `extent`.
+    def entitle(self, owner: str, length_bytes: int) -> None:
+        """From here on nobody else gets what `owner` needs to hold `length_bytes`; 0 ends it."""
+        self._entitled_bytes[owner] = length_bytes
+        self._is_short = False
+
+    def occupy(self, extent: Extent, *, owner: str = "") -> None:
+        """At open: a catalog row of `owner` names `extent`.
 
         Raises CatalogError if any byte of it is not free; nothing changes then.
         """
@@ -82,11 +95,11 @@ class Space:
             raise CatalogError(f"{describe(extent)} is outside of {volume.start_bytes}..{volume.size_bytes}")
         if not volume.carve(start, end):
             raise CatalogError(f"{describe(extent)} overlaps another extent of the catalog")
-        self._taken.add(extent)
+        self._claim(extent, owner)
 
     # --- claims ---
 
-    def reserve(self, length_bytes: int) -> Extent | None:
+    def reserve(self, length_bytes: int, *, owner: str = "") -> Extent | None:
         """An extent of `length_bytes`, rounded up to 4 KiB, the caller's until `release`; or None.
 
         Volumes with the larger share of free bytes come first, equals take turns; within one: written space
@@ -94,39 +107,62 @@ class Space:
         """
         assert length_bytes > 0, f"cannot reserve {length_bytes} bytes"
         length_bytes = round_up(length_bytes, ALIGNMENT_BYTES)
-        for volume in self._by_preference():
+        for volume in self._by_preference() if length_bytes <= self._room_bytes(owner) else ():
             offset_bytes = volume.take(length_bytes)
             if offset_bytes is None:
                 continue
             extent = Extent(volume.index, offset_bytes, length_bytes)
             assert not self._is_held(extent), f"{describe(extent)} was handed out twice"
-            self._taken.add(extent)
+            self._claim(extent, owner)
             return extent
+        self._is_short = True
         return None
 
-    def reserve_many(self, count: int, length_bytes: int) -> list[Extent] | None:
+    def reserve_many(self, count: int, length_bytes: int, *, owner: str = "") -> list[Extent] | None:
         """`count` extents as `reserve` chooses them; or None, and nothing has changed."""
         before, turn = {index: volume.copy() for index, volume in self._volumes.items()}, self._turn
         extents: list[Extent] = []
         while len(extents) < count:
-            extent = self.reserve(length_bytes)
+            extent = self.reserve(length_bytes, owner=owner)
             if extent is None:
                 self._volumes, self._turn = before, turn
-                self._taken.difference_update(extents)
+                for taken in extents:
+                    self._unclaim(taken)
                 return None
             extents.append(extent)
         return extents
+
+    def _room_bytes(self, owner: str) -> int:
+        """What `owner` may still take: the rest of what it is entitled to, or what nobody else is, whichever is more."""
+        own = self._entitled_bytes.get(owner, 0) - self._held_bytes.get(owner, 0)
+        promised = sum(
+            max(0, entitled - self._held_bytes.get(other, 0))
+            for other, entitled in self._entitled_bytes.items() if other != owner
+        )  # fmt: skip
+        prefilling = sum(volume.prefilling_bytes for volume in self._volumes.values())
+        return max(0, own, self.free_bytes + prefilling - promised)
+
+    def _claim(self, extent: Extent, owner: str) -> None:
+        self._taken[extent] = owner
+        self._held_bytes[owner] = self._held_bytes.get(owner, 0) + extent.length_bytes
+
+    def _unclaim(self, extent: Extent) -> None:
+        self._held_bytes[self._taken.pop(extent)] -= extent.length_bytes
+
+    def _free(self, extent: Extent) -> None:
+        self._volumes[extent.volume].free(extent)
+        self._is_short = False
 
     def release(self, extent: Extent) -> None:
         """Ends the claim: free at once, or when the last pin goes. A quarantined extent stays so."""
         if extent in self._quarantined:
             return  # whoever frees a failed step's extents need not know which of them failed
         assert extent in self._taken, f"{describe(extent)} is not held"
-        self._taken.remove(extent)
+        self._unclaim(extent)
         if extent in self._pins:
             self._leaving.add(extent)
         else:
-            self._volumes[extent.volume].free(extent)
+            self._free(extent)
 
     def pin(self, extent: Extent) -> None:
         """A read or a cut needs the extent's bytes until `unpin`; pins count."""
@@ -142,13 +178,14 @@ class Space:
         del self._pins[extent]
         if extent in self._leaving:
             self._leaving.remove(extent)
-            self._volumes[extent.volume].free(extent)
+            self._free(extent)
 
     def quarantine(self, extent: Extent) -> None:
         """Its write or flush failed: not handed out again until reopen, whatever is released or unpinned."""
         prefilling = self._volumes[extent.volume].prefilling
         assert self._is_held(extent) or extent in prefilling, f"{describe(extent)} is not held"
-        self._taken.discard(extent)
+        if extent in self._taken:
+            self._unclaim(extent)
         self._leaving.discard(extent)
         prefilling.discard(extent)
         self._quarantined.add(extent)
@@ -156,8 +193,11 @@ class Space:
     # --- background fill ---
 
     def next_unwritten(self, volume: int, limit_bytes: int) -> Extent | None:
-        """The lowest free range never written, at most `limit_bytes`; not free until `finish_prefill`."""
+        """The lowest free range never written, at most `limit_bytes`; not free until `finish_prefill`. None while somebody is
+        short of space."""
         assert limit_bytes >= ALIGNMENT_BYTES, f"limit_bytes={limit_bytes} is less than one block"
+        if self._is_short:
+            return None
         space = self._volumes[volume]
         first = space.fresh.first()
         if first is None:
@@ -174,10 +214,6 @@ class Space:
         volume.prefilling.remove(extent)
         volume.free(extent)
 
-    def mark_written(self, volume: int, up_to_bytes: int) -> None:
-        """Free space below `up_to_bytes` counts as written from here on."""
-        self._volumes[volume].mark_written(_whole_blocks(up_to_bytes))
-
     def written_bytes(self, volume: int) -> int:
         """Below it every block is claimed or was written once: what the catalog keeps. Never decreases."""
         return self._volumes[volume].written_bytes
@@ -188,6 +224,15 @@ class Space:
     def free_bytes(self) -> int:
         return sum(volume.free_bytes for volume in self._volumes.values())
 
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a range is kept from `reserve` until its zero-fill ends."""
+        return any(volume.prefilling for volume in self._volumes.values())
+
+    def held_bytes(self, owner: str) -> int:
+        """What `owner` has reserved or occupied, and not released."""
+        return self._held_bytes.get(owner, 0)
+
     def free_bytes_of(self, volume: int) -> int:
         return self._volumes[volume].free_bytes
 
@@ -195,14 +240,15 @@ class Space:
         """Where its last extent may end."""
         return self._volumes[volume].size_bytes
 
-    def missing_bytes(self, count: int, length_bytes: int) -> int:
+    def missing_bytes(self, count: int, length_bytes: int, *, owner: str = "") -> int:
         """How many more bytes `reserve_many(count, length_bytes)` needs: 0 exactly if it can succeed."""
-        length_bytes, missing = round_up(length_bytes, ALIGNMENT_BYTES), count
+        length_bytes = round_up(length_bytes, ALIGNMENT_BYTES)
+        found, allowed = 0, min(count, self._room_bytes(owner) // length_bytes)
         for volume in self._volumes.values():
             twin = volume.copy()
-            while missing > 0 and twin.take(length_bytes) is not None:
-                missing -= 1
-        return missing * length_bytes
+            while found < allowed and twin.take(length_bytes) is not None:
+                found += 1
+        return (count - found) * length_bytes
 
     def stats(self) -> tuple[VolumeSpaceStats, ...]:
         """Per volume, in order of index."""
@@ -216,7 +262,7 @@ class Space:
             free_bytes=volume.free_bytes,
             largest_free_bytes=max((end - start for start, end in volume.free_runs()), default=0),
             written_bytes=volume.written_bytes,
-            prefilling_bytes=sum(extent.length_bytes for extent in volume.prefilling),
+            prefilling_bytes=volume.prefilling_bytes,
             quarantined_bytes=sum(quarantined),
         )
 

@@ -40,8 +40,8 @@ def open_store(contents: Contents, volumes: Mapping[int, Volume]) -> Recovered:
     superblocks, problems = _check_superblocks(contents, volumes)
     _raise_if(problems)
     ledgers = {name: Ledger(found) for name, found in contents.namespaces.items()}
-    extents = sorted(extent for ledger in ledgers.values() for extent in ledger.extents())
-    _raise_if([*_truncated(contents, volumes), *_beyond_the_end(extents, volumes)])
+    extents = sorted((extent, name) for name, ledger in ledgers.items() for extent in ledger.extents())
+    _raise_if([*_truncated(contents, volumes), *_beyond_the_end([extent for extent, _ in extents], volumes)])
     note_slots = _occupy_notes(superblocks, ledgers)
     _raise_if(list(_unproven(ledgers, volumes, superblocks)))
     space = _occupy_extents(contents, volumes, superblocks, extents)
@@ -134,9 +134,9 @@ def _old_copy(index: int, name: str, row: StepRow, found: str) -> str:
 
 
 def _occupy_extents(
-    contents: Contents, volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock], extents: list[Extent]
+    contents: Contents, volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock], extents: list[tuple[Extent, str]]
 ) -> Space:
-    """Everything is free but `extents`, which are sorted: so every one is cut off the front of a range."""
+    """Everything is free but `extents` and their namespaces, sorted: so every one is cut off the front of a range."""
     space = Space()
     for index, row in sorted(contents.volumes.items()):
         start_bytes = extents_start_bytes(superblocks[index])
@@ -145,6 +145,6 @@ def _occupy_extents(
         space.add_volume(
             index, start_bytes=start_bytes, size_bytes=volumes[index].size_bytes, written_bytes=row.written_bytes
         )
-    for extent in extents:
-        space.occupy(extent)
+    for extent, name in extents:
+        space.occupy(extent, owner=name)
     return space

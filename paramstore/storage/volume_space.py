@@ -30,6 +30,10 @@ class VolumeSpace:
         return self.written.total_bytes + self.fresh.total_bytes
 
     @property
+    def prefilling_bytes(self) -> int:
+        return sum(extent.length_bytes for extent in self.prefilling)
+
+    @property
     def free_share(self) -> float:
         return self.free_bytes / (self.size_bytes - self.start_bytes)
 

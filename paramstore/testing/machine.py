@@ -63,6 +63,7 @@ class Machine:
     def __init__(
         self, *, seed: int | None = None, volume_count: int = 1, volume_bytes: int = 12 * MIB, host_budget_bytes: int = 64 * MIB,
         policy: str = "lru", wait_timeout_s: float = 5.0, volume_size_bytes: int | None = None,
+        prefill: bool = False,
     ) -> None:  # fmt: skip
         self.seed = seed
         self.disks = {index: MemoryVolume(volume_bytes, index=index) for index in range(volume_count)}
@@ -71,7 +72,7 @@ class Machine:
         self.durable = MemoryCatalog()
         self.catalog: Catalog = self.durable
         self.config = Config(
-            dir=Path("/nowhere"), host_budget_bytes=host_budget_bytes, prefill=False, policy=PolicyConfig(name=policy),
+            dir=Path("/nowhere"), host_budget_bytes=host_budget_bytes, prefill=prefill, policy=PolicyConfig(name=policy),
             wait_timeout_s=wait_timeout_s, volume_size_bytes=volume_size_bytes,
         )  # fmt: skip
         self._random = Random(seed)

@@ -45,7 +45,7 @@ class SmallPlanner:
         row = NamespaceRow("moe", schema.describe(), (0,), experts, epoch=1, sequence=1)
         contents = NamespaceContents(row)
         for number, key in enumerate(self.keys if is_committed else ()):
-            extent = space.reserve(schema.record_bytes)
+            extent = space.reserve(schema.record_bytes, owner="moe")
             assert extent is not None
             contents.rows[key] = [Row(0, Located(extent, FIRST, number))]
         if is_committed:

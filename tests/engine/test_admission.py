@@ -113,6 +113,36 @@ def test_a_namespace_that_makes_no_sense_is_refused_and_nothing_is_left(argument
     run(scenario())
 
 
+def test_a_creation_that_host_memory_refuses_leaves_the_volumes_as_they_were() -> None:
+    async def scenario() -> None:
+        machine = Machine(host_budget_bytes=ONE)
+        store = machine.start()
+        await create(store)
+        size_bytes = machine.disks[0].size_bytes
+        wide = Schema.adamw({"w": (64, 1024)})  # more on the volume than there is now, and no memory is left
+        with pytest.raises(CapacityError, match="are left of host_budget"):
+            await store.admission.create("wide", wide.describe(), layers=[0], experts=8, host_bytes=None)
+        assert machine.disks[0].size_bytes == size_bytes
+        assert [row["name"] for row in store.admission.list_namespaces()] == ["moe"]
+
+    run(scenario())
+
+
+def test_a_creation_that_the_volumes_refuse_gives_its_memory_and_its_claim_back() -> None:
+    async def scenario() -> None:
+        machine = Machine(host_budget_bytes=4 * ONE, volume_size_bytes=12 * MIB)
+        store = machine.start()
+        wide = Schema.adamw({"w": (64, 1024)})
+        with pytest.raises(CapacityError, match="bytes are missing; raise volume_size or add a volume"):
+            await store.admission.create("wide", wide.describe(), layers=[0], experts=8, host_bytes=2 * ONE)
+        assert store.host.used_bytes == 0
+        view = await create(store)
+        await train(store, view)
+        await store.commit(view, 1, b"")
+
+    run(scenario())
+
+
 def test_a_creation_that_the_catalog_refuses_gives_its_memory_back() -> None:
     async def scenario() -> None:
         machine = Machine(volume_size_bytes=12 * MIB)

@@ -49,8 +49,8 @@ class Site:
     def leave_extents(self, count: int) -> None:
         space = self.store._planner.space
         record_bytes = self.namespace.schema.record_bytes
-        while space.missing_bytes(count + 1, record_bytes) == 0:
-            assert space.reserve(record_bytes) is not None
+        while space.missing_bytes(count + 1, record_bytes, owner=self.namespace.name) == 0:
+            assert space.reserve(record_bytes, owner=self.namespace.name) is not None
 
     async def idle(self) -> None:
         while not self.store._runner.is_idle:

@@ -233,8 +233,8 @@ def test_an_apply_that_finds_no_extent_waits_for_the_commit_under_way_that_will_
             await site.store.commit(site.view, step, b"")
         await train(site.store, site.view, keys[:2])
         space = site.store._planner.space
-        while space.missing_bytes(2, SCHEMA.record_bytes) == 0:
-            space.reserve(SCHEMA.record_bytes)
+        while space.missing_bytes(2, SCHEMA.record_bytes, owner="moe") == 0:
+            space.reserve(SCHEMA.record_bytes, owner="moe")
         push(site.store, site.view, keys[:2])
         commit = asyncio.ensure_future(site.store.commit(site.view, 3, b""))
         await turns(1)
@@ -248,7 +248,7 @@ def test_an_apply_that_finds_no_extent_waits_for_the_commit_under_way_that_will_
 def test_an_apply_that_no_volume_can_hold_says_so_before_it_has_changed_a_record() -> None:
     async def scenario(site: Site) -> None:
         space = site.store._planner.space
-        while space.reserve(SCHEMA.record_bytes) is not None:
+        while space.reserve(SCHEMA.record_bytes, owner="moe") is not None:
             pass
         with pytest.raises(StepFailed, match="bytes are missing on the volumes: raise volume_size"):
             await train(site.store, site.view)
@@ -373,7 +373,7 @@ def test_an_initial_value_waits_for_space_that_the_zero_fill_has_just_taken() ->
         space, runner = site.store._planner.space, site.store._runner
         extent = space.next_unwritten(0, 1 << 30)
         assert extent is not None
-        while space.reserve(SCHEMA.record_bytes) is not None:
+        while space.reserve(SCHEMA.record_bytes, owner="new") is not None:
             pass
 
         async def fill() -> None:
@@ -393,7 +393,7 @@ def test_an_initial_value_that_no_volume_can_hold_is_refused() -> None:
     async def scenario(site: Site) -> None:
         site.view = await begun(site)
         space = site.store._planner.space
-        while space.reserve(SCHEMA.record_bytes) is not None:
+        while space.reserve(SCHEMA.record_bytes, owner="new") is not None:
             pass
         with pytest.raises(CapacityError, match="raise volume_size"):
             await site.store.initialize_put(site.view, (0, 1), initial())

@@ -54,17 +54,21 @@ class Shelf:
         for lane in (CATALOG_LANE, BACKGROUND_LANE, CPU_LANE, *map(volume_lane, self.volumes)):
             self.runner.scheduler.add_lane(lane, 1)
         self.space = Space()
+        self.pumps = 0
         rows = {}
         for index, volume in self.volumes.items():
             self.space.add_volume(index, start_bytes=START, size_bytes=volume.size_bytes, written_bytes=written_bytes)
             rows[index] = VolumeRow(index, bytes(16), volume.size_bytes, written_bytes)
         self.set = VolumeSet(
             self.volumes, superblocks=dict.fromkeys(self.volumes, SUPERBLOCK), rows=rows, space=self.space, catalog=self.catalog,
-            runner=self.runner, may_grow=may_grow,
+            runner=self.runner, may_grow=may_grow, pump=self._pump,
         )  # fmt: skip
 
+    def _pump(self) -> None:
+        self.pumps += 1
+
     async def make_room(self, experts: int, *others: NamespaceState) -> None:
-        await self.set.make_room(others, SCHEMA, experts)
+        await self.set.make_room("moe", SCHEMA, experts, beside=others)
 
     @property
     def usable_bytes(self) -> int:
@@ -125,7 +129,22 @@ def test_every_record_that_a_namespace_is_entitled_to_finds_an_extent_on_volumes
     async def scenario() -> None:
         shelf = Shelf(count=3)
         await shelf.make_room(100)
-        assert shelf.space.reserve_many(entitled_bytes(SCHEMA, 100) // SCHEMA.record_bytes, SCHEMA.record_bytes) is not None
+        count, record_bytes = entitled_bytes(SCHEMA, 100) // SCHEMA.record_bytes, SCHEMA.record_bytes
+        assert shelf.space.reserve_many(count, record_bytes, owner="moe") is not None
+
+    run(scenario())
+
+
+def test_nobody_takes_what_a_namespace_is_entitled_to_until_it_is_given_up() -> None:
+    async def scenario() -> None:
+        shelf = Shelf()
+        await shelf.make_room(100)
+        record_bytes = SCHEMA.record_bytes
+        while shelf.space.reserve(record_bytes, owner="other") is not None:
+            pass
+        assert shelf.space.missing_bytes(entitled_bytes(SCHEMA, 100) // record_bytes, record_bytes, owner="moe") == 0
+        shelf.set.give_up("moe")
+        assert shelf.space.reserve(record_bytes, owner="other") is not None
 
     run(scenario())
 
@@ -219,8 +238,10 @@ def test_a_range_that_is_being_filled_is_given_to_nobody() -> None:
         shelf.set.start_prefill()
         await turns(5)
         assert shelf.space.reserve(4096) is None
+        pumps = shelf.pumps
         shelf.workers.resume()
         await shelf.prefilled()
+        assert shelf.pumps > pumps, "whoever waits for space goes on"
         assert shelf.space.reserve(4096) is not None
         await shelf.set.close()
 

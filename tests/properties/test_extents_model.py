@@ -12,6 +12,7 @@ from paramstore.storage.extents import Space
 
 PAGE = 4096
 LENGTHS = st.integers(1, 5)
+OWNERS = st.sampled_from(["a", "b", ""])
 
 
 class SpaceMachine(RuleBasedStateMachine):
@@ -29,6 +30,9 @@ class SpaceMachine(RuleBasedStateMachine):
         self.pins: dict[Extent, int] = {}
         self.released: set[Extent] = set()
         self.written_bytes: dict[int, int] = {}
+        self.owners: dict[Extent, str] = {}
+        self.entitled: dict[str, int] = {}
+        self.is_short = False
         for volume, size in enumerate(sizes):
             self.space.add_volume(volume, start_bytes=PAGE, size_bytes=(1 + size) * PAGE, written_bytes=written * PAGE)
             self._add_pages(volume, range(1, 1 + size), written)
@@ -51,44 +55,67 @@ class SpaceMachine(RuleBasedStateMachine):
             assert self.pages[page] == holder
             self.pages[page] = "free"
             self.unwritten.discard(page)
+        self.is_short = self.is_short and holder == "filling"
 
     def _fits(self, length: int) -> bool:
         return any(all(self.pages.get((v, p + i)) == "free" for i in range(length)) for v, p in self.pages)
 
-    @rule(target=held, length=LENGTHS)
-    def reserve(self, length: int) -> object:
-        could = self._fits(length)
+    def _held_pages(self, owner: str) -> int:
+        return sum(extent.length_bytes // PAGE for extent, whose in self.owners.items() if whose == owner)
+
+    def _may_take(self, owner: str, length: int) -> bool:
+        """Within its own entitlement, or without touching what the others have not taken of theirs."""
+        if self._held_pages(owner) + length <= self.entitled.get(owner, 0):
+            return True
+        usable = sum(holder in ("free", "filling") for holder in self.pages.values())
+        kept = sum(max(0, count - self._held_pages(other)) for other, count in self.entitled.items() if other != owner)
+        return usable - length >= kept
+
+    @rule(owner=OWNERS, pages=st.integers(0, 12))
+    def entitle(self, owner: str, pages: int) -> None:
+        self.space.entitle(owner, pages * PAGE)
+        self.entitled[owner] = pages
+        self.is_short = False
+
+    @rule(target=held, length=LENGTHS, owner=OWNERS)
+    def reserve(self, length: int, owner: str) -> object:
+        could = self._fits(length) and self._may_take(owner, length)
         has_written = any(
             all(self.pages.get((v, p + i)) == "free" and (v, p + i) not in self.unwritten for i in range(length))
             for v, p in self.pages
         )
-        extent = self.space.reserve(length * PAGE - 7)
+        extent = self.space.reserve(length * PAGE - 7, owner=owner)
         assert (extent is not None) == could
         if extent is None:
+            self.is_short = True
             return multiple()
         assert extent.length_bytes == length * PAGE
         if has_written and len({volume for volume, _ in self.pages}) == 1:
             assert not self.unwritten.intersection(self._pages_of(extent))
         self._claim(extent, extent)
+        self.owners[extent] = owner
         return extent
 
-    @rule(target=held, count=st.integers(0, 8), length=LENGTHS)
-    def reserve_many(self, count: int, length: int) -> object:
+    @rule(target=held, count=st.integers(0, 8), length=LENGTHS, owner=OWNERS)
+    def reserve_many(self, count: int, length: int, owner: str) -> object:
         before = self.space.stats()
-        missing = self.space.missing_bytes(count, length * PAGE)
-        extents = self.space.reserve_many(count, length * PAGE)
+        missing = self.space.missing_bytes(count, length * PAGE, owner=owner)
+        extents = self.space.reserve_many(count, length * PAGE, owner=owner)
         assert (extents is None) == (missing > 0)
         if extents is None:
+            self.is_short = True
             assert self.space.stats() == before
             assert missing <= count * length * PAGE
             return multiple()
         for extent in extents:
             self._claim(extent, extent)
+            self.owners[extent] = owner
         return multiple(*extents)
 
     @rule(extent=consumes(held))
     def release(self, extent: Extent) -> None:
         self.space.release(extent)
+        del self.owners[extent]
         if extent in self.pins:
             self.released.add(extent)
         else:
@@ -97,6 +124,7 @@ class SpaceMachine(RuleBasedStateMachine):
     @rule(extent=consumes(held))
     def quarantine(self, extent: Extent) -> None:
         self.space.quarantine(extent)
+        del self.owners[extent]
         self.pages.update(dict.fromkeys(self._pages_of(extent), "quarantined"))
 
     @rule(target=pinned, extent=held)
@@ -121,7 +149,7 @@ class SpaceMachine(RuleBasedStateMachine):
             return multiple()
         fresh = [page for page in sorted(self.unwritten) if page[0] == volume and self.pages[page] == "free"]
         extent = self.space.next_unwritten(volume, limit * PAGE)
-        assert (extent is None) == (not fresh)
+        assert (extent is None) == (not fresh or self.is_short)
         if extent is None:
             return multiple()
         assert self._pages_of(extent)[0] == fresh[0]
@@ -140,6 +168,13 @@ class SpaceMachine(RuleBasedStateMachine):
         if size:
             self.space.grow_volume(volume, (1 + size + added) * PAGE)
             self._add_pages(volume, range(1 + size, 1 + size + added))
+            self.is_short = self.is_short and not added
+
+    @invariant()
+    def held_bytes_agree(self) -> None:
+        if hasattr(self, "space"):
+            for owner in ("a", "b", ""):
+                assert self.space.held_bytes(owner) == self._held_pages(owner) * PAGE
 
     @invariant()
     def free_bytes_agree(self) -> None:

@@ -79,7 +79,7 @@ class Trial:
         budget = self.random.choice((11, 13, 20)) << 20
         self.machine = Machine(
             seed=seed, host_budget_bytes=budget, volume_count=self.random.choice((1, 2)),
-            policy=self.random.choice(("lru", "decayed_lfu")),
+            policy=self.random.choice(("lru", "decayed_lfu")), prefill=self.random.random() < 0.3,
         )  # fmt: skip
         self.working: State = {}
         self.history: list[State] = []
@@ -302,7 +302,10 @@ class Trial:
             used |= {working.reserved} if working.reserved is not None else set()
         stats = (await self.store.stats())["tiers"]["nvme"]  # type: ignore[index]
         start = sum(9 << 20 for _ in self.machine.disks)
-        assert stats["size_bytes"] - stats["free_bytes"] - start == len(used) * self.schema.record_bytes
+        used_bytes, space = len(used) * self.schema.record_bytes, self.store._planner.space
+        filling_bytes = sum(volume.prefilling_bytes for volume in space.stats())
+        assert stats["size_bytes"] - stats["free_bytes"] - start - filling_bytes == used_bytes
+        assert space.held_bytes("moe") == used_bytes
 
 
 async def run_trial(seed: int, *, rounds: int, acts: int) -> None:

@@ -295,12 +295,92 @@ def test_a_failed_fill_is_quarantined() -> None:
     assert made.stats()[0].prefilling_bytes == 0
 
 
-def test_marking_written_moves_the_border_up_only() -> None:
+# --- entitlements
+
+
+def test_an_owner_takes_beyond_its_entitlement_what_nobody_else_is_entitled_to() -> None:
     made = space(10)
-    made.mark_written(0, 6 * PAGE)
-    made.mark_written(0, 3 * PAGE)
-    assert made.written_bytes(0) == 6 * PAGE
-    assert made.free_bytes == 10 * PAGE
+    made.entitle("a", 4 * PAGE)
+    made.entitle("b", 4 * PAGE)
+    assert made.missing_bytes(7, PAGE, owner="a") == PAGE
+    assert made.reserve_many(7, PAGE, owner="a") is None
+    assert made.held_bytes("a") == 0
+    assert made.reserve_many(6, PAGE, owner="a") is not None
+    assert made.reserve(PAGE, owner="a") is None
+    assert made.reserve(PAGE) is None, "somebody who is entitled to nothing"
+    assert made.reserve_many(4, PAGE, owner="b") is not None
+
+
+def test_what_an_owner_gives_back_is_kept_for_it() -> None:
+    made = space(4)
+    made.entitle("a", 4 * PAGE)
+    extents = made.reserve_many(4, PAGE, owner="a")
+    assert extents is not None
+    made.release(extents[0])
+    assert made.held_bytes("a") == 3 * PAGE
+    assert made.reserve(PAGE, owner="b") is None
+    assert made.reserve(PAGE, owner="a") == extents[0]
+
+
+def test_an_entitlement_that_ends_leaves_the_space_to_others() -> None:
+    made = space(4)
+    made.entitle("a", 4 * PAGE)
+    assert made.reserve(PAGE) is None
+    made.entitle("a", 0)
+    assert made.reserve(PAGE) is not None
+
+
+def test_occupied_extents_count_for_their_owner() -> None:
+    made = space(4)
+    made.entitle("a", 2 * PAGE)
+    made.occupy(extent(0, 2), owner="a")
+    assert made.missing_bytes(2, PAGE, owner="b") == 0, "a has all that it is entitled to"
+
+
+def test_a_quarantined_extent_counts_for_nobody() -> None:
+    made = space(2)
+    made.entitle("a", PAGE)
+    held = made.reserve(PAGE, owner="a")
+    assert held is not None
+    made.quarantine(held)
+    assert made.held_bytes("a") == 0
+    assert made.reserve(PAGE, owner="b") is None, "a may still need the last one"
+
+
+def test_space_that_is_being_filled_counts_as_free_for_entitlements() -> None:
+    made = space(3)
+    made.entitle("a", PAGE)
+    assert made.next_unwritten(0, PAGE) is not None
+    assert made.reserve(PAGE, owner="b") is not None
+
+
+# --- short of space
+
+
+def test_whoever_is_short_of_space_keeps_the_fill_from_taking_more() -> None:
+    made = space(3)
+    filling = made.next_unwritten(0, PAGE)
+    assert filling is not None
+    assert made.is_prefilling
+    assert made.reserve(3 * PAGE) is None
+    assert made.next_unwritten(0, PAGE) is None
+    made.finish_prefill(filling)
+    assert not made.is_prefilling
+    assert made.next_unwritten(0, PAGE) is None, "or the one who waits would find the next piece gone"
+    assert made.reserve(3 * PAGE) is not None
+
+
+@pytest.mark.parametrize("relief", ["release", "grow", "entitle"])
+def test_the_fill_goes_on_when_space_has_come(relief: str) -> None:
+    made = space(4)
+    held = made.reserve(PAGE)
+    assert held is not None
+    assert made.reserve(4 * PAGE) is None
+    assert made.next_unwritten(0, PAGE) is None
+    {"release": lambda: made.release(held), "grow": lambda: made.grow_volume(0, 5 * PAGE), "entitle": lambda: made.entitle("a", 0)}[
+        relief
+    ]()
+    assert made.next_unwritten(0, PAGE) is not None
 
 
 @pytest.mark.slow
