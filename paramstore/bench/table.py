@@ -14,9 +14,17 @@ STYLES = {Verdict.HOLDS: "green", Verdict.WITHIN_SPREAD: "yellow", Verdict.SHORT
 SMALL_VALUE = 100.0
 
 
+TABLE_WIDTH = 150
+"""Columns that the table needs; where there are fewer, each row is a paragraph."""
+
+
 def render(report: Report, console: Console) -> None:
     """Prints the whole report to `console`."""
-    console.print(table_of(report))
+    if console.width >= TABLE_WIDTH:
+        console.print(table_of(report))
+    else:
+        for row in report.rows:
+            console.print(paragraph_of(row), highlight=False)
     for row in report.rows:
         if row.verdict in (Verdict.SHORT, Verdict.WITHIN_SPREAD):
             console.print(f"\n[{STYLES[row.verdict]}]{row.verdict}[/]: {title_of(row)}, made of", highlight=False)
@@ -44,6 +52,14 @@ def table_of(report: Report) -> Table:
             verdict,
         )
     return table
+
+
+def paragraph_of(row: Row) -> str:
+    """The row where a table has no room: what and by whom, then the figures."""
+    limit = f"{row.against} {number(row.limit)}" if row.limit is not None else row.against
+    target = f"target {row.target.quantity} {row.target}: [{STYLES[row.verdict]}]{row.verdict}[/]" if row.target else ""
+    figures = ", ".join(filter(None, (f"{number(row.value)} {row.unit}", limit, target)))
+    return f"{title_of(row)}\n    {row.subject}: {figures}"
 
 
 def parts_of(row: Row) -> Table:

@@ -15,6 +15,7 @@ from paramstore.bench.leases import measure_leases
 from paramstore.bench.plan import Plan
 from paramstore.bench.report import Report, Row
 from paramstore.bench.transfers import measure_optim, measure_param
+from paramstore.bench.update_alone import measure_update_alone
 from paramstore.bench.updates import measure_apply
 from paramstore.clock import MonotonicClock
 
@@ -50,5 +51,6 @@ def measure_all(bench: Bench) -> list[Row]:
         rows += measure_optim(bench, size)
         rows += measure_baseline(bench, size)
     rows += measure_leases(bench)
-    rows += [measure_apply(bench, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for dtype in (torch.float32, torch.bfloat16):
+        rows += [measure_apply(bench, dtype), measure_update_alone(bench, dtype)]
     return rows

@@ -98,7 +98,7 @@ async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
     try:
         catalog, contents = await runner.call(CATALOG_LANE, lambda: _open_catalog(config))
         volumes = _open_volumes(config, contents)
-        add_volume_lanes(runner, volumes, io_workers=config.io_workers)
+        add_volume_lanes(runner, volumes, io_workers=config.io_workers, prepare=_give_way)
         await runner.call(CATALOG_LANE, lambda: adopt_new_volumes(catalog, contents, volumes))
         pages = await runner.call(BACKGROUND_LANE, probe_pages)
         if pages.advice:
@@ -120,16 +120,21 @@ def add_lanes(runner: Runner, *, update_workers: int) -> None:
     """The lanes that every store has."""
     _add_lane(runner, CATALOG_LANE, 1)
     _add_lane(runner, BACKGROUND_LANE, 1)
-    _add_lane(runner, CPU_LANE, update_workers, prepare=_one_thread_each)
+    _add_lane(runner, CPU_LANE, update_workers, ahead=update_workers, prepare=_one_thread_each)
 
 
-def add_volume_lanes(runner: Runner, volumes: Iterable[int], *, io_workers: int) -> None:
+def add_volume_lanes(
+    runner: Runner, volumes: Iterable[int], *, io_workers: int, prepare: Callable[[], None] | None = None
+) -> None:
+    """prepare: called first in each of their threads."""
     for index in volumes:
-        _add_lane(runner, volume_lane(index), io_workers, prepare=_give_way)
+        _add_lane(runner, volume_lane(index), io_workers, prepare=prepare)
 
 
-def _add_lane(runner: Runner, lane: Hashable, count: int, *, prepare: Callable[[], None] | None = None) -> None:
-    runner.scheduler.add_lane(lane, count)
+def _add_lane(
+    runner: Runner, lane: Hashable, count: int, *, ahead: int = 0, prepare: Callable[[], None] | None = None
+) -> None:
+    runner.scheduler.add_lane(lane, count, ahead=ahead)
     runner.workers.add_lane(lane, count, prepare=prepare)
 
 

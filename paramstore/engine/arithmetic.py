@@ -4,11 +4,47 @@ so they are imported where they run, in a worker, and never on the loop's thread
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from paramstore.core.optimizers import AdamW
     from paramstore.core.schema import Schema
+
+
+UPDATE_PIECE_ELEMENTS = 1 << 21
+"""One piece of an update: 2 ms of a core. The last records of an apply go in pieces, so that no worker is left idle."""
+SPAN_ALIGNMENT_ELEMENTS = 1 << 12
+"""Where a field may be cut: whole vectors and whole pages, whatever the dtype."""
+
+
+class Span(NamedTuple):
+    """Elements [start, end) of the `field`-th of a schema's fields."""
+
+    field: int
+    start: int
+    end: int
+
+
+@lru_cache(maxsize=256)
+def cut_update(schema: Schema, piece_elements: int = UPDATE_PIECE_ELEMENTS) -> tuple[tuple[Span, ...], ...]:
+    """All elements of a record, in about equal pieces of at most about `piece_elements`, at least one."""
+    total = sum(field.elements for field in schema.gradient_fields())
+    target = -(-total // max(1, -(-total // piece_elements)))
+    pieces: list[tuple[Span, ...]] = []
+    piece: list[Span] = []
+    room = target
+    for number, field in enumerate(schema.gradient_fields()):
+        start = 0
+        while start < field.elements:
+            length = min(field.elements - start, -(-room // SPAN_ALIGNMENT_ELEMENTS) * SPAN_ALIGNMENT_ELEMENTS)
+            piece.append(Span(number, start, start + length))
+            start, room = start + length, room - length
+            if room <= 0:
+                pieces.append(tuple(piece))
+                piece, room = [], target
+    return (*pieces, tuple(piece)) if piece else tuple(pieces)
 
 
 def load() -> None:
@@ -19,14 +55,15 @@ def load() -> None:
 
 def update(
     schema: Schema, image: memoryview, gradient: memoryview, *, options: AdamW, optimizer_step: int, grad_scale: float,
-    param: memoryview | None,
+    param: memoryview | None, spans: Sequence[Span] | None = None,
 ) -> None:  # fmt: skip
     """See `paramstore.optim.adamw.update`."""
     from paramstore.optim import adamw
 
     adamw.update(
-        schema, image, gradient, options=options, optimizer_step=optimizer_step, grad_scale=grad_scale, param=param
-    )
+        schema, image, gradient, options=options, optimizer_step=optimizer_step, grad_scale=grad_scale, param=param,
+        spans=spans,
+    )  # fmt: skip
 
 
 def square_sum(schema: Schema, gradient: memoryview) -> float:

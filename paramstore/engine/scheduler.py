@@ -85,8 +85,10 @@ class Scheduler:
         self._queues: dict[Hashable, list[Entry]] = {}
         self._order = 0
 
-    def add_lane(self, lane: Hashable, workers: int) -> None:
-        self._limits[lane] = workers
+    def add_lane(self, lane: Hashable, workers: int, *, ahead: int = 0) -> None:
+        """ahead: bursts handed over before a worker is free, so that one that is done finds the next at once instead of
+        after a turn of the loop (0.2 to 0.4 ms). What is urgent waits for those too."""
+        self._limits[lane] = workers + ahead
         self._running[lane] = 0
         self._queues[lane] = []
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from math import fsum, sqrt
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
-from paramstore.engine.arithmetic import fill_initial, square_sum, update
+from paramstore.engine.arithmetic import cut_update, fill_initial, square_sum, update
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import GradientRange, NamespaceState, WorkingCopy
@@ -41,6 +41,7 @@ class Updater:
         self._transfers = transfers
         self._loader = loader
         self._cleaner = cleaner
+        self._update_workers = update_workers
         self._depth = update_workers + LOOKAHEAD_RECORDS
 
     def begin(self, namespace: NamespaceState) -> dict[ExpertKey, GradientRange]:
@@ -113,7 +114,8 @@ class Updater:
             key = queue.popleft()
             working = await self._loader.hold(namespace, key)
             await self._until_mine(namespace, working, epoch)
-            await self._update_one(namespace, working, pending[key], options, grad_scale)
+            is_shared = len(queue) < self._update_workers
+            await self._update_one(namespace, working, pending[key], options, grad_scale, is_shared=is_shared)
             absent = sum(later not in namespace.resident for later in islice(queue, self._depth))
             self._cleaner.clean_ahead(namespace, absent)
 
@@ -134,8 +136,10 @@ class Updater:
             raise
 
     async def _update_one(
-        self, namespace: NamespaceState, working: WorkingCopy, gradient: GradientRange, options: AdamW, grad_scale: float
-    ) -> None:
+        self, namespace: NamespaceState, working: WorkingCopy, gradient: GradientRange, options: AdamW, grad_scale: float,
+        *, is_shared: bool,
+    ) -> None:  # fmt: skip
+        """is_shared: too few records are left for one per worker, so that this one is worked on by several."""
         copy = self._planner.plan_update(namespace, working)
         param = None
         if copy is not None:
@@ -145,6 +149,7 @@ class Updater:
             update, namespace.schema, self._image(namespace, working), gradient.view(), options=options,
             optimizer_step=working.optimizer_step + 1, grad_scale=grad_scale, param=param,
         )  # fmt: skip
+        jobs = [partial(job, spans=spans) for spans in cut_update(namespace.schema)] if is_shared else [job]
         future = asyncio.get_running_loop().create_future()
 
         def settle(transfer: Transfer) -> None:
@@ -156,12 +161,13 @@ class Updater:
             self._transfers.drain()
             wake(future)
 
-        await self._run(working, job, future, settle)
+        await self._run(working, jobs, future, settle)
 
     async def _run(
-        self, working: WorkingCopy, job: Callable[[], object], future: asyncio.Future[None], settle: Callable[[Transfer], None]
-    ) -> None:
-        transfer = Transfer(lane=CPU_LANE, urgency=Urgency.DEMAND, run=call, pieces=deque([job]), settle=settle)
+        self, working: WorkingCopy, jobs: Sequence[Callable[[], object]], future: asyncio.Future[None],
+        settle: Callable[[Transfer], None],
+    ) -> None:  # fmt: skip
+        transfer = Transfer(lane=CPU_LANE, urgency=Urgency.DEMAND, run=call, pieces=deque(jobs), settle=settle)
         if working.move is not None:
             working.move.transfer = transfer
         self._transfers.drain()
@@ -203,7 +209,7 @@ class Updater:
             self._transfers.drain()
             wake(future)
 
-        await self._run(working, job, future, settle)
+        await self._run(working, [job], future, settle)
 
     @staticmethod
     def _check_empty(namespace: NamespaceState, key: ExpertKey) -> None:

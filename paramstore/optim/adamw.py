@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from itertools import repeat
 
 import torch
@@ -58,24 +59,25 @@ def update(
     optimizer_step: int,
     grad_scale: float = 1.0,
     param: memoryview | None = None,
+    spans: Sequence[tuple[int, int, int]] | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """One step of AdamW on the record in `image`; the new masters are cast into `param` in the same pass.
 
     image: the stored part of an adamw schema, header untouched. gradient: laid out by
     `schema.gradient_fields()`. optimizer_step: torch's `step` after this update, 1 for the first. param: the
-    derived part, or None. scratch: default is the calling thread's own. On an exception `image` and `param`
-    hold garbage.
+    derived part, or None. spans: which elements, as (field, start, end), each start at a whole vector; None: all. Calls that
+    cover every element once give what one call gives. scratch: default is the calling thread's own. On an
+    exception `image` and `param` hold garbage.
     """
     configure_threads()
     scratch = _own_scratch() if scratch is None else scratch
     scratch.step.fill_(optimizer_step)
-    for fields, gradient_field, param_field in zip(
-        _optim_fields(schema), schema.gradient_fields(), schema.part("param").fields, strict=True
-    ):
-        masters, exp_avgs, exp_avg_sqs = (_chunks(image, field) for field in fields)
-        gradients = _chunks(gradient, gradient_field)
-        params = repeat(None) if param is None else _chunks(param, param_field)
+    optim_fields, gradient_fields, param_fields = _optim_fields(schema), schema.gradient_fields(), schema.part("param").fields
+    for number, start, end in _all_of(gradient_fields) if spans is None else spans:
+        masters, exp_avgs, exp_avg_sqs = (_chunks(image, field, start, end) for field in optim_fields[number])
+        gradients = _chunks(gradient, gradient_fields[number], start, end)
+        params = repeat(None) if param is None else _chunks(param, param_fields[number], start, end)
         for master, exp_avg, exp_avg_sq, chunk, target in zip(
             masters, exp_avgs, exp_avg_sqs, gradients, params, strict=param is not None
         ):
@@ -94,7 +96,7 @@ def square_sum(schema: Schema, gradient: memoryview) -> float:
     wide = _chunk_buffer("float64")
     total = 0.0
     for field in schema.gradient_fields():
-        for chunk in _chunks(gradient, field):
+        for chunk in _chunks(gradient, field, 0, field.elements):
             total += wide[: chunk.numel()].copy_(chunk).square_().sum().item()
     return total
 
@@ -118,8 +120,12 @@ def _optim_fields(schema: Schema) -> list[tuple[Field, Field, Field]]:
     return list(zip(fields[:count], fields[count : 2 * count], fields[2 * count :], strict=True))
 
 
-def _chunks(image: memoryview, field: Field) -> tuple[torch.Tensor, ...]:
-    return torch.split(field_tensor(image, field), CHUNK_ELEMENTS)
+def _all_of(fields: Sequence[Field]) -> list[tuple[int, int, int]]:
+    return [(number, 0, field.elements) for number, field in enumerate(fields)]
+
+
+def _chunks(image: memoryview, field: Field, start: int, end: int) -> tuple[torch.Tensor, ...]:
+    return torch.split(field_tensor(image, field)[start:end], CHUNK_ELEMENTS)
 
 
 def _field_bytes(image: memoryview, field: Field) -> torch.Tensor:

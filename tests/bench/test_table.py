@@ -17,10 +17,10 @@ ROW = Row(
 )  # fmt: skip
 
 
-def shown(*rows: Row) -> str:
+def shown(*rows: Row, width: int = 200) -> str:
     machine = {"cpu": "x", "memory_bytes": 1 << 30}
     report = Report(machine=machine, commit="c", command="b", date="d", seconds=9, rows=list(rows))
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=io.StringIO(), width=width)
     render(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -29,6 +29,14 @@ def shown(*rows: Row) -> str:
 def test_row_shows_value_limit_ratio_with_spread_and_target() -> None:
     text = shown(judged(ROW))
     for wanted in ("57 MiB", "3.4 GB/s", "3.7  raw", "0.90 (0.88 - 0.92)", "ratio >= 0.93", "short"):
+        assert wanted in text
+
+
+def test_where_a_table_has_no_room_each_row_is_a_paragraph_with_all_its_figures() -> None:
+    text = " ".join(shown(judged(ROW), width=80).split())
+    for wanted in (
+        "volume to host, param of 57 MiB: 0.90 (0.88 - 0.92)", "paramstore: 3.4 GB/s, raw 3.7, target ratio >= 0.93: short",
+    ):  # fmt: skip
         assert wanted in text
 
 

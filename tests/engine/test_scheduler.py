@@ -91,6 +91,19 @@ def test_lanes_do_not_wait_for_each_other() -> None:
     assert started[1] == ["c"]
 
 
+def test_bursts_are_handed_over_ahead_of_free_workers_as_far_as_the_lane_allows() -> None:
+    made = Scheduler()
+    made.add_lane("disk", 1, ahead=1)
+    one, two, three = transfer("a"), transfer("b"), transfer("c")
+    for each in (one, two, three):
+        made.submit(each)
+    assert made.next_burst("disk") == (one, ["a"])
+    assert made.next_burst("disk") == (two, ["b"])
+    assert made.next_burst("disk") is None
+    made.finish_burst(one, ["a"], None)
+    assert made.next_burst("disk") == (three, ["c"])
+
+
 # --- promotion
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
+from paramstore.core.schema import Schema
+from paramstore.engine import arithmetic
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import BACKGROUND_LANE
@@ -159,6 +162,41 @@ def test_the_param_of_a_new_version_is_there_as_soon_as_the_update_is() -> None:
         assert site.namespace.stats.param.misses == 0
 
     on_site(scenario)
+
+
+def test_the_last_records_of_an_apply_are_shared_by_the_workers_and_come_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = Schema.adamw({"w": (3, 5000), "v": (7,)}, param_dtype="float32")
+    spans: list[object] = []
+
+    def noting(*arguments: Any, **options: Any) -> None:
+        spans.append(options.get("spans"))
+        arithmetic.update(*arguments, **options)
+
+    async def scenario() -> None:
+        images = []
+        for piece_elements in (1 << 30, 4096):
+            spans.clear()
+            cut = partial(arithmetic.cut_update, piece_elements=piece_elements)
+            monkeypatch.setattr("paramstore.engine.update.cut_update", cut)
+            store = Machine(host_budget_bytes=64 << 20).start()
+            view = await create(store, schema=wide, experts=5)
+            await train(store, view)
+            images.append([await record(store, view, key) for key in keys_of(view)])
+            whole = spans.count(None)
+            assert whole == 5 - UPDATE_WORKERS, "as long as there is one for every worker"
+            assert len(spans) - whole == UPDATE_WORKERS * (1 if piece_elements > 4096 else 4)
+        assert images[0] == images[1]
+
+    monkeypatch.setattr("paramstore.engine.update.update", noting)
+    run(scenario())
+
+
+async def record(store: Store, view: View, key: ExpertKey) -> bytes:
+    """The stored fields, header excepted: its epoch and place differ."""
+    schema = view.namespace.schema
+    target = PlainSegment(schema.record_bytes).view(0, schema.record_bytes)
+    await store.read(view, key, target)
+    return bytes(target[schema.stored.header_bytes :])
 
 
 def test_the_optimizer_step_of_a_record_counts_its_own_updates_and_the_apply_the_namespace_s() -> None:

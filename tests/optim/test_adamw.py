@@ -112,6 +112,25 @@ def test_five_steps_are_bitwise_those_of_torch(gradient_dtype: str, grad_scale: 
             assert torch.equal(part_tensor(schema, "param", param, name), expected_param)
 
 
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_spans_that_cover_a_record_in_any_order_give_what_one_update_gives(param_dtype: str) -> None:
+    shapes = {"w": (96, 100), "v": (37,)}
+    schema = Schema.adamw(shapes, param_dtype=param_dtype)
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    gradient = gradient_image(schema, {name: torch.randn(shape).to(torch_dtype(param_dtype)) for name, shape in shapes.items()})
+    images, params = [], []
+    for calls in ([None], [[(0, 4096, 8192)], [(1, 0, 37), (0, 0, 4096)], [(0, 8192, 9600)]]):
+        images.append(filled_record(schema, values))
+        params.append(buffer(schema.part("param").image_bytes))
+        for spans in calls:
+            update(
+                schema, images[-1], gradient, options=AdamW(), optimizer_step=1, grad_scale=0.5, param=params[-1], spans=spans
+            )
+    assert images[0] == images[1]
+    assert params[0] == params[1]
+    assert images[0] != filled_record(schema, values)
+
+
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
 def test_the_new_masters_are_cast_into_param(param_dtype: str) -> None:
     schema = Schema.adamw(SHAPES, param_dtype=param_dtype)
