@@ -12,11 +12,14 @@ from pathlib import Path
 from peers import PEERS
 from rich.console import Console
 
-from paramstore.bench import table
+from paramstore.bench import machine, table
 from paramstore.bench.plan import Plan
-from paramstore.bench.plot import draw
+from paramstore.bench.plot import check_target, draw
 from paramstore.bench.report import encode
 from paramstore.bench.tiers import run
+from paramstore.cli.exits import exit_code
+from paramstore.cli.signals import end_as_interrupt
+from paramstore.errors import ConfigError, ParamStoreError
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -29,13 +32,36 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/tiers-<date>.json")
     arguments = parser.parse_args()
 
-    command = "python bench/bench_tiers.py" + (" --quick" if arguments.quick else "")
+    file = arguments.out or RESULTS / f"tiers-{machine.now()[:10]}.json"
+    try:
+        check_out(file)
+        return measure(file, arguments.dir, is_quick=arguments.quick)
+    except ParamStoreError as error:
+        sys.stderr.write(f"bench_tiers: {type(error).__name__}: {error}\n")
+        return exit_code(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def check_out(file: Path) -> None:
+    """Returns if the JSON and the picture beside it can be written; the directory is made. Raises ConfigError."""
+    if file.suffix == ".png":
+        raise ConfigError(f"--out {file}: it is the JSON file; the picture lies beside it")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {file}: {error.strerror}") from error
+    check_target(file.with_suffix(".png"))
+
+
+def measure(file: Path, directory: Path, *, is_quick: bool) -> int:
+    """Runs the bench, writes `file` and the picture, and prints the table."""
+    command = "python bench/bench_tiers.py" + (" --quick" if is_quick else "")
+    end_as_interrupt()
     progress = Console(stderr=True)
     with progress.status("bench tiers") as status:
-        plan = Plan.quick() if arguments.quick else Plan()
-        report = run(plan, arguments.dir, command=command, peers=PEERS, tell=status.update)
-    file = arguments.out or RESULTS / f"tiers-{report.date[:10]}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
+        plan = Plan.quick() if is_quick else Plan()
+        report = run(plan, directory, command=command, peers=PEERS, tell=status.update)
     file.write_bytes(encode(report))
     draw(report, file.with_suffix(".png"))
     table.render(report, Console())

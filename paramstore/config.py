@@ -6,17 +6,24 @@ one place where they meet; it validates once, at start, and raises ConfigError n
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from paramstore.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "PARAMSTORE_"
+BUG_VARIABLE = "PARAMSTORE_BUG"
+"""Names a bug that the tests plant (`testing/canaries.py`); whoever serves refuses to start while it is set."""
+PMEM_PREFIX = "pmem:"
+"""Of a volume's path: the volume is one of persistent memory."""
 VOLUMES_SEPARATOR = re.compile(r"(?<!^pmem)(?<!:pmem):")
 """As in PATH, but the colon of `pmem:DIR` separates nothing."""
 SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?")
@@ -26,9 +33,18 @@ SIZE_UNITS = {
 }  # fmt: skip
 
 RETAINED_STEPS = 2
-"""Newest committed steps that stay readable."""
+"""Newest committed steps that stay readable, unless set otherwise; fewer would leave none while the next is published."""
 HELD_STEPS = 2
-"""Old steps that readers may keep alive beyond the retained ones."""
+"""Old steps that readers may keep alive beyond the retained ones, unless set otherwise."""
+STEPS_MAX = 16
+"""Of each: note slots on the volumes are few."""
+
+
+class Retention(msgspec.Struct, frozen=True):
+    """How many steps of a namespace stay: the newest `retained_steps`, and `held_steps` older ones for readers."""
+
+    retained_steps: int = RETAINED_STEPS
+    held_steps: int = HELD_STEPS
 
 
 def parse_size(text: object) -> int:
@@ -78,6 +94,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket: Path | None = None
     """Unix socket; its directory is 0700. None: `run/paramstore.sock` in `dir`."""
     policy: PolicyConfig = PolicyConfig()
+    retained_steps: int = RETAINED_STEPS
+    """Newest committed steps that can be opened and rolled back to; each takes a namespace's state once on the volumes."""
+    held_steps: int = HELD_STEPS
+    """Older steps that readers may stand on, each as large; beyond that the oldest reader loses its step."""
     io_workers: int = 8
     """Threads that read and write, per volume: 2 fill a disk, the others verify meanwhile; more cost staging memory."""
     update_workers: int = 0
@@ -96,6 +116,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Zero-fill new volume space in the background: never-written blocks halve the write rate."""
 
     @property
+    def retention(self) -> Retention:
+        return Retention(self.retained_steps, self.held_steps)
+
+    @property
     def socket_path(self) -> Path:
         return self.socket if self.socket is not None else self.dir / "run" / "paramstore.sock"
 
@@ -107,92 +131,169 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 SIZE_SETTINGS = ("volume_size_bytes", "host_budget_bytes", "gradient_budget_bytes", "piece_bytes")
 SHORT_NAMES = {"volume_size": "volume_size_bytes", "host_budget": "host_budget_bytes", "gradient_budget": "gradient_budget_bytes"}
 """Flags and variables leave out the unit, since a size carries its own."""
+FLAGS = {
+    "dir": "--dir", "volumes": "--volume", "volume_size": "--volume-size", "host_budget": "--host-budget",
+    "gradient_budget": "--gradient-budget", "socket": "--socket", "policy.name": "--policy",
+}  # fmt: skip
+OTHER_VARIABLES = frozenset({
+    "PARAMSTORE_ADDRESS", "PARAMSTORE_DEBUG",  # the client's
+    "PARAMSTORE_KILL_CYCLES", "PARAMSTORE_KILL_SEED",  # of the crash tests
+})  # fmt: skip
+"""Variables with our prefix that are no settings. Any other unknown one is refused: it is most likely misspelt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a setting is converted to, what it must be in words, and whether a converted value is."""
+
+    kind: object
+    words: str
+    holds: Callable[[Any], bool] = lambda _: True
+
+
+def _between(least: int, most: int) -> _Rule:
+    return _Rule(int, f"an integer from {least} to {most}", lambda value: least <= value <= most)
+
+
+_SIZE = _Rule(int, "a size above 0, as in 64GiB", lambda value: value > 0)
+_OPTIONAL_SIZE = _Rule(int | None, _SIZE.words, lambda value: value is None or value > 0)
+_SECONDS = _Rule(float, "a number above 0", lambda value: 0.0 < value < math.inf)
+_SWITCH = _Rule(bool, "true or false")
+_RULES = {
+    "dir": _Rule(Path, "a path, and not empty"),
+    "volumes": _Rule(tuple[Path, ...], "a list of paths, none of them empty"),
+    "volume_size_bytes": _OPTIONAL_SIZE,
+    "host_budget_bytes": _SIZE,
+    "gradient_budget_bytes": _OPTIONAL_SIZE,
+    "socket": _Rule(Path | None, "a path, and not empty"),
+    "retained_steps": _between(RETAINED_STEPS, STEPS_MAX),
+    "held_steps": _between(0, STEPS_MAX),
+    "io_workers": _between(1, 64),
+    "update_workers": _between(0, 256),
+    "piece_bytes": _Rule(int, "a multiple of 1 MiB", lambda value: value > 0 and value % (1 << 20) == 0),
+    "wait_timeout_s": _SECONDS,
+    "shutdown_timeout_s": _SECONDS,
+    "allow_buffered": _SWITCH,
+    "pmem_granularity": _Rule(str, "page, cache_line or byte", lambda value: value in ("page", "cache_line", "byte")),
+    "prefill": _SWITCH,
+    "policy.name": _Rule(str, "decayed_lfu or lru", lambda value: value in ("decayed_lfu", "lru")),
+    "policy.threshold": _Rule(float, "a number, and not negative", lambda value: 0.0 <= value < math.inf),
+    "policy.beta": _Rule(float, "a number from 0 to 1", lambda value: 0.0 <= value <= 1.0),
+    "policy.decay_steps": _Rule(int, "an integer, at least 1", lambda value: value >= 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value and where it came from, in words."""
+
+    value: object
+    source: str
 
 
 def load(
-    flags: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None, file: Path | None = None
-) -> Config:
-    """The settings in force. flags: only those that were given. Raises ConfigError; nothing is touched on disk."""
+    flags: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None, file: Path | None = None,
+    origin: str = "flag",
+) -> Config:  # fmt: skip
+    """The settings in force. flags: only those that were given; origin: what they are to whoever gave them.
+
+    Raises ConfigError naming setting and source; nothing is touched on disk.
+    """
     variables = os.environ if environ is None else environ
-    values: dict[str, object] = {}
-    _overlay(values, _from_file(file), origin=str(file))
-    _overlay(values, _from_environment(variables), origin="environment")
-    _overlay(values, dict(flags or {}), origin="flags")
+    if BUG_VARIABLE in variables:
+        bug = variables[BUG_VARIABLE]
+        raise ConfigError(f"{BUG_VARIABLE}={bug!r} plants a bug for tests: no store is served with it, unset it")
+    given = {**_from_file(file), **_from_environment(variables), **_from_flags(flags or {}, origin)}
+    plain: dict[str, Any] = {}
+    policy: dict[str, Any] = {}
+    for name, item in given.items():
+        table, _, entry = name.rpartition(".")
+        (policy if table else plain)[entry] = _checked(name, item)
+    return Config(**plain, policy=PolicyConfig(**policy))
+
+
+def _checked(name: str, item: _Given) -> object:
+    """The value of setting `name` as its type. Raises ConfigError."""
+    rule, value = _RULES[name], item.value
+    if name in SIZE_SETTINGS and value is not None:
+        try:
+            value = parse_size(value)
+        except ConfigError as error:
+            raise ConfigError(f"{item.source}: {name}: {error}") from error
     try:
-        config = msgspec.convert(values, Config, strict=False, dec_hook=_decode_path)
+        converted: object = msgspec.convert(value, rule.kind, strict=False, dec_hook=_decode_path)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"settings: {error}") from error
-    _check(config)
-    return config
+        raise ConfigError(f"{item.source}: {name}={item.value!r}: must be {rule.words}") from error
+    if not rule.holds(converted):
+        raise ConfigError(f"{item.source}: {name}={item.value!r}: must be {rule.words}")
+    if name == "volumes":
+        _check_distinct(converted, item.source)  # type: ignore[arg-type]  # its rule made it a tuple of paths
+    return converted
+
+
+def _check_distinct(volumes: tuple[Path, ...], source: str) -> None:
+    """Raises ConfigError where two volumes would lie in one directory, however it is spelt."""
+    seen: dict[str, Path] = {}
+    for volume in volumes:
+        place = os.path.realpath(str(volume).removeprefix(PMEM_PREFIX))
+        if place in seen:
+            raise ConfigError(f"{source}: volumes: {seen[place]} and {volume} are one directory: each volume needs its own")
+        seen[place] = volume
 
 
 def _decode_path(kind: type, value: object) -> object:
-    if kind is Path and isinstance(value, str | Path):
+    if kind is Path and isinstance(value, str | Path) and str(value).removeprefix(PMEM_PREFIX).strip():
         return Path(value)
     raise TypeError(f"{value!r} is not a path")
 
 
-def _overlay(values: dict[str, object], layer: Mapping[str, object], *, origin: str) -> None:
-    for given, value in layer.items():
-        name = SHORT_NAMES.get(given, given)
-        if name not in Config.__struct_fields__:
-            raise ConfigError(f"{origin}: there is no setting {given!r}; settings are {', '.join(Config.__struct_fields__)}")
-        if name in SIZE_SETTINGS and value is not None:
-            try:
-                value = parse_size(value)
-            except ConfigError as error:
-                raise ConfigError(f"{origin}: {given}: {error}") from error
-        before = values.get(name)
-        if isinstance(before, dict) and isinstance(value, Mapping):
-            value = {**before, **value}  # a table is overlaid setting by setting
-        values[name] = value
+def _full_name(given: str, source: str) -> str:
+    """The setting that `given` names. Raises ConfigError if there is none."""
+    name = SHORT_NAMES.get(given, given).replace("policy__", "policy.")
+    if name not in _RULES:
+        raise ConfigError(f"{source}: there is no setting {given!r}; settings are {', '.join(_RULES)}")
+    return name
 
 
-def _from_file(file: Path | None) -> dict[str, object]:
+def _flattened(table: Mapping[str, object], source: str) -> Iterator[tuple[str, object]]:
+    """The entries of a table of settings, those of the table `policy` as `policy.name`. Raises ConfigError."""
+    for name, value in table.items():
+        if name != "policy":
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from ((f"policy.{entry}", inner) for entry, inner in value.items())
+        else:
+            raise ConfigError(f"{source}: policy={value!r}: must be a table with name, threshold, beta or decay_steps")
+
+
+def _from_flags(flags: Mapping[str, object], origin: str) -> dict[str, _Given]:
+    given = {}
+    for name, value in _flattened(flags, origin):
+        source = f"{origin} {FLAGS[name]}" if origin == "flag" and name in FLAGS else origin
+        given[_full_name(name, source)] = _Given(value, source)
+    return given
+
+
+def _from_file(file: Path | None) -> dict[str, _Given]:
     if file is None:
         return {}
+    source = f"settings file {file}"
     try:
         table = msgspec.toml.decode(file.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"settings file {file}: {error}") from error
-    return dict(table)
+        raise ConfigError(f"{source}: {error}") from error
+    return {_full_name(name, source): _Given(value, source) for name, value in _flattened(table, source)}
 
 
-def _from_environment(variables: Mapping[str, str]) -> dict[str, object]:
-    """`PARAMSTORE_HOST_BUDGET=4GiB`, `PARAMSTORE_POLICY__NAME=lru`; PARAMSTORE_ADDRESS is the client's."""
-    table: dict[str, object] = {}
-    policy: dict[str, object] = {}
-    known = {*Config.__struct_fields__, *SHORT_NAMES}
+def _from_environment(variables: Mapping[str, str]) -> dict[str, _Given]:
+    """`PARAMSTORE_HOST_BUDGET=4GiB`, `PARAMSTORE_POLICY__NAME=lru`."""
+    given = {}
     for variable, text in variables.items():
-        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if not variable.startswith(ENVIRONMENT_PREFIX):
-            continue
-        if name.startswith("policy__"):
-            policy[name.removeprefix("policy__")] = text
-        elif name == "volumes":
-            table[name] = VOLUMES_SEPARATOR.split(text) if text else []
-        elif name in known:
-            table[name] = text
-    if policy:
-        table["policy"] = policy
-    return table
-
-
-def _check(config: Config) -> None:
-    if config.policy.name not in ("decayed_lfu", "lru"):
-        raise ConfigError(f"policy.name={config.policy.name!r}: this version has decayed_lfu and lru")
-    if not 0.0 <= config.policy.beta <= 1.0 or config.policy.decay_steps < 1 or not config.policy.threshold >= 0:
-        raise ConfigError(f"policy: beta must be in [0, 1], decay_steps at least 1, threshold not negative; got {config.policy}")
-    if config.pmem_granularity not in ("page", "cache_line", "byte"):
-        raise ConfigError(f"pmem_granularity={config.pmem_granularity!r}: use page, cache_line or byte")
-    if config.piece_bytes < 1 << 20 or config.piece_bytes % (1 << 20):
-        raise ConfigError(f"piece_bytes={config.piece_bytes}: use a multiple of 1 MiB")
-    if not 1 <= config.io_workers <= 64 or not 0 <= config.update_workers <= 256:
-        raise ConfigError(f"io_workers={config.io_workers} must be 1 to 64, update_workers={config.update_workers} 0 to 256")
-    for name in ("wait_timeout_s", "shutdown_timeout_s"):
-        if not getattr(config, name) > 0:
-            raise ConfigError(f"{name}={getattr(config, name)}: must be above 0")
-    for name in SIZE_SETTINGS:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise ConfigError(f"{name}={value}: must be above 0")
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
+            source = f"variable {variable}"
+            name = _full_name(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), source)
+            value: object = text
+            if name == "volumes":
+                value = VOLUMES_SEPARATOR.split(text) if text else []
+            given[name] = _Given(value, source)
+    return given

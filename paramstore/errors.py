@@ -22,7 +22,7 @@
     │   ├── StepFailed           an apply or commit failed; `rollback` is the way on
     │   └── StepDropped          the step is not retained any more
     ├── VolumeError              a volume failed, is missing, or is not ours
-    │   └── CorruptRecord        bytes on a volume do not match their checksum    (exit code 4)
+    │   └── CorruptRecord        bytes on a volume do not match their checksum, or are gone (exit code 4)
     └── CatalogError             the catalog failed or is not ours                (exit code 4)
 
 A message names the key, the place, the value seen and, where one helps, the setting to change. Errors cross the
@@ -121,7 +121,7 @@ class VolumeError(ParamStoreError):
 
 
 class CorruptRecord(VolumeError):
-    """The bytes of a record do not match their checksum or identity."""
+    """The bytes of a record, a superblock or a commit note do not match their checksum or identity, or were cut off."""
 
 
 class CatalogError(ParamStoreError):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramstore.config import Config, PolicyConfig, format_size, load, parse_size
+from paramstore.config import OTHER_VARIABLES, Config, PolicyConfig, format_size, load, parse_size
 from paramstore.errors import ConfigError
 
 
@@ -115,33 +115,44 @@ def test_socket_and_volume_lie_in_the_directory_unless_given() -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"speed": 1}, "flags: there is no setting 'speed'"),
-        ({"host_budget": "lots"}, "flags: host_budget: size 'lots'"),
-        ({"host_budget": 1.5}, "flags: host_budget: size 1.5"),
-        ({"host_budget": 0}, "host_budget_bytes=0"),
+        ({"speed": 1}, "^flag: there is no setting 'speed'"),
+        ({"host_budget": "lots"}, "^flag --host-budget: host_budget_bytes: size 'lots'"),
+        ({"host_budget": 1.5}, "^flag --host-budget: host_budget_bytes: size 1.5"),
+        ({"host_budget": 0}, "^flag --host-budget: host_budget_bytes=0: must be a size above 0"),
         ({"host_budget": True}, "host_budget_bytes"),
         ({"volume_size": -1}, "volume_size_bytes=-1"),
         ({"gradient_budget": 0}, "gradient_budget_bytes=0"),
-        ({"dir": 5}, "5 is not a path"),
-        ({"volumes": "abc"}, r"\$\.volumes"),
-        ({"volumes": [1]}, "1 is not a path"),
-        ({"io_workers": 0}, "io_workers=0"),
+        ({"dir": 5}, "^flag --dir: dir=5: must be a path"),
+        ({"dir": ""}, "^flag --dir: dir='': must be a path, and not empty"),
+        ({"socket": ""}, "^flag --socket: socket='': must be a path, and not empty"),
+        ({"volumes": "abc"}, "^flag --volume: volumes='abc': must be a list of paths"),
+        ({"volumes": [1]}, r"^flag --volume: volumes=\[1\]: must be a list of paths"),
+        ({"volumes": ["/a", ""]}, "none of them empty"),
+        ({"volumes": ["pmem:"]}, "none of them empty"),
+        ({"volumes": ["/a", "/b/../a"]}, "^flag --volume: volumes: /a and /b/../a are one directory"),
+        ({"volumes": ["/a", "pmem:/a"]}, "/a and pmem:/a are one directory"),
+        ({"io_workers": 0}, "^flag: io_workers=0: must be an integer from 1 to 64$"),
         ({"io_workers": 65}, "io_workers=65"),
-        ({"io_workers": "x"}, r"\$\.io_workers"),
-        ({"update_workers": -1}, "update_workers=-1"),
+        ({"io_workers": "x"}, "^flag: io_workers='x': must be an integer from 1 to 64$"),
+        ({"update_workers": -1}, "^flag: update_workers=-1: must be an integer from 0 to 256$"),
         ({"piece_bytes": 4096}, "piece_bytes=4096"),
         ({"piece_bytes": (1 << 20) + 1}, "piece_bytes=1048577"),
         ({"wait_timeout_s": 0}, "wait_timeout_s=0"),
-        ({"wait_timeout_s": "nan"}, "wait_timeout_s=nan"),
+        ({"wait_timeout_s": "nan"}, "wait_timeout_s='nan': must be a number above 0"),
+        ({"wait_timeout_s": "inf"}, "wait_timeout_s='inf'"),
         ({"shutdown_timeout_s": -1}, "shutdown_timeout_s=-1"),
         ({"pmem_granularity": "bit"}, "pmem_granularity='bit'"),
-        ({"policy": 3}, r"\$\.policy"),
-        ({"policy": {"name": "belady"}}, "policy.name='belady'"),
-        ({"policy": {"beta": 1.5}}, "beta must be in"),
-        ({"policy": {"beta": "nan"}}, "beta must be in"),
-        ({"policy": {"threshold": "nan"}}, "threshold not negative"),
-        ({"policy": {"decay_steps": 0}}, "decay_steps at least 1"),
-        ({"policy": {"gamma": 1}}, "gamma"),
+        ({"policy": 3}, "^flag: policy=3: must be a table"),
+        ({"policy": {"name": "belady"}}, "^flag --policy: policy.name='belady': must be decayed_lfu or lru"),
+        ({"policy": {"beta": 1.5}}, "policy.beta=1.5: must be a number from 0 to 1"),
+        ({"policy": {"beta": "nan"}}, "policy.beta='nan': must be a number from 0 to 1"),
+        ({"policy": {"threshold": "nan"}}, "policy.threshold='nan': must be a number, and not negative"),
+        ({"policy": {"decay_steps": 0}}, "policy.decay_steps=0: must be an integer, at least 1"),
+        ({"policy": {"gamma": 1}}, "there is no setting 'policy.gamma'"),
+        ({"policy__gamma": 1}, "there is no setting 'policy__gamma'"),
+        ({"retained_steps": 1}, "retained_steps=1: must be an integer from 2 to 16"),
+        ({"held_steps": 17}, "held_steps=17: must be an integer from 0 to 16"),
+        ({"prefill": "perhaps"}, "prefill='perhaps': must be true or false"),
     ],
 )
 def test_a_wrong_setting_is_named(flags: dict[str, object], reason: str) -> None:
@@ -159,5 +170,41 @@ def test_the_file_is_named_where_it_is_wrong(tmp_path: Path) -> None:
 
 
 def test_the_environment_is_named_where_it_is_wrong() -> None:
-    with pytest.raises(ConfigError, match="environment: host_budget: size 'x'"):
+    with pytest.raises(ConfigError, match=r"^variable PARAMSTORE_HOST_BUDGET: host_budget_bytes: size 'x'"):
         load(environ={"PARAMSTORE_HOST_BUDGET": "x"})
+    with pytest.raises(ConfigError, match=r"^variable PARAMSTORE_IO_WORKERS: io_workers='many': must be an integer from 1 to 64$"):
+        load(environ={"PARAMSTORE_IO_WORKERS": "many"})
+    with pytest.raises(ConfigError, match=r"^variable PARAMSTORE_DIR: dir='': must be a path, and not empty$"):
+        load(environ={"PARAMSTORE_DIR": ""})
+    with pytest.raises(ConfigError, match=r"^variable PARAMSTORE_POLICY__BETA: policy.beta='2'"):
+        load(environ={"PARAMSTORE_POLICY__BETA": "2"})
+
+
+def test_a_wrong_value_in_the_file_is_named_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^settings file .*paramstore\.toml: io_workers=0: must be an integer from 1 to 64$"):
+        load_from(tmp_path, "io_workers = 0")
+    with pytest.raises(ConfigError, match=r"^settings file .*paramstore\.toml: policy.beta='x': must be a number"):
+        load_from(tmp_path, "[policy]\nbeta = 'x'")
+
+
+@pytest.mark.parametrize("variable", ["PARAMSTORE_HOST_BUGDET", "PARAMSTORE_POLICY__GAMMA", "PARAMSTORE_"])
+def test_a_variable_of_ours_that_is_no_setting_is_refused(variable: str) -> None:
+    with pytest.raises(ConfigError, match=f"^variable {variable}: there is no setting"):
+        load(environ={variable: "1GiB"})
+
+
+@pytest.mark.parametrize("variable", sorted(OTHER_VARIABLES))
+def test_variables_that_mean_something_else_are_no_settings(variable: str) -> None:
+    assert load(environ={variable: "1"}) == Config()
+
+
+def test_whoever_gives_settings_without_flags_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^ServeOptions: host_budget_bytes: size 'x'"):
+        load({"host_budget": "x"}, environ={}, origin="ServeOptions")
+
+
+def test_every_setting_has_its_rule_and_its_default_keeps_it() -> None:
+    policy = PolicyConfig()
+    defaults: dict[str, object] = {name: getattr(Config(), name) for name in Config.__struct_fields__ if name != "policy"}
+    assert load(defaults, environ={}) == Config()
+    assert load({"policy": {name: getattr(policy, name) for name in PolicyConfig.__struct_fields__}}, environ={}) == Config()

@@ -24,14 +24,22 @@ Address = str | os.PathLike[str]
 
 
 def parse_address(address: Address) -> Path:
-    """The socket's path in `unix:///path`, or in a plain path. Raises ConfigError."""
+    """The socket's path in `unix:///path`, or in a plain path; a store's directory stands for the socket that
+    `paramstore serve --dir` has there. Raises ConfigError."""
     text = os.fspath(address)
     path = text.removeprefix(SCHEME)
     if not path or "://" in path:
         raise ConfigError(f"address {text!r}: write unix:///path/to/paramstore.sock, or the path alone")
+    if os.path.isdir(path):
+        path = str(Config(dir=Path(path)).socket_path)
     if len(os.fsencode(path)) > PATH_BYTES_MAX:
         raise ConfigError(f"{text!r}: a socket's path has {PATH_BYTES_MAX} bytes at most; serve with a shorter --socket")
     return Path(path)
+
+
+def url(path: Path) -> str:
+    """A socket's path as people are shown it: complete, wherever they stand. (Dialled as given: absolute it may be too long.)"""
+    return f"{SCHEME}{path.absolute()}"
 
 
 def default_path() -> Path:
@@ -47,15 +55,15 @@ def try_connect(path: Path, *, timeout_s: float) -> socket.socket | None:
         sock.settimeout(timeout_s)
         sock.connect(str(path))
         _check_peer(sock, path)
-    except (FileNotFoundError, ConnectionRefusedError):
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         sock.close()
         return None
     except TimeoutError as error:
         sock.close()
-        raise StoreUnavailable(f"unix://{path}: the daemon accepted no connection within {timeout_s:g} s") from error
+        raise StoreUnavailable(f"{url(path)}: the daemon accepted no connection within {timeout_s:g} s") from error
     except OSError as error:
         sock.close()
-        raise StoreUnavailable(f"unix://{path}: {error}") from error
+        raise StoreUnavailable(f"{url(path)}: {error}") from error
     except BaseException:
         sock.close()
         raise
@@ -65,7 +73,7 @@ def try_connect(path: Path, *, timeout_s: float) -> socket.socket | None:
 def nobody_listens(path: Path) -> StoreUnavailable:
     """The error for a path without a daemon."""
     return StoreUnavailable(
-        f"no daemon listens at unix://{path}: start one with `paramstore serve --dir DIR`, or connect with"
+        f"no daemon listens at {url(path)}: start one with `paramstore serve --dir DIR`, or connect with"
         " autostart=ServeOptions(dir=...)"
     )
 
@@ -76,5 +84,5 @@ def _check_peer(sock: socket.socket, path: Path) -> None:
     )
     if user_id not in (os.geteuid(), 0):
         raise StoreUnavailable(
-            f"unix://{path}: process {process_id} behind it belongs to user {user_id}, not to {os.geteuid()} or root"
+            f"{url(path)}: process {process_id} behind it belongs to user {user_id}, not to {os.geteuid()} or root"
         )

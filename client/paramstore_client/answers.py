@@ -18,6 +18,7 @@ Result = dict[str, Any]
 class Welcome(msgspec.Struct, frozen=True):
     """The result of Hello, as far as a client needs it."""
 
+    minor: int = 0
     wait_timeout_s: float | None = None
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.config import ENVIRONMENT_PREFIX, load
-from paramstore.errors import StoreLocked, StoreUnavailable
+from paramstore.errors import ConfigError, StoreLocked, StoreUnavailable
 from paramstore_client.address import try_connect
 
 SERVE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "paramstore", "serve")
@@ -42,6 +42,14 @@ def _let_them_live() -> None:
             process.returncode = 0
 
 
+def started_in(directory: str | os.PathLike[str]) -> subprocess.Popen[bytes] | None:
+    """The daemon that this process has started over `directory`, as it was named then, if it still runs."""
+    for process in _started:
+        if process.poll() is None and isinstance(process.args, list) and os.fspath(directory) in process.args:
+            return process
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """What `paramstore serve` is started with. Sizes are bytes or text like "64GiB"; None is the daemon's default.
@@ -60,13 +68,14 @@ class ServeOptions:
 
     def socket_path(self) -> Path:
         """Where the daemon will listen. Raises ConfigError on options that it would refuse."""
-        flags: dict[str, object] = {"dir": Path(self.dir), **self.settings_without_policy()}
+        flags: dict[str, object] = {"dir": os.fspath(self.dir), **self.settings}
         flags |= {name: value for name, value in self._sizes() if value is not None}
         if self.volumes:
-            flags["volumes"] = tuple(Path(volume) for volume in self.volumes)
+            flags["volumes"] = [os.fspath(volume) for volume in self.volumes]
         if self.socket is not None:
-            flags["socket"] = Path(self.socket)
-        return load(flags, file=None if self.config is None else Path(self.config)).socket_path.absolute()
+            flags["socket"] = os.fspath(self.socket)
+        file = None if self.config is None else Path(self.config)
+        return load(flags, file=file, origin="ServeOptions").socket_path.absolute()
 
     def arguments(self, socket_path: Path) -> list[str]:
         """The command line after `paramstore serve`."""
@@ -84,10 +93,6 @@ class ServeOptions:
         """This process's environment, and `settings` in it."""
         return {**os.environ, **{ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in self.settings.items()}}
 
-    def settings_without_policy(self) -> dict[str, object]:
-        """`settings` that are plain values: those of the policy reach the daemon by its environment alone."""
-        return {name: value for name, value in self.settings.items() if not name.startswith("policy__")}
-
     def _sizes(self) -> tuple[tuple[str, int | str | None], ...]:
         return (
             ("host_budget", self.host_budget),
@@ -101,7 +106,8 @@ def connect_or_start(
 ) -> socket.socket:
     """A connected socket to the daemon at `path`, started if there was none.
 
-    Raises StoreUnavailable with the end of the daemon's log if it ends before it serves, or is not ready in time.
+    Raises StoreUnavailable with the end of the daemon's log if it ends before it serves, or is not ready in time; ConfigError
+    if there can be no such directory.
     """
     clock = clock or MonotonicClock()
     deadline_s = clock.now_s() + timeout_s
@@ -125,7 +131,10 @@ class _Start:
         self._log = directory / LOG_NAME
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._log.open("ab") as log:
+        except OSError as error:
+            raise ConfigError(f"ServeOptions: dir={str(directory)!r} cannot be made a directory: {error.strerror}") from error
+        try:
+            with open(self._log, "ab", opener=_open_private) as log:
                 self._log_start = log.tell()
                 self._process = subprocess.Popen(
                     [*SERVE_COMMAND, *options.arguments(path)],
@@ -182,3 +191,10 @@ class _Start:
     def _tail(self) -> str:
         lines = self._log_text().splitlines()[-LOG_TAIL_LINES:]
         return f"The end of {self._log}:\n" + "\n".join(lines) if lines else f"{self._log} has nothing new."
+
+
+def _open_private(path: str, flags: int) -> int:
+    """For this user alone: the log names keys and places. One that an older version made for all is closed to others too."""
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor

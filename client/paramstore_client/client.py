@@ -17,27 +17,30 @@ from typing import Any, TypeVar
 
 from paramstore.clock import MonotonicClock
 from paramstore.config import Config, parse_size
-from paramstore.core.key import KeySpace, check_name
+from paramstore.core.key import ExpertKey, KeySpace, check_name
 from paramstore.core.schema import Schema
-from paramstore.errors import ConfigError, StoreUnavailable, WaitTimeout
+from paramstore.errors import ConfigError, StoreUnavailable, VersionMismatch, WaitTimeout
 from paramstore.wire.messages import (
     LABEL_MAX,
     MAGIC,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    VERIFY_MINOR,
     CreateNamespace,
     Hello,
     Namespaces,
     OpenNamespace,
     Request,
     Stats,
+    Verify,
 )  # fmt: skip
 from paramstore_client import answers
-from paramstore_client.address import Address, default_path, nobody_listens, parse_address, try_connect
+from paramstore_client.address import Address, default_path, nobody_listens, parse_address, try_connect, url
 from paramstore_client.answers import Opened, Result, Welcome
 from paramstore_client.autostart import ServeOptions, connect_or_start
 from paramstore_client.connection import Connection
 from paramstore_client.namespace import Namespace
+from paramstore_client.ticket import Ticket
 from paramstore_client.upload import UploadArea
 
 T = TypeVar("T")
@@ -69,9 +72,10 @@ def connect(
 ) -> Store:
     """A session with the node's daemon.
 
-    address: `unix:///path` or the path. None: where `autostart`'s daemon listens, else PARAMSTORE_ADDRESS, else the default.
+    address: `unix:///path`, the path, or the store's directory. None: where `autostart`'s daemon listens, else
+    PARAMSTORE_ADDRESS, else the default.
     autostart: starts a daemon if none listens there; it outlives this process. timeout_s: for all of it.
-    debug: tensors of a released lease become unusable (also PARAMSTORE_DEBUG=1).
+    debug: every use of a tensor whose lease was released raises LeaseError (also PARAMSTORE_DEBUG=1).
     Raises StoreUnavailable, VersionMismatch, ConfigError.
     """
     options = ServeOptions() if autostart is True else autostart or None
@@ -95,13 +99,13 @@ class Store:
         self._path = path
         self._dial = dial
         self._is_debug = is_debug
-        self._connection = _greet(dial, timeout_s=timeout_s)
+        self._connection, self._minor = _greet(dial, timeout_s=timeout_s)
         self._area = UploadArea(self._connection)
 
     @property
     def address(self) -> str:
         """`unix:///path` of the daemon."""
-        return f"unix://{self._path}"
+        return url(self._path)
 
     @property
     def wait_timeout_s(self) -> float:
@@ -148,13 +152,34 @@ class Store:
         """The daemon's counters and sizes: tiers, hits and misses, bytes, queues, leases, waste."""
         return self._ask(Stats(self._connection.next_id()), "stats", answers.mapping)
 
+    def verify(
+        self, namespace: str | None = None, keys: Iterable[ExpertKey] | None = None, bytes_per_s: int | str | None = None
+    ) -> Ticket[Result]:
+        """Has the daemon read and check records where they lie, beside everything else; `stats()["verify"]` tells how far it is.
+
+        namespace, keys: None means all. bytes_per_s: the most it reads, as in "100MB"; None means what nobody else needs.
+        The result, once all are checked: {records, bytes_read, superseded, found, findings, ...}; each finding has namespace, key,
+        steps, epoch, version, volume, offset_bytes and reason. Damage raises nothing. `cancel` ends it, and so does `close`.
+        Raises VersionMismatch on an older daemon. The ticket raises UnknownNamespace, UnknownKey, ConfigError, and CapacityError
+        while another runs.
+        """
+        if self._minor < VERIFY_MINOR:
+            raise VersionMismatch(
+                f"the daemon speaks protocol {PROTOCOL_MAJOR}.{self._minor}, verify needs {PROTOCOL_MAJOR}.{VERIFY_MINOR}: "
+                "restart the daemon with this version of paramstore"
+            )
+        chosen = None if keys is None else [(layer, expert) for layer, expert in keys]
+        message = Verify(self._connection.next_id(), namespace, chosen, _size(bytes_per_s))
+        what = "verify" if namespace is None else f"verify {namespace!r}"
+        return self._connection.request(message, what=what, convert=answers.mapping)
+
     def reconnect(self, timeout_s: float = RECONNECT_TIMEOUT_S) -> None:
         """A new session at the same address, for a daemon that was restarted. Open the namespaces again after it.
 
         Raises StoreUnavailable; then the store is as unusable as before, and it may be tried again.
         """
         self._connection.close("it was opened before store.reconnect()")
-        self._connection = _greet(self._dial, timeout_s=timeout_s)
+        self._connection, self._minor = _greet(self._dial, timeout_s=timeout_s)
         self._area = UploadArea(self._connection)
 
     def close(self) -> None:
@@ -167,7 +192,8 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        # What is under way fails with the session: after an error that ends the block it is no news of its own.
+        self._connection.close("the store was closed by this client", is_expected=kind is not None)
 
     def __repr__(self) -> str:
         return f"<Store {self.address}{', closed' if self._connection.is_failed else ''}>"
@@ -193,17 +219,19 @@ def _dial(path: Path, options: ServeOptions | None) -> Dial:
     return dial
 
 
-def _greet(dial: Dial, *, timeout_s: float) -> Connection:
-    """A connection that has said hello and was welcomed. Raises StoreUnavailable or VersionMismatch."""
+def _greet(dial: Dial, *, timeout_s: float) -> tuple[Connection, int]:
+    """A connection that has said hello and was welcomed, and the daemon's minor version. Raises StoreUnavailable or
+    VersionMismatch."""
     clock = MonotonicClock()
     deadline_s = clock.now_s() + timeout_s
     connection = Connection(dial(timeout_s), timeout_s=Config().wait_timeout_s)
     label = Path(sys.argv[0] if sys.argv else "").name[:LABEL_MAX]
     hello = Hello(connection.next_id(), MAGIC, PROTOCOL_MAJOR, PROTOCOL_MINOR, os.getpid(), label)
     try:
-        ticket = connection.request(hello, what="hello", convert=partial(answers.result_of, kind=Welcome))
+        ticket = connection.request(hello, what="hello", convert=partial(answers.result_of, kind=Welcome), is_cancellable=False)
         welcome = ticket.wait(max(deadline_s - clock.now_s(), 0.0))
     except WaitTimeout as error:
+        ticket.abandon()  # the error that ends it with the connection is this one's shadow
         connection.close("it did not answer the hello")
         raise StoreUnavailable(f"the daemon did not answer the hello within {timeout_s:g} s") from error
     except BaseException:
@@ -211,7 +239,7 @@ def _greet(dial: Dial, *, timeout_s: float) -> Connection:
         raise
     if welcome.wait_timeout_s is not None:
         connection.timeout_s = welcome.wait_timeout_s
-    return connection
+    return connection, welcome.minor
 
 
 def _size(size: int | str | None) -> int | None:

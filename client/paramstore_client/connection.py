@@ -183,10 +183,13 @@ class Connection:
     def is_failed(self) -> bool:
         return self._failure is not None
 
-    def close(self, reason: str) -> None:
-        """Ends the session: tickets in flight raise StoreUnavailable, leases end, memory is let go of. Idempotent."""
+    def close(self, reason: str, *, is_expected: bool = False) -> None:
+        """Ends the session: tickets in flight raise StoreUnavailable, leases end, memory is let go of. Idempotent.
+
+        is_expected: what that does to tickets nobody waits for need not be logged.
+        """
         if os.getpid() == self._process_id:
-            self._fail(StoreUnavailable(reason))
+            self._fail(StoreUnavailable(reason), is_expected=is_expected)
             self.segments.clear()
 
     def close_in_child(self) -> None:
@@ -323,7 +326,7 @@ class Connection:
 
     # --- the end ---
 
-    def _fail(self, error: ParamStoreError) -> None:
+    def _fail(self, error: ParamStoreError, *, is_expected: bool = False) -> None:
         """Settles every ticket with `error`'s like and shuts the socket down. Only the first call counts."""
         with self._changed:
             if self._failure is not None:
@@ -334,7 +337,7 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that polls
         for ticket in tickets:
-            ticket.settle_error(type(error)(f"{ticket.what}: {error}"))
+            ticket.settle_error(type(error)(f"{ticket.what}: {error}"), is_expected=is_expected)
         with self._changed:
             self._changed.notify_all()
             self._close_if_unused()

@@ -3,16 +3,15 @@
 - Its tensors are views of the daemon's memory, mapped read-only: writing into one is a memory fault that ends the
   process. They are made when indexed.
 - After `release` the bytes may become another expert's. Using a tensor then is wrong and cannot be noticed, except in
-  debug mode, where `release` leaves every tensor that was handed out without elements, so that its next use raises.
+  debug mode, where every use of a tensor that was handed out, and of its views, raises LeaseError.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Identity
@@ -24,6 +23,8 @@ from paramstore_client.segments import Slot
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from paramstore_client.tensors import Guard
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Lease:
     """Slots granted for a list of keys. Owner of the tensors made over them. A context manager."""
 
     __slots__ = (
-        "__weakref__", "_connection", "_handed_out", "_has_views", "_id", "_index", "_is_debug", "_is_released", "_keys",
+        "__weakref__", "_connection", "_guard", "_handed_out", "_has_views", "_id", "_index", "_is_debug", "_is_released", "_keys",
         "_slots", "namespace", "part",
     )  # fmt: skip
 
@@ -80,7 +81,8 @@ class Lease:
         self._is_released = False
         self._has_views = False
         self._index: dict[ExpertKey, FieldTensors | Slot] | None = None
-        self._handed_out: list[weakref.ref[Any]] = []
+        self._guard: Guard | None = None
+        self._handed_out: list[Tensor] = []
 
     def __getitem__(self, key: ExpertKey) -> FieldTensors:
         """The key's fields by name, as read-only tensors. Raises LeaseError after release, UnknownKey for another key."""
@@ -130,8 +132,8 @@ class Lease:
             return
         self._is_released = True
         self._index = None  # breaks the cycle with FieldTensors, so that their tensors go with the last user
-        if self._handed_out:
-            self._spoil()
+        if self._guard is not None:
+            self._spoil(self._guard)
         connection = self._connection
         connection.post(Release([self._id]))
         connection.end_lease(self._id)
@@ -156,7 +158,7 @@ class Lease:
     def check_held(self) -> None:
         """Returns while the lease is held; else raises LeaseError."""
         if self._is_released:
-            raise LeaseError(f"this lease of {self.namespace!r} was released: acquire again, or clone() what must outlive it")
+            raise LeaseError(self._released_reason())
 
     def make_view(self, slot: Slot, name: str) -> Tensor:
         """A tensor over `name` in `slot`. For FieldTensors, which keeps it."""
@@ -169,8 +171,16 @@ class Lease:
     def _keep(self, view: Tensor) -> Tensor:
         self._has_views = True
         if self._is_debug:
-            self._handed_out.append(weakref.ref(view))
+            from paramstore_client import tensors
+
+            if self._guard is None:
+                self._guard = tensors.Guard()
+            view = tensors.guarded(view, self._guard)
+            self._handed_out.append(view)  # kept: a graph may need its bytes when the caller has dropped it
         return view
+
+    def _released_reason(self) -> str:
+        return f"this lease of {self.namespace!r} was released: acquire again, or clone() what must outlive it"
 
     def _slot_index(self) -> dict[ExpertKey, FieldTensors | Slot]:
         if self._index is None:
@@ -183,13 +193,12 @@ class Lease:
             raise UnknownKey(f"key {key} is not in this lease of {len(self._keys)} keys of {self.namespace!r}")
         return entry._slot if isinstance(entry, FieldTensors) else entry
 
-    def _spoil(self) -> None:
+    def _spoil(self, guard: Guard) -> None:
         from paramstore_client import tensors
 
-        for reference in self._handed_out:
-            view = reference()
-            if view is not None:
-                tensors.make_unusable(view)
+        guard.reason = self._released_reason()
+        for view in self._handed_out:
+            tensors.end_graphs_of(view)
         self._handed_out.clear()
 
     def __del__(self) -> None:

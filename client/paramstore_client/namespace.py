@@ -25,6 +25,7 @@ from paramstore_client.gradients import Gradients, PendingGradients
 from paramstore_client.initial_values import InitialValue, put_initial_values
 from paramstore_client.lease import Lease
 from paramstore_client.segments import BeforeUnmap
+from paramstore_client.steps import Steps
 from paramstore_client.ticket import Ticket
 from paramstore_client.upload import UploadArea
 
@@ -37,7 +38,7 @@ ANSWER_GRACE_S = 1.0
 """How long after a deadline that the daemon keeps itself its answer is still waited for: it says who was in the way."""
 
 
-class Namespace:
+class Namespace(Steps):
     """One opening of a namespace. Owner of its pending gradients and of what it knows of the chain of commits."""
 
     def __init__(self, connection: Connection, area: UploadArea, opened: Opened, *, mode: str, is_debug: bool) -> None:
@@ -134,11 +135,6 @@ class Namespace:
     ) -> Ticket[Lease]:
         """As `acquire`, but returns at once: `lease = await ns.begin_acquire(keys)`. Cancel a ticket nobody waits for."""
         wanted = self._key_list(keys)
-        if len(wanted) > self.lease_slots:
-            raise CapacityError(
-                f"acquire of {len(wanted)} keys of {self.name!r}: one lease holds {self.lease_slots} at most; ask in parts, or"
-                " raise host_bytes or the daemon's --host-budget"
-            )
         limit_s = self.wait_timeout_s if timeout_s is None else timeout_s
         held_part = self.schema.part(part)
 
@@ -256,7 +252,7 @@ class Namespace:
         self._wish(keys, is_wanted=False)
 
     def residency(self) -> Result:
-        """Where every expert is: {layers, experts, optim, param, heat}, lists in key order."""
+        """Where every expert is: {layers, experts, optim, param, heat, hbm}, lists in key order. hbm: what clients report."""
         return self._send(messages.Residency(self._next_id(), self._handle), "residency", answers.mapping).wait()
 
     def before_unmap(self, fn: BeforeUnmap) -> Callable[[], object]:
@@ -295,24 +291,6 @@ class Namespace:
         message = messages.Commit(self._next_id(), self._handle, step, extra)
         return self._send(message, f"commit {step}", committed, is_cancellable=False)
 
-    def steps(self) -> list[int]:
-        """The steps that can be opened, oldest first."""
-        return self._send(messages.Steps(self._next_id(), self._handle), "steps", answers.numbers).wait()
-
-    def extra(self, step: int) -> bytes:
-        """The bytes committed with `step`. Raises StepDropped."""
-        return self._send(messages.Extra(self._next_id(), self._handle, step), "extra", answers.data).wait()
-
-    def rollback(self, step: int) -> int:
-        """Back to `step`, the committed one: drops pending gradients and working copies. Returns the new epoch."""
-
-        def rolled_back(answer: object) -> int:
-            self._epoch, self._committed_step = answers.number(answer), step
-            self._count_view_change()
-            return self._epoch
-
-        return self._consume(messages.Rollback(self._next_id(), self._handle, step), "rollback", rolled_back).wait()
-
     def close(self) -> None:
         """Ends the handle and its leases; pending gradients are dropped. Idempotent, and quiet when the daemon is gone."""
         if self._is_closed:
@@ -338,6 +316,9 @@ class Namespace:
         state = "closed" if self._is_closed else self.mode
         size = f"{len(self.layers)} x {self.experts} experts"
         return f"<Namespace {self.name!r}, {size}, committed {self._committed_step}, {state}>"
+
+    def _reader(self, opened: Opened) -> Namespace:
+        return Namespace(self._connection, self._area, opened, mode="read", is_debug=self._is_debug)
 
     # --- sending ---
 

@@ -6,15 +6,18 @@ its own is what the lease says.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as FieldMapping
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import ITEM_BYTES, MASTER_DTYPE, Field, Schema
-from paramstore.errors import SchemaMismatch
+from paramstore.errors import LeaseError, SchemaMismatch
 from paramstore.memory.shared import Mapping
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -34,10 +37,87 @@ def image_view(mapping: Mapping, start_bytes: int, length_bytes: int) -> Tensor:
     return torch.frombuffer(mapping.buffer, dtype=torch.uint8, count=length_bytes, offset=start_bytes)
 
 
-def make_unusable(tensor: Tensor) -> None:
-    """Leaves `tensor` without elements, so that every further use of it fails; the bytes it viewed are not touched."""
-    with torch.no_grad():
-        tensor.set_()  # type: ignore[call-overload]  # torch takes no argument as "an empty storage"
+@dataclass(slots=True)
+class Guard:
+    """Debug mode: what tensors of one lease raise. reason: None while they may be used; set by the lease's release."""
+
+    reason: str | None = None
+
+    def check(self) -> None:
+        if self.reason is not None:
+            raise LeaseError(self.reason)
+
+
+class GuardedTensor(Tensor):
+    """Debug mode: a tensor over leased bytes, or a view of one. Every use of it asks its guard first.
+
+    What is computed from it is a plain tensor, unless it lies in the same memory.
+    """
+
+    guard: Guard
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: FieldMapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        used = list(_guarded([*args, *given.values()]))
+        with DisableTorchFunctionSubclass():
+            guards = {tensor.untyped_storage().data_ptr(): tensor.guard for tensor in used if hasattr(tensor, "guard")}
+            for guard in guards.values():
+                guard.check()
+            return _keep_guarded(func(*args, **given), guards)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch gives its own no type
+        if self.guard.reason is not None:
+            return "<tensor of a released lease>"
+        with DisableTorchFunctionSubclass():
+            return repr(self.as_subclass(Tensor))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.guard.check()
+        with DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch left it so
+
+
+def guarded(tensor: Tensor, guard: Guard) -> GuardedTensor:
+    """`tensor` in debug mode: every use of it, and of views of it, raises LeaseError once `guard` has a reason."""
+    view: GuardedTensor = tensor.as_subclass(GuardedTensor)
+    view.guard = guard
+    return view
+
+
+def end_graphs_of(tensor: Tensor) -> None:
+    """Counts as a change of `tensor`: autograd, which asks no guard, refuses a backward that needs its old bytes."""
+    with DisableTorchFunctionSubclass():
+        if not tensor.is_inference():  # those have no graph, and count nothing
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _guarded(values: Iterable[Any]) -> Iterator[GuardedTensor]:
+    for value in values:
+        if isinstance(value, GuardedTensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _guarded(value)
+        elif isinstance(value, dict):
+            yield from _guarded(value.values())
+
+
+def _keep_guarded(result: Any, guards: FieldMapping[int, Guard]) -> Any:
+    """`result`, with every tensor in it that lies in guarded memory guarded too."""
+    if isinstance(result, list | tuple) and type(result) in (list, tuple):
+        return type(result)(_keep_guarded(value, guards) for value in result)
+    if not isinstance(result, Tensor) or isinstance(result, GuardedTensor) or result.layout is not torch.strided:
+        return result
+    guard = guards.get(result.untyped_storage().data_ptr())
+    return result if guard is None else guarded(result, guard)
 
 
 def check_values(key: ExpertKey, values: FieldMapping[str, Tensor], fields: Sequence[Field], *, schema: Schema) -> None:
@@ -45,9 +125,12 @@ def check_values(key: ExpertKey, values: FieldMapping[str, Tensor], fields: Sequ
 
     Raises SchemaMismatch naming key and field.
     """
-    if values.keys() != {field.name for field in fields}:
-        wanted = ", ".join(field.name for field in fields)
-        raise SchemaMismatch(f"key {key}: fields {', '.join(map(str, values)) or '(none)'} given; the schema has {wanted}")
+    wanted = [field.name for field in fields]
+    missing = [name for name in wanted if name not in values]
+    unknown = [str(name) for name in values if name not in wanted]
+    if missing or unknown:
+        wrong = [f"{word} {', '.join(map(repr, names))}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
+        raise SchemaMismatch(f"key {key}: {'; '.join(wrong)}: give every field of the schema: {', '.join(wanted)}")
     for field in fields:
         tensor = values[field.name]
         if not isinstance(tensor, Tensor):

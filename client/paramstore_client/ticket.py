@@ -67,7 +67,7 @@ class Ticket(Generic[T]):
         Raises the request's own error, or WaitTimeout, which cancels nothing; StoreUnavailable if the daemon went away.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        if not self.is_settled and not self._connection.wait(self, limit_s):
+        if not self.is_settled and not self._wait_in_thread(limit_s):
             raise self._timeout(limit_s)
         return self._outcome()
 
@@ -120,9 +120,10 @@ class Ticket(Generic[T]):
             self._error = error
         self._finish()
 
-    def settle_error(self, error: ParamStoreError) -> None:
-        """The request failed, or its connection did."""
+    def settle_error(self, error: ParamStoreError, *, is_expected: bool = False) -> None:
+        """The request failed, or its connection did. is_expected: it need not be logged."""
         self._error = error
+        self._is_seen = self._is_seen or is_expected
         self._finish()
 
     def _finish(self) -> None:
@@ -142,6 +143,13 @@ class Ticket(Generic[T]):
             release()
 
     # --- waiting ---
+
+    def _wait_in_thread(self, limit_s: float) -> bool:
+        try:
+            return self._connection.wait(self, limit_s)
+        except KeyboardInterrupt:
+            self._is_seen = True  # somebody waited for it, and will not again
+            raise
 
     async def _wait_in_loop(self) -> T:
         if self.is_settled or self.done():

@@ -11,8 +11,11 @@ from pathlib import Path
 
 from paramstore.bench import pages
 from paramstore.config import format_size
-from paramstore.errors import CapacityError
+from paramstore.errors import CapacityError, ConfigError
+from paramstore_client.address import PATH_BYTES_MAX
 
+DEEPEST = Path("bench-xxxxxxxx") / "store" / "run" / "paramstore.sock"
+"""As deep as a run goes below its directory."""
 PACKAGES = ("torch", "numpy", "msgspec", "lmdb", "aiofiles", "safetensors", "xxhash")
 
 
@@ -55,6 +58,19 @@ def commit() -> str:
 def now() -> str:
     """Date and time in UTC, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def check_directory(directory: Path) -> None:
+    """Returns if `directory` is one, and a daemon's socket can lie below it; else raises ConfigError."""
+    if not directory.is_dir():
+        problem = "it is not a directory" if directory.exists() else "there is no such directory"
+        raise ConfigError(f"--dir {directory}: {problem}")
+    deepest = directory.absolute() / DEEPEST
+    if len(os.fsencode(deepest)) > PATH_BYTES_MAX:
+        raise ConfigError(
+            f"--dir {directory}: a daemon's socket there, {deepest}, would have a path of {len(os.fsencode(deepest))} bytes, the "
+            f"limit is {PATH_BYTES_MAX}: give a shorter --dir"
+        )
 
 
 def check_free_space(directory: Path, needed_bytes: int) -> None:

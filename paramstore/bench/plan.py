@@ -46,6 +46,9 @@ class Plan:
     write_rounds: int = 7
     peer_rounds: int = 5
     apply_rounds: int = 7
+    commit_rounds: int = 9
+    commit_sizes: tuple[int, ...] = (1, 64, 1000)
+    reopen_records: int = 100_000
     apply_records: int = 12
     latency_calls: int = 3000
     latency_key_count: int = 64

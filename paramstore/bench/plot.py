@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paramstore.bench.report import RAW, SUBJECT, Report, Row
 from paramstore.bench.table import machine_line
+from paramstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,6 +54,23 @@ def draw(report: Report, file: Path) -> None:
     figure.suptitle("Records between volume and host memory, as a share of raw O_DIRECT in the same minute", fontsize=13)
     figure.supxlabel(machine_line(report), fontsize=7.5, color="#666666")
     figure.savefig(file, dpi=130)
+
+
+def check_target(file: Path) -> None:
+    """Returns if `draw` can write `file`, and leaves nothing behind. Raises ConfigError: to be asked before measuring."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if file.suffix.lower().removeprefix(".") not in kinds:
+        raise ConfigError(f"--plot {file}: the suffix chooses the format: use {', '.join(f'.{kind}' for kind in sorted(kinds))}")
+    try:
+        is_new = not file.exists()
+        with file.open("ab"):
+            pass
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"--plot {file}: cannot be written: {error.strerror}") from error
 
 
 def label_of(row: Row) -> str:

@@ -15,6 +15,7 @@ import paramstore as ps
 from paramstore.bench.process import cpu_s, rss_anon_bytes
 from paramstore.clock import Clock
 from paramstore.errors import StoreUnavailable, WaitTimeout
+from paramstore_client.autostart import started_in
 
 if TYPE_CHECKING:
     from paramstore_client import Store
@@ -32,8 +33,15 @@ class Service:
     def __init__(self, directory: Path, *, host_budget_bytes: int) -> None:
         self.host_budget_bytes = host_budget_bytes
         options = ps.ServeOptions(dir=directory, host_budget=host_budget_bytes)
-        self.store: Store = ps.connect(autostart=options, timeout_s=STARTUP_S)
-        self.pid = int(self.stats()["daemon"]["pid"])
+        try:
+            self.store: Store = ps.connect(autostart=options, timeout_s=STARTUP_S)
+            self.pid = int(self.stats()["daemon"]["pid"])
+        except BaseException:
+            # Interrupted, or never ready: nobody else knows of the daemon, which would outlive this process.
+            if (process := started_in(directory)) is not None:
+                process.kill()
+                process.wait()
+            raise
         self.host_bytes_max = 0
 
     def stats(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 from rich.console import Console
@@ -29,7 +30,8 @@ def render(report: Report, console: Console) -> None:
         if row.verdict in (Verdict.SHORT, Verdict.WITHIN_SPREAD):
             console.print(f"\n[{STYLES[row.verdict]}]{row.verdict}[/]: {title_of(row)}, made of", highlight=False)
             console.print(parts_of(row))
-    console.print(f"\n{machine_line(report)}; {report.seconds:.0f} s", highlight=False, style="dim")
+    console.print(f"\n{summary_of(report)}", highlight=False)
+    console.print(f"{machine_line(report)}; {report.seconds:.0f} s", highlight=False, style="dim")
 
 
 def table_of(report: Report) -> Table:
@@ -71,9 +73,20 @@ def parts_of(row: Row) -> Table:
     return table
 
 
+def summary_of(report: Report) -> str:
+    """How many of the targets hold."""
+    counts = Counter(row.verdict for row in report.rows)
+    targets = len(report.rows) - counts[Verdict.NO_TARGET]
+    return (
+        f"{targets} targets: {counts[Verdict.HOLDS]} hold, {counts[Verdict.WITHIN_SPREAD]} within spread, "
+        f"{counts[Verdict.SHORT]} short"
+    )
+
+
 def title_of(row: Row) -> str:
     size = f" of {format_size(row.record_bytes)}" if row.record_bytes else ""
-    return f"{', '.join(filter(None, (row.name, row.case)))}{size}: {ratio_of(row) or number(row.value) + ' ' + row.unit}"
+    headline = f"ratio {ratio_of(row)}" if row.ratio is not None else f"{number(row.value)} {row.unit}"
+    return f"{', '.join(filter(None, (row.name, row.case)))}{size}: {headline}"
 
 
 def ratio_of(row: Row) -> str:

@@ -18,6 +18,7 @@ from paramstore.bench.transfers import measure_optim, measure_param
 from paramstore.bench.update_alone import measure_update_alone
 from paramstore.bench.updates import measure_apply
 from paramstore.clock import MonotonicClock
+from paramstore.errors import ConfigError
 
 
 def run(
@@ -25,12 +26,18 @@ def run(
 ) -> Report:
     """Measures all rows in a temporary folder of `directory`, which is removed whatever happens.
 
-    Raises CapacityError before anything is written if `directory` has not the room, and whatever the service raises.
+    Raises ConfigError if `directory` is none, CapacityError if it has not the room, before anything is written; and whatever
+    the service raises.
     """
     clock = MonotonicClock()
+    machine.check_directory(directory)
     machine.check_free_space(directory, plan.disk_bytes)
     started_s, date = clock.now_s(), machine.now()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="bench-", dir=directory)
+    except OSError as error:
+        raise ConfigError(f"--dir {directory}: cannot be written: {error.strerror}") from error
+    with temporary as folder:
         bench = Bench(plan, Path(folder), peers=peers, tell=tell, clock=clock)
         rows = measure_all(bench)
     return Report(

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from paramstore.cli.signals import end_as_interrupt
+
 app = typer.Typer(name="bench", help="Measure the service beside the limits of this machine.", no_args_is_help=True)
 
 
@@ -27,11 +29,14 @@ def tiers(
     """Loads, write-backs, leases and updates through a real daemon, each beside its limit in the same run."""
     # Torch and matplotlib are loaded only here, so that `paramstore --help` stays quick.
     from paramstore.bench.plan import Plan
-    from paramstore.bench.plot import draw
+    from paramstore.bench.plot import check_target, draw
     from paramstore.bench.report import encode
     from paramstore.bench.table import render
     from paramstore.bench.tiers import run
 
+    if plot is not None:
+        check_target(plot)
+    end_as_interrupt()
     progress = Console(stderr=True)
     command = "paramstore bench tiers" + (" --quick" if quick else "")
     with progress.status("bench tiers") as status:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 import typer
 
 from paramstore.cli.exits import FAILED
+from paramstore.cli.signals import end_as_interrupt
 
 
 def demo(
@@ -26,7 +25,7 @@ def demo(
     from paramstore.demo.progress import DemoProgress
     from paramstore.demo.story import tell
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_as_interrupt()
     make = settings.quick if quick else settings.full
     chosen = make(seed=seed) if steps is None else make(steps=steps, seed=seed)
     report = tell(chosen, directory, progress=DemoProgress(), keeps_daemon=keep_daemon)
@@ -36,11 +35,6 @@ def demo(
         _print(report)
     if not report.is_ok:
         raise typer.Exit(FAILED)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends the demo as Ctrl-C does, so that its daemon ends with it."""
-    raise KeyboardInterrupt
 
 
 def _print(report: object) -> None:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
 
 import typer
 
 
 def serve(
-    directory: Path = typer.Option(None, "--dir", help="Where catalog, socket and (without --volume) the volume lie."),
+    directory: str = typer.Option(None, "--dir", help="Where catalog, socket and (without --volume) the volume lie."),
     volume: list[str] = typer.Option(None, "--volume", help="A directory for a volume, or pmem:DIR; repeat for more."),
     volume_size: str = typer.Option(None, help="Size of each volume, as 2TiB; without it volumes grow as needed."),
     host_budget: str = typer.Option(None, help="Host memory for all arenas and staging, as 64GiB."),
     gradient_budget: str = typer.Option(None, help="Memory for pending gradients, as 8GiB."),
-    socket: Path = typer.Option(None, help="Path of the Unix socket."),
-    config: Path = typer.Option(None, help="A TOML file of settings; flags and PARAMSTORE_* come first."),
+    socket: str = typer.Option(None, help="Path of the Unix socket."),
+    config: str = typer.Option(None, help="A TOML file of settings; flags and PARAMSTORE_* come first."),
     policy: str = typer.Option(None, help="decayed_lfu or lru."),
     log_level: str = typer.Option("info", help="debug, info, warning or error."),
 ) -> None:
     """Serve a store until SIGTERM. Prints `ready unix:///...` when clients can connect."""
+    from pathlib import Path
+
     from paramstore.config import load
     from paramstore.daemon.server import run
     from paramstore.errors import ConfigError
@@ -33,4 +34,4 @@ def serve(
         "dir": directory, "volumes": volume or None, "volume_size": volume_size, "host_budget": host_budget,
         "gradient_budget": gradient_budget, "socket": socket, "policy": {"name": policy} if policy else None,
     }  # fmt: skip
-    run(load({name: value for name, value in flags.items() if value is not None}, file=config))
+    run(load({name: value for name, value in flags.items() if value is not None}, file=None if config is None else Path(config)))

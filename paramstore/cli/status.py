@@ -10,7 +10,7 @@ import typer
 
 
 def status(
-    address: str = typer.Argument(None, help="unix:///path of the daemon; default $PARAMSTORE_ADDRESS."),
+    address: str = typer.Argument(None, help="unix:///path of the daemon, or its store's directory; default $PARAMSTORE_ADDRESS."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
 ) -> None:
     """Show tiers, volumes, namespaces and queues of a running daemon."""
@@ -70,6 +70,16 @@ def _namespaces(stats: dict[str, Any]) -> object:
         table.add_row(
             name, str(ns["committed_step"]), str(ns["epoch"]), f"{param['resident']}/{param['slots']}", str(param["hits"]),
             str(param["misses"]), f"{optim['resident']}/{optim['slots']}", str(optim.get("dirty", 0)), str(ns["leased_slots"]),
-            f"broken: {ns['broken']}" if ns["broken"] else "ok",
+            _state(ns),
         )  # fmt: skip
     return table
+
+
+def _state(namespace: dict[str, Any]) -> str:
+    if namespace["broken"]:
+        return f"broken: {namespace['broken']}"
+    commit = namespace["commit"]
+    if commit is None:
+        return "ok"
+    rest = f", {commit['eta_s']:.1f} s" if commit["eta_s"] is not None else ""
+    return f"committing {commit['step']}: {commit['records_left']} of {commit['records']} records left{rest}"

@@ -19,6 +19,9 @@ LAYERS_MAX = 4096
 LAYER_INDEX_MAX = (1 << 31) - 1
 """Keys are stored as 32-bit numbers."""
 EXPERTS_MAX = 65536
+KEYS_MAX = 1 << 17
+"""Keys of a namespace: every table has a row for each, made on the event loop, and a request that names all of them is one frame.
+The largest models have a fifth of it."""
 
 
 def check_name(name: str) -> str:
@@ -46,6 +49,10 @@ class KeySpace:
             )
         if not 1 <= experts <= EXPERTS_MAX:
             raise ConfigError(f"experts={experts}: give 1 to {EXPERTS_MAX}")
+        if len(indices) * experts > KEYS_MAX:
+            raise ConfigError(
+                f"{len(indices)} layers of {experts} experts are {len(indices) * experts} keys, a namespace has at most {KEYS_MAX}"
+            )
         return cls(layers=tuple(sorted(indices)), experts=experts)
 
     def __len__(self) -> int:

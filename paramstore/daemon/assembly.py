@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from paramstore.clock import MonotonicClock
-from paramstore.config import Config
+from paramstore.config import PMEM_PREFIX, Config, format_size
 from paramstore.core.schema import round_up
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.arithmetic import load
@@ -27,10 +27,11 @@ from paramstore.engine.host import HostTier, Memory
 from paramstore.engine.load import Loader
 from paramstore.engine.planner import Planner
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
+from paramstore.engine.scrub import Scrubber
 from paramstore.engine.store import Store
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import LOOKAHEAD_RECORDS, Updater
-from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, VolumeSet, entitled_bytes
+from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, VolumeSet
 from paramstore.engine.workers import ThreadWorkers, Workers
 from paramstore.errors import CatalogError, ConfigError, CorruptRecord, VolumeError
 from paramstore.memory.arena import PageReport, Segment, allocate_private, allocate_shared, allocate_upload, probe_pages
@@ -48,8 +49,9 @@ from paramstore.storage.volume import Volume
 
 logger = logging.getLogger(__name__)
 
-PMEM_PREFIX = "pmem:"
 CATALOG_NAME = "catalog"
+PAGE_BYTES = 4096
+"""A volume's size is rounded up to whole pages."""
 
 
 class HostMemory:
@@ -77,6 +79,8 @@ def take_lock(config: Config) -> StoreLock:
     """The store directory, made if need be, and locked. Raises StoreLocked, ConfigError."""
     try:
         config.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"dir {config.dir}: it is not a directory, or lies in a file: give another --dir") from error
     except OSError as error:
         raise ConfigError(f"dir {config.dir}: {error}") from error
     return StoreLock.take(config.dir)
@@ -87,8 +91,18 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def warn_of_memory(config: Config, *, memory_bytes: int) -> None:
+    """A line in the log where the host budget is more than the machine has: it is a limit, and need not be reached."""
+    if config.host_budget_bytes > memory_bytes:
+        logger.warning(
+            "host_budget_bytes=%d (%s) is above this machine's memory of %s: the kernel may end the daemon before it is used up",
+            config.host_budget_bytes, format_size(config.host_budget_bytes), format_size(memory_bytes),
+        )  # fmt: skip
+
+
 async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
     """An open store on `config.dir`, whose lock the caller holds. Raises VolumeError, CatalogError, CapacityError."""
+    warn_of_memory(config, memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     threads = workers or ThreadWorkers(asyncio.get_running_loop())
     runner = Runner(threads)
     update_workers = config.update_workers or core_count()
@@ -167,6 +181,11 @@ def _open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
     try:
         for index, path in enumerate(config.volume_paths):
             volumes[index] = _open_volume(config, index, str(path), is_known=index in contents.volumes)
+            if config.volume_size_bytes is not None and abs(volumes[index].size_bytes - config.volume_size_bytes) >= PAGE_BYTES:
+                logger.warning(
+                    "volume %d has %d bytes already and keeps them: volume_size_bytes=%d sizes new volumes only",
+                    index, volumes[index].size_bytes, config.volume_size_bytes,
+                )  # fmt: skip
     except BaseException:
         for volume in volumes.values():
             volume.close()
@@ -244,18 +263,16 @@ def connect(
     if not volumes:
         raise CatalogError("the store has no volume")
     volume_rows = dict(contents.volumes)
-    recovered = open_store(contents, volumes)
-    planner = Planner(recovered.space)
+    recovered = open_store(contents, volumes, retained_steps=config.retained_steps)
+    planner = Planner(recovered.space, config.retention)
+    clock, hashing = MonotonicClock(), Hashing(at_once=max(1, core_count() // 2))
     transfers = Transfers(
-        planner, runner, volumes, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes,
-        hashing=Hashing(at_once=max(1, core_count() // 2)),
-    )  # fmt: skip
+        planner, runner, volumes, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes, hashing=hashing
+    )
     loader = Loader(planner, transfers, wait_timeout_s=config.wait_timeout_s)
     cleaner = Cleaner(planner, transfers, loader)
     updater = Updater(planner, transfers, loader, cleaner, update_workers=update_workers)
     namespaces = {name: make_namespace(ledger) for name, ledger in recovered.ledgers.items()}
-    for name, namespace in namespaces.items():
-        recovered.space.entitle(name, entitled_bytes(namespace.schema, len(namespace.keys)))
     committer = Committer(
         planner, transfers, cleaner, runner, catalog=catalog, volumes=volumes, superblocks=recovered.superblocks,
         note_slots=recovered.note_slots, namespaces=namespaces, stall_s=config.wait_timeout_s,
@@ -268,11 +285,15 @@ def connect(
     volume_set = VolumeSet(
         volumes, superblocks=recovered.superblocks, rows=volume_rows, space=recovered.space, catalog=catalog, runner=runner,
         may_grow=config.volume_size_bytes is None, pump=partial(transfers.pump, namespaces.values()),
+        retention=config.retention,
     )  # fmt: skip
+    for namespace in namespaces.values():
+        volume_set.entitle(namespace)
+    scrubber = Scrubber(transfers, volumes, namespaces, store_uuid=contents.store_uuid, hashing=hashing, clock=clock)
     if config.prefill:
         volume_set.start_prefill()
     return Store(
         config, planner=planner, runner=runner, transfers=transfers, host=host, volumes=volume_set, loader=loader,
-        cleaner=cleaner, updater=updater, committer=committer, namespaces=namespaces, store_uuid=contents.store_uuid,
-        clock=MonotonicClock(),
+        cleaner=cleaner, updater=updater, committer=committer, scrubber=scrubber, namespaces=namespaces,
+        store_uuid=contents.store_uuid, clock=clock,
     )  # fmt: skip

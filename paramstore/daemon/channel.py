@@ -111,7 +111,8 @@ class Channel:
         self._loop.remove_writer(self._socket.fileno())
 
     def close(self, reason: Exception | None) -> None:
-        """Ends the connection; `on_end` is told once."""
+        """Ends the connection; `on_end` is told once, in a later turn of the loop: whoever sends to many need not expect that
+        one of them is taken down meanwhile."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -119,4 +120,4 @@ class Channel:
         self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
         self._output.clear()
-        self._on_end(reason)
+        self._loop.call_soon(self._on_end, reason)

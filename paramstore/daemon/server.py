@@ -23,12 +23,16 @@ from paramstore.config import Config
 from paramstore.daemon.assembly import assemble, take_lock
 from paramstore.daemon.session import Session
 from paramstore.engine.store import Store
-from paramstore.errors import ConfigError, StoreLocked
+from paramstore.errors import CapacityError, ConfigError, ParamStoreError, StoreLocked
 from paramstore.storage.lock import StoreLock
+from paramstore.wire.codec import encode
+from paramstore.wire.messages import Failed
 
 logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
+LINGERING_MAX = 4096
+"""With those whose connection has ended while their process lives and may read what it leased."""
 BACKLOG = 64
 ACCEPT_PAUSE_S = 0.1
 """After an accept that failed: the client still waits, so the loop would be told of it without end."""
@@ -38,6 +42,14 @@ PR_SET_DUMPABLE = 4
 SWITCH_INTERVAL_S = 0.0005
 """How long a worker that runs Python may keep the loop waiting: Python's own 5 ms would be most of a lease's p99."""
 SOCKET_PATH_BYTES_MAX = 107
+
+
+def _refuse(sock: socket.socket, error: ParamStoreError) -> None:
+    """Tells a client that is not let in why, as far as its socket takes it at once, and hangs up."""
+    sock.setblocking(False)
+    with contextlib.suppress(OSError):
+        sock.send(encode(Failed(0, type(error).__name__, str(error))))
+    sock.close()
 
 
 class Server:
@@ -58,9 +70,10 @@ class Server:
             self._loop.remove_reader(self._listener.fileno())
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
-        if len(self._sessions) >= SESSIONS_MAX:
-            logger.warning("refused a client: %d sessions are open", len(self._sessions))
-            sock.close()
+        open_count = sum(not session.is_ended for session in self._sessions)
+        if open_count >= SESSIONS_MAX or len(self._sessions) >= LINGERING_MAX:
+            logger.warning("refused a client: %d sessions are open, %d in all", open_count, len(self._sessions))
+            _refuse(sock, CapacityError(f"the daemon serves {SESSIONS_MAX} sessions, which is its limit: close some"))
             return
         session = Session(self._store, sock, on_gone=self._sessions.discard)
         if session.uid not in (os.getuid(), 0):
@@ -165,6 +178,7 @@ async def serve(config: Config) -> None:
             await _serve_until(stop, store, config)
         finally:
             await store.close()
+        logger.info("stopped")
     finally:
         lock.release()
 
@@ -174,7 +188,7 @@ async def _serve_until(stop: asyncio.Event, store: Store, config: Config) -> Non
     try:
         sys.stdout.write(f"ready unix://{config.socket_path.absolute()}\n")
         sys.stdout.flush()
-        logger.info("serving %s", config.socket_path)
+        logger.info("serving unix://%s", config.socket_path.absolute())
         await stop.wait()
         logger.info("stopping")
     finally:

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from paramstore.core.optimizers import AdamW
 from paramstore.daemon.channel import Channel
 from paramstore.daemon.peer import Peer
 from paramstore.daemon.uploads import Uploads
+from paramstore.daemon.welcome import refusal_of, welcome_to
 from paramstore.engine.arena import SegmentMemory
 from paramstore.engine.namespace import View
-from paramstore.engine.requests import LeaseRequest, PrefetchRequest
+from paramstore.engine.requests import LeaseRequest
 from paramstore.engine.store import Store
-from paramstore.errors import LeaseError, ParamStoreError, ProtocolError, StoreUnavailable, TicketCancelled, VersionMismatch
+from paramstore.errors import LeaseError, ParamStoreError, ProtocolError, StoreUnavailable, TicketCancelled
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FRAME_BYTES_MAX, decode_request
 
@@ -52,9 +53,10 @@ class Session:
         self._uploads = Uploads()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, LeaseRequest] = {}
-        self._prefetches: dict[int, PrefetchRequest] = {}
+        self._cancels: dict[int, Callable[[], None]] = {}  # prefetches and scrubs under way: what ends them
         self._is_known = False
-        self._is_ended = False
+        self.is_ended = False
+        """The connection is gone; leases may be left until the process is, too."""
         self._channel = Channel(self._loop, sock, on_frame=self._on_frame, on_end=self._on_end)
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_is_late)
         self._handlers: dict[type[m.Message], Handler] = {
@@ -79,9 +81,13 @@ class Session:
             m.Steps: lambda r: self._store.steps(self._view(r)),
             m.Extra: lambda r: self._store.extra(self._view(r), r.step),
             m.Rollback: lambda r: self._store.rollback(self._view(r), r.step),
+            m.Snapshot: lambda r: self._store.snapshot(self._view(r), r.step),
+            m.DropSnapshot: lambda r: self._store.drop_snapshot(self._view(r), r.step),
+            m.Snapshots: lambda r: self._store.snapshots(self._view(r)),
             m.Read: self._read,
             m.Residency: lambda r: self._store.residency(self._view(r)),
             m.Stats: lambda _: self._store.stats(),
+            m.Verify: self._verify,
         }
 
     @property
@@ -91,6 +97,7 @@ class Session:
     @property
     def uid(self) -> int:
         return self._process.uid
+
 
     # --- frames
 
@@ -115,22 +122,14 @@ class Session:
         if self._is_known or not isinstance(request, m.Hello) or request.magic != m.MAGIC:
             self._channel.refuse(ProtocolError("the first frame must be a hello, and no other may be one"))
             return
-        if request.major != m.PROTOCOL_MAJOR:
-            message = (
-                f"the client speaks protocol {request.major}.{request.minor}, this daemon {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}: "
-                "install the same version of paramstore on both sides"
-            )
-            self._channel.send(m.Failed(request.id, VersionMismatch.__name__, message))
+        if (refusal := refusal_of(request)) is not None:
+            self._channel.send(refusal)
             self._channel.close(None)
             return
         self._hello_timer.cancel()
         self._is_known = True
         self._channel.raise_limit(FRAME_BYTES_MAX)
-        welcome = {
-            "major": m.PROTOCOL_MAJOR, "minor": m.PROTOCOL_MINOR, "store_uuid": self._store.store_uuid.hex(), "pid": os.getpid(),
-            "wait_timeout_s": self._store.config.wait_timeout_s,
-        }  # fmt: skip
-        self._channel.send(m.Done(request.id, welcome))
+        self._channel.send(m.Done(request.id, welcome_to(self._store)))
 
     def _hello_is_late(self) -> None:
         self._channel.refuse(ProtocolError(f"no hello within {HELLO_TIMEOUT_S} s"))
@@ -168,7 +167,7 @@ class Session:
                 self._done(request_id, result)
         finally:
             self._tasks.pop(request_id, None)
-            self._prefetches.pop(request_id, None)
+            self._cancels.pop(request_id, None)
             self._close_uploads_if_ended()
 
     def _told(self, request_id: int, error: Exception) -> ParamStoreError:
@@ -204,7 +203,7 @@ class Session:
 
     async def _opened(self, opening: Coroutine[Any, Any, View]) -> object:
         view = await opening
-        if self._is_ended:
+        if self.is_ended:
             self._store.close_view(view)
             raise StoreUnavailable("the session ended")
         handle = self._next_handle
@@ -288,18 +287,23 @@ class Session:
             logger.warning("pid %d: one-way message ignored", self.pid, exc_info=True)
 
     def _cancel(self, target: int) -> None:
-        lease, prefetch = self._leases.get(target), self._prefetches.get(target)
+        lease, cancel = self._leases.get(target), self._cancels.get(target)
         if lease is not None and not lease.is_finished:
             self._store.cancel_lease(lease, TicketCancelled("the lease request was cancelled"))
-        elif prefetch is not None:
-            self._store.cancel_prefetch(prefetch)
+        elif cancel is not None:
+            cancel()
 
     # --- requests with memory
 
     def _prefetch(self, r: m.Prefetch) -> object:
         request = self._store.prefetch(self._view(r), r.keys, r.part, r.deadline_s)
-        self._prefetches[r.id] = request
+        self._cancels[r.id] = partial(self._store.cancel_prefetch, request)
         return self._store.wait_prefetch(request)
+
+    def _verify(self, r: m.Verify) -> object:
+        scrub = self._store.verify(r.namespace, r.keys, r.bytes_per_s)
+        self._cancels[r.id] = partial(self._store.scrubber.cancel, scrub, TicketCancelled("the verify was cancelled"))
+        return self._store.scrubber.wait(scrub)
 
     def _open_upload(self, r: m.OpenUpload) -> object:
         segment, memory = self._store.open_upload(self, r.size_bytes, list(self._views.values()))
@@ -319,12 +323,7 @@ class Session:
 
     def _push(self, r: m.Push) -> None:
         view = self._view(r)
-        length_bytes = view.namespace.schema.gradient_bytes
-        entries = [
-            ((layer, expert), self._uploads.holding(segment, offset_bytes, length_bytes), offset_bytes)
-            for layer, expert, segment, offset_bytes in r.entries
-        ]
-        self._store.push(view, entries)
+        self._store.push(view, self._uploads.ranges(r.entries, view.namespace.schema.gradient_bytes))
 
     def _apply(self, r: m.Apply) -> object:
         options = AdamW(lr=r.lr, betas=(r.beta1, r.beta2), eps=r.eps, weight_decay=r.weight_decay)
@@ -344,29 +343,28 @@ class Session:
 
     def unmap(self, segments: list[int]) -> None:
         """Asks the client to give these segments up; it answers Unmapped."""
-        if self._is_ended:
-            return
-        self._channel.send(m.Unmap(segments))
+        if not self.is_ended:
+            self._channel.send(m.Unmap(segments))
 
     def close(self, reason: Exception | None = None) -> None:
-        """Disconnects the client."""
+        """Disconnects the client; the session has ended on return."""
         self._channel.close(reason)
+        self._on_end(reason)
 
     def _on_end(self, reason: Exception | None) -> None:
-        if self._is_ended:
+        if self.is_ended:
             return
-        self._is_ended = True
+        self.is_ended = True
         self._hello_timer.cancel()
         if reason is not None:
             logger.info("session of pid %d ended: %s", self.pid, reason)
-        for prefetch in list(self._prefetches.values()):
-            self._store.cancel_prefetch(prefetch)
+        for cancel in list(self._cancels.values()):
+            cancel()
         for lease in list(self._leases.values()):
             if not lease.is_finished:
                 self._store.cancel_lease(lease, StoreUnavailable("the session ended"))
-        lingering = self._process.is_watched
         for handle, view in list(self._views.items()):
-            if not (lingering and view.leased):
+            if not (self._process.is_watched and view.leased):
                 del self._views[handle]
                 self._end_view(view)
             else:
@@ -377,13 +375,14 @@ class Session:
 
     def _close_uploads_if_ended(self) -> None:
         """The area goes with the session, once no request that reads gradients is under way."""
-        if self._is_ended and not self._tasks:
+        if self.is_ended and not self._tasks:
             self._uploads.close()
             self._store.host.drop_uploads(self)
 
     def _process_ended(self) -> None:
         """The client process is gone: nobody reads its mappings any more."""
-        self._channel.close(None)  # if the connection has not ended before: then nothing is left after this
+        self._channel.close(None)
+        self._on_end(None)  # at once, if the connection has not ended before
         if self._views:
             for view in self._views.values():
                 self._end_view(view)

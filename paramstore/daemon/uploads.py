@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from paramstore.core.key import ExpertKey
 from paramstore.core.schema import PAGE_BYTES
 from paramstore.engine.arena import SegmentMemory
 from paramstore.errors import ProtocolError
@@ -24,6 +27,15 @@ class Uploads:
         if offset_bytes % PAGE_BYTES or not 0 <= offset_bytes <= memory.length_bytes - length_bytes:
             raise ProtocolError(f"range {offset_bytes}+{length_bytes} is not an aligned range of segment {segment}")
         return memory
+
+    def ranges(
+        self, entries: Iterable[tuple[int, int, int, int]], length_bytes: int
+    ) -> list[tuple[ExpertKey, SegmentMemory, int]]:
+        """Key, segment and offset of each (layer, expert, segment, offset): ranges of `length_bytes`. Raises ProtocolError."""
+        return [
+            ((layer, expert), self.holding(segment, offset_bytes, length_bytes), offset_bytes)
+            for layer, expert, segment, offset_bytes in entries
+        ]
 
     def close(self) -> None:
         """Gives the memory back; nothing reads it any more. Idempotent."""

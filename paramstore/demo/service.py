@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 
 import paramstore as ps
-from paramstore_client.address import PEER_CREDENTIALS, try_connect
+from paramstore.errors import ConfigError
+from paramstore_client.address import PATH_BYTES_MAX, PEER_CREDENTIALS, try_connect
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 45.0
@@ -22,12 +23,21 @@ STOP_TIMEOUT_S = 45.0
 
 
 class DemoDaemon:
-    """One daemon over one directory. A context manager: on leaving it no daemon runs there, unless it is kept."""
+    """One daemon over one directory of the demo's. A context manager: on leaving it no daemon runs there, unless it is kept.
+
+    Raises ConfigError where the directory's path is too long for a socket in it, before anything is made.
+    """
 
     def __init__(self, directory: Path, *, host_budget_bytes: int) -> None:
         self.directory = directory
         self._is_kept = False
         self._options = ps.ServeOptions(dir=directory, host_budget=host_budget_bytes)
+        length_bytes = len(os.fsencode(self._options.socket_path()))
+        if length_bytes > PATH_BYTES_MAX:
+            raise ConfigError(
+                f"--dir {directory.parent}: the daemon's socket there would have a path of {length_bytes} bytes, the limit is "
+                f"{PATH_BYTES_MAX}: give a shorter --dir"
+            )
 
     def connect(self) -> ps.Store:
         """A new session; the daemon is started if none runs."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import paramstore as ps
 from paramstore.config import format_size
@@ -46,17 +47,16 @@ def tell(settings: DemoSettings, directory: Path, *, progress: DemoProgress, kee
     keeps_daemon: leaves the daemon running at the end, but not after an error.
     Raises ConfigError on a directory that is not the demo's, StoreLocked while another demo runs there.
     """
-    with owned_directory(directory), repeatable(threads=settings.threads):
-        daemon = DemoDaemon(directory / STORE, host_budget_bytes=settings.host_budget_bytes)
-        with daemon:
-            for name in REPLACED:
-                _remove(directory / name)
-            report = Story(settings, directory, daemon, progress).run()
-            report.write(directory / REPORT)
-            draw(report, directory / PICTURE)
-            progress.fact(f"{directory / REPORT} and {directory / PICTURE}")
-            if keeps_daemon:
-                daemon.keep()
+    daemon = DemoDaemon(directory / STORE, host_budget_bytes=settings.host_budget_bytes)
+    with owned_directory(directory), repeatable(threads=settings.threads), daemon:
+        for name in REPLACED:
+            _remove(directory / name)
+        report = Story(settings, directory, daemon, progress).run()
+        report.write(directory / REPORT)
+        draw(report, directory / PICTURE)
+        progress.fact(f"{directory / REPORT} and {directory / PICTURE}")
+        if keeps_daemon:
+            daemon.keep()
     return report
 
 
@@ -68,13 +68,21 @@ def owned_directory(directory: Path) -> Iterator[None]:
         raise ConfigError(f"--dir {directory}: it is a file")
     if directory.exists() and not marker.exists() and any(directory.iterdir()):
         raise ConfigError(f"--dir {directory}: it has files and no {MARKER}, so it is not the demo's; give another or an empty one")
-    directory.mkdir(parents=True, exist_ok=True)
-    with marker.open("a") as file:
+    with _marked(directory) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StoreLocked(f"--dir {directory}: another demo runs there") from error
         yield
+
+
+def _marked(directory: Path) -> TextIO:
+    """The open marker of the directory, which is made if need be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return (directory / MARKER).open("a")
+    except OSError as error:
+        raise ConfigError(f"--dir {directory}: cannot be made or written: {error.strerror}: give another --dir") from error
 
 
 def _remove(path: Path) -> None:

@@ -29,6 +29,7 @@ from paramstore.errors import (
     UnknownNamespace,
 )
 from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow
+from paramstore.storage.format import pack_description
 from paramstore.storage.ledger import Ledger
 
 UNMAP_TIMEOUT_S = 1.0
@@ -43,7 +44,7 @@ class Admission:
 
     def __init__(
         self, planner: Planner, transfers: Transfers, host: HostTier, volumes: VolumeSet, cleaner: Cleaner,
-        committer: Committer, namespaces: dict[str, NamespaceState],
+        committer: Committer, namespaces: dict[str, NamespaceState], *, retained_steps: int,
     ) -> None:  # fmt: skip
         self._planner = planner
         self._transfers = transfers
@@ -52,7 +53,10 @@ class Admission:
         self._cleaner = cleaner
         self._committer = committer
         self._namespaces = namespaces
+        self._retained_steps = retained_steps
         self._lock = asyncio.Lock()
+        self._snapshot_lock = asyncio.Lock()
+        """Apart from the other: a snapshot waits for a commit under way, and others open theirs meanwhile."""
         self._growing: set[asyncio.Task[None]] = set()
 
     def list_namespaces(self) -> list[dict[str, object]]:
@@ -82,11 +86,12 @@ class Admission:
 
     async def _create(self, name: str, schema: Schema, keys: KeySpace, host_bytes: int | None) -> View:
         self._host.check_least(name, schema, len(keys), host_bytes)
+        pack_description(schema, keys)  # refused now, not at the first commit
         row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
-        namespace = make_namespace(Ledger(NamespaceContents(row)))
-        await self._open_memory(namespace, host_bytes)  # before the volumes: they cannot shrink again
+        namespace = make_namespace(Ledger(NamespaceContents(row), retained_steps=self._retained_steps))
         try:
-            await self._volumes.make_room(name, schema, len(keys), beside=self._namespaces.values())
+            await self._open_memory(namespace, host_bytes)  # before the volumes: they cannot shrink again
+            await self._volumes.make_room(namespace, beside=self._namespaces.values())
             await self._committer.apply_change(Change(put_namespaces=(row,)))
         except BaseException:
             self._volumes.give_up(name)
@@ -145,6 +150,25 @@ class Admission:
                 if namespace.writer is None or namespace.writer.is_fenced:
                     await self._open_memory(namespace, host_bytes)
                     return self._planner.leases.open_view(namespace, is_writer=True, step=None)
+
+    async def snapshot(self, namespace: NamespaceState, step: int) -> None:
+        """Makes room for one more step and keeps `step` durably; nothing to do if it is kept. Raises StepDropped, CapacityError."""
+        async with self._snapshot_lock:
+            if namespace.ledger.step(step).is_snapshot:
+                return
+            count = len(namespace.ledger.snapshots()) + 1
+            async with self._lock:
+                await self._volumes.make_room(namespace, beside=self._namespaces.values(), snapshots=count)
+            try:
+                await self._committer.snapshot(namespace, step, is_kept=True)
+            finally:
+                self._volumes.entitle(namespace)  # to what there is now, whatever came of it
+
+    async def drop_snapshot(self, namespace: NamespaceState, step: int) -> None:
+        """`step` stays as long as any other would. Raises StepDropped if it is no snapshot."""
+        async with self._snapshot_lock:
+            await self._committer.snapshot(namespace, step, is_kept=False)
+            self._volumes.entitle(namespace)
 
     async def _open_memory(self, namespace: NamespaceState, host_bytes: int | None) -> None:
         """The namespace's arenas, taking back those of namespaces that nobody has open if need be."""

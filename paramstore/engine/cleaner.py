@@ -52,7 +52,7 @@ class Cleaner:
                             f"{key} of {namespace.name!r}: its write-back failed twice, on different extents: {working.write_error}"
                         )
                 if not self._planner.working.begin_write(namespace, working, urgency):
-                    await self._until_space(namespace, working)
+                    await self._until_written(namespace, working)
                     continue
                 self._transfers.drain()
             elif working.move is not None and working.move.transfer is not None and working.state is Working.WRITING:
@@ -61,21 +61,33 @@ class Cleaner:
             await self._loader.changed(namespace, working)
         return is_written
 
-    async def _until_space(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        """Returns when a write, commit or zero-fill under way is over, which may have freed an extent. Raises CapacityError if
-        there is none: waiting would be for nothing."""
+    async def _until_written(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Returns when another write of the namespace is over, which may have freed an extent, or when space may have come.
+        Raises CapacityError if there is no hope of either."""
         writing = next((copy for copy in namespace.resident.values() if copy.state is Working.WRITING), None)
         if writing is not None:
             await self._loader.changed(namespace, writing)
-        elif namespace.cut is not None and not working.is_cut:
-            await self._loader.cut_over(namespace)
-        elif self._planner.space.is_prefilling:
-            await self._transfers.runner.behind(BACKGROUND_LANE)
-        else:
+        elif not await self.until_space(namespace, for_cut=working.is_cut):
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(
                 f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: raise volume_size or add a volume"
             )
+
+    async def until_space(self, namespace: NamespaceState, *, for_cut: bool = False) -> bool:
+        """True when space that is on its way back has come: a commit's, a zero-fill's, that of reads and writes under way.
+        False, at once, if there is none: waiting would be for nothing.
+
+        for_cut: the commit under way waits for the caller. Raises WaitTimeout, StepFailed on a broken namespace.
+        """
+        if namespace.cut is not None and not for_cut:
+            await self._loader.cut_over(namespace)
+        elif self._planner.space.is_prefilling:  # it takes no other range while somebody is short of one
+            await self._transfers.runner.behind(BACKGROUND_LANE)
+        elif self._planner.is_space_returning:
+            await self._loader.space_freed()
+        else:
+            return False
+        return True
 
     async def write_back(self, namespace: NamespaceState, keys: Sequence[ExpertKey] | None) -> dict[str, int]:
         """Writes what is dirty among `keys` (None: all). Figures: records and bytes written."""

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 
-from paramstore.config import RETAINED_STEPS
-from paramstore.core.place import Extent
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Extent, Located
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.moves import MoveKind
 from paramstore.engine.namespace import Cut, NamespaceState, WorkingCopy
@@ -25,9 +24,9 @@ from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import CATALOG_LANE, Runner, volume_lane
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.waiting import until_woken
-from paramstore.errors import CatalogError, ParamStoreError, StepDropped, StepFailed, VolumeError
+from paramstore.errors import CatalogError, ParamStoreError, StepFailed, VolumeError
 from paramstore.storage.catalog import Catalog, Change, Contents, StepRow
-from paramstore.storage.format import CommitNote, Superblock, combine_roots
+from paramstore.storage.format import CommitNote, NotedStep, Superblock, combine_roots, pack_description
 from paramstore.storage.ledger import Publication
 from paramstore.storage.note_slots import NoteSlots
 from paramstore.storage.notes import write_note
@@ -69,7 +68,7 @@ class Committer:
         try:
             self.check_accepting()
             note_slot = self._note_slots.take()
-            step_row = StepRow(step, cut.sequence, note_slot, len(cut.keys), extra)
+            step_row = StepRow(step, cut.sequence, note_slot, len(cut.keys), extra, cut.applies)
             await self._prove(namespace, cut, step_row)
             publication = await self._publish_cut(namespace, cut, step_row)
         except BaseException:  # a bug too must not leave a cut that everybody waits for
@@ -85,6 +84,7 @@ class Committer:
         self._planner.settle_cut(namespace, is_published=True)
         self._transfers.drain()
         namespace.stats.commits += 1
+        namespace.stats.bytes_committed += len(cut.keys) * namespace.schema.record_bytes
         return len(cut.keys)
 
     def check_accepting(self) -> None:
@@ -95,12 +95,8 @@ class Committer:
         """Everything the step needs is durable on every volume; what remains is the transaction."""
         await self._runner.call(CATALOG_LANE, lambda: self._catalog.reserve(2 * len(cut.keys) + 16))
         await self._write_unwritten(namespace, cut)
-        note = CommitNote(
-            namespace=namespace.name, epoch=namespace.epoch, sequence=cut.sequence, step=row.step,
-            parent=namespace.committed_step, record_count=len(cut.keys),
-            combined_root=combine_roots((key, located.root) for key, located in cut.located.items()),
-            epoch_bounds=namespace.ledger.namespace.epoch_bounds,
-        )  # fmt: skip
+        kept = namespace.ledger.visible_steps(namespace.held_steps(), published=row.step)
+        note = await self._runner.call(CATALOG_LANE, lambda: _note(namespace, cut, row, kept))
         await self._note_and_flush(note, row.note_slot)
 
     async def _publish_cut(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> Publication:
@@ -112,11 +108,10 @@ class Committer:
             raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
         dropped = self._planner.drop_oldest_readers(namespace, row.step)
         held = frozenset(namespace.held_steps())
-        namespace.closing_steps = frozenset(namespace.ledger.steps()[: 1 - RETAINED_STEPS or None]) - held
+        namespace.closing_steps = frozenset(namespace.ledger.steps()) - namespace.ledger.visible_steps(held, published=row.step)
 
         def plan() -> Publication:
-            publication = namespace.ledger.plan_publish(row, cut.located, held)
-            return replace(publication, namespace=replace(publication.namespace, applies=cut.applies))
+            return namespace.ledger.plan_publish(row, cut.located, held)
 
         try:
             publication: Publication = await self._runner.call(CATALOG_LANE, plan)
@@ -220,13 +215,17 @@ class Committer:
             self.check_accepting()
             future = asyncio.get_running_loop().create_future()
             namespace.cut_waiters.append(future)
-            await until_woken(future, namespace, stall_s=self._stall_s, what="the commit under way")
+            what = f"the commit of {namespace.name!r} under way"
+            await until_woken(future, self._runner, stall_s=self._stall_s, what=what)
 
     async def rollback(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
-        """To the step that is committed when the calls before this one are through; `to_step`: the one the caller means.
+        """To `to_step`, or (None) to the step that is committed when the calls before this one are through.
 
-        An apply under way stops at its next record. Raises StepDropped if `to_step` is not the committed one.
+        An apply under way stops at its next record. Raises StepDropped if there is no such step, StepFailed if a later one is a
+        snapshot; then nothing has changed.
         """
+        if to_step is not None and namespace.cut is None:
+            namespace.ledger.step(to_step)  # a wrong step stops nobody's apply
         namespace.stop_requests += 1
         try:
             await namespace.turn.acquire()
@@ -234,23 +233,29 @@ class Committer:
             namespace.stop_requests -= 1
         try:
             await self.until_no_cut(namespace)
-            committed = namespace.committed_step
-            if to_step is not None and to_step != committed:
-                namespace.ledger.step(to_step)
-                raise StepDropped(f"rollback({to_step}): this version goes back to the committed step only, {committed}")
-            await self._roll_back_to(namespace, committed)
+            await self._roll_back_to(namespace, namespace.committed_step if to_step is None else to_step)
         finally:
             namespace.turn.release()
 
     async def _roll_back_to(self, namespace: NamespaceState, step: int | None) -> None:
         """On return the namespace stands at `step` (None: before any commit) in a new, durable epoch, and is not broken.
 
-        No commit is under way. Raises StepDropped if there is no such step, CatalogError; then nothing has changed.
+        No commit is under way. Readers of later steps have lost them.
         """
         self.check_accepting()
         assert namespace.cut is None
         publication = namespace.ledger.plan_rollback(step)
-        await self.apply_change(publication.change())
+        gone = frozenset(dropped for _, dropped in publication.drop_steps)
+        namespace.closing_steps = gone
+        lost = self._planner.drop_readers(namespace, gone)
+        try:
+            await self.apply_change(publication.change())
+        except ParamStoreError:
+            for view in lost:
+                view.is_dropped = False
+            raise
+        finally:
+            namespace.closing_steps = frozenset()
         namespace.ledger.settle(publication)
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
@@ -258,12 +263,63 @@ class Committer:
         self._planner.rollback(namespace, epoch=publication.namespace.epoch, freed=publication.freed)
         self._transfers.drain()
 
+    # --- snapshots
+
+    async def snapshot(self, namespace: NamespaceState, step: int, *, is_kept: bool) -> None:
+        """On return it is durable that `step` stays (`is_kept`), or that it stays no longer than any other.
+
+        Serial with commits and rollbacks of the namespace. Raises StepDropped; then nothing has changed.
+        """
+        async with namespace.turn:
+            await self.until_no_cut(namespace)
+            self.check_accepting()
+            ledger = namespace.ledger
+            publication = ledger.plan_snapshot(step) if is_kept else ledger.plan_drop_snapshot(step, namespace.held_steps())
+            namespace.closing_steps = frozenset(dropped for _, dropped in publication.drop_steps)
+            try:
+                await self.apply_change(publication.change())
+            finally:
+                namespace.closing_steps = frozenset()
+            self._settle(namespace, publication)
+            self._planner.copies.retire_unseen(namespace)
+            self._planner.leases.pump(namespace)
+            self._transfers.drain()
+
+
+def _note(namespace: NamespaceState, cut: Cut, row: StepRow, kept: frozenset[int]) -> CommitNote:
+    """What proves the step, and describes it to whoever lost the catalog. Made on the catalog's thread: it hashes a row of every
+    key, and only reads; nothing settles in the ledger while a commit is under way. kept: the steps that stay with this one."""
+    ledger, parent = namespace.ledger, namespace.committed_step
+    older = (ledger.step(step) for step in ledger.steps() if step in kept)
+    return CommitNote(
+        namespace=namespace.name, epoch=namespace.epoch, sequence=cut.sequence, step=row.step, parent=parent,
+        record_count=len(cut.keys), combined_root=combine_roots((key, located.root) for key, located in cut.located.items()),
+        state_root=combine_roots((key, located.root) for key, located in _state(namespace, cut, parent)),
+        applies=cut.applies, epoch_bounds=ledger.namespace.epoch_bounds,
+        steps=tuple(NotedStep(other.step, other.sequence, other.note_slot, other.is_snapshot) for other in older),
+        description=pack_description(namespace.schema, namespace.keys), extra=row.extra,
+    )  # fmt: skip
+
+
+def _state(namespace: NamespaceState, cut: Cut, parent: int | None) -> Iterator[tuple[ExpertKey, Located]]:
+    """Every key with its record as the cut's step has it."""
+    for key in namespace.keys:
+        located = cut.located.get(key)
+        if located is None and parent is not None:
+            located = namespace.ledger.at(key, parent)
+        if located is not None:
+            yield key, located
+
 
 def _is_in(change: Change, contents: Contents) -> bool:
-    """Whether the catalog holds what `change` put there. A namespace's row tells: its epoch or sequence is new each time."""
+    """Whether the catalog holds what `change` put there. The rows of namespaces and steps tell: one of them is new each time."""
     rows = {name: found.namespace for name, found in contents.namespaces.items()}
-    are_namespaces_in = all(rows.get(row.name) == row for row in change.put_namespaces)
-    return are_namespaces_in and all(contents.volumes.get(row.index) == row for row in change.put_volumes)
+    if any(rows.get(row.name) != row for row in change.put_namespaces):
+        return False
+    steps = {name: found.steps for name, found in contents.namespaces.items()}
+    are_steps_in = all(steps[name].get(row.step) == row for name, row in change.put_steps)
+    are_steps_out = all(step not in steps[name] for name, step in change.drop_steps)
+    return are_steps_in and are_steps_out and all(contents.volumes.get(row.index) == row for row in change.put_volumes)
 
 
 def _written_to(working: WorkingCopy, volume: int) -> bool:

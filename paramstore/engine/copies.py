@@ -125,7 +125,6 @@ class CopyPlanner:
     def settle(self, namespace: NamespaceState, copy: ParamCopy, error: ParamStoreError | None) -> None:
         """The copy's bytes landed, or failed to: whoever waits is finished or one nearer to it."""
         waiters, copy.waiters = copy.waiters, []
-        namespace.landed += 1
         if error is not None:
             for request in waiters:  # all who lease a copy that has not landed wait for it
                 self._fail(request, copy, error)

@@ -270,14 +270,13 @@ class HostTier:
         return given
 
     def unmapped(self, client: object, segment_ids: Iterable[int] | None = None) -> None:
-        """`client` has unmapped these segments; None: it is gone, and with it all its mappings and upload areas."""
+        """`client` has unmapped these segments; None: it is gone, and with it all its mappings. Its upload areas count until
+        `drop_uploads`: an apply may still read there."""
         for segment_id in list(self._segments) if segment_ids is None else list(segment_ids):
             segment = self._segments.get(segment_id)
             if segment is not None:
                 segment.clients.discard(client)
                 self._close_if_unmapped(segment_id)
-        if segment_ids is None:
-            self.drop_uploads(client)
 
     async def until_unmapped(self, timeout_s: float) -> None:
         """Returns when clients have unmapped all that was given up, or when the time is up."""

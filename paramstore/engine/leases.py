@@ -65,7 +65,7 @@ class LeasePlanner:
         arena = namespace.param_arena
         assert arena is not None
         reserve = max(1, arena.planned_slots // 16)
-        return max(1, (arena.planned_slots - reserve) // max(1, sum(not view.is_fenced for view in namespace.views)))
+        return max(1, (arena.planned_slots - reserve) // max(1, _sharing(namespace)))
 
     def check_view(self, view: View) -> None:
         """Raises what keeps this view from new leases and writes."""
@@ -102,11 +102,19 @@ class LeasePlanner:
 
     @staticmethod
     def _refuse(view: View, new_count: int, held_count: int, cap: int) -> None:
-        name = view.namespace.name
+        namespace, name = view.namespace, view.namespace.name
+        arena = namespace.param_arena
+        assert arena is not None
         if new_count > cap:
+            sharing = _sharing(namespace)
+            way_out = "ask in parts" if sharing == 1 else "ask in parts, or close what need not be open"
+            # Two versions of every key are all that ever use a slot: a larger arena would have no more.
+            if arena.planned_slots < 2 * len(namespace.keys):
+                way_out += ", or raise host_budget (host_bytes, where it was opened with them)"
             raise CapacityError(
-                f"{new_count} keys of {name!r} in one lease; this session may lease {cap} slots at once: "
-                "ask in parts, or raise host_budget"
+                f"{new_count} keys of {name!r} in one lease; this session may lease {cap} slots at once (lease_slots): {sharing} "
+                f"{'session has' if sharing == 1 else 'sessions have'} the namespace open and share its {arena.planned_slots} "
+                f"slots less a reserve: {way_out}"
             )
         raise LeaseError(
             f"{new_count} more keys of {name!r}: this session has or waits for {held_count} of {cap} slots; release some first"
@@ -288,6 +296,11 @@ class LeasePlanner:
             self._outbox.finished.append(request)
             return True
         return self._plan_lease(request, found, may_take_slots=True)
+
+
+def _sharing(namespace: NamespaceState) -> int:
+    """How many views share the arena's slots: all that are open but fenced writers."""
+    return sum(not view.is_fenced for view in namespace.views)
 
 
 def _is_reachable(namespace: NamespaceState, working: WorkingCopy) -> bool:

@@ -72,7 +72,7 @@ class Loader:
         """What the prefetch came to. Raises the first error among its loads, once all of them are over; WaitTimeout."""
         if not request.is_finished:
             request.future = future = asyncio.get_running_loop().create_future()
-            await until_woken(future, request.namespace, stall_s=self._wait_timeout_s, what=f"prefetch of {request.part}")
+            await until_woken(future, self._transfers.runner, stall_s=self._wait_timeout_s, what=f"prefetch of {request.part}")
         if request.error is not None:
             raise request.error
         return {
@@ -102,7 +102,7 @@ class Loader:
         if not request.is_finished:
             request.future = future = asyncio.get_running_loop().create_future()
             what = f"a slot for {request.key} of {request.namespace.name!r}"
-            await until_woken(future, request.namespace, stall_s=self._wait_timeout_s, what=what)
+            await until_woken(future, self._transfers.runner, stall_s=self._wait_timeout_s, what=what)
 
     def _let_go(self, request: SlotRequest, working: WorkingCopy) -> None:
         """Whoever asked was stopped in the very moment in which it got the slot."""
@@ -130,15 +130,19 @@ class Loader:
     async def changed(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Returns after the next change of `working`. Raises WaitTimeout."""
         what = f"{working.key} of {namespace.name!r}, {working.state}"
-        await self._until_woken(working.waiters, namespace, what)
+        await self._until_woken(working.waiters, what)
 
     async def cut_over(self, namespace: NamespaceState) -> None:
         """Returns when the commit under way is over. Raises StepFailed on a broken namespace: it may never be."""
         if namespace.broken is not None:
             raise StepFailed(namespace.broken)
-        await self._until_woken(namespace.cut_waiters, namespace, "the commit under way")
+        await self._until_woken(namespace.cut_waiters, f"the commit of {namespace.name!r} under way")
 
-    async def _until_woken(self, waiters: list[object], namespace: NamespaceState, what: str) -> None:
+    async def space_freed(self) -> None:
+        """Returns after the next extent came free, of whatever namespace. Raises WaitTimeout."""
+        await self._until_woken(self._planner.space_waiters, "space on the volumes")
+
+    async def _until_woken(self, waiters: list[object], what: str) -> None:
         future = asyncio.get_running_loop().create_future()
         waiters.append(future)
-        await until_woken(future, namespace, stall_s=self._wait_timeout_s, what=what)
+        await until_woken(future, self._transfers.runner, stall_s=self._wait_timeout_s, what=what)

@@ -163,6 +163,15 @@ class View:
         return (located.identity, located) if located is not None else (None, None)
 
 
+@dataclass(frozen=True, slots=True)
+class CommitProgress:
+    """Where a commit began: its step, when by the store's clock, and the namespace's count of bytes written then."""
+
+    step: int
+    started_s: float
+    bytes_written: int
+
+
 @dataclass(slots=True)
 class Cut:
     """What one commit publishes, fixed at the cut. `located` fills up as the dirty records are written."""
@@ -172,6 +181,7 @@ class Cut:
     keys: frozenset[ExpertKey]
     unwritten: set[ExpertKey]
     located: dict[ExpertKey, Located]
+    progress: CommitProgress | None = None
 
 
 @dataclass(slots=True)
@@ -197,6 +207,8 @@ class NamespaceStats:
     records_updated: int = 0
     records_written: int = 0
     commits: int = 0
+    bytes_committed: int = 0
+    """Of the records that commits published: what had to be written, once each."""
     applies: int = 0
 
 
@@ -237,8 +249,6 @@ class NamespaceState:
         self.is_initializing = False
         self.stop_requests = 0
         """Rollbacks that want the turn, and the store's end: while there is one, an apply stops at its next record."""
-        self.landed = 0
-        """Moves that are over, failed ones too: while this counts up, whoever waits need not give up."""
         self.unused_prefetches = 0
         self.stats = NamespaceStats()
 

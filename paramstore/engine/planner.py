@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paramstore.config import HELD_STEPS, RETAINED_STEPS
+from paramstore.config import Retention
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Identity
 from paramstore.core.residency import Copy, Working
@@ -27,12 +27,16 @@ from paramstore.storage.extents import Space
 class Planner:
     """Owner of every namespace's tables. See the module docstring for how it is called."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, retention: Retention | None = None) -> None:
         self.space = space
+        self._retention = retention or Retention()
         self.outbox = Outbox()
         self.copies = CopyPlanner(self.outbox)
         self.working = WorkingPlanner(space, self.outbox)
         self.leases = LeasePlanner(self.outbox, self.copies, self.working)
+        self.space_waiters: list[object] = []
+        """Futures of those who wait for space on the volumes to come free; opaque."""
+        self._freed_seen = 0
 
     # --- apply
 
@@ -52,20 +56,37 @@ class Planner:
         """Every key has an extent to be written to that no later event can take; else CapacityError, nothing changed.
 
         A key whose newest record is uncommitted already has its share of the volume: its next write takes a pipeline
-        extent and gives the older one back.
+        extent and gives the older one back. While a cut has such writes to make, one extent is left for them.
         """
         lacking = [working for key in keys if not _has_share(working := namespace.working[key], namespace.cut)]
+        if not lacking:
+            return
         record_bytes, name = namespace.schema.record_bytes, namespace.name
-        extents = self.space.reserve_many(len(lacking), record_bytes, owner=name)
+        count = len(lacking) + _needs_pipeline(namespace)
+        extents = self.space.reserve_many(count, record_bytes, owner=name)
         if extents is None:
-            missing = self.space.missing_bytes(len(lacking), record_bytes, owner=name)
+            missing = self.space.missing_bytes(count, record_bytes, owner=name)
             raise CapacityError(
-                f"namespace {name!r} holds {self.space.held_bytes(name)} bytes of the volumes and needs {len(lacking)} more "
-                f"extents of {record_bytes} bytes; {missing} bytes are missing on the volumes: raise volume_size, add a volume, or "
-                "let readers refresh"
+                f"namespace {name!r} holds {self.space.held_bytes(name)} bytes of the volumes and needs {count} more extents of "
+                f"{record_bytes} bytes; {missing} bytes are missing on the volumes: raise volume_size, add a volume, or let "
+                "readers refresh"
             )
-        for working, extent in zip(lacking, extents, strict=True):
+        for working, extent in zip(lacking, extents, strict=False):
             working.reserved = extent
+        for extent in extents[len(lacking) :]:
+            self.space.release(extent)
+
+    @property
+    def is_space_returning(self) -> bool:
+        """Whether extents will come free without anybody's doing: a worker still reads or writes what nobody needs."""
+        return self.space.has_leaving or self.working.orphan_writes > 0
+
+    def wake_for_space(self) -> None:
+        """Lets those look again who wait for space, if some came free since the last call."""
+        if self.space.freed != self._freed_seen:
+            self._freed_seen = self.space.freed
+            self.outbox.woken.extend(self.space_waiters)
+            self.space_waiters.clear()
 
     def plan_update(self, namespace: NamespaceState, working: WorkingCopy) -> ParamCopy | None:
         """Starts the update (the caller holds the copy) and gives the `param` copy it makes in the same pass, if a slot
@@ -156,7 +177,7 @@ class Planner:
             elif not is_published and not is_newest:
                 self.space.release(located.extent)
         for key in cut.keys:
-            namespace.working[key].is_cut = False
+            self.working.uncut(namespace.working[key])
         if not is_published:
             namespace.changed |= cut.keys
         self.outbox.woken.extend(namespace.cut_waiters)
@@ -165,10 +186,15 @@ class Planner:
         self.leases.pump(namespace)
 
     def drop_oldest_readers(self, namespace: NamespaceState, newest_step: int) -> list[View]:
-        """Before `newest_step` is published: readers of more than HELD_STEPS old steps lose the oldest. Gives those."""
-        retained = {*namespace.ledger.steps()[-(RETAINED_STEPS - 1) :], newest_step} if RETAINED_STEPS > 1 else {newest_step}
-        old = sorted(set(namespace.held_steps()) - retained)
-        lost = old[: max(0, len(old) - HELD_STEPS)]
+        """Before `newest_step` is published: readers of more old steps than may be held lose the oldest. Gives those."""
+        kept = namespace.ledger.visible_steps((), published=newest_step)
+        old = sorted(set(namespace.held_steps()) - kept)
+        return self.drop_readers(namespace, old[: max(0, len(old) - self._retention.held_steps)])
+
+    @staticmethod
+    def drop_readers(namespace: NamespaceState, steps: Iterable[int]) -> list[View]:
+        """Readers of these steps lose them: what they leased stays, their next acquire is refused. Gives those."""
+        lost = frozenset(steps)
         dropped = [view for view in namespace.views if view.step in lost and not view.is_dropped]
         for view in dropped:
             view.is_dropped = True
@@ -232,6 +258,12 @@ def fresh_working(namespace: NamespaceState) -> dict[ExpertKey, WorkingCopy]:
         located = namespace.ledger.at(key, step) if step is not None else None
         working[key] = WorkingCopy(key, located.identity if located is not None else None)
     return working
+
+
+def _needs_pipeline(namespace: NamespaceState) -> bool:
+    """Whether a cut under way has a record to write that has no extent for it: it writes beside its older one."""
+    cut = namespace.cut
+    return cut is not None and any(namespace.working[key].reserved is None for key in cut.unwritten)
 
 
 def _has_share(working: WorkingCopy, cut: Cut | None) -> bool:

@@ -13,8 +13,8 @@ from paramstore.engine.transfers import VolumeTraffic
 from paramstore.engine.volumes import VolumeSet
 
 
-def namespace_stats(namespace: NamespaceState) -> dict[str, object]:
-    """Counters since the daemon started, and what is resident, leased and dirty now."""
+def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object]:
+    """Counters since the daemon started, and what is resident, leased and dirty now. now_s: by the store's clock."""
     stats = namespace.stats
     states = Counter(copy.state.value for copy in namespace.resident.values())
     copies = [copy for copies in namespace.copies.values() for copy in copies]
@@ -26,11 +26,30 @@ def namespace_stats(namespace: NamespaceState) -> dict[str, object]:
         "state_bytes": len(namespace.keys) * namespace.schema.record_bytes,
         "bytes_read": stats.bytes_read, "bytes_written": stats.bytes_written, "records_updated": stats.records_updated,
         "records_written": stats.records_written, "commits": stats.commits, "applies": stats.applies,
+        "bytes_committed": stats.bytes_committed, "snapshots": namespace.ledger.snapshots(),
+        "commit": commit_progress(namespace, now_s),
         "leased_slots": sum(copy.leases > 0 for copy in copies),
         "hbm_bytes": sum(view.device_bytes for view in namespace.views),
         "param": {**_part(stats.param, namespace.param_arena), "resident": len(copies),
                   "retired": sum(copy.state is Copy.RETIRED for copy in copies)},
         "optim": {**_part(stats.optim, namespace.working_arena), "resident": len(namespace.resident), **states},
+    }  # fmt: skip
+
+
+def commit_progress(namespace: NamespaceState, now_s: float) -> dict[str, object] | None:
+    """How far the commit under way is, and how long the rest of its records take at the rate so far; None without one.
+
+    eta_s is None before the first record has landed. Notes, flushes and the transaction come after it.
+    """
+    cut = namespace.cut
+    if cut is None or cut.progress is None:
+        return None
+    seconds = now_s - cut.progress.started_s
+    bytes_left = len(cut.unwritten) * namespace.schema.record_bytes
+    written = namespace.stats.bytes_written - cut.progress.bytes_written
+    return {
+        "step": cut.progress.step, "records": len(cut.keys), "records_left": len(cut.unwritten), "bytes_left": bytes_left,
+        "seconds": seconds, "eta_s": bytes_left * seconds / written if written else None,
     }  # fmt: skip
 
 

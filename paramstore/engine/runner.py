@@ -31,6 +31,8 @@ class Runner:
         self.workers = workers
         self.scheduler = Scheduler()
         self.under_way: set[Transfer] = set()
+        self.finished = 0
+        """Bursts that workers have returned from, the background's apart: while it counts up, who waits need not give up."""
 
     def submit(self, transfer: Transfer) -> None:
         self.under_way.add(transfer)
@@ -76,6 +78,7 @@ class Runner:
             self.workers.run(lane, partial(_run_all, transfer.run), pieces, partial(self._done, transfer))
 
     def _done(self, transfer: Transfer, results: Any, error: ParamStoreError | None) -> None:
+        self.finished += transfer.lane != BACKGROUND_LANE
         is_over = self.scheduler.finish_burst(transfer, results, error)
         self._kick(transfer.lane)  # first of all: the lane must not idle while we settle
         if is_over:

@@ -25,11 +25,12 @@ from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier
 from paramstore.engine.load import Loader
-from paramstore.engine.namespace import GradientRange, NamespaceState, UploadMemory, View
+from paramstore.engine.namespace import CommitProgress, GradientRange, NamespaceState, UploadMemory, View
 from paramstore.engine.planner import Planner
 from paramstore.engine.report import namespace_stats, residency, volume_stats
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
 from paramstore.engine.runner import CPU_LANE, Runner
+from paramstore.engine.scrub import Scrub, Scrubber
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import Updater
 from paramstore.engine.volumes import VolumeSet
@@ -52,8 +53,8 @@ class Store:
 
     def __init__(
         self, config: Config, *, planner: Planner, runner: Runner, transfers: Transfers, host: HostTier, volumes: VolumeSet,
-        loader: Loader, cleaner: Cleaner, updater: Updater, committer: Committer, namespaces: dict[str, NamespaceState],
-        store_uuid: bytes, clock: Clock,
+        loader: Loader, cleaner: Cleaner, updater: Updater, committer: Committer, scrubber: Scrubber,
+        namespaces: dict[str, NamespaceState], store_uuid: bytes, clock: Clock,
     ) -> None:  # fmt: skip
         self.config = config
         self.host = host
@@ -67,7 +68,10 @@ class Store:
         self._cleaner = cleaner
         self._updater = updater
         self._committer = committer
-        self.admission = Admission(planner, transfers, host, volumes, cleaner, committer, namespaces)
+        self.scrubber = scrubber
+        self.admission = Admission(
+            planner, transfers, host, volumes, cleaner, committer, namespaces, retained_steps=config.retained_steps
+        )
         self._clock = clock
         self._started_s = clock.now_s()
 
@@ -215,6 +219,7 @@ class Store:
                 return {"step": step, "records": 0, "bytes_written": 0, "seconds": 0.0}
             before = namespace.stats.bytes_written
             cut = self._planner.cut(namespace)
+            cut.progress = CommitProgress(step, self._clock.now_s(), before)
             self._transfers.drain()
         records = await self._committer.commit(namespace, cut, step, extra)
         written = namespace.stats.bytes_written - before
@@ -234,7 +239,7 @@ class Store:
         return False
 
     async def rollback(self, view: View, step: int) -> int:
-        """Back to the committed step, dropping everything since. Gives the new epoch."""
+        """Back to `step`, dropping everything since. Gives the new epoch."""
         namespace = self._check_writing(view)
         if namespace.committed_step is None:
             raise StepDropped(f"namespace {namespace.name!r} has no committed step: initialize() starts it over")
@@ -331,10 +336,26 @@ class Store:
                 limit += len(view.namespace.keys) * schema.gradient_bytes
         return limit
 
+    # --- looking at what lies there
+
+    def verify(self, namespace: str | None, keys: Sequence[ExpertKey] | None, bytes_per_s: int | None) -> Scrub:
+        """Begins a scrub, which `scrubber` waits for and cancels. Raises as `Scrubber.start`."""
+        return self.scrubber.start(namespace, keys, bytes_per_s)
+
     # --- answers
 
     def steps(self, view: View) -> list[int]:
         return view.namespace.ledger.steps()
+
+    def snapshots(self, view: View) -> list[int]:
+        return view.namespace.ledger.snapshots()
+
+    async def snapshot(self, view: View, step: int) -> None:
+        """`step` stays until it is dropped. Raises StepDropped, CapacityError."""
+        await self.admission.snapshot(view.namespace, step)
+
+    async def drop_snapshot(self, view: View, step: int) -> None:
+        await self.admission.drop_snapshot(view.namespace, step)
 
     def extra(self, view: View, step: int) -> bytes:
         return view.namespace.ledger.step(step).extra
@@ -344,6 +365,7 @@ class Store:
 
     async def stats(self) -> dict[str, object]:
         """Counters and sizes of everything; what `status` and the demo show."""
+        now_s = self._clock.now_s()
         return {
             "daemon": {
                 "pid": os.getpid(), "version": __version__, "uptime_s": self._clock.now_s() - self._started_s,
@@ -355,7 +377,8 @@ class Store:
                 str(lane): {"queued": stats.queued, "running": stats.running}
                 for lane, stats in self._runner.scheduler.stats().items()
             },
-            "namespaces": {name: namespace_stats(namespace) for name, namespace in self.namespaces.items()},
+            "namespaces": {name: namespace_stats(namespace, now_s) for name, namespace in self.namespaces.items()},
+            "verify": self.scrubber.stats(),
         }  # fmt: skip
 
     # --- the end
@@ -364,7 +387,9 @@ class Store:
         """Waits, within `shutdown_timeout_s`, for what is under way; then volumes, catalog and threads are closed."""
         for namespace in self.namespaces.values():
             namespace.stop_requests += 1  # an apply stops at its next record; it was never acknowledged
-        self._runner.cancel_waiting(Urgency.PREFETCH, StoreUnavailable("the daemon is stopping"))
+        stopping = StoreUnavailable("the daemon is stopping")
+        await self.scrubber.close(stopping)
+        self._runner.cancel_waiting(Urgency.PREFETCH, stopping)
         self._transfers.drain()
         deadline_s = self._clock.now_s() + self.config.shutdown_timeout_s
         while not self._runner.is_idle and self._clock.now_s() < deadline_s:

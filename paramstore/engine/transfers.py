@@ -58,6 +58,7 @@ class Transfers:
     def drain(self) -> None:
         """Carries out everything in the planner's outbox."""
         outbox = self.planner.outbox
+        self.planner.wake_for_space()
         while not outbox.is_empty:
             moves, outbox.moves = outbox.moves, []
             promoted, outbox.promoted = outbox.promoted, []
@@ -235,6 +236,7 @@ class Transfers:
             await asyncio.shield(future)
         finally:
             self.planner.space.unpin(extent)
+            self.drain()
         if transfer.error is not None:
             raise transfer.error
         self._verify_record(namespace, key, located, transfer.results)

@@ -22,7 +22,7 @@ from paramstore.engine.load import Loader
 from paramstore.engine.namespace import GradientRange, NamespaceState, WorkingCopy
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
-from paramstore.engine.runner import BACKGROUND_LANE, CPU_LANE, call, wake
+from paramstore.engine.runner import CPU_LANE, call, wake
 from paramstore.engine.scheduler import Transfer
 from paramstore.engine.transfers import Transfers
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
@@ -84,16 +84,12 @@ class Updater:
         }
 
     async def _reserve(self, namespace: NamespaceState, keys: Collection[ExpertKey]) -> None:
-        """An extent for every record. A commit under way may have to publish first, a zero-fill to give its range back."""
+        """An extent for every record; waits for those that are on their way back."""
         while True:
             try:
                 self._planner.reserve_extents(namespace, keys)
             except CapacityError:
-                if namespace.cut is not None:
-                    await self._loader.cut_over(namespace)
-                elif self._planner.space.is_prefilling:  # it takes no other range while we are short of one
-                    await self._transfers.runner.behind(BACKGROUND_LANE)
-                else:
+                if not await self._cleaner.until_space(namespace):
                     raise
             else:
                 return
@@ -122,18 +118,31 @@ class Updater:
     async def _until_mine(self, namespace: NamespaceState, working: WorkingCopy, epoch: int) -> None:
         """Waits until the update may start: other holders done, the write that a cut needs landed."""
         try:
-            while not self._planner.working.may_update(working):
+            while not self._may_start(namespace, working):
                 if working.is_orphan or namespace.epoch != epoch:
                     raise StepFailed("the namespace was rolled back")
+                if self._planner.working.may_update(working):
+                    if not await self._cleaner.until_space(namespace):
+                        self._planner.reserve_extents(namespace, [working.key])  # says what is missing
+                    continue  # somebody else may hold the slot by now
                 if working.is_cut and working.state == "dirty":
                     self._planner.working.begin_write(namespace, working, Urgency.DEMAND)
                     self._transfers.drain()
                 await self._loader.changed(namespace, working)
-            await self._reserve(namespace, [working.key])  # a write that a cut needed may have taken what it had
         except BaseException:
             self._planner.working.unhold(namespace, working)
             self._transfers.drain()
             raise
+
+    def _may_start(self, namespace: NamespaceState, working: WorkingCopy) -> bool:
+        """Whether the update may begin now; if so its record has an extent, which a write for a cut may have taken."""
+        if not self._planner.working.may_update(working):
+            return False
+        try:
+            self._planner.reserve_extents(namespace, [working.key])
+        except CapacityError:
+            return False
+        return True
 
     async def _update_one(
         self, namespace: NamespaceState, working: WorkingCopy, gradient: GradientRange, options: AdamW, grad_scale: float,

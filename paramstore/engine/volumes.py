@@ -1,8 +1,8 @@
 """The set of volumes: room for namespaces, growth, zero-fill ahead of use, figures.
 
-A namespace is entitled to (RETAINED_STEPS + 1 + HELD_STEPS) times its state plus the pipeline share, so that an apply can
-always be written beside the retained steps and those that readers hold. Without a fixed size, volumes grow when a
-namespace is created.
+A namespace is entitled to its state once for every retained step, every step that readers may hold, every snapshot and the
+step being made, plus the pipeline share: so an apply can always be written beside them. Without a fixed size, volumes
+grow when a namespace is created or a snapshot taken.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from paramstore.config import HELD_STEPS, RETAINED_STEPS, format_size
+from paramstore.config import Retention, format_size
 from paramstore.core.place import Extent, Tier
 from paramstore.core.schema import Schema, round_up
 from paramstore.engine.namespace import NamespaceState
@@ -28,6 +28,7 @@ from paramstore.storage.volume import Volume
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_RETENTION = Retention()
 PIPELINE_RECORDS_MIN = 4
 PIPELINE_SHARE = 0.05
 GROWTH_ALIGNMENT_BYTES = 1 << 20
@@ -36,12 +37,12 @@ PREFILL_PAUSE_S = 0.02
 """How long the zero-fill waits before it looks again whether nothing else moves."""
 
 
-def entitled_bytes(schema: Schema, key_count: int) -> int:
+def entitled_bytes(schema: Schema, key_count: int, retention: Retention = DEFAULT_RETENTION, *, snapshots: int = 0) -> int:
     """What one namespace may take of all volumes together."""
     record_bytes = schema.record_bytes
     state_bytes = key_count * record_bytes
     pipeline_bytes = max(PIPELINE_RECORDS_MIN * record_bytes, round_up(int(PIPELINE_SHARE * state_bytes), record_bytes))
-    copies = RETAINED_STEPS + 1 + HELD_STEPS if schema.is_trainable else 1
+    copies = retention.retained_steps + 1 + retention.held_steps + snapshots if schema.is_trainable else 1
     return copies * state_bytes + pipeline_bytes
 
 
@@ -51,6 +52,7 @@ class VolumeSet:
     def __init__(
         self, volumes: Mapping[int, Volume], *, superblocks: Mapping[int, Superblock], rows: Mapping[int, VolumeRow], space: Space,
         catalog: Catalog, runner: Runner, may_grow: bool, pump: Callable[[], None],
+        retention: Retention = DEFAULT_RETENTION,
     ) -> None:  # fmt: skip
         """pump: lets those go on who wait for space, after some came free."""
         self.volumes = volumes
@@ -61,32 +63,53 @@ class VolumeSet:
         self._runner = runner
         self._may_grow = may_grow
         self._pump = pump
+        self._retention = retention
         self._prefilling: asyncio.Task[None] | None = None
         self._is_prefill_wanted = False
 
-    async def make_room(self, name: str, schema: Schema, key_count: int, *, beside: Iterable[NamespaceState]) -> None:
-        """On return the volumes have room for these namespaces and one more, which is entitled to it.
+    def entitle(self, namespace: NamespaceState) -> None:
+        """What a namespace that exists is entitled to now, by its snapshots."""
+        self.space.entitle(namespace.name, self._entitled(namespace, snapshots=len(namespace.ledger.snapshots())))
 
-        Raises CapacityError naming what is missing. `give_up` takes the entitlement back.
+    def _entitled(self, namespace: NamespaceState, *, snapshots: int) -> int:
+        return entitled_bytes(namespace.schema, len(namespace.keys), self._retention, snapshots=snapshots)
+
+    async def make_room(self, namespace: NamespaceState, *, beside: Iterable[NamespaceState], snapshots: int = 0) -> None:
+        """On return `namespace` is entitled to room for so many snapshots, and has it, beside the namespaces that exist.
+
+        Raises CapacityError naming what is missing; then it is entitled to what it was before. `entitle` and `give_up` take an
+        entitlement back.
         """
-        await self._make_room(list(beside), schema, key_count)
-        self.space.entitle(name, entitled_bytes(schema, key_count))
+        others = [other for other in beside if other is not namespace]
+        before_bytes = self.space.entitled_bytes(namespace.name)
+        needed_bytes = self._entitled(namespace, snapshots=snapshots)
+        await self._make_room(others, namespace, needed_bytes)
+        self.space.entitle(namespace.name, needed_bytes)
+        missing_bytes = self.space.shortage_bytes(namespace.name)
+        if missing_bytes and not self._may_grow:
+            self.space.entitle(namespace.name, before_bytes)
+            raise CapacityError(
+                f"other namespaces hold {missing_bytes} bytes that namespace {namespace.name!r} needs, until their commits are "
+                "published: try again then, raise volume_size or add a volume"
+            )
+        if missing_bytes:
+            await self._grow(missing_bytes)
 
     def give_up(self, name: str) -> None:
         """The namespace was not created after all. What volumes grew by stays, for the next."""
         self.space.entitle(name, 0)
 
-    async def _make_room(self, namespaces: Sequence[NamespaceState], schema: Schema, key_count: int) -> None:
-        needed = entitled_bytes(schema, key_count) + sum(entitled_bytes(ns.schema, len(ns.keys)) for ns in namespaces)
+    async def _make_room(self, others: Sequence[NamespaceState], namespace: NamespaceState, needed_bytes: int) -> None:
+        needed = needed_bytes + sum(self.space.entitled_bytes(other.name) for other in others)
         usable = sum(self.space.size_bytes_of(index) - self._start_bytes(index) for index in self.volumes)
         # records do not straddle volumes, and their sizes differ: each volume may leave one of each kind unused
-        slack = len(self.volumes) * (schema.record_bytes + sum(ns.schema.record_bytes for ns in namespaces))
+        slack = len(self.volumes) * sum(ns.schema.record_bytes for ns in (namespace, *others))
         missing = needed + slack - usable
         if missing <= 0:
             return
         if not self._may_grow:
             raise CapacityError(
-                f"the volumes have {format_size(usable)} for records, this namespace and those that exist need "
+                f"the volumes have {format_size(usable)} for records, namespace {namespace.name!r} and the others need "
                 f"{format_size(needed + slack)}: {missing} bytes are missing; raise volume_size or add a volume"
             )
         await self._grow(missing)
@@ -109,7 +132,9 @@ class VolumeSet:
             self.start_prefill()
 
     async def _record(self, row: VolumeRow) -> None:
-        """Raises CatalogError; either row is true of the volume then, and the catalog is fit for the next transaction."""
+        """Raises CatalogError; either row is true of the volume then, and the catalog is fit for the next transaction. Where it
+        cannot be opened again either, the next transaction is refused, and read back as one that failed.
+        """
 
         def apply() -> None:
             try:
@@ -145,6 +170,9 @@ class VolumeSet:
                     await self._runner.call(BACKGROUND_LANE, write)
                 except ParamStoreError:
                     self.space.quarantine(extent)
+                    raise
+                except asyncio.CancelledError:
+                    self.space.finish_prefill(extent)  # the store closes: nobody gets it, and nobody waits for it
                     raise
                 self.space.finish_prefill(extent)
                 self._pump()

@@ -28,6 +28,8 @@ class WorkingPlanner:
     def __init__(self, space: Space, outbox: Outbox) -> None:
         self._space = space
         self._outbox = outbox
+        self.orphan_writes = 0
+        """Writes under way of records that a rollback discarded: their extents come free when they end."""
 
     # --- slots
 
@@ -186,10 +188,10 @@ class WorkingPlanner:
     ) -> None:
         """The record is whole in `located`, or the write failed: then the extent is never used again, the slot stays dirty."""
         working.move = None
-        namespace.landed += 1
         if error is not None:
             self._space.quarantine(located.extent)
         if working.is_orphan:
+            self.orphan_writes -= 1
             if error is None:
                 self._space.release(located.extent)
             self.settle_orphan(namespace, working)
@@ -230,7 +232,6 @@ class WorkingPlanner:
     ) -> None:  # fmt: skip
         """The record is in its slot, verified; or the load failed, the slot is free and all who waited get the error."""
         working.move = None
-        namespace.landed += 1
         if working.is_orphan:
             self._fail_requests(working, error)
             self.settle_orphan(namespace, working)
@@ -261,7 +262,6 @@ class WorkingPlanner:
     ) -> None:
         """The slot holds `identity` now; or the update failed, and its torn bytes are gone."""
         working.move = None
-        namespace.landed += 1
         if working.is_orphan:
             self._fail_requests(working, error)
             self.settle_orphan(namespace, working)
@@ -287,6 +287,12 @@ class WorkingPlanner:
         elif working.holders <= 1:
             self._wake(working)
 
+    def uncut(self, working: WorkingCopy) -> None:
+        """The commit that needed the record's write is over, one way or the other."""
+        if working.is_cut:
+            working.is_cut = False
+            self._wake(working)
+
     # --- rollback
 
     def discard(self, namespace: NamespaceState, working: WorkingCopy) -> None:
@@ -299,6 +305,7 @@ class WorkingPlanner:
         if namespace.is_trainable():
             namespace.working_arena.policy.forget(working.key)
         del namespace.resident[working.key]
+        self.orphan_writes += working.state is Working.WRITING
         working.state = next_working(working.state, WorkingEvent.DISCARD)
         working.is_orphan = True
         self.settle_orphan(namespace, working)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from paramstore.errors import VolumeError
+from paramstore.errors import CorruptRecord, VolumeError
 from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
 
 IOV_MAX = 1024
@@ -61,7 +61,8 @@ class BackingFile:
 
     @classmethod
     def open(cls, directory: Path, *, index: int) -> BackingFile:
-        """The file that `create` made, everything an earlier process wrote to it durable. Raises VolumeError."""
+        """The file that `create` made, everything an earlier process wrote to it durable. Raises VolumeError, CorruptRecord if it
+        is too short for a volume."""
         path = volume_path(directory, index)
         try:
             # Non-blocking, so that a FIFO in its place is refused below instead of being waited for.
@@ -178,7 +179,7 @@ class BackingFile:
         if not stat.S_ISREG(status.st_mode):
             raise VolumeError(f"{self.place} is not a regular file")
         if status.st_size < ALIGNMENT_BYTES:
-            raise VolumeError(f"{self.place} holds {status.st_size} bytes: not a volume")
+            raise CorruptRecord(f"{self.place} holds {status.st_size} bytes: not a volume, or a truncated one")
         try:
             os.fsync(self._descriptor)
         except OSError as error:

@@ -23,13 +23,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One committed step that can be opened. note_slot: where its commit note lies on every volume."""
+    """One committed step that can be opened. note_slot: where its commit note lies on every volume. applies: how many
+    applies it covers. is_snapshot: it stays until the snapshot is dropped.
+    """
 
     step: int
     sequence: int
     note_slot: int
     record_count: int
     extra: bytes
+    applies: int = 0
+    is_snapshot: bool = False
 
 
 @dataclass(frozen=True, slots=True)

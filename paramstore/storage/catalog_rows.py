@@ -34,7 +34,7 @@ _STEP_BIAS = 1 << 63
 """Added to a step, so that negative ones sort first."""
 
 _Namespace = tuple[str, dict[str, object], tuple[int, ...], int, int, int, tuple[tuple[int, int], ...], int]
-_Step = tuple[int, int, int, bytes]
+_Step = tuple[int, int, int, bytes, int, bool]
 _Volume = tuple[bytes, int, int]
 _Format = tuple[str, int, bytes]
 
@@ -145,7 +145,7 @@ def unpack_volume(key: bytes, value: bytes) -> VolumeRow:
 
 
 def pack_step(key: bytes, row: StepRow) -> bytes:
-    return _seal(key, (row.sequence, row.note_slot, row.record_count, row.extra))
+    return _seal(key, (row.sequence, row.note_slot, row.record_count, row.extra, row.applies, row.is_snapshot))
 
 
 def unpack_step(key: bytes, value: bytes) -> StepRow:

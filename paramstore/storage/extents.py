@@ -46,13 +46,15 @@ class Space:
         self._taken: dict[Extent, str] = {}
         """Reserved or occupied, and not released: whose."""
         self._held_bytes: dict[str, int] = {}
-        """By owner, what `_taken` adds up to: too many to count at every reserve."""
+        """By owner, what `_taken` and `_leaving` add up to: too many to count at every reserve."""
         self._entitled_bytes: dict[str, int] = {}
         self._is_short = False
         """Somebody found no space, and none was freed since."""
         self._pins: dict[Extent, int] = {}
-        self._leaving: set[Extent] = set()
-        """Released, but pinned."""
+        self._leaving: dict[Extent, str] = {}
+        """Released, but pinned; it counts for its owner until it is free."""
+        self.freed = 0
+        """How often something came free: who waits for space looks again when it has changed."""
         self._quarantined: set[Extent] = set()
 
     # --- volumes ---
@@ -106,63 +108,79 @@ class Space:
         first, the smallest range that fits, the lowest offset.
         """
         assert length_bytes > 0, f"cannot reserve {length_bytes} bytes"
-        length_bytes = round_up(length_bytes, ALIGNMENT_BYTES)
-        for volume in self._by_preference() if length_bytes <= self._room_bytes(owner) else ():
-            offset_bytes = volume.take(length_bytes)
-            if offset_bytes is None:
-                continue
-            extent = Extent(volume.index, offset_bytes, length_bytes)
-            assert not self._is_held(extent), f"{describe(extent)} was handed out twice"
-            self._claim(extent, owner)
-            return extent
-        self._is_short = True
-        return None
+        extents = self.reserve_many(1, length_bytes, owner=owner)
+        return extents[0] if extents is not None else None
 
     def reserve_many(self, count: int, length_bytes: int, *, owner: str = "") -> list[Extent] | None:
         """`count` extents as `reserve` chooses them; or None, and nothing has changed."""
+        length_bytes = round_up(length_bytes, ALIGNMENT_BYTES)
+        extents: list[Extent] | None = None
+        if count * length_bytes <= self._room_bytes(owner):
+            extents = self._take_one(length_bytes) if count == 1 else self._take_many(count, length_bytes)
+        if extents is None:
+            self._is_short = True
+            return None
+        for extent in extents:
+            assert not self._is_held(extent), f"{describe(extent)} was handed out twice"
+            self._claim(extent, owner)
+        return extents
+
+    def _take_one(self, length_bytes: int) -> list[Extent] | None:
+        for volume in self._by_preference():
+            offset_bytes = volume.take(length_bytes)
+            if offset_bytes is not None:
+                return [Extent(volume.index, offset_bytes, length_bytes)]
+        return None
+
+    def _take_many(self, count: int, length_bytes: int) -> list[Extent] | None:
         before, turn = {index: volume.copy() for index, volume in self._volumes.items()}, self._turn
         extents: list[Extent] = []
         while len(extents) < count:
-            extent = self.reserve(length_bytes, owner=owner)
-            if extent is None:
+            found = self._take_one(length_bytes)
+            if found is None:
                 self._volumes, self._turn = before, turn
-                for taken in extents:
-                    self._unclaim(taken)
                 return None
-            extents.append(extent)
+            extents += found
         return extents
 
     def _room_bytes(self, owner: str) -> int:
         """What `owner` may still take: the rest of what it is entitled to, or what nobody else is, whichever is more."""
         own = self._entitled_bytes.get(owner, 0) - self._held_bytes.get(owner, 0)
+        return max(0, own, self._unpromised_bytes(owner))
+
+    def _unpromised_bytes(self, owner: str) -> int:
+        """What is free, or will be after its zero-fill, beyond what the others are entitled to; below 0 if they lack some."""
         promised = sum(
             max(0, entitled - self._held_bytes.get(other, 0))
             for other, entitled in self._entitled_bytes.items() if other != owner
         )  # fmt: skip
-        prefilling = sum(volume.prefilling_bytes for volume in self._volumes.values())
-        return max(0, own, self.free_bytes + prefilling - promised)
+        return self.free_bytes + sum(volume.prefilling_bytes for volume in self._volumes.values()) - promised
+
+    def shortage_bytes(self, owner: str) -> int:
+        """What is missing now of what `owner` is entitled to: others hold more than they are."""
+        own = self._entitled_bytes.get(owner, 0) - self._held_bytes.get(owner, 0)
+        return max(0, own - self._unpromised_bytes(owner))
 
     def _claim(self, extent: Extent, owner: str) -> None:
         self._taken[extent] = owner
         self._held_bytes[owner] = self._held_bytes.get(owner, 0) + extent.length_bytes
 
-    def _unclaim(self, extent: Extent) -> None:
-        self._held_bytes[self._taken.pop(extent)] -= extent.length_bytes
-
-    def _free(self, extent: Extent) -> None:
+    def _free(self, extent: Extent, owner: str) -> None:
+        self._held_bytes[owner] -= extent.length_bytes
         self._volumes[extent.volume].free(extent)
         self._is_short = False
+        self.freed += 1
 
     def release(self, extent: Extent) -> None:
         """Ends the claim: free at once, or when the last pin goes. A quarantined extent stays so."""
         if extent in self._quarantined:
             return  # whoever frees a failed step's extents need not know which of them failed
         assert extent in self._taken, f"{describe(extent)} is not held"
-        self._unclaim(extent)
+        owner = self._taken.pop(extent)
         if extent in self._pins:
-            self._leaving.add(extent)
+            self._leaving[extent] = owner
         else:
-            self._free(extent)
+            self._free(extent, owner)
 
     def pin(self, extent: Extent) -> None:
         """A read or a cut needs the extent's bytes until `unpin`; pins count."""
@@ -177,16 +195,15 @@ class Space:
             return
         del self._pins[extent]
         if extent in self._leaving:
-            self._leaving.remove(extent)
-            self._free(extent)
+            self._free(extent, self._leaving.pop(extent))
 
     def quarantine(self, extent: Extent) -> None:
         """Its write or flush failed: not handed out again until reopen, whatever is released or unpinned."""
         prefilling = self._volumes[extent.volume].prefilling
         assert self._is_held(extent) or extent in prefilling, f"{describe(extent)} is not held"
-        if extent in self._taken:
-            self._unclaim(extent)
-        self._leaving.discard(extent)
+        for claims in (self._taken, self._leaving):
+            if extent in claims:
+                self._held_bytes[claims.pop(extent)] -= extent.length_bytes
         prefilling.discard(extent)
         self._quarantined.add(extent)
 
@@ -213,6 +230,7 @@ class Space:
         volume = self._volumes[extent.volume]
         volume.prefilling.remove(extent)
         volume.free(extent)
+        self.freed += 1
 
     def written_bytes(self, volume: int) -> int:
         """Below it every block is claimed or was written once: what the catalog keeps. Never decreases."""
@@ -229,8 +247,17 @@ class Space:
         """Whether a range is kept from `reserve` until its zero-fill ends."""
         return any(volume.prefilling for volume in self._volumes.values())
 
+    def entitled_bytes(self, owner: str) -> int:
+        """What `owner` is entitled to hold."""
+        return self._entitled_bytes.get(owner, 0)
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether released extents wait for their last pin to go."""
+        return bool(self._leaving)
+
     def held_bytes(self, owner: str) -> int:
-        """What `owner` has reserved or occupied, and not released."""
+        """What `owner` has reserved or occupied, and what of it is not free again."""
         return self._held_bytes.get(owner, 0)
 
     def free_bytes_of(self, volume: int) -> int:

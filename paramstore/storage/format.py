@@ -6,7 +6,8 @@ Everything is little-endian and sealed (`sealing`), so every structure can be co
   CorruptRecord;
 - a record's header is bound to its place by what it says (store, namespace, key, identity) and by its root,
   which the catalog holds: a stale, misdirected or torn write cannot pass `check_header`;
-- a commit note's root covers the roots of all records of its commit, so a step is whole or provably not.
+- a commit note's roots cover the roots of all records of its commit and of its step, so a step is whole or provably
+  not; with its description and `extra` a note says all of a step that the catalog says.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
-from paramstore.core.key import ExpertKey
+from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.place import Identity
 from paramstore.core.schema import (
     CHECKSUM_BYTES,
@@ -26,9 +29,10 @@ from paramstore.core.schema import (
     PAGE_BYTES,
     Chunk,
     Part,
+    Schema,
     round_up,
 )
-from paramstore.errors import CorruptRecord, VolumeError
+from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.storage.sealing import PREFIX_BYTES, Bytes, seal, unseal
 
 NAMESPACE_BYTES_MAX = 64
@@ -41,8 +45,11 @@ NOTES_START_BYTES = 1 << 20
 NOTE_SLOTS = 64
 """Commit notes a volume has room for: retained steps, held steps and snapshots of all namespaces."""
 NOTE_SLOTS_MAX = 4096
-NOTE_SLOT_BYTES = 64 << 10
+NOTE_SLOT_BYTES = 80 << 10
+"""`extra` may take 64 KiB of it, the description 8; what is left holds 417 epoch bounds beside a full list of steps."""
 NOTE_COPIES = 2
+DESCRIPTION_BYTES_MAX = 8 << 10
+"""Longest description of a namespace in a note: 64 fields with names of 64 letters and eight sizes below 65,536 take 7."""
 EXTENTS_ALIGNMENT_BYTES = 1 << 20
 
 _HEADER_MAGIC = b"PSRECORD"
@@ -52,8 +59,9 @@ _NOTE_MAGIC = b"PSCOMMIT"
 # Each comes right after the prefix; the names of the values stand where they are packed.
 _HEADER = struct.Struct("<16s64sIIQQQQQQQ")
 _SUPERBLOCK = struct.Struct("<16s16sII")
-_NOTE = struct.Struct("<64sQQqqBQQI")
+_NOTE = struct.Struct("<64sQQqqBQQIQQIII")
 _BOUND = struct.Struct("<QQ")  # epoch, last sequence of it that counts
+_STEP = struct.Struct("<qQIB")  # step, sequence, note slot, is snapshot
 _ROOT = struct.Struct("<IIQ")  # layer, expert, root
 
 _NOTE_FIXED_BYTES = PREFIX_BYTES + _NOTE.size
@@ -88,12 +96,23 @@ class Superblock:
     note_slots: int = NOTE_SLOTS
 
 
+class NotedStep(NamedTuple):
+    """An older step that could still be opened when a note was written, and the slot of its own note."""
+
+    step: int
+    sequence: int
+    note_slot: int
+    is_snapshot: bool
+
+
 @dataclass(frozen=True, slots=True)
 class CommitNote:
     """What a commit writes on every volume, so that the step can be proven there.
 
     parent: the step committed before, None for the first. record_count, combined_root: of the records this
-    commit changed. epoch_bounds: for every earlier epoch, the last sequence that still counts.
+    commit changed. state_root: of the records of all keys at this step. applies: how many applies the step covers.
+    epoch_bounds: for every earlier epoch, the last sequence that still counts. steps: the older steps that stay beside
+    this one. description: `pack_description` of the namespace. extra: the caller's own bytes.
     """
 
     namespace: str
@@ -104,6 +123,11 @@ class CommitNote:
     record_count: int
     combined_root: int
     epoch_bounds: tuple[tuple[int, int], ...] = ()
+    state_root: int = 0
+    applies: int = 0
+    steps: tuple[NotedStep, ...] = ()
+    description: bytes = b""
+    extra: bytes = b""
 
 
 def pack_header(header: Header, part: Part) -> bytes:
@@ -265,31 +289,43 @@ def note_offsets(superblock: Superblock, note_slot: int) -> list[int]:
     return [NOTES_START_BYTES + copy * half_bytes + note_slot * NOTE_SLOT_BYTES for copy in range(NOTE_COPIES)]
 
 
+def pack_description(schema: Schema, keys: KeySpace) -> bytes:
+    """What a note says of its namespace: msgpack, the layers as runs. Raises CapacityError if no note has room for it."""
+    runs: list[list[int]] = []  # [first layer, count]
+    for layer in keys.layers:
+        if runs and sum(runs[-1]) == layer:
+            runs[-1][1] += 1
+        else:
+            runs.append([layer, 1])
+    description = msgspec.msgpack.encode({"schema": schema.describe(), "layers": runs, "experts": keys.experts})
+    if len(description) > DESCRIPTION_BYTES_MAX:
+        raise CapacityError(
+            f"schema and layers take {len(description)} bytes of a commit note, which has room for {DESCRIPTION_BYTES_MAX}: use "
+            "fewer fields, shorter field names, or layers without gaps"
+        )
+    return description
+
+
 def pack_note(note: CommitNote) -> bytes:
-    """The note, rounded up to whole pages. Raises VolumeError if its epoch bounds leave no room in a slot."""
-    length_bytes = _NOTE_FIXED_BYTES + len(note.epoch_bounds) * _BOUND.size
+    """The note, rounded up to whole pages. Raises CapacityError if a slot has no room for it."""
+    lists = (
+        *(_BOUND.pack(*bound) for bound in note.epoch_bounds), *(_STEP.pack(*step) for step in note.steps),
+        note.description, note.extra,
+    )  # fmt: skip
+    length_bytes = _NOTE_FIXED_BYTES + sum(map(len, lists))
     if length_bytes > NOTE_SLOT_BYTES:
-        bounds_max = (NOTE_SLOT_BYTES - _NOTE_FIXED_BYTES) // _BOUND.size
-        raise VolumeError(
-            f"commit note of namespace {note.namespace!r}, step {note.step}: {len(note.epoch_bounds)} epoch bounds, "
-            f"a note has room for {bounds_max}; copy the namespace into a new one"
+        raise CapacityError(
+            f"commit note of namespace {note.namespace!r}, step {note.step}: {length_bytes} bytes, a slot has {NOTE_SLOT_BYTES}: "
+            f"{len(note.epoch_bounds)} epoch bounds, {len(note.extra)} bytes of extra; use less extra, or copy the namespace into "
+            "a new one"
         )
     data = bytearray(round_up(length_bytes, PAGE_BYTES))
     _NOTE.pack_into(
-        data,
-        PREFIX_BYTES,
-        _namespace_bytes(note.namespace),
-        note.epoch,
-        note.sequence,
-        note.step,
-        0 if note.parent is None else note.parent,
-        note.parent is not None,
-        note.record_count,
-        note.combined_root,
-        len(note.epoch_bounds),
-    )
-    for at, bound in enumerate(note.epoch_bounds):
-        _BOUND.pack_into(data, _NOTE_FIXED_BYTES + at * _BOUND.size, *bound)
+        data, PREFIX_BYTES, _namespace_bytes(note.namespace), note.epoch, note.sequence, note.step,
+        0 if note.parent is None else note.parent, note.parent is not None, note.record_count, note.combined_root,
+        len(note.epoch_bounds), note.state_root, note.applies, len(note.steps), len(note.description), len(note.extra),
+    )  # fmt: skip
+    data[_NOTE_FIXED_BYTES:length_bytes] = b"".join(lists)
     seal(data, _NOTE_MAGIC, length_bytes)
     return bytes(data)
 
@@ -299,19 +335,27 @@ def unpack_note(data: Bytes) -> CommitNote:
     length_bytes = unseal(data, _NOTE_MAGIC, "commit note")
     if length_bytes < _NOTE_FIXED_BYTES:
         raise CorruptRecord(f"commit note of {length_bytes} bytes; the shortest has {_NOTE_FIXED_BYTES}")
-    name, epoch, sequence, step, parent, has_parent, record_count, root, bound_count = _NOTE.unpack_from(data, PREFIX_BYTES)
-    if length_bytes != _NOTE_FIXED_BYTES + bound_count * _BOUND.size:
-        raise CorruptRecord(f"commit note of {length_bytes} bytes cannot hold {bound_count} epoch bounds")
+    (
+        name, epoch, sequence, step, parent, has_parent, record_count, root, bound_count, state_root, applies, step_count,
+        description_bytes, extra_bytes,
+    ) = _NOTE.unpack_from(data, PREFIX_BYTES)  # fmt: skip
+    steps_at = _NOTE_FIXED_BYTES + bound_count * _BOUND.size
+    description_at = steps_at + step_count * _STEP.size
+    extra_at = description_at + description_bytes
+    if length_bytes != extra_at + extra_bytes:
+        raise CorruptRecord(
+            f"commit note of {length_bytes} bytes cannot hold {bound_count} epoch bounds, {step_count} steps, {description_bytes} "
+            f"bytes of description and {extra_bytes} of extra"
+        )
+    view = memoryview(data)
+    rows = _STEP.iter_unpack(view[steps_at:description_at])
+    steps = (NotedStep(number, cut, slot, bool(kept)) for number, cut, slot, kept in rows)
     return CommitNote(
-        namespace=_namespace_text(name),
-        epoch=epoch,
-        sequence=sequence,
-        step=step,
-        parent=parent if has_parent else None,
-        record_count=record_count,
-        combined_root=root,
-        epoch_bounds=tuple(_BOUND.iter_unpack(memoryview(data)[_NOTE_FIXED_BYTES:length_bytes])),
-    )
+        namespace=_namespace_text(name), epoch=epoch, sequence=sequence, step=step, parent=parent if has_parent else None,
+        record_count=record_count, combined_root=root, epoch_bounds=tuple(_BOUND.iter_unpack(view[_NOTE_FIXED_BYTES:steps_at])),
+        state_root=state_root, applies=applies, steps=tuple(steps), description=bytes(view[description_at:extra_at]),
+        extra=bytes(view[extra_at:length_bytes]),
+    )  # fmt: skip
 
 
 def combine_roots(roots: Iterable[tuple[ExpertKey, int]]) -> int:

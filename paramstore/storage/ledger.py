@@ -1,7 +1,7 @@
 """The rules of one namespace's rows: what is in force at a step, what a commit or rollback changes. Pure.
 
 - In force at step s is a key's newest row with first_step <= s.
-- A step is visible while it is one of the RETAINED_STEPS newest or somebody holds it (a reader, a snapshot).
+- A step is visible while it is one of the newest that are retained, a snapshot, or one on which a reader stands.
 - A row is visible while it is in force at some visible step; an invisible one is dropped, and its extent freed,
   in the transaction of the next commit.
 
@@ -21,7 +21,7 @@ from operator import attrgetter
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located
-from paramstore.errors import StepDropped
+from paramstore.errors import StepDropped, StepFailed
 from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, Row, StepRow
 
 _first_step = attrgetter("first_step")
@@ -64,10 +64,13 @@ class Publication:
 
 
 class Ledger:
-    """Owner of one namespace's rows and steps in memory. contents: becomes the ledger's own."""
+    """Owner of one namespace's rows and steps in memory. contents: becomes the ledger's own. retained_steps: newest steps that
+    stay, whoever looks at them.
+    """
 
-    def __init__(self, contents: NamespaceContents) -> None:
+    def __init__(self, contents: NamespaceContents, *, retained_steps: int = RETAINED_STEPS) -> None:
         self._contents = contents
+        self._retained_steps = retained_steps
         self._layered = frozenset(key for key, rows in contents.rows.items() if len(rows) > 1)
         """Keys with more than one row: a commit that does not change them may still hide a row of theirs."""
 
@@ -116,9 +119,15 @@ class Ledger:
         """Note slots of all steps."""
         return (row.note_slot for row in self._contents.steps.values())
 
-    def visible_steps(self, held_steps: Iterable[int]) -> frozenset[int]:
-        """The steps to keep: the newest RETAINED_STEPS, and of `held_steps` those that exist."""
-        return _visible(self.steps(), held_steps)
+    def snapshots(self) -> list[int]:
+        """The steps that stay until they are dropped, oldest first."""
+        return [step for step in self.steps() if self._contents.steps[step].is_snapshot]
+
+    def visible_steps(self, held_steps: Iterable[int], *, published: int | None = None) -> frozenset[int]:
+        """The steps to keep: the newest ones retained, snapshots, and of `held_steps` those that exist. published: as if this
+        step were committed too."""
+        steps = self.steps() if published is None else [*self.steps(), published]
+        return frozenset(steps[-self._retained_steps :]).union(self.snapshots(), frozenset(steps).intersection(held_steps))
 
     # --- plans ---
 
@@ -132,8 +141,22 @@ class Ledger:
         step, steps = step_row.step, self.steps()
         assert not steps or step > steps[-1], f"step {step} is not above {steps[-1]}"
         assert step_row.sequence > self.namespace.sequence, f"sequence {step_row.sequence} was used before"
-        visible = sorted(_visible([*steps, step], held_steps))
+        visible = sorted(self.visible_steps(held_steps, published=step))
         added = {key: Row(step, located) for key, located in changed.items()}
+        rows_after, dropped = self._thinned(added, visible)
+        return self._publication(
+            namespace=replace(self.namespace, sequence=step_row.sequence, applies=step_row.applies),
+            added=added,
+            added_steps=[step_row],
+            dropped=dropped,
+            dropped_steps=[row for row in self._contents.steps.values() if row.step not in visible],
+            rows_after=rows_after,
+        )
+
+    def _thinned(
+        self, added: Mapping[ExpertKey, Row], visible: list[int]
+    ) -> tuple[dict[ExpertKey, list[Row]], list[tuple[ExpertKey, Row]]]:
+        """The rows of every key that has more than one, or is `added`, as far as `visible` steps see them; and the others."""
         rows_after: dict[ExpertKey, list[Row]] = {}
         dropped: list[tuple[ExpertKey, Row]] = []
         for key in self._layered.union(added):
@@ -143,12 +166,36 @@ class Ledger:
             rows_after[key] = kept = _in_force(rows, visible)
             if len(kept) < len(rows):
                 dropped.extend((key, row) for row in rows if row not in kept)
+        return rows_after, dropped
+
+    def plan_snapshot(self, step: int) -> Publication:
+        """What it means that `step` stays until it is dropped. Raises StepDropped if there is no such step."""
+        marked = replace(self.step(step), is_snapshot=True)
         return self._publication(
-            namespace=replace(self.namespace, sequence=step_row.sequence),
-            added=added,
-            added_steps=[step_row],
+            namespace=self.namespace,
+            added={},
+            added_steps=[marked],
+            dropped=[],
+            dropped_steps=[],
+            rows_after={key: self._contents.rows[key] for key in self._layered},
+        )
+
+    def plan_drop_snapshot(self, step: int, held_steps: Iterable[int]) -> Publication:
+        """What it means that `step` stays only as long as any other. Raises StepDropped if it is no snapshot."""
+        row = self.step(step)
+        if not row.is_snapshot:
+            raise StepDropped(f"step {step} of namespace {self.namespace.name!r} is no snapshot")
+        steps = self.steps()
+        others = [snapshot for snapshot in self.snapshots() if snapshot != step]
+        visible = frozenset(steps[-self._retained_steps :]).union(others, frozenset(steps).intersection(held_steps))
+        rows_after, dropped = self._thinned({}, sorted(visible))
+        stays = step in visible
+        return self._publication(
+            namespace=self.namespace,
+            added={},
+            added_steps=[replace(row, is_snapshot=False)] if stays else [],
             dropped=dropped,
-            dropped_steps=[row for row in self._contents.steps.values() if row.step not in visible],
+            dropped_steps=[other for other in self._contents.steps.values() if other.step not in visible],
             rows_after=rows_after,
         )
 
@@ -156,9 +203,15 @@ class Ledger:
         """What going back to `step` means; None: to before the first commit.
 
         The namespace gets a new epoch, and bounds that disown every record of earlier ones beyond `step`.
-        Raises StepDropped if there is no such step.
+        Raises StepDropped if there is no such step, StepFailed if a later one is a snapshot.
         """
         target = self.step(step) if step is not None else None
+        later = [snapshot for snapshot in self.snapshots() if step is None or snapshot > step]
+        if later:
+            raise StepFailed(
+                f"rollback({step}) of namespace {self.namespace.name!r}: step {later[-1]} is a snapshot; "
+                f"drop_snapshot({later[-1]}) first"
+            )
         dropped = [(key, row) for key, row in self._all_rows() if not _stands(row.first_step, target)]
         touched = self._layered.union(key for key, _ in dropped)
         return self._publication(
@@ -220,7 +273,8 @@ class Ledger:
         alive = {kept.located.identity.epoch for _, kept in self._all_rows() if _stands(kept.first_step, target)}
         bounds = {**dict(row.epoch_bounds), row.epoch: last_sequence}
         kept_bounds = [(epoch, min(bounds[epoch], last_sequence)) for epoch in sorted(alive)]
-        return replace(row, epoch=row.epoch + 1, epoch_bounds=tuple(kept_bounds))
+        applies = target.applies if target is not None else 0
+        return replace(row, epoch=row.epoch + 1, epoch_bounds=tuple(kept_bounds), applies=applies)
 
 
 def _in_force(rows: list[Row], visible: list[int]) -> list[Row]:
@@ -233,10 +287,6 @@ def _in_force(rows: list[Row], visible: list[int]) -> list[Row]:
         if visible[bisect_left(visible, row.first_step)] < following.first_step
     ]
     return [*kept, rows[-1]]
-
-
-def _visible(steps: list[int], held_steps: Iterable[int]) -> frozenset[int]:
-    return frozenset(steps[-RETAINED_STEPS:]) | frozenset(steps).intersection(held_steps)
 
 
 def _stands(step: int, target: StepRow | None) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from paramstore.config import RETAINED_STEPS
 from paramstore.core.place import Extent
-from paramstore.errors import CatalogError, VolumeError
+from paramstore.errors import CatalogError, CorruptRecord, VolumeError
 from paramstore.storage.catalog import Contents, StepRow, VolumeRow
 from paramstore.storage.extents import Space, describe
 from paramstore.storage.format import Superblock, extents_start_bytes
@@ -31,15 +32,17 @@ class Recovered:
     superblocks: dict[int, Superblock]
 
 
-def open_store(contents: Contents, volumes: Mapping[int, Volume]) -> Recovered:
+def open_store(
+    contents: Contents, volumes: Mapping[int, Volume], *, retained_steps: int = RETAINED_STEPS
+) -> Recovered:
     """The store that `contents` describes, on `volumes` (by index). `contents` belongs to the result from here on.
 
-    Raises VolumeError listing every volume that is missing, foreign, misplaced, truncated or an old copy; CatalogError if
-    rows contradict each other.
+    Raises VolumeError listing every volume that is missing, foreign, misplaced, truncated or an old copy: CorruptRecord where
+    one of them is damaged or truncated. CatalogError if rows contradict each other.
     """
     superblocks, problems = _check_superblocks(contents, volumes)
     _raise_if(problems)
-    ledgers = {name: Ledger(found) for name, found in contents.namespaces.items()}
+    ledgers = {name: Ledger(found, retained_steps=retained_steps) for name, found in contents.namespaces.items()}
     extents = sorted((extent, name) for name, ledger in ledgers.items() for extent in ledger.extents())
     _raise_if([*_truncated(contents, volumes), *_beyond_the_end([extent for extent, _ in extents], volumes)])
     note_slots = _occupy_notes(superblocks, ledgers)
@@ -48,27 +51,29 @@ def open_store(contents: Contents, volumes: Mapping[int, Volume]) -> Recovered:
     return Recovered(space=space, ledgers=ledgers, note_slots=note_slots, superblocks=superblocks)
 
 
-def _raise_if(problems: list[str]) -> None:
+def _raise_if(problems: list[VolumeError]) -> None:
     if problems:
-        raise VolumeError("the store cannot be opened: " + "; ".join(problems))
+        kind = CorruptRecord if any(isinstance(problem, CorruptRecord) for problem in problems) else VolumeError
+        raise kind("the store cannot be opened: " + "; ".join(map(str, problems)))
 
 
-def _check_superblocks(contents: Contents, volumes: Mapping[int, Volume]) -> tuple[dict[int, Superblock], list[str]]:
+def _check_superblocks(contents: Contents, volumes: Mapping[int, Volume]) -> tuple[dict[int, Superblock], list[VolumeError]]:
     """The superblocks of the volumes that are in place, and what is wrong with the others."""
     superblocks: dict[int, Superblock] = {}
-    problems = [f"volume {index} is not in the catalog of this store" for index in sorted(volumes.keys() - contents.volumes)]
+    unknown = sorted(volumes.keys() - contents.volumes)
+    problems = [VolumeError(f"volume {index} is not in the catalog of this store") for index in unknown]
     for index, row in sorted(contents.volumes.items()):
         if index not in volumes:
-            problems.append(f"volume {index} ({row.uuid.hex()}) is missing: give its path as --volume")
+            problems.append(VolumeError(f"volume {index} ({row.uuid.hex()}) is missing: give its path as --volume"))
             continue
         try:
             superblock = read_superblock(volumes[index])
         except VolumeError as error:
-            problems.append(str(error))
+            problems.append(error)
             continue
         problem = _misplaced(superblock, row, contents.store_uuid)
         if problem:
-            problems.append(problem)
+            problems.append(VolumeError(problem))
         superblocks[index] = superblock
     return superblocks, problems
 
@@ -84,19 +89,21 @@ def _misplaced(superblock: Superblock, row: VolumeRow, store_uuid: bytes) -> str
     return None
 
 
-def _truncated(contents: Contents, volumes: Mapping[int, Volume]) -> Iterator[str]:
+def _truncated(contents: Contents, volumes: Mapping[int, Volume]) -> Iterator[CorruptRecord]:
     for index, row in sorted(contents.volumes.items()):
         if volumes[index].size_bytes < row.size_bytes:
-            yield f"volume {index} was truncated: {volumes[index].size_bytes} bytes, expected {row.size_bytes}"
+            found_bytes = volumes[index].size_bytes
+            yield CorruptRecord(f"volume {index} was truncated: {found_bytes} bytes, expected {row.size_bytes}")
 
 
-def _beyond_the_end(extents: list[Extent], volumes: Mapping[int, Volume]) -> Iterator[str]:
+def _beyond_the_end(extents: list[Extent], volumes: Mapping[int, Volume]) -> Iterator[CorruptRecord]:
     """At most one problem per volume. extents: sorted, so that the last of a volume reaches farthest."""
     last = {extent.volume: extent for extent in extents}
     for index, extent in last.items():
         end_bytes = extent.offset_bytes + extent.length_bytes
         if index in volumes and end_bytes > volumes[index].size_bytes:
-            yield f"volume {index} was truncated: {volumes[index].size_bytes} bytes, {describe(extent)} ends at {end_bytes}"
+            found_bytes = volumes[index].size_bytes
+            yield CorruptRecord(f"volume {index} was truncated: {found_bytes} bytes, {describe(extent)} ends at {end_bytes}")
 
 
 def _occupy_notes(superblocks: Mapping[int, Superblock], ledgers: Mapping[str, Ledger]) -> NoteSlots:
@@ -109,7 +116,7 @@ def _occupy_notes(superblocks: Mapping[int, Superblock], ledgers: Mapping[str, L
 
 def _unproven(
     ledgers: Mapping[str, Ledger], volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock]
-) -> Iterator[str]:
+) -> Iterator[VolumeError]:
     """One problem for every volume without the note of a namespace's newest step."""
     for name, ledger in ledgers.items():
         if ledger.committed_step is None:
@@ -119,11 +126,12 @@ def _unproven(
             try:
                 note = read_note(volumes[index], superblock, row.note_slot)
             except VolumeError as error:
-                yield f"step {row.step} of namespace {name!r} cannot be proven: {error}"
+                yield type(error)(f"step {row.step} of namespace {name!r} cannot be proven: {error}")
                 continue
             found = (note.namespace, note.step, note.sequence, note.record_count)
             if found != (name, row.step, row.sequence, row.record_count):
-                yield _old_copy(index, name, row, f"step {note.step} of namespace {note.namespace!r}, sequence {note.sequence}")
+                found_step = f"step {note.step} of namespace {note.namespace!r}, sequence {note.sequence}"
+                yield VolumeError(_old_copy(index, name, row, found_step))
 
 
 def _old_copy(index: int, name: str, row: StepRow, found: str) -> str:

@@ -58,6 +58,7 @@ class FakeDaemon:
         self.lease_slots = lease_slots
         self.wait_timeout_s = wait_timeout_s
         self.upload_budget_bytes = upload_budget_bytes
+        self.minor = m.PROTOCOL_MINOR
         self.memory = FakeMemory()
         self.namespaces: dict[str, FakeNamespace] = {}
         self.sessions: list[FakeSession] = []
@@ -224,9 +225,11 @@ class FakeDaemon:
         """The answer of a daemon that keeps everything in memory; None for one-way messages."""
         match request:
             case m.Hello():
-                return m.Done(request.id, {"wait_timeout_s": self.wait_timeout_s})
+                return m.Done(request.id, {"minor": self.minor, "wait_timeout_s": self.wait_timeout_s})
             case m.Namespaces():
                 return m.Done(request.id, [namespace.describe() for namespace in self.namespaces.values()])
+            case m.Verify():
+                return m.Done(request.id, {"records": 0, "bytes_read": 0, "found": 0, "findings": []})
             case m.Stats():
                 return m.Done(request.id, {"leases": self.lease_count})
             case m.CreateNamespace() | m.OpenNamespace():
@@ -326,6 +329,8 @@ class FakeDaemon:
         return m.Uploaded(request.id, self.memory.add_upload(size_bytes), size_bytes)
 
     def _grant(self, session: FakeSession, request: m.Acquire) -> m.Granted:
+        if len(request.keys) > self.lease_slots:
+            raise CapacityError(f"{len(request.keys)} keys in one lease; this session may lease {self.lease_slots} slots at once")
         slots = [session.handles[request.handle].slot(key) for key in request.keys]
         used = dict.fromkeys(segment for segment, *_ in slots)
         new = [segment for segment in used if segment not in session.known_segments]

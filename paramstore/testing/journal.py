@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from paramstore.core.place import Tier
+from paramstore.core.schema import round_up
+from paramstore.errors import VolumeError
 from paramstore.storage.catalog import Catalog, Change, Contents
-from paramstore.storage.volume import Volume
+from paramstore.storage.volume import ALIGNMENT_BYTES, Volume
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.machine import Machine
 from paramstore.testing.volumes import Keep, MemoryVolume
@@ -29,11 +31,25 @@ class Flushed(NamedTuple):
     volume: int
 
 
+class FlushFailed(NamedTuple):
+    """What was written to the volume before may be lost for good, whatever a later flush says."""
+
+    volume: int
+
+
 class Applied(NamedTuple):
     change: Change
 
 
-Event = Wrote | Flushed | Applied
+class Noted(NamedTuple):
+    """Something the run began or was told: `created`, `started` and `acknowledged` a commit, `rolling back` and `rolled back`,
+    `kept` a snapshot and `dropping` one."""
+
+    what: str
+    step: int = 0
+
+
+Event = Wrote | Flushed | FlushFailed | Applied | Noted
 
 
 class Journal:
@@ -53,6 +69,8 @@ class JournaledVolume:
 
     def __init__(self, inner: Volume, journal: Journal) -> None:
         self.inner = inner
+        self.failing: list[str] = []
+        """`write` or `flush`: the next call of it fails, once per entry; of a write the first half reaches the disk."""
         self._journal = journal
 
     @property
@@ -71,12 +89,29 @@ class JournaledVolume:
         self.inner.read(offset_bytes, into)
 
     def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
-        self._journal.events.append(Wrote(self.index, offset_bytes, b"".join(data)))
-        self.inner.write(offset_bytes, data)
+        whole = b"".join(data)
+        if self._fails("write"):
+            whole = whole[: round_up(len(whole) // 2, ALIGNMENT_BYTES)]
+            self._write(offset_bytes, whole)
+            raise VolumeError(f"volume {self.index}: a write fails as planned")
+        self._write(offset_bytes, whole)
+
+    def _write(self, offset_bytes: int, whole: bytes) -> None:
+        self._journal.events.append(Wrote(self.index, offset_bytes, whole))
+        self.inner.write(offset_bytes, [memoryview(whole)])
 
     def flush(self) -> None:
+        if self._fails("flush"):
+            self._journal.events.append(FlushFailed(self.index))
+            raise VolumeError(f"volume {self.index}: a flush fails as planned")
         self.inner.flush()
         self._journal.events.append(Flushed(self.index))
+
+    def _fails(self, operation: str) -> bool:
+        if operation not in self.failing:
+            return False
+        self.failing.remove(operation)
+        return True
 
     def grow(self, size_bytes: int) -> None:
         raise AssertionError("a journaled volume has a fixed size")
@@ -128,6 +163,8 @@ class Replay:
                 self.disks[volume].flush()
             case Applied(change):
                 self._catalog.apply(change)
+            case _:
+                pass  # nothing reached a disk; `crash_disk` knows what a failed flush leaves in doubt
 
     @property
     def unflushed(self) -> list[tuple[int, int, int]]:

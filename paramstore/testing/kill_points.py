@@ -1,69 +1,147 @@
-"""Volumes and a catalog whose process is killed at the N-th thing they do to a disk. The daemon itself knows nothing of them.
+"""Named points of a daemon's work at which its process is killed, or held. The daemon itself knows nothing of them.
 
-A point lies before every write, in the middle of it (its first half is in the file), before every flush, before every
-transaction and after it. SIGKILL: nothing is finished, flushed, closed or said.
+Points of the disk lie before every write, in the middle of it (its first half is in the file), before every flush, before
+every transaction and after it; `instrument` adds one before and one after each function of WRAPPED. SIGKILL: nothing is
+finished, flushed, closed or said. A held point waits for whoever holds the lock of its gate's file.
 """
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from paramstore.storage.catalog import Change
+from paramstore.daemon import assembly
+from paramstore.daemon.channel import Channel
+from paramstore.engine import commit, update
+from paramstore.engine.planner import Planner
+from paramstore.engine.store import Store
+from paramstore.engine.working import WorkingPlanner
+from paramstore.storage.catalog import Change, Contents
+from paramstore.storage.extents import Space
 from paramstore.storage.file_volume import FileVolume
+from paramstore.storage.ledger import Ledger
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.volume import ALIGNMENT_BYTES
 
+DISK_POINTS = ("write", "write.half", "flush", "publish", "published")
+"""What a number without a name counts."""
+READ_POINTS = ("load", "loaded", "read")
+WRAPPED: Mapping[str, tuple[Any, str]] = {
+    "format": (assembly, "format_volume"),
+    "recover": (assembly, "open_store"),
+    "push": (Store, "push"),
+    "begin_apply": (Planner, "begin_apply"),
+    "update": (update, "update"),
+    "settle_update": (Planner, "settle_update"),
+    "fill": (update, "fill_initial"),
+    "settle_write": (WorkingPlanner, "settle_write"),
+    "reserve": (LmdbCatalog, "reserve"),
+    "cut": (Planner, "cut"),
+    "note": (commit, "write_note"),
+    "plan_publish": (Ledger, "plan_publish"),
+    "settle_ledger": (Ledger, "settle"),
+    "settle_cut": (Planner, "settle_cut"),
+    "release": (Space, "release"),
+    "plan_rollback": (Ledger, "plan_rollback"),
+    "rollback": (Planner, "rollback"),
+    "answer": (Channel, "send"),
+}
+"""Name of a step of the daemon's work -> owner and attribute of the function that does it."""
+NAMES = (*DISK_POINTS, *READ_POINTS, *(f"{name}.{side}" for name in WRAPPED for side in ("before", "after")))
+"""All points, in no order."""
+
 
 class KillPoints:
-    """Counts points from 1 and ends the process at number `kill_at`; 0: never."""
+    """Counts points from 1 and ends the process at number `kill_at`; 0: never. name: counts those of that name alone.
 
-    def __init__(self, kill_at: int = 0) -> None:
+    gates: name -> file; a thread that comes to such a point waits there while another process holds the file's lock.
+    """
+
+    def __init__(self, kill_at: int = 0, name: str = "", gates: Mapping[str, Path] | None = None) -> None:
         self.kill_at = kill_at
+        self.name = name
+        self.gates = gates or {}
         self._reached = 0
         self._lock = threading.Lock()
 
-    def reach(self) -> None:
+    def reach(self, name: str) -> None:
         with self._lock:
-            self._reached += 1
-            if self._reached == self.kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-                signal.pause()
+            if self._counts(name):
+                self._reached += 1
+                if self._reached == self.kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                    signal.pause()
+        if name in self.gates:
+            with self.gates[name].open("rb") as gate:
+                fcntl.flock(gate, fcntl.LOCK_SH)
 
-    @property
-    def is_next(self) -> bool:
-        """Whether the next point is the last."""
-        return self._reached + 1 == self.kill_at
+    def is_next(self, name: str) -> bool:
+        """Whether the next point of this name is the last."""
+        return self._counts(name) and self._reached + 1 == self.kill_at
+
+    def _counts(self, name: str) -> bool:
+        return name == self.name if self.name else name in DISK_POINTS
 
 
 points = KillPoints()
 """Of this process."""
 
 
+def instrument() -> None:
+    """Puts points around every function of WRAPPED, in this process and for good."""
+    for name, (owner, attribute) in WRAPPED.items():
+        setattr(owner, attribute, _between_points(getattr(owner, attribute), name))
+
+
+def _between_points(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        points.reach(f"{name}.before")
+        result = function(*arguments, **named)
+        points.reach(f"{name}.after")
+        return result
+
+    return wrapped
+
+
 class KillableVolume(FileVolume):
     """A file volume with points."""
 
+    def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
+        points.reach("read")
+        super().read(offset_bytes, into)
+
     def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
-        points.reach()
-        if points.is_next:
+        points.reach("write")
+        if points.is_next("write.half"):
             super().write(offset_bytes, _first_half(data))
-        points.reach()
+        points.reach("write.half")
         super().write(offset_bytes, data)
 
     def flush(self) -> None:
-        points.reach()
+        points.reach("flush")
         super().flush()
 
 
 class KillableCatalog(LmdbCatalog):
     """A catalog with points."""
 
+    def load(self) -> Contents:
+        points.reach("load")
+        contents = super().load()
+        points.reach("loaded")
+        return contents
+
     def apply(self, change: Change) -> None:
-        points.reach()
+        points.reach("publish")
         super().apply(change)
-        points.reach()
+        points.reach("published")
 
 
 def _first_half(data: Sequence[memoryview]) -> list[memoryview]:

@@ -11,7 +11,7 @@ import mmap
 from pathlib import Path
 from random import Random
 
-from paramstore.config import Config, PolicyConfig
+from paramstore.config import HELD_STEPS, RETAINED_STEPS, Config, PolicyConfig
 from paramstore.daemon.assembly import add_lanes, add_volume_lanes, adopt_new_volumes, connect
 from paramstore.engine.runner import Runner
 from paramstore.engine.store import Store
@@ -61,9 +61,9 @@ class Machine:
     """Volumes and catalog, and the store that runs on them now. Everything random comes from `seed`."""
 
     def __init__(
-        self, *, seed: int | None = None, volume_count: int = 1, volume_bytes: int = 12 * MIB, host_budget_bytes: int = 64 * MIB,
+        self, *, seed: int | None = None, volume_count: int = 1, volume_bytes: int = 14 * MIB, host_budget_bytes: int = 64 * MIB,
         policy: str = "lru", wait_timeout_s: float = 5.0, volume_size_bytes: int | None = None,
-        prefill: bool = False,
+        prefill: bool = False, retained_steps: int = RETAINED_STEPS, held_steps: int = HELD_STEPS,
     ) -> None:  # fmt: skip
         self.seed = seed
         self.disks = {index: MemoryVolume(volume_bytes, index=index) for index in range(volume_count)}
@@ -74,6 +74,7 @@ class Machine:
         self.config = Config(
             dir=Path("/nowhere"), host_budget_bytes=host_budget_bytes, prefill=prefill, policy=PolicyConfig(name=policy),
             wait_timeout_s=wait_timeout_s, volume_size_bytes=volume_size_bytes,
+            retained_steps=retained_steps, held_steps=held_steps,
         )  # fmt: skip
         self._random = Random(seed)
         self.workers: InlineWorkers | None = None

@@ -85,6 +85,13 @@ class MemoryVolume:
         self._unflushed: list[Unflushed] = []
         self._lock = threading.Lock()
 
+    @classmethod
+    def of(cls, image: bytearray, *, index: int) -> MemoryVolume:
+        """A disk that holds `image`, durably; it is the disk's own from here on."""
+        volume = cls(0, index=index)
+        volume._bytes = image
+        return volume
+
     @property
     def size_bytes(self) -> int:
         return len(self._bytes)

@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
+VERIFY_MINOR = 1
+"""The first minor in which a daemon knows `Verify`."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17
@@ -251,6 +253,29 @@ class Rollback(Message, tag="rollback"):
     step: int
 
 
+class Snapshot(Message, tag="snapshot"):
+    """Result: None; `step` stays until DropSnapshot. Error: StepDropped, CapacityError."""
+
+    id: int
+    handle: int
+    step: int
+
+
+class DropSnapshot(Message, tag="drop_snapshot"):
+    """Result: None. Error: StepDropped if `step` is no snapshot."""
+
+    id: int
+    handle: int
+    step: int
+
+
+class Snapshots(Message, tag="snapshots"):
+    """Result: the steps that are snapshots, oldest first."""
+
+    id: int
+    handle: int
+
+
 class Read(Message, tag="read"):
     """Copies one record's stored part (its image, `schema.stored`) to an upload range of `record_bytes`.
 
@@ -275,6 +300,19 @@ class Stats(Message, tag="stats"):
     """Result: the daemon's counters and sizes, a mapping; see docs/protocol.md."""
 
     id: int
+
+
+class Verify(Message, tag="verify"):
+    """Reads and checks records where they lie; one at a time. namespace None: all; keys None: all of it.
+
+    Result, once all are checked: {namespaces, bytes_per_s, state, records, records_total, bytes_read, bytes_total,
+    superseded, found, findings, seconds}. Damage is a finding, not an error.
+    """
+
+    id: int
+    namespace: str | None = None
+    keys: list[Key] | None = None
+    bytes_per_s: int | None = None
 
 
 class Unmapped(Message, tag="unmapped"):
@@ -341,6 +379,7 @@ class LeaseSlots(Message, tag="lease_slots"):
 Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CloseNamespace | Refresh | OpenUpload | InitializeBegin
     | InitializePut | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push | GradientNorm | Apply | Abort
-    | WriteBack | Evict | Protect | Commit | Steps | Extra | Rollback | Read | Residency | Stats | Unmapped | DeviceReport
+    | WriteBack | Evict | Protect | Commit | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots
+    | Read | Residency | Stats | Verify | Unmapped | DeviceReport
 )  # fmt: skip
 Answer = Done | Granted | Uploaded | Failed | Unmap | LeaseSlots

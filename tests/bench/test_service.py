@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
-from paramstore.bench.service import counted_seconds
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paramstore.bench.service import Service, counted_seconds
+from paramstore_client import autostart
+
+
+def test_an_interrupt_while_the_daemon_starts_leaves_none_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(path: Path, timeout_s: float) -> None:
+        if (process := autostart.started_in(tmp_path / "store")) is not None:
+            seen.append(process)
+            raise KeyboardInterrupt
+
+    source = "import signal; print('ready', flush=True); signal.pause()"
+    monkeypatch.setattr(autostart, "SERVE_COMMAND", (sys.executable, "-c", source))
+    monkeypatch.setattr(autostart, "try_connect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Service(tmp_path / "store", host_budget_bytes=1 << 20)
+    (process,) = seen
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_counters_of_seconds_that_grew_become_parts_by_their_dotted_name() -> None:

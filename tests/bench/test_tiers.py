@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,10 @@ from paramstore.bench.plot import READ, WRITE
 from paramstore.bench.report import SUBJECT, decode, encode
 from paramstore.bench.tiers import run
 from paramstore.errors import CapacityError
+
+ROOT = Path(__file__).parent.parent.parent
+PATHS = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 
 TINY = replace(
     Plan.quick(),
@@ -28,6 +35,26 @@ def test_directory_without_room_is_refused_before_anything_is_written(tmp_path: 
     with pytest.raises(CapacityError, match="--dir"):
         run(replace(TINY, set_bytes=1 << 50), tmp_path, command="test", tell=lambda _: None)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--dir", "missing"), "--dir missing: there is no such directory"), (("--out", "file/r.json"), "--out file/r.json: "),
+        (("--out", "r.png"), "it is the JSON file"),
+    ],
+)  # fmt: skip
+def test_the_script_with_peers_refuses_what_it_cannot_write_before_it_measures(
+    words: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, str(ROOT / "bench" / "bench_tiers.py"), "--quick", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("bench_tiers: ConfigError: ")
+    assert reason in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.slow

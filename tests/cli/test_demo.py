@@ -73,6 +73,17 @@ def test_directory_of_others_is_a_usage_error(command, capsys, tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
+@pytest.mark.parametrize("place", ["/proc/zz", "file/b", "file", "d" * 200, "d" * 300])
+def test_a_directory_that_cannot_be_is_a_usage_error(command, capsys, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    assert command("--quick", "--dir", str(tmp_path / place)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"paramstore: ConfigError: --dir {tmp_path / place}: ")
+    assert len(captured.err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_json_alone_is_on_stdout(command, told, capsys, tmp_path):
     told(is_ok=True)
     assert command("--json", "--dir", str(tmp_path)) == 0

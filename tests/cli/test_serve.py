@@ -12,6 +12,8 @@ import pytest
 from paramstore.config import Config
 from paramstore.daemon import server
 from paramstore.errors import StoreLocked
+from paramstore.storage.backing_file import volume_path
+from paramstore.storage.format import SUPERBLOCK_BYTES, SUPERBLOCK_COPIES
 from paramstore.storage.lock import StoreLock
 from paramstore.testing.daemon_process import DaemonProcess
 
@@ -64,9 +66,14 @@ def test_flags_come_before_variables_and_those_before_the_file(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--host-budget", "lots"), "host_budget: size 'lots': write a number"),
-        (("--host-budget", "0"), "must be above 0"),
-        (("--volume-size", "10 cm"), "volume_size"),
+        (("--host-budget", "lots"), "flag --host-budget: host_budget_bytes: size 'lots': write a number"),
+        (("--host-budget", "0"), "flag --host-budget: host_budget_bytes='0': must be a size above 0"),
+        (("--volume-size", "10 cm"), "flag --volume-size: volume_size"),
+        (("--dir", ""), "flag --dir: dir='': must be a path, and not empty"),
+        (("--socket", ""), "flag --socket: socket='': must be a path, and not empty"),
+        (("--volume", ""), "flag --volume: volumes=['']: must be a list of paths, none of them empty"),
+        (("--volume", "pmem:"), "flag --volume: volumes=['pmem:']: must be"),
+        (("--volume", "a", "--volume", "pmem:./a"), "flag --volume: volumes: a and pmem:./a are one directory"),
         (("--gradient-budget", "-1GiB"), "gradient_budget"),
         (("--policy", "clever"), "policy.name='clever'"),
         (("--config", "/nowhere/settings.toml"), "/nowhere/settings.toml"),
@@ -90,7 +97,52 @@ def test_a_wrong_variable_is_a_usage_error(
 ) -> None:
     monkeypatch.setenv("PARAMSTORE_IO_WORKERS", "many")
     assert paramstore("serve") == 2
-    assert "io_workers" in capsys.readouterr().err
+    assert "variable PARAMSTORE_IO_WORKERS: io_workers='many': must be an integer from 1 to 64" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_a_file_is_a_usage_error(
+    paramstore: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "harden", lambda: None)
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below"):
+        assert paramstore("serve", "--dir", str(tmp_path / place)) == 2
+        assert f"ConfigError: dir {tmp_path / place}: it is not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_damage_ends_it_with_4_and_what_is_missing_or_foreign_with_1(
+    tmp_path: Path, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "harden", lambda: None)
+    monkeypatch.setattr(server, "_serve_until", _serve_nothing)
+    monkeypatch.setenv("PARAMSTORE_PREFILL", "0")
+    words = ("serve", "--log-level", "error", "--host-budget", "32MiB", "--dir")
+    assert paramstore(*words, str(tmp_path / "a")) == 0
+    assert paramstore(*words, str(tmp_path / "b")) == 0
+    file = volume_path(tmp_path / "a" / "volume", 0)
+    whole = file.read_bytes()
+
+    def ending(data: bytes) -> tuple[int, str]:
+        file.write_bytes(data)
+        code = paramstore(*words, str(tmp_path / "a"))
+        return code, capsys.readouterr().err.partition(": ")[2].partition(":")[0]
+
+    zeroed = bytearray(whole)
+    for offset_bytes in SUPERBLOCK_COPIES:
+        zeroed[offset_bytes : offset_bytes + SUPERBLOCK_BYTES] = bytes(SUPERBLOCK_BYTES)
+    assert ending(bytes(zeroed)) == (4, "CorruptRecord")
+    assert ending(whole[:-4096]) == (4, "CorruptRecord")
+    assert ending(whole[:100]) == (4, "CorruptRecord")
+    assert ending(volume_path(tmp_path / "b" / "volume", 0).read_bytes()) == (1, "VolumeError")
+    file.unlink()
+    assert paramstore(*words, str(tmp_path / "a")) == 1
+    file.write_bytes(whole)
+    assert paramstore(*words, str(tmp_path / "a")) == 0
+
+
+async def _serve_nothing(*args: object) -> None:
+    """The store opened: that is all that is asked for."""
 
 
 def test_a_locked_directory_ends_with_the_holder_named(

@@ -55,13 +55,14 @@ def test_json_alone_is_on_stdout_and_says_everything(
 
 
 @pytest.mark.slow
-def test_the_address_may_be_a_path_or_come_from_the_environment(
+def test_the_address_may_be_a_path_or_the_stores_directory_or_come_from_the_environment(
     daemon: DaemonProcess, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert paramstore("status", "--json", str(daemon.socket)) == 0
+    assert paramstore("status", "--json", str(daemon.directory)) == 0
     monkeypatch.setenv("PARAMSTORE_ADDRESS", daemon.address)
     assert paramstore("status", "--json") == 0
-    assert capsys.readouterr().out.count(f'"pid": {daemon.pid}') == 2
+    assert capsys.readouterr().out.count(f'"pid": {daemon.pid}') == 3
 
 
 def test_no_daemon_is_unreachable_with_the_way_to_start_one(

@@ -8,7 +8,7 @@ import pytest
 from paramstore.config import Config
 from paramstore.errors import ConfigError, StoreUnavailable
 from paramstore_client import address
-from paramstore_client.address import default_path, parse_address, try_connect
+from paramstore_client.address import default_path, nobody_listens, parse_address, try_connect
 
 
 def listener_at(path: Path) -> socket.socket:
@@ -42,10 +42,25 @@ def test_nobody_at_a_path_is_none(tmp_path: Path) -> None:
     assert try_connect(tmp_path / "dead.sock", timeout_s=1.0) is None
 
 
-def test_path_that_is_no_socket_directory_is_unavailable(tmp_path: Path) -> None:
+def test_nobody_listens_at_a_path_that_lies_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreUnavailable, match="Not a directory"):
-        try_connect(tmp_path / "file" / "p.sock", timeout_s=1.0)
+    assert try_connect(tmp_path / "file" / "p.sock", timeout_s=1.0) is None
+
+
+def test_a_stores_directory_stands_for_the_socket_in_it(tmp_path: Path) -> None:
+    assert parse_address(tmp_path) == parse_address(f"unix://{tmp_path}") == Config(dir=tmp_path).socket_path
+
+
+def test_people_are_shown_the_whole_path_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(nobody_listens(Path("run/p.sock"))).startswith(f"no daemon listens at unix://{tmp_path}/run/p.sock: ")
+    monkeypatch.setattr(address, "_check_peer", refuse_peer)
+    with listener_at(Path("live")), pytest.raises(StoreUnavailable, match=f"^unix://{tmp_path}/live: refused"):
+        try_connect(Path("live"), timeout_s=1.0)
+
+
+def refuse_peer(sock: socket.socket, path: Path) -> None:
+    raise PermissionError("refused")
 
 
 def test_daemon_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

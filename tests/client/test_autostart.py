@@ -133,6 +133,53 @@ def test_running_daemon_is_used_and_none_started(tmp_path: Path, serve_with: Com
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/zz"])
+def test_a_place_where_no_directory_can_be_is_a_config_error(place: str, tmp_path: Path, serve_with: Command) -> None:
+    serve_with("raise SystemExit('must not run')")
+    (tmp_path / "file").touch()
+    with pytest.raises(ps.ConfigError, match=r"^ServeOptions: dir=.* cannot be made a directory: "):
+        ps.connect(autostart=ps.ServeOptions(dir=tmp_path / place))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dir": ""}, "^ServeOptions: dir=''"), ({"socket": ""}, "^ServeOptions: socket=''"),
+        ({"volumes": ["a", "a"]}, "^ServeOptions: volumes: a and a are one directory"),
+        ({"host_budget": "x"}, "^ServeOptions: host_budget"), ({"settings": {"policy__name": "x"}}, r"policy\.name='x'"),
+        ({"settings": {"speed": 1}}, "^ServeOptions: there is no setting 'speed'"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_a_config_error_before_anything_is_started(
+    options: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ps.ConfigError, match=reason):
+        ps.connect(autostart=ps.ServeOptions(**{"dir": tmp_path / "data", **options}))  # type: ignore[arg-type]
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_daemons_log_is_for_this_user_alone(tmp_path: Path, serve_with: Command) -> None:
+    (tmp_path / "data").mkdir()
+    log = tmp_path / "data" / "daemon.log"
+    log.touch(0o644)
+    serve_with("import sys; sys.exit('now')")
+    with pytest.raises(ps.StoreUnavailable):
+        ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"), timeout_s=30.0)
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_daemon_that_this_process_started_is_found_by_its_directory(tmp_path: Path, serve_with: Command) -> None:
+    serve_with("import signal; signal.pause()")
+    with pytest.raises(ps.StoreUnavailable, match="not ready"):
+        ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"), timeout_s=0.2)
+    process = autostart.started_in(tmp_path / "data")
+    assert process is not None
+    assert autostart.started_in(tmp_path) is None
+    process.kill()
+    process.wait()
+    assert autostart.started_in(tmp_path / "data") is None
+
+
 def test_options_become_the_flags_of_serve(tmp_path: Path) -> None:
     options = ps.ServeOptions(
         dir=tmp_path, host_budget="4GiB", volumes=(tmp_path / "a", tmp_path / "b"), volume_size=1 << 30,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import paramstore_client as ps
 from paramstore.config import Config
 from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore.wire import messages as m
+from paramstore_client.connection import Connection
 
 SCHEMA = ps.param_schema({"w": ((4,), "float32")})
 
@@ -38,10 +40,47 @@ def test_other_protocol_version_is_a_version_mismatch(daemon: FakeDaemon) -> Non
         ps.connect(daemon.path)
 
 
-def test_daemon_that_does_not_answer_the_hello_is_not_waited_for_without_end(daemon: FakeDaemon) -> None:
+def test_daemon_that_does_not_answer_the_hello_is_not_waited_for_without_end(
+    daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
     daemon.hold(m.Hello)
     with pytest.raises(ps.StoreUnavailable, match=r"did not answer the hello within 0\.05 s"):
         ps.connect(daemon.path, timeout_s=0.05)
+    gc.collect()
+    assert "nobody waited" not in caplog.text
+
+
+def test_interrupted_hello_is_not_logged_as_one_that_nobody_waited_for(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupt(*args: object) -> bool:
+        raise KeyboardInterrupt
+
+    daemon.hold(m.Hello)
+    monkeypatch.setattr(Connection, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ps.connect(daemon.path)
+    gc.collect()
+    assert "nobody waited" not in caplog.text
+
+
+def test_what_an_error_in_the_with_block_ends_is_not_logged_beside_it(
+    daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon.hold(m.Commit)
+    def interrupted() -> None:
+        with ps.connect(daemon.path) as store:
+            store.create_namespace("moe", SCHEMA, layers=1, experts=2).commit(1)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    gc.collect()
+    assert "nobody waited" not in caplog.text
+    with ps.connect(daemon.path) as store:
+        store.open_namespace("moe", mode="write").commit(1)
+    gc.collect()
+    assert "commit 1 on 'moe' failed and nobody waited for it" in caplog.text  # the caller's own mistake is told
 
 
 def test_welcome_without_a_timeout_leaves_the_default(daemon: FakeDaemon) -> None:
@@ -147,3 +186,49 @@ def test_schemas_take_torch_dtypes_and_names() -> None:
     assert ps.adamw_schema(shapes, param_dtype=torch.float16) == ps.adamw_schema(shapes, param_dtype="float16")
     assert ps.adamw_schema(shapes, gradient_dtype=torch.float32).gradient_dtype == "float32"
     assert ps.param_schema({"w": ((2,), torch.uint8)}) == ps.param_schema({"w": ((2,), "uint8")})
+
+
+# --- verify
+
+
+def test_verify_asks_for_what_was_chosen_and_gives_what_was_found(daemon: FakeDaemon, store: ps.Store) -> None:
+    assert store.verify().wait()["findings"] == []
+    found = store.verify("moe", keys=iter([(0, 1), (2, 3)]), bytes_per_s="1MiB").wait()
+    assert found["found"] == 0
+    first, second = daemon.requests(m.Verify)
+    assert (first.namespace, first.keys, first.bytes_per_s) == (None, None, None)
+    assert (second.namespace, second.keys, second.bytes_per_s) == ("moe", [(0, 1), (2, 3)], 1 << 20)
+
+
+def test_a_verify_can_be_cancelled(daemon: FakeDaemon, store: ps.Store) -> None:
+    daemon.hold(m.Verify)
+    ticket = store.verify()
+    daemon.wait_for(m.Verify)
+    assert not ticket.done()
+    assert ticket.cancel()
+    with pytest.raises(ps.TicketCancelled):
+        ticket.wait()
+
+
+def test_the_error_of_a_verify_is_the_tickets(daemon: FakeDaemon, store: ps.Store) -> None:
+    daemon.fail(m.Verify, ps.CapacityError("a scrub is under way"))
+    ticket = store.verify()
+    with pytest.raises(ps.CapacityError, match="under way"):
+        ticket.wait()
+
+
+def test_a_rate_that_is_no_size_is_refused_before_anything_is_sent(daemon: FakeDaemon, store: ps.Store) -> None:
+    with pytest.raises(ps.ConfigError, match="size 'fast'"):
+        store.verify(bytes_per_s="fast")
+    assert daemon.requests(m.Verify) == []
+
+
+def test_an_older_daemon_is_not_asked_to_verify(daemon: FakeDaemon, store: ps.Store) -> None:
+    daemon.minor = m.VERIFY_MINOR - 1
+    store.reconnect()
+    with pytest.raises(ps.VersionMismatch, match=r"speaks protocol 1\.0, verify needs 1\.1"):
+        store.verify()
+    assert store.namespaces() == []  # the connection is as good as before
+    daemon.minor = m.VERIFY_MINOR
+    store.reconnect()
+    assert store.verify().wait()["found"] == 0

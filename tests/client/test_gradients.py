@@ -125,7 +125,8 @@ def test_gradient_norm_is_over_everything_pending(namespace: ps.Namespace, gradi
     ("wrong", "error", "message"),
     [
         ({(0, 9): {"gate_up": torch.zeros(8, 4), "down": torch.zeros(4, 8)}}, ps.UnknownKey, r"\(0, 9\)"),
-        ({(0, 1): {"gate_up": torch.zeros(8, 4, dtype=torch.bfloat16)}}, ps.SchemaMismatch, r"\(0, 1\).*gate_up, down"),
+        ({(0, 1): {"gate_up": torch.zeros(8, 4)}}, ps.SchemaMismatch, r"\(0, 1\): missing 'down': .*gate_up, down"),
+        ({(0, 1): {"up": 1, "gate_up": 2}}, ps.SchemaMismatch, r"\(0, 1\): missing 'down'; unknown 'up': "),
         (
             {(0, 1): {"gate_up": torch.zeros(4, 8, dtype=torch.bfloat16), "down": torch.zeros(4, 8, dtype=torch.bfloat16)}},
             ps.SchemaMismatch, r"'gate_up': shape \(4, 8\), the schema has \(8, 4\)",

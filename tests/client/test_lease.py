@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import gc
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -102,14 +104,64 @@ def test_key_or_field_that_is_not_leased_is_named(namespace: ps.Namespace) -> No
         assert "up_gate" not in lease[0, 3]
 
 
-def test_debug_mode_makes_tensors_of_a_released_lease_unusable(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+USES: dict[str, Callable[[torch.Tensor], object]] = {
+    "mean": lambda x: x.mean(), "sum": lambda x: x.sum(), "times": lambda x: x * 2, "clone": lambda x: x.clone(),
+    "tolist": lambda x: x.tolist(), "numel": lambda x: x.numel(), "shape": lambda x: x.shape, "index": lambda x: x[0],
+    "item": lambda x: x[0, 0].item(), "right operand": lambda x: torch.ones(4, 8, dtype=torch.bfloat16) @ x, "len": len,
+    "a list": lambda x: torch.stack([torch.zeros(8, 4, dtype=torch.bfloat16), x]), "target": lambda x: torch.zeros(8, 4).copy_(x),
+    "keyword": lambda x: torch.add(input=torch.zeros(8, 4), other=x), "iteration": list, "address": lambda x: x.data_ptr(),
+    "numpy": lambda x: x.float().numpy(), "deepcopy": copy.deepcopy, "pickle": pickle.dumps, "comparison": lambda x: x == 3,
+    "boolean": lambda x: bool(x.any()), "linear": lambda x: torch.nn.functional.linear(torch.ones(2, 4, dtype=x.dtype), x),
+}  # fmt: skip
+"""What programs do with a tensor."""
+
+
+@pytest.fixture
+def debug_lease(daemon: FakeDaemon, namespace: ps.Namespace) -> Iterator[ps.Lease]:
     with ps.connect(daemon.path, debug=True) as store:
-        with store.open_namespace("moe").acquire(KEYS) as lease:
-            weight = lease[0, 3]["gate_up"]
-            trained = lease[0, 3]["down"].requires_grad_()
-        assert weight.numel() == trained.numel() == 0
-        with pytest.raises(RuntimeError):
-            torch.ones(4, 4) @ weight
+        yield store.open_namespace("moe").acquire(KEYS)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_debug_mode_makes_every_use_of_a_released_leases_tensor_raise(
+    use: Callable[[torch.Tensor], object], debug_lease: ps.Lease
+) -> None:
+    weight, image = debug_lease[0, 3]["gate_up"], debug_lease.image((0, 3))
+    use(weight)  # right as long as the lease is held
+    view, transposed = weight[2:], weight.T
+    debug_lease.release()
+    for tensor in (weight, image, view, transposed):
+        with pytest.raises(ps.LeaseError, match="was released: acquire again"):
+            use(tensor)
+
+
+def test_debug_mode_leaves_what_was_computed_or_copied_alone(debug_lease: ps.Lease) -> None:
+    weight = debug_lease[0, 3]["gate_up"]
+    copies, doubled, copied = debug_lease.clone(), weight * 2, copy.deepcopy(weight)
+    loaded = pickle.loads(pickle.dumps(weight))
+    debug_lease.release()
+    assert {type(tensor) for tensor in (copies[0, 3]["gate_up"], doubled, copied, loaded)} == {torch.Tensor}
+    assert (copies[0, 3]["gate_up"] == 3).all()
+    assert (doubled == 6).all()
+    assert (copied == loaded).all()
+    assert repr(weight) == "<tensor of a released lease>"
+
+
+def test_debug_mode_finds_a_backward_through_a_released_lease(debug_lease: ps.Lease) -> None:
+    activations = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    held = torch.nn.functional.linear(activations, debug_lease[0, 3]["gate_up"])
+    held.sum().backward()
+    assert activations.grad is not None
+    assert (activations.grad == 24).all()
+    late = torch.nn.functional.linear(activations, debug_lease[0, 3]["gate_up"])
+    debug_lease.release()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.sum().backward()
+
+
+def test_without_debug_mode_leased_tensors_are_plain(namespace: ps.Namespace) -> None:
+    with namespace.acquire(KEYS) as lease:
+        assert type(lease[0, 3]["gate_up"]) is type(lease.image((0, 3))) is torch.Tensor
 
 
 def test_debug_mode_can_be_set_by_the_environment(
@@ -119,7 +171,8 @@ def test_debug_mode_can_be_set_by_the_environment(
     with ps.connect(daemon.path) as store:
         with store.open_namespace("moe").acquire(KEYS) as lease:
             weight = lease[0, 3]["gate_up"]
-        assert weight.numel() == 0
+        with pytest.raises(ps.LeaseError):
+            weight.numel()
 
 
 def test_dropped_lease_without_tensors_is_released(daemon: FakeDaemon, namespace: ps.Namespace) -> None:

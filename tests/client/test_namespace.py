@@ -35,10 +35,13 @@ def test_acquire_passes_on_what_the_daemon_says_of_its_deadline(daemon: FakeDaem
         namespace.acquire(KEYS, timeout_s=0.0)
 
 
-def test_acquire_above_the_cap_is_refused_without_a_message(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
-    with pytest.raises(ps.CapacityError, match=r"17 keys.*16 at most"):
+def test_acquire_above_the_cap_is_refused_by_the_daemon_who_knows_how_many_share_the_slots(
+    daemon: FakeDaemon, namespace: ps.Namespace
+) -> None:
+    with pytest.raises(ps.CapacityError, match=r"17 keys.*may lease 16 slots"):
         namespace.acquire([(0, 0)] * 17)
-    assert daemon.requests(m.Acquire) == []
+    assert len(daemon.requests(m.Acquire)) == 1
+    assert daemon.lease_count == 0
 
 
 def test_acquire_of_an_unknown_part_is_refused(namespace: ps.Namespace) -> None:

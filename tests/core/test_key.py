@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramstore.core.key import EXPERTS_MAX, LAYER_INDEX_MAX, LAYERS_MAX, KeySpace, check_name
+from paramstore.core.key import EXPERTS_MAX, KEYS_MAX, LAYER_INDEX_MAX, LAYERS_MAX, KeySpace, check_name
 from paramstore.errors import ConfigError, UnknownKey
 
 
@@ -42,8 +42,14 @@ def test_an_empty_or_absurd_number_of_experts_is_refused(experts: int) -> None:
 
 
 def test_the_limits_themselves_are_accepted() -> None:
-    assert len(KeySpace.of(LAYERS_MAX, EXPERTS_MAX)) == LAYERS_MAX * EXPERTS_MAX
+    assert len(KeySpace.of(LAYERS_MAX, KEYS_MAX // LAYERS_MAX)) == KEYS_MAX
+    assert len(KeySpace.of(KEYS_MAX // EXPERTS_MAX, EXPERTS_MAX)) == KEYS_MAX
     assert KeySpace.of([LAYER_INDEX_MAX], 1).layers == (LAYER_INDEX_MAX,)
+
+
+def test_more_keys_than_the_tables_are_made_for_are_refused_before_anything_is_made_of_them() -> None:
+    with pytest.raises(ConfigError, match=rf"{LAYERS_MAX * EXPERTS_MAX} keys, .* at most {KEYS_MAX}"):
+        KeySpace.of(LAYERS_MAX, EXPERTS_MAX)
 
 
 def test_iteration_goes_layer_by_layer_and_agrees_with_length_and_membership() -> None:

@@ -29,7 +29,7 @@ from paramstore.testing.volumes import Keep, drop_write, keep_all, keep_none, ke
 MIB = 1 << 20
 SCHEMA = Schema.adamw({"w": (8, 8), "v": (5,)}, param_dtype="float32")
 KEYS = [(0, expert) for expert in range(4)]
-VOLUME_BYTES = 12 * MIB
+VOLUME_BYTES = 14 * MIB
 HOST_BYTES = 16 * MIB
 LIMIT_S = 120
 

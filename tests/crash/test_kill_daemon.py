@@ -1,9 +1,15 @@
-"""The real daemon on real files is killed at every point of its commits; each time it comes back, the promise holds."""
+"""The real daemon on real files is killed: at every point of its commits, at named points of all its work, at random times,
+while a client trains; and so is the trainer. Each time what comes back is what was promised.
+
+PARAMSTORE_KILL_CYCLES and PARAMSTORE_KILL_SEED ask for more cycles, or others; `tell` shows what a run did.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,11 @@ import torch
 
 import paramstore_client as ps
 from paramstore.core.key import ExpertKey
+from paramstore.testing.kill_cycles import KillCycles
+from paramstore.testing.kill_points import NAMES
+from paramstore.testing.killable_trainer import KillableTrainers
+from paramstore.testing.trainer import adamw_rule, plain_rule
+from paramstore.testing.trainer_kills import TrainerKills
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +30,11 @@ SHAPE = (64, 64)
 EXPERTS = 3
 OPTIONS = ps.AdamW(lr=0.1)
 POINTS_MAX = 400
+CYCLES = int(os.environ.get("PARAMSTORE_KILL_CYCLES", "500"))
+"""0.07 s each on two idle cores."""
+SEED = int(os.environ.get("PARAMSTORE_KILL_SEED", "20"))
+ADAMW_CYCLES = TRAINER_CYCLES = 20
+BUG_CYCLES = 60
 
 State = dict[ExpertKey, dict[str, torch.Tensor]]
 
@@ -135,7 +151,7 @@ def lived_through(daemons: Any, directory: Path, promises: Promises, life: Life,
         with ps.connect(address) as store:
             life(store, promises)
     except ps.StoreUnavailable:
-        daemons.wait_killed()
+        daemons.wait_ended()
         return False
     daemons.kill()
     return True
@@ -192,3 +208,72 @@ def test_a_daemon_killed_while_it_makes_a_store_can_be_started_again(
             break
     assert reopened[-1] == 1
     assert reopened[0] is None
+
+
+Tell = Callable[..., None]
+
+
+def test_a_daemon_killed_at_any_time_while_a_client_trains_keeps_every_acknowledged_step(
+    plain_daemons: Any, tmp_path: Path, tell: Tell
+) -> None:
+    cycles, started_s = KillCycles(plain_daemons, tmp_path / "store", plain_rule, seed=SEED), time.monotonic()
+    try:
+        cycles.run(CYCLES)
+    finally:
+        tell(f"kills of daemons, seed {SEED}, {time.monotonic() - started_s:.0f} s", cycles.counts)
+    counts = cycles.counts
+    assert counts["killed before it served"]
+    assert counts["killed while it served"]
+    assert counts["reopened beyond the last acknowledged step"]
+    assert counts["reopened at the last acknowledged step, a later one started"]
+    assert counts["lives resumed and committed"] > CYCLES / 10
+    missed = [name for name in NAMES if not counts[f"killed at {name}"]]
+    assert 8 * len(NAMES) > CYCLES or not missed
+
+
+def test_a_daemon_that_runs_adamw_is_killed_and_resumes_bitwise(daemons: Any, tmp_path: Path, tell: Tell) -> None:
+    cycles = KillCycles(daemons, tmp_path / "store", adamw_rule, seed=SEED, names=("update.after", "publish", "published", "flush"))
+    try:
+        cycles.run(ADAMW_CYCLES)
+    finally:
+        tell(f"kills of daemons that run AdamW, seed {SEED}", cycles.counts)
+    assert cycles.counts["lives resumed and committed"]
+    assert cycles.counts["steps checked"]
+
+
+@pytest.mark.parametrize("bug", ["acknowledge_early", "lose_second_record"])
+def test_the_kills_find_a_planted_bug(bug: str, plain_daemons: Any, tmp_path: Path) -> None:
+    cycles = KillCycles(plain_daemons, tmp_path / "store", plain_rule, seed=SEED, bugs=[bug])
+    with pytest.raises(AssertionError, match=r"came back at step|elements differ|the store cannot be opened"):
+        cycles.run(BUG_CYCLES)
+    plain_daemons.kill()
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillableTrainers]:
+    with KillableTrainers(tmp_path_factory.mktemp("trainers") / "log") as trainers:
+        yield trainers
+
+
+def test_after_a_killed_trainer_the_next_begins_at_the_committed_step(
+    plain_daemons: Any, trainers: KillableTrainers, tmp_path: Path, tell: Tell
+) -> None:
+    with ps.connect(plain_daemons.start(tmp_path / "store")) as store:
+        kills = TrainerKills(trainers, store, seed=SEED)
+        try:
+            kills.run(TRAINER_CYCLES)
+        finally:
+            tell(f"kills of trainers, seed {SEED}", kills.counts)
+        assert kills.counts["trainers killed"] == TRAINER_CYCLES
+        assert kills.counts["train"] > TRAINER_CYCLES
+    plain_daemons.kill()
+
+
+def test_the_kills_of_trainers_find_updates_that_outlive_them(
+    plain_daemons: Any, trainers: KillableTrainers, tmp_path: Path
+) -> None:
+    with ps.connect(plain_daemons.start(tmp_path / "store", bugs=["keep_dead_updates"])) as store:
+        with pytest.raises(AssertionError, match=r"elements differ|came back at step"):
+            TrainerKills(trainers, store, seed=SEED).run(TRAINER_CYCLES)
+        trainers.kill()
+    plain_daemons.kill()

@@ -33,7 +33,7 @@ class Desk:
     """
 
     def __init__(self, **machine: Any) -> None:
-        self.machine = Machine(seed=1, volume_size_bytes=12 << 20, **machine)
+        self.machine = Machine(seed=1, volume_size_bytes=14 << 20, **machine)
         self.store: Store = self.machine.start()
         self.store.host.memory = HostMemory(SMALL_PAGES)  # what a client maps must be a memfd
         self.sessions: list[Session] = []
@@ -86,7 +86,7 @@ class Desk:
 
     def figures(self) -> dict[str, Any]:
         """Of the namespace `moe`."""
-        return namespace_stats(self.store.namespaces["moe"])
+        return namespace_stats(self.store.namespaces["moe"], 0.0)
 
     def param_states(self) -> list[str]:
         """Of the namespace `moe`, per key."""

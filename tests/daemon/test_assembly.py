@@ -201,6 +201,26 @@ def test_a_volume_formatted_just_before_a_crash_is_formatted_again(tmp_path: Pat
     opens(config(tmp_path))
 
 
+def test_a_volume_size_that_an_existing_volume_does_not_take_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    opens(config(tmp_path, volume_size_bytes=16 * MIB))
+    opens(config(tmp_path, volume_size_bytes=16 * MIB))
+    assert "keeps them" not in caplog.text
+    opens(config(tmp_path, volume_size_bytes=32 * MIB))
+    assert f"volume 0 has {16 * MIB} bytes already and keeps them: volume_size_bytes={32 * MIB}" in caplog.text
+
+
+def test_a_host_budget_above_the_machines_memory_is_in_the_log_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    opens(config(tmp_path, host_budget_bytes=memory_bytes))
+    assert "host_budget" not in caplog.text
+    opens(config(tmp_path, host_budget_bytes=memory_bytes + 1))
+    assert f"host_budget_bytes={memory_bytes + 1} " in caplog.text
+
+
 def test_a_truncated_volume_is_refused_with_both_sizes(tmp_path: Path) -> None:
     with_store(config(tmp_path), create)
     file = volume_path(tmp_path / "volume", 0)

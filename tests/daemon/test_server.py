@@ -27,6 +27,7 @@ from paramstore.storage.lock import StoreLock
 from paramstore.testing.daemon_process import DaemonProcess
 from paramstore.testing.raw_client import ConnectionEnded, RawClient
 from paramstore.wire import messages as m
+from paramstore.wire.messages import Failed
 
 AtDesk = Callable[..., None]
 NOBODY = 65534
@@ -192,11 +193,35 @@ def test_more_sessions_than_allowed_are_refused_and_the_others_served(
         for client in desk.clients:
             await client.hello()
         desk.clients.append(RawClient.connect(path))
-        assert await desk.clients[2].end() == []
+        (refusal,) = await desk.clients[2].end()
+        assert isinstance(refusal, Failed)
+        assert (refusal.id, refusal.error) == (0, "CapacityError")
         desk.clients[0].close()
         await desk.until(lambda: len(server._sessions) == 1)
         desk.clients.append(RawClient.connect(path))
         await desk.clients[3].hello()
+        server.close()
+
+    at_desk(scenario)
+
+
+def test_sessions_that_ended_but_for_their_leases_keep_nobody_out(
+    at_desk: AtDesk, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "SESSIONS_MAX", 2)
+
+    async def scenario(desk: Any) -> None:
+        server = with_server(desk, path)
+        desk.clients += [RawClient.connect(path) for _ in range(2)]
+        for client in desk.clients:
+            await client.hello()
+        handle = await desk.create(desk.clients[0])
+        assert (await desk.clients[0].request(m.Acquire, handle, [(0, 0)], "param", 5.0)).slots
+        desk.clients[0].close()  # this process lives on, and may read what it leased
+        await desk.until(lambda: sum(session.is_ended for session in server._sessions) == 1)
+        assert desk.figures()["leased_slots"] == 1
+        desk.clients.append(RawClient.connect(path))
+        await desk.clients[2].hello()
         server.close()
 
     at_desk(scenario)
@@ -280,6 +305,8 @@ def test_ready_is_all_that_stdout_says(tmp_path: Path) -> None:
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0
     assert daemon.stdout == f"ready {daemon.address}\n"
+    assert f"serving {daemon.address}" in daemon.stderr
+    assert daemon.stderr.splitlines()[-1].endswith("stopped")
 
 
 @pytest.mark.slow

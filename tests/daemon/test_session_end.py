@@ -133,7 +133,7 @@ def test_a_lease_lives_as_long_as_its_process_not_its_connection(
         if hangs_up_first:
             process.stdin.write(b"\n")
             process.stdin.flush()
-            await desk.until(lambda: session._is_ended)
+            await desk.until(lambda: session.is_ended)
             assert desk.figures()["leased_slots"] == 1  # its mapping may still be read
             assert desk.figures()["views"] == 2
             assert desk.gone == []
@@ -157,7 +157,7 @@ def test_a_writer_that_hung_up_but_lives_writes_no_more(at_desk: AtDesk, leasing
         await desk.until(lambda: desk.figures()["leased_slots"] == 1)
         process.stdin.write(b"\n")
         process.stdin.flush()
-        await desk.until(lambda: session._is_ended)
+        await desk.until(lambda: session.is_ended)
         assert desk.figures()["has_writer"] is False
         handle = (await keeper.request(m.OpenNamespace, "moe", "write"))["handle"]
         assert (await keeper.request(m.Commit, handle, 2))["step"] == 2
@@ -176,7 +176,7 @@ def test_waiting_requests_end_with_the_connection_even_if_the_process_lives(at_d
         (session,) = desk.sessions
         await desk.until(lambda: 700 in session._tasks)
         client.close()
-        await desk.until(lambda: session._is_ended)
+        await desk.until(lambda: session.is_ended)
         desk.machine.workers.resume()
         await desk.until(lambda: not session._tasks)
         assert desk.figures()["leased_slots"] == 1  # the granted one: this process, its owner, lives
@@ -195,10 +195,28 @@ def test_what_opens_after_the_end_is_closed_again(at_desk: AtDesk, monkeypatch: 
         session = desk.sessions[1]
         await desk.until(lambda: session._tasks)
         client.close()
-        await desk.until(lambda: session._is_ended)
+        await desk.until(lambda: session.is_ended)
         desk.machine.workers.resume()
         await desk.until(lambda: not session._tasks)
         assert desk.figures()["views"] == 0
         assert desk.figures()["has_writer"] is False
+
+    at_desk(scenario)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_sessions_of_one_namespace_that_end_together_all_end(count: int, at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        trainer = await desk.client()
+        await desk.create(trainer)
+        readers = [await desk.client() for _ in range(count)]
+        for reader in readers:
+            await reader.request(m.OpenNamespace, "moe", "read")
+            await desk.upload(reader, 4096)
+        for client in (trainer, *readers):
+            client.close()  # all sockets are dead before the daemon hears of the first
+        await desk.until(lambda: len(desk.gone) == 1 + count)
+        assert desk.store.namespaces["moe"].views == []
+        assert desk.store.host.upload_bytes == 0
 
     at_desk(scenario)

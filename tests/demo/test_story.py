@@ -35,6 +35,13 @@ def test_second_demo_in_the_same_directory_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("place", ["/proc/zz", "file/run", "file/run/deeper"])
+def test_a_place_where_no_directory_can_be_is_refused(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--dir .*: cannot be made or written: "), owned_directory(tmp_path / place):
+        pass
+
+
 def test_file_in_place_of_the_directory_is_refused(tmp_path):
     path = tmp_path / "file"
     path.write_text("")

@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,39 @@ the reader moves on to step 1
 NAMED_BY_USERS = {"volumes": "N", "queues": "LANE", "namespaces": "NAME"}
 """Mappings of the statistics whose keys are no words of ours, and what the document calls them."""
 
+
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(what the example printed, the statistics of its daemon afterwards)."""
-    folder = tmp_path_factory.mktemp("ex")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the example runs."""
+    return tmp_path_factory.mktemp("ex")
+
+
+def run_example(folder: Path) -> subprocess.CompletedProcess[str]:
+    """The example as a user runs it."""
     paths = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PARAMSTORE_")}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(EXAMPLE)], cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
+
+
+@pytest.fixture
+def run_again(folder: Path) -> Callable[[], str]:
+    """Runs the example once more; gives what it printed."""
+
+    def run() -> str:
+        done = run_example(folder)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def example(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(what the example printed, the statistics of its daemon afterwards)."""
+    done = run_example(folder)
     log = folder / "quickstart-data" / "daemon.log"
     try:
         assert done.returncode == 0, f"{done.stderr}\n{log.read_text() if log.exists() else 'no daemon log'}"
@@ -73,6 +96,14 @@ def test_the_readme_shows_what_the_example_prints(example: tuple[str, dict[str, 
     printed, _ = example
     assert printed == OUTPUT
     assert f"```\n{OUTPUT}```" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_example_can_be_run_again(example: tuple[str, dict[str, Any]], run_again: Callable[[], str]) -> None:
+    first, _ = example
+    last_line = first.splitlines()[1]
+    assert run_again().splitlines()[0] == last_line == "step 1: [0.494140625, 1.4921875]"
+    assert run_again().splitlines()[2] == "the reader moves on to step 3"
 
 
 @pytest.mark.slow

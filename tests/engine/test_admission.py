@@ -93,6 +93,19 @@ def test_a_name_that_is_taken_by_another_schema_or_other_keys_is_refused(other: 
     run(scenario())
 
 
+def test_a_namespace_whose_description_no_commit_note_can_hold_is_refused_before_anything_is_written() -> None:
+    async def scenario() -> None:
+        machine = Machine()
+        store = machine.start()
+        with pytest.raises(CapacityError, match="bytes of a commit note, which has room for"):
+            await store.admission.create("moe", SCHEMA.describe(), layers=range(0, 8192, 2), experts=1, host_bytes=None)
+        assert store.admission.list_namespaces() == []
+        assert machine.catalog.load().namespaces == {}
+        assert (store.host.used_bytes, machine.disks[0].size_bytes) == (0, 14 * MIB)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -130,7 +143,7 @@ def test_a_creation_that_host_memory_refuses_leaves_the_volumes_as_they_were() -
 
 def test_a_creation_that_the_volumes_refuse_gives_its_memory_and_its_claim_back() -> None:
     async def scenario() -> None:
-        machine = Machine(host_budget_bytes=4 * ONE, volume_size_bytes=12 * MIB)
+        machine = Machine(host_budget_bytes=4 * ONE, volume_size_bytes=14 * MIB)
         store = machine.start()
         wide = Schema.adamw({"w": (64, 1024)})
         with pytest.raises(CapacityError, match="bytes are missing; raise volume_size or add a volume"):
@@ -145,7 +158,7 @@ def test_a_creation_that_the_volumes_refuse_gives_its_memory_and_its_claim_back(
 
 def test_a_creation_that_the_catalog_refuses_gives_its_memory_back() -> None:
     async def scenario() -> None:
-        machine = Machine(volume_size_bytes=12 * MIB)
+        machine = Machine(volume_size_bytes=14 * MIB)
         machine.catalog = faulty = FaultyCatalog(machine.durable, fail_at=2, outcome="lost")
         store = machine.start()
         assert faulty.applies == 1

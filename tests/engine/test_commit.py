@@ -12,9 +12,9 @@ import pytest
 from paramstore.config import RETAINED_STEPS
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
-from paramstore.errors import CatalogError, ParamStoreError, StepDropped, StepFailed, VolumeError
+from paramstore.errors import CapacityError, CatalogError, ParamStoreError, StepDropped, StepFailed, VolumeError
 from paramstore.storage.catalog import Catalog, Change, Contents
-from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.format import NotedStep, Superblock, combine_roots, extents_start_bytes, pack_description
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.notes import read_note, read_superblock
 from paramstore.storage.volume import Volume
@@ -352,7 +352,7 @@ def test_a_new_namespace_whose_transaction_is_unknown_is_there_or_not_and_the_ca
     outcome: Literal["lost", "durable"],
 ) -> None:
     async def scenario() -> None:
-        machine = Machine(seed=5, volume_size_bytes=12 << 20)
+        machine = Machine(seed=5, volume_size_bytes=14 << 20)
         machine.catalog = faulty = FaultyCatalog(machine.durable, fail_at=0, outcome=outcome)
         store = machine.start()
         other = await create(store, "other", host_bytes=8 << 20)
@@ -425,11 +425,11 @@ def test_a_rollback_waits_for_the_commit_under_way() -> None:
     async def scenario(site: Site) -> None:
         commit = asyncio.ensure_future(site.store.commit(site.view, 1, b""))
         await turns(1)
-        with pytest.raises(StepDropped, match="goes back to the committed step only, 1"):
-            await site.store.rollback(site.view, 0)
-        await commit
         await site.store.rollback(site.view, 1)
+        assert commit.done()
         assert await versions(site.store, site.view) == [1, 1, 1, 1]
+        with pytest.raises(StepDropped, match="step 7 of namespace 'moe' is not retained; there are 0, 1"):
+            await site.store.rollback(site.view, 7)
 
     on_site(scenario)
 
@@ -488,3 +488,34 @@ def test_initial_values_are_committed_like_any_others() -> None:
         assert await versions(store, view) == [0, 0, 0, 0]
 
     run(scenario())
+
+
+def test_a_note_that_does_not_fit_fails_the_commit_alone_and_its_slot_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(site: Site) -> None:
+        await train(site.store, site.view)
+        free = site.store._committer._note_slots.free_count
+        with monkeypatch.context() as context:
+            context.setattr("paramstore.storage.format.NOTE_SLOT_BYTES", 4096)
+            with pytest.raises(CapacityError, match="use less extra"):
+                await site.store.commit(site.view, 1, bytes(8192))
+        assert site.store._committer._note_slots.free_count == free
+        await site.store.commit(site.view, 1, bytes(64 << 10))
+        assert site.store.extra(site.view, 1) == bytes(64 << 10)
+
+    on_site(scenario)
+
+
+def test_a_note_says_all_that_the_catalog_says_of_its_step() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.commit(site.view, 1, b"")
+        await train(site.store, site.view, keys_of(site.view)[:2])
+        await site.store.commit(site.view, 4, b"more")
+        contents = site.machine.catalog.load().namespaces["moe"]
+        row = contents.steps[4]
+        note = read_note(site.machine.disks[0], read_superblock(site.machine.disks[0]), row.note_slot)
+        assert (note.step, note.parent, note.record_count, note.extra, note.applies) == (4, 1, 2, b"more", row.applies)
+        assert note.state_root == combine_roots((key, rows[-1].located.root) for key, rows in contents.rows.items())
+        assert note.steps == (NotedStep(1, contents.steps[1].sequence, contents.steps[1].note_slot, False),)
+        assert note.description == pack_description(site.view.namespace.schema, site.view.namespace.keys)
+
+    on_site(scenario)

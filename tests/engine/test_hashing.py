@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -32,19 +33,27 @@ def test_a_failed_hash_gives_its_turn_back() -> None:
 def test_no_more_hash_at_once_than_there_are_turns(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     lock, inside, seen = threading.Lock(), [0], []
     all_inside = threading.Barrier(at_once)  # broken, and the test fails, if fewer than `at_once` ever get in together
+    all_started = threading.Barrier(4 * at_once)  # whoever is let in waits until the others had their chance
 
     def counting(image: memoryview, chunks: object, base_bytes: int = 0) -> list[int]:
         with lock:
             inside[0] += 1
             seen.append(inside[0])
         all_inside.wait(WAIT_S)
+        for _ in range(200):  # a turn that nobody guards is taken by another thread here
+            os.sched_yield()
         with lock:
             inside[0] -= 1
         return []
 
     monkeypatch.setattr(hashing, "chunk_checksums", counting)
     turns = Hashing(at_once)
-    threads = [threading.Thread(target=turns.checksums, args=(memoryview(b""), ())) for _ in range(4 * at_once)]
+
+    def work() -> None:
+        all_started.wait(WAIT_S)
+        turns.checksums(memoryview(b""), ())
+
+    threads = [threading.Thread(target=work) for _ in range(4 * at_once)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -412,7 +412,9 @@ def test_upload_areas_have_a_limit_of_their_own_that_names_the_size_needed() -> 
         host.open_upload("bob", 2 * MIB, limit_bytes=limit)
         assert host.upload_bytes == limit
         assert host.used_bytes == 0, "not of the host budget"
-        host.unmapped("alice")
+        host.unmapped("alice")  # it is gone, but something may still be read there
+        assert host.upload_bytes == limit
+        host.drop_uploads("alice")
         assert host.upload_bytes == 2 * MIB
 
     run(scenario)

@@ -183,6 +183,18 @@ def test_more_keys_than_the_cap_are_a_capacity_error_and_nothing_changes() -> No
     assert small.picture() == before
 
 
+def test_the_refusal_says_how_many_share_the_slots_and_when_more_memory_would_help() -> None:
+    small = desk(param_slots=6)  # of four keys: two versions of each would take 8
+    view = small.reader()
+    reason = r"\(lease_slots\): 1 session has .* share its 6 slots .*: ask in parts, or raise host_budget"
+    with pytest.raises(CapacityError, match=reason):
+        small.lease(view, A, B, C, D, A, B)
+    other = small.reader()
+    small.param_arena.planned_slots = 8
+    with pytest.raises(CapacityError, match=r"may lease 3 .* 2 sessions have .*: ask in parts, or close what need not be open$"):
+        small.lease(other, A, B, C, D)
+
+
 def test_what_only_the_callers_own_leases_block_is_a_lease_error_and_nothing_changes() -> None:
     small = desk(param_slots=4)
     view = small.reader()

@@ -210,7 +210,7 @@ def test_who_waits_for_a_slot_too_long_is_told_and_leaves_the_queue() -> None:
     async def scenario(site: Site) -> None:
         site.take_slots(1)
         await site.loader.hold(site.namespace, A)
-        with pytest.raises(WaitTimeout, match=r"a slot for \(0, 1\) of 'moe': nothing of namespace 'moe' has moved for 0.01 s"):
+        with pytest.raises(WaitTimeout, match=r"a slot for \(0, 1\) of 'moe': nothing in the store has moved for 0.01 s"):
             await site.loader.hold(site.namespace, B)
         assert site.namespace.working_arena is not None
         assert not site.namespace.working_arena.waiting
@@ -267,7 +267,7 @@ def test_a_change_wakes_who_waits_for_it_and_a_wait_for_none_is_bounded() -> Non
         assert not waiting.done()
         site.unhold(A)
         await waiting
-        with pytest.raises(WaitTimeout, match=r"\(0, 0\) of 'moe', clean: nothing of namespace 'moe' has moved for 0.02 s"):
+        with pytest.raises(WaitTimeout, match=r"\(0, 0\) of 'moe', clean: nothing in the store has moved for 0.02 s"):
             await site.loader.changed(site.namespace, working)
 
     on_site(scenario, wait_timeout_s=0.02)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from paramstore.core.residency import Copy
 from paramstore.core.schema import Schema
-from paramstore.engine.report import namespace_stats, residency
+from paramstore.engine.namespace import CommitProgress
+from paramstore.engine.report import commit_progress, namespace_stats, residency
 from paramstore.testing.machine import Machine
 from paramstore.testing.small_planner import SmallPlanner
 from paramstore.testing.small_store import SCHEMA, create, keys_of, lease, run, train
@@ -19,7 +20,7 @@ def test_counters_say_what_happened_and_what_is_now() -> None:
         await store.evict(view, None, None)
         held = await lease(store, view, [A, B])
         await train(store, view, [A])
-        stats = namespace_stats(view.namespace)
+        stats = namespace_stats(view.namespace, 0.0)
         assert {name: stats[name] for name in ("committed_step", "steps", "commits", "applies", "broken", "views", "keys")} == {
             "committed_step": 0, "steps": [0], "commits": 1, "applies": 1, "broken": None, "views": 1, "keys": 4,
         }  # fmt: skip
@@ -35,7 +36,43 @@ def test_counters_say_what_happened_and_what_is_now() -> None:
         assert param["slots"] - param["free"] == 3
         assert (optim["resident"], optim["dirty"], optim["slot_bytes"]) == (1, 1, SCHEMA.record_bytes)
         store.release(view, held.lease_id)
-        assert namespace_stats(view.namespace)["leased_slots"] == 0
+        assert namespace_stats(view.namespace, 0.0)["leased_slots"] == 0
+
+    run(scenario())
+
+
+def test_a_commit_under_way_tells_how_far_it_is_and_how_long_the_rest_takes() -> None:
+    small = SmallPlanner(working_slots=4)
+    namespace = small.namespace
+    small.update(A, B, C)
+    assert commit_progress(namespace, 0.0) is None
+    cut = small.planner.cut(namespace)
+    cut.progress = CommitProgress(7, 100.0, 5000)
+    namespace.stats.bytes_written = 5000
+    expected = {"step": 7, "records": 3, "records_left": 3, "bytes_left": 3 * SCHEMA.record_bytes, "seconds": 2.0, "eta_s": None}
+    assert commit_progress(namespace, 102.0) == expected
+    cut.unwritten.remove(A)
+    namespace.stats.bytes_written += SCHEMA.record_bytes
+    expected = {"step": 7, "records": 3, "records_left": 2, "bytes_left": 2 * SCHEMA.record_bytes, "seconds": 4.0, "eta_s": 8.0}
+    assert commit_progress(namespace, 104.0) == expected
+
+
+def test_what_commits_published_and_what_was_written_for_it_are_counted() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        view = await create(store)
+        for step in (1, 2):
+            await train(store, view, [A, B])
+            await store.write_back(view, None)
+            await store.commit(view, step, b"")
+        stats = namespace_stats(view.namespace, 0.0)
+        assert stats["bytes_committed"] == stats["bytes_written"] == (4 + 2 + 2) * SCHEMA.record_bytes
+        await train(store, view, [A])
+        await store.write_back(view, None)
+        await train(store, view, [A])
+        await store.commit(view, 3, b"")
+        stats = namespace_stats(view.namespace, 0.0)
+        assert (stats["bytes_committed"], stats["bytes_written"]) == (9 * SCHEMA.record_bytes, 10 * SCHEMA.record_bytes)
 
     run(scenario())
 
@@ -43,7 +80,7 @@ def test_counters_say_what_happened_and_what_is_now() -> None:
 def test_a_namespace_without_memory_has_figures_too() -> None:
     small = SmallPlanner()
     small.namespace.param_arena = small.namespace.working_arena = None
-    stats = namespace_stats(small.namespace)
+    stats = namespace_stats(small.namespace, 0.0)
     assert isinstance(stats["param"], dict)
     assert (stats["param"]["slots"], stats["param"]["free"]) == (0, 0)
     assert set(residency(small.namespace)["param"]) == {"absent"}  # type: ignore[call-overload]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paramstore.engine.requests import Urgency
-from paramstore.engine.runner import Runner, call, volume_lane, wake
+from paramstore.engine.runner import BACKGROUND_LANE, Runner, call, volume_lane, wake
 from paramstore.engine.scheduler import Transfer
 from paramstore.errors import TicketCancelled, VolumeError
 from paramstore.testing.workers import InlineWorkers
@@ -204,3 +204,19 @@ def test_waking_is_for_futures_that_wait_and_harmless_for_all_else() -> None:
 def test_a_compute_piece_is_the_job_itself_and_volumes_have_lanes_of_their_own() -> None:
     assert call(lambda: "job") == "job"
     assert volume_lane(1) == volume_lane(1) != volume_lane(2)
+
+
+def test_finished_bursts_are_counted_for_those_who_wait_but_not_those_of_the_background() -> None:
+    async def scenario() -> None:
+        bench = Bench(disk=1, background=1)
+        for _ in range(3):
+            bench.submit("read")
+        bench.submit("broken", run=fail)
+        for _ in range(5):
+            bench.submit("page", lane=BACKGROUND_LANE)
+        await bench.finish()
+        assert bench.runner.finished == 4
+        await bench.runner.behind(BACKGROUND_LANE)
+        assert bench.runner.finished == 4
+
+    run(scenario)

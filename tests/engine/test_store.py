@@ -376,7 +376,7 @@ def test_a_budget_too_small_for_a_record_is_refused_with_the_size_needed() -> No
 
 def test_a_volume_too_small_is_refused_at_create_with_the_bytes_missing() -> None:
     async def scenario() -> None:
-        store = Machine(seed=14, volume_bytes=10 << 20, volume_size_bytes=10 << 20).start()
+        store = Machine(seed=14, volume_bytes=12 << 20, volume_size_bytes=12 << 20).start()
         with pytest.raises(CapacityError, match="bytes are missing"):
             await store.admission.create("big", SCHEMA.describe(), layers=range(64), experts=64, host_bytes=None)
         assert store.admission.list_namespaces() == []

@@ -33,8 +33,8 @@ START = extents_start_bytes(SUPERBLOCK)
 OPAQUE = Schema.param({"w": ((512, 1024), "uint8")})
 
 
-def namespace_of(schema: Schema, experts: int) -> NamespaceState:
-    row = NamespaceRow("other", schema.describe(), (0,), experts, epoch=1, sequence=0)
+def namespace_of(schema: Schema, experts: int, name: str = "other") -> NamespaceState:
+    row = NamespaceRow(name, schema.describe(), (0,), experts, epoch=1, sequence=0)
     return make_namespace(Ledger(NamespaceContents(row)))
 
 
@@ -68,7 +68,9 @@ class Shelf:
         self.pumps += 1
 
     async def make_room(self, experts: int, *others: NamespaceState) -> None:
-        await self.set.make_room("moe", SCHEMA, experts, beside=others)
+        for other in others:
+            self.set.entitle(other)
+        await self.set.make_room(namespace_of(SCHEMA, experts, name="moe"), beside=others)
 
     @property
     def usable_bytes(self) -> int:

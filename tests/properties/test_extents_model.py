@@ -115,10 +115,10 @@ class SpaceMachine(RuleBasedStateMachine):
     @rule(extent=consumes(held))
     def release(self, extent: Extent) -> None:
         self.space.release(extent)
-        del self.owners[extent]
         if extent in self.pins:
             self.released.add(extent)
         else:
+            del self.owners[extent]
             self._free(extent, extent)
 
     @rule(extent=consumes(held))
@@ -141,6 +141,7 @@ class SpaceMachine(RuleBasedStateMachine):
             del self.pins[extent]
             if extent in self.released:
                 self.released.remove(extent)
+                del self.owners[extent]
                 self._free(extent, extent)
 
     @rule(target=filling, volume=st.integers(0, 2), limit=LENGTHS)

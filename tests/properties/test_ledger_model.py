@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paramstore.config import RETAINED_STEPS
 from paramstore.core.place import Extent, Identity, Located
+from paramstore.errors import StepDropped, StepFailed
 from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, StepRow
 from paramstore.storage.ledger import Ledger, Publication
 from paramstore.testing.catalogs import MemoryCatalog
@@ -21,6 +21,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.retained_steps = 2
+        self.snapshots: set[int] = set()
         row = NamespaceRow("moe", {}, (0, 3), 3, epoch=1, sequence=0)
         self.ledger = Ledger(NamespaceContents(row))
         self.catalog = MemoryCatalog()
@@ -33,6 +35,16 @@ class LedgerMachine(RuleBasedStateMachine):
         """The sequence of the cut that each record came with."""
         self.undone: set[Located] = set()
         """Records that a rollback took back."""
+
+    @initialize(retained_steps=st.integers(2, 4))
+    def retain(self, retained_steps: int) -> None:
+        self.retained_steps = retained_steps
+        self.open_again()
+
+    def _drop_unseen(self, held: set[int]) -> None:
+        """What the model keeps: the newest steps, snapshots, and those held."""
+        kept = {*sorted(self.maps)[-self.retained_steps :], *self.snapshots, *held}
+        self.maps = {step: content for step, content in self.maps.items() if step in kept}
 
     def _publish(self, publication: Publication) -> None:
         assert len(set(publication.freed)) == len(publication.freed)
@@ -55,25 +67,52 @@ class LedgerMachine(RuleBasedStateMachine):
         newest = self.maps[max(self.maps)] if self.maps else {}
         self.maps[step] = {**newest, **records}
         self._publish(self.ledger.plan_publish(row, records, held))
-        retained = sorted(self.maps)[-RETAINED_STEPS:]
-        self.maps = {kept: content for kept, content in self.maps.items() if kept in retained or kept in held}
+        self._drop_unseen(held)
 
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from([None, *self.maps]))
+        if any(step is None or snapshot > step for snapshot in self.snapshots):
+            with pytest.raises(StepFailed, match="is a snapshot"):
+                self.ledger.plan_rollback(step)
+            return
         epoch, newest = self.ledger.namespace.epoch, max(self.maps, default=0)
         self.undone |= set(self.maps.get(newest, {}).values()) - set(self.maps.get(step, {}).values())
         self._publish(self.ledger.plan_rollback(step))
         self.maps = {kept: content for kept, content in self.maps.items() if step is not None and kept <= step}
         assert self.ledger.namespace.epoch == epoch + 1
 
+    @precondition(lambda self: self.maps)
+    @rule(data=st.data())
+    def snapshot(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.maps)))
+        self._publish(self.ledger.plan_snapshot(step))
+        self.snapshots.add(step)
+
+    @precondition(lambda self: self.snapshots)
+    @rule(data=st.data(), held=st.sets(st.integers(0, 40), max_size=6))
+    def drop_snapshot(self, data: st.DataObject, held: set[int]) -> None:
+        step = data.draw(st.sampled_from(sorted(self.snapshots)))
+        self._publish(self.ledger.plan_drop_snapshot(step, held))
+        self.snapshots.remove(step)
+        self._drop_unseen(held)
+
+    @precondition(lambda self: self.maps)
+    @rule(data=st.data())
+    def drop_what_is_no_snapshot(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.maps)))
+        if step not in self.snapshots:
+            with pytest.raises(StepDropped, match="is no snapshot"):
+                self.ledger.plan_drop_snapshot(step, ())
+
     @rule()
     def open_again(self) -> None:
-        self.ledger = Ledger(self.catalog.load().namespaces["moe"])
+        self.ledger = Ledger(self.catalog.load().namespaces["moe"], retained_steps=self.retained_steps)
 
     @invariant()
     def every_visible_step_is_whole(self) -> None:
         assert self.ledger.steps() == sorted(self.maps)
+        assert self.ledger.snapshots() == sorted(self.snapshots)
         for step, content in self.maps.items():
             assert {key: self.ledger.at(key, step) for key in KEYS} == {key: content.get(key) for key in KEYS}
 

@@ -22,8 +22,17 @@ from paramstore.core.schema import Schema
 from paramstore.engine.namespace import View
 from paramstore.engine.requests import LeaseRequest
 from paramstore.engine.store import Store
-from paramstore.errors import CapacityError, LeaseError, ParamStoreError, StepDropped, TicketCancelled, WriterFenced
+from paramstore.errors import (
+    CapacityError,
+    LeaseError,
+    ParamStoreError,
+    StepDropped,
+    StepFailed,
+    TicketCancelled,
+    WriterFenced,
+)
 from paramstore.optim.tensors import field_tensor
+from paramstore.storage.format import extents_start_bytes
 from paramstore.testing.machine import Machine, PlainSegment
 
 SCHEMAS = {dtype: Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype=dtype) for dtype in ("float32", "bfloat16")}
@@ -35,7 +44,7 @@ Tensors = dict[str, torch.Tensor]
 
 WEIGHTS = {
     "apply": 6, "commit": 5, "lease": 10, "reader": 1, "read_lease": 5, "refresh": 2, "prefetch": 4, "evict": 2, "write": 2,
-    "read": 2, "settle": 3, "rollback": 1, "reopen": 1, "close": 1,
+    "read": 2, "settle": 3, "rollback": 1, "reopen": 1, "close": 1, "snapshot": 1, "drop_snapshot": 1, "read_step": 1,
 }  # fmt: skip
 """How often each call is chosen."""
 
@@ -80,11 +89,13 @@ class Trial:
         self.machine = Machine(
             seed=seed, host_budget_bytes=budget, volume_count=self.random.choice((1, 2)),
             policy=self.random.choice(("lru", "decayed_lfu")), prefill=self.random.random() < 0.3,
+            retained_steps=self.random.choice((2, 2, 3)), held_steps=self.random.choice((0, 1, 2)),
         )  # fmt: skip
         self.working: State = {}
         self.history: list[State] = []
         """What every apply made, in call order."""
         self.steps: dict[int, State] = {}
+        self.snapshots: set[int] = set()
         self.acknowledged: int | None = None
         self.started: int | None = None
         self.next_step = 0
@@ -245,13 +256,36 @@ class Trial:
             await self.settle()
         elif choice == "rollback":
             await self.settle()
-            await self.store.rollback(self.writer, self.acknowledged)  # type: ignore[arg-type]
-            self.working = self.steps[self.acknowledged]  # type: ignore[index]
+            await self.rollback(self.random.choice(self.store.steps(self.writer)))
+        elif choice == "snapshot":
+            await self.settle()
+            step = self.random.choice(self.store.steps(self.writer))
+            await self.store.snapshot(self.writer, step)
+            self.snapshots.add(step)
+        elif choice == "drop_snapshot" and self.snapshots:
+            step = self.random.choice(sorted(self.snapshots))
+            self.snapshots.remove(step)
+            await self.store.drop_snapshot(self.writer, step)
+        elif choice == "read_step" and len(self.readers) < 3:
+            step = self.random.choice(self.store.steps(self.writer))
+            try:
+                self.readers.append(await self.store.admission.open("moe", mode="read", at=step, host_bytes=None))
+            except StepDropped:
+                assert step != self.acknowledged  # a commit under way drops it
         elif choice == "reopen":
             await self.settle()
             old, self.writer = self.writer, await self.store.admission.open("moe", mode="write", at=None, host_bytes=None)
             self.store.close_view(old)
             self.working = self.steps[self.acknowledged]  # type: ignore[index]
+
+    async def rollback(self, step: int) -> None:
+        """All is settled. Refused before a snapshot; readers of later steps have lost them."""
+        if any(snapshot > step for snapshot in self.snapshots):
+            with pytest.raises(StepFailed, match="is a snapshot"):
+                await self.store.rollback(self.writer, step)
+            return
+        await self.store.rollback(self.writer, step)
+        self.working, self.acknowledged, self.started = self.steps[step], step, step
 
     async def read(self, key: ExpertKey, expected: State) -> None:
         target = PlainSegment(self.schema.record_bytes)
@@ -280,7 +314,20 @@ class Trial:
         assert self.store.extra(self.writer, step) == str(step).encode()
         for key in KEYS:
             await self.read(key, self.working)
+        assert self.snapshots == set(self.store.snapshots(self.writer))
+        assert self.snapshots <= set(self.store.steps(self.writer))
+        for older in self.store.steps(self.writer)[:-1]:
+            await self.check_step(older)
         self.shrink_arenas()
+
+    async def check_step(self, step: int) -> None:
+        """A step that can be opened is whole, and of its own bytes."""
+        view = await self.store.admission.open("moe", mode="read", at=step, host_bytes=None)
+        writer, self.writer = self.writer, view
+        for key in KEYS:
+            await self.read(key, self.steps[step])
+        self.writer = writer
+        self.store.close_view(view)
 
     async def check_nothing_leaked(self) -> None:
         """Every slot and extent is accounted for once nobody uses anything."""
@@ -301,7 +348,7 @@ class Trial:
             used |= {working.uncommitted.extent} if working.uncommitted is not None else set()
             used |= {working.reserved} if working.reserved is not None else set()
         stats = (await self.store.stats())["tiers"]["nvme"]  # type: ignore[index]
-        start = sum(9 << 20 for _ in self.machine.disks)
+        start = sum(extents_start_bytes(self.store._committer._superblocks[index]) for index in self.machine.disks)
         used_bytes, space = len(used) * self.schema.record_bytes, self.store._planner.space
         filling_bytes = sum(volume.prefilling_bytes for volume in space.stats())
         assert stats["size_bytes"] - stats["free_bytes"] - start - filling_bytes == used_bytes

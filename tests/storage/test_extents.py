@@ -348,7 +348,7 @@ def test_a_quarantined_extent_counts_for_nobody() -> None:
 
 
 def test_space_that_is_being_filled_counts_as_free_for_entitlements() -> None:
-    made = space(3)
+    made = space(2)
     made.entitle("a", PAGE)
     assert made.next_unwritten(0, PAGE) is not None
     assert made.reserve(PAGE, owner="b") is not None

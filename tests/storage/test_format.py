@@ -1,21 +1,27 @@
 import random
 import struct
+from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 
+from paramstore.core.key import KeySpace
 from paramstore.core.place import Identity
 from paramstore.core.schema import CHUNK_BYTES, Part, Schema
-from paramstore.errors import CorruptRecord, VolumeError
+from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.storage.format import (
+    DESCRIPTION_BYTES_MAX,
     EXTENTS_ALIGNMENT_BYTES,
     NOTE_COPIES,
     NOTE_SLOT_BYTES,
+    NOTE_SLOTS,
     NOTES_START_BYTES,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_COPIES,
     CommitNote,
     Header,
+    NotedStep,
     Superblock,
     check_checksums,
     check_header,
@@ -24,6 +30,7 @@ from paramstore.storage.format import (
     extents_start_bytes,
     header_root,
     note_offsets,
+    pack_description,
     pack_header,
     pack_note,
     pack_superblock,
@@ -259,20 +266,51 @@ def test_note_comes_back_whole_from_its_slot(note: CommitNote) -> None:
     assert unpack_note(memoryview(data.ljust(NOTE_SLOT_BYTES, b"\xff"))) == note
 
 
+def test_a_note_with_everything_in_it_comes_back_whole() -> None:
+    note = note_of(
+        state_root=(1 << 64) - 1, applies=7, steps=(NotedStep(90, 11, 3, False), NotedStep(-5, 2, 63, True)),
+        description=pack_description(Schema.param({"w": ((3,), "uint8")}), KeySpace.of(2, 4)), extra=bytes(range(256)) * 256,
+    )  # fmt: skip
+    assert unpack_note(pack_note(note)) == note
+    assert len(note.extra) == 64 << 10
+
+
 def test_note_with_as_many_bounds_as_fit_fills_its_slot_and_one_more_is_refused() -> None:
-    bounds = tuple((epoch, epoch + 1) for epoch in range(4088))
-    most = next(count for count in range(4088, 0, -1) if _packs(note_of(epoch_bounds=bounds[:count])))
+    bounds = tuple((epoch, epoch + 1) for epoch in range(NOTE_SLOT_BYTES // 16))
+    most = next(count for count in range(len(bounds), 0, -1) if _packs(note_of(epoch_bounds=bounds[:count])))
     note = note_of(epoch_bounds=bounds[:most])
     assert len(pack_note(note)) == NOTE_SLOT_BYTES
     assert unpack_note(pack_note(note)) == note
-    with pytest.raises(VolumeError, match=f"'moe', step 100: {most + 1} epoch bounds, a note has room for {most}"):
+    with pytest.raises(CapacityError, match=f"'moe', step 100: .* a slot has {NOTE_SLOT_BYTES}: {most + 1} epoch bounds"):
         pack_note(note_of(epoch_bounds=bounds[: most + 1]))
+
+
+def test_the_longest_extra_and_description_leave_room_for_every_step_and_for_417_bounds() -> None:
+    note = note_of(
+        extra=bytes(64 << 10), description=bytes(DESCRIPTION_BYTES_MAX), steps=(NotedStep(1, 1, 1, False),) * NOTE_SLOTS,
+        epoch_bounds=((1, 1),) * 417,
+    )  # fmt: skip
+    assert len(pack_note(note)) == NOTE_SLOT_BYTES
+    assert not _packs(replace(note, epoch_bounds=((1, 1),) * 418))
+
+
+def test_a_description_has_its_layers_as_runs() -> None:
+    schema = Schema.adamw({"w": (3, 5)})
+    described = msgspec.msgpack.decode(pack_description(schema, KeySpace.of((0, 1, 2, 5, 9, 10), 8)))
+    assert described == {"schema": schema.describe(), "layers": [[0, 3], [5, 1], [9, 2]], "experts": 8}
+
+
+def test_the_largest_schema_of_ascii_names_is_described_and_a_scattered_namespace_is_not() -> None:
+    fields = {f"{number:02d}".ljust(64, "n"): ((60_000,) * 8, "float8_e4m3fn") for number in range(64)}
+    assert len(pack_description(Schema.param(fields), KeySpace.of(4096, 32))) <= DESCRIPTION_BYTES_MAX
+    with pytest.raises(CapacityError, match="bytes of a commit note, which has room for"):
+        pack_description(Schema.param(fields), KeySpace.of(range(0, 8192, 2), 1))
 
 
 def _packs(note: CommitNote) -> bool:
     try:
         pack_note(note)
-    except VolumeError:
+    except CapacityError:
         return False
     return True
 
@@ -309,11 +347,15 @@ def test_values_lie_where_the_document_says() -> None:
     assert header[:8] + header[24:43] == b"PSRECORD" + STORE + b"moe"
     assert struct.unpack_from("<IIQQQQQQQ", header, 104) == (3, 17, 2, 41, 9, 40, 44, PART.image_bytes, 9)
     assert struct.unpack_from("<9Q", header, 512) == header_of().checksums
-    note = pack_note(note_of())
+    steps = (NotedStep(90, 11, 7, True),)
+    note = pack_note(note_of(state_root=5, applies=6, steps=steps, description=b"what", extra=b"more"))
     assert note[:8] + note[24:27] == b"PSCOMMIT" + b"moe"
-    assert struct.unpack_from("<QQqqBQQI6Q", note, 88) == (3, 12, 100, 90, 1, 4096, 0xDEADBEEF, 3, 0, 5, 1, 7, 2, 11)
-    assert struct.unpack_from("<8sII", note) == (b"PSCOMMIT", 1, 141 + 3 * 16)
+    assert struct.unpack_from("<QQqqBQQI", note, 88) == (3, 12, 100, 90, 1, 4096, 0xDEADBEEF, 3)
+    assert struct.unpack_from("<QQIII", note, 141) == (5, 6, 1, 4, 4)
+    assert struct.unpack_from("<6Q", note, 169) == (0, 5, 1, 7, 2, 11)
+    assert struct.unpack_from("<qQIB8s", note, 169 + 48) == (90, 11, 7, 1, b"whatmore")
+    assert struct.unpack_from("<8sII", note) == (b"PSCOMMIT", 1, 169 + 3 * 16 + 21 + 8)
     superblock = pack_superblock(Superblock(STORE, bytes(16), index=3, note_slots=5))
     assert superblock[:8] + superblock[24:40] == b"PSVOLUME" + STORE
     assert struct.unpack_from("<II", superblock, 56) == (3, 5)
-    assert extents_start_bytes(Superblock(STORE, STORE, 0)) == 9 << 20
+    assert extents_start_bytes(Superblock(STORE, STORE, 0)) == 11 << 20

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 
 from paramstore.core.place import Extent, Identity, Located
-from paramstore.errors import StepDropped
+from paramstore.errors import StepDropped, StepFailed
 from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.ledger import Ledger, Publication
 
@@ -245,3 +246,70 @@ def test_committing_goes_on_after_a_rollback() -> None:
     ledger.settle(ledger.plan_publish(step_row(2, sequence=3), {A: located(9)}, ()))
     assert ledger.at(A, 2) == located(9)
     assert ledger.steps() == [1, 2]
+
+
+# --- retention set otherwise, snapshots
+
+
+def test_as_many_steps_stay_as_the_ledger_is_told_to_retain() -> None:
+    ledger = Ledger(NamespaceContents(NamespaceRow("moe", {}, (0, 2), 2, epoch=1, sequence=0)), retained_steps=3)
+    for step in range(1, 6):
+        commit(ledger, step, a=step)
+    assert ledger.steps() == [3, 4, 5]
+
+
+def test_a_snapshot_keeps_exactly_what_its_step_sees() -> None:
+    ledger = new_ledger()
+    commit(ledger, 1, a=1, b=2)
+    ledger.settle(ledger.plan_snapshot(1))
+    commit(ledger, 2, a=3)
+    assert freed(commit(ledger, 3, a=4)) == set()
+    assert freed(commit(ledger, 4, a=5)) == {3}
+    assert ledger.steps() == [1, 3, 4]
+    assert ledger.at(A, 1) == located(1)
+
+
+def test_a_snapshot_that_is_dropped_takes_with_it_what_only_it_saw() -> None:
+    ledger = new_ledger()
+    commit(ledger, 1, a=1, b=2)
+    ledger.settle(ledger.plan_snapshot(1))
+    for step in (2, 3, 4):
+        commit(ledger, step, a=step + 1)
+    publication = ledger.plan_drop_snapshot(1, ())
+    assert freed(publication) == {1}
+    assert publication.freed_note_slots == (1,)
+    ledger.settle(publication)
+    assert ledger.steps() == [3, 4]
+    assert ledger.at(B, 3) == located(2)
+
+
+def test_a_dropped_snapshot_that_is_new_or_held_stays_a_step() -> None:
+    ledger = new_ledger()
+    commit(ledger, 1, a=1)
+    for held in ((), (1,)):
+        ledger.settle(ledger.plan_snapshot(1))
+        publication = ledger.plan_drop_snapshot(1, held)
+        assert (publication.freed, publication.drop_steps) == ((), ())
+        ledger.settle(publication)
+        assert (ledger.steps(), ledger.snapshots()) == ([1], [])
+
+
+def test_nothing_goes_back_before_a_snapshot() -> None:
+    ledger = new_ledger()
+    commit(ledger, 1, a=1)
+    commit(ledger, 2, a=2)
+    ledger.settle(ledger.plan_snapshot(2))
+    for step in (1, None):
+        with pytest.raises(StepFailed, match=r"step 2 is a snapshot; drop_snapshot\(2\) first"):
+            ledger.plan_rollback(step)
+    assert ledger.plan_rollback(2).freed == ()
+
+
+def test_a_rollback_takes_the_count_of_applies_of_its_step() -> None:
+    ledger = new_ledger()
+    for step, applies in ((1, 10), (2, 20)):
+        row = replace(step_row(step), applies=applies)
+        ledger.settle(ledger.plan_publish(row, {A: located(step)}, ()))
+    assert ledger.namespace.applies == 20
+    assert ledger.plan_rollback(1).namespace.applies == 10
+    assert ledger.plan_rollback(None).namespace.applies == 0

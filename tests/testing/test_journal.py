@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from paramstore.errors import VolumeError
 from paramstore.storage.catalog import Change
 from paramstore.testing.catalogs import MemoryCatalog, namespace_row
-from paramstore.testing.journal import Applied, Flushed, Journal, JournaledCatalog, JournaledVolume, Replay, Wrote
+from paramstore.testing.journal import Applied, Flushed, FlushFailed, Journal, JournaledCatalog, JournaledVolume, Replay, Wrote
 from paramstore.testing.volumes import MemoryVolume, keep_all, keep_none
 
 PAGE = bytes([1]) * 4096
@@ -49,3 +50,20 @@ def test_a_machine_has_what_the_crash_left_and_the_replay_goes_on() -> None:
 def test_a_volume_that_would_grow_cannot_be_journaled() -> None:
     with pytest.raises(AssertionError, match="fixed size"):
         JournaledVolume(MemoryVolume(4096), Journal()).grow(8192)
+
+
+def test_a_planned_failure_happens_once_and_is_written_down_as_what_reached_the_disk() -> None:
+    journal = Journal()
+    disk = MemoryVolume(16384)
+    volume = JournaledVolume(disk, journal)
+    volume.failing = ["write", "flush"]
+    with pytest.raises(VolumeError, match="write"):
+        volume.write(0, [memoryview(PAGE * 2)])
+    with pytest.raises(VolumeError, match="flush"):
+        volume.flush()
+    assert content(disk) == PAGE + bytes(12288)
+    assert disk.unflushed
+    volume.write(4096, [memoryview(PAGE)])
+    volume.flush()
+    assert not disk.unflushed
+    assert journal.events == [Wrote(0, 0, PAGE), FlushFailed(0), Wrote(0, 4096, PAGE), Flushed(0)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import inspect
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,43 @@ def test_a_transaction_has_a_point_on_either_side(kill_at: int, names: list[str]
     catalog.reopen()
     assert list(catalog.load().namespaces) == names
     catalog.close()
+
+
+def test_a_name_counts_its_own_points_alone(kill: KillPoints) -> None:
+    kill.name, kill.kill_at = "cut.before", 2
+    for name in ("write", "cut.before", "cut.after", "publish"):
+        kill.reach(name)
+    assert kill.is_next("cut.before")
+    with pytest.raises(Killed):
+        kill.reach("cut.before")
+
+
+def test_an_instrumented_function_has_a_point_on_either_side(kill: KillPoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(KillPoints, "reach", lambda self, name: seen.append(name))
+    function = kill_points._between_points(lambda value: seen.append(value), "note")
+    function("works")
+    assert seen == ["note.before", "works", "note.after"]
+
+
+def test_every_named_step_of_the_daemon_is_there() -> None:
+    for name, (owner, attribute) in kill_points.WRAPPED.items():
+        assert callable(getattr(owner, attribute)), name
+        assert not inspect.iscoroutinefunction(getattr(owner, attribute)), f"{name}: its end would be missed"
+
+
+def test_a_gate_holds_whoever_comes_to_it_while_its_lock_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "gate"
+    path.touch()
+    points = KillPoints(gates={"read": path})
+    points.reach("read")  # nobody holds it
+    with path.open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        passed = threading.Event()
+        thread = threading.Thread(target=lambda: (points.reach("read"), passed.set()))
+        thread.start()
+        points.reach("write")
+        assert not passed.wait(0.05)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert passed.wait(5.0)
+        thread.join()

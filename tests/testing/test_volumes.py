@@ -176,3 +176,11 @@ def test_keep_functions_of_a_caller_are_welcome(written: MemoryVolume) -> None:
 
     written.crash(odd_sectors)
     assert contents(written) == (b"\1" * 512 + b"\2" * 512) * 4
+
+
+def test_a_disk_made_of_an_image_holds_it_durably() -> None:
+    volume = MemoryVolume.of(bytearray(b"\7" * 8192), index=3)
+    volume.write(0, [fill(2)])
+    volume.crash()
+    assert volume.index == 3
+    assert contents(volume, 0, 8192) == b"\7" * 8192

@@ -1,0 +1,108 @@
+"""`paramstore fsck`: the volumes of a store that nobody serves, read without the daemon's code; on request a new catalog.
+
+Exit codes: 0 clean, or rebuilt with nothing lost; 4 something is wrong, or was lost, or cannot be rebuilt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from paramstore.cli.exits import CORRUPT
+
+if TYPE_CHECKING:
+    from paramstore.fsck.check import Report
+
+
+def fsck(
+    directory: Path = typer.Option(None, "--dir", help="The store's directory, as given to `serve`."),
+    volume: list[str] = typer.Option(None, "--volume", help="A directory of a volume, as given to `serve`, in the same order."),
+    rebuild: bool = typer.Option(False, "--rebuild", help="Make a new catalog of what the volumes prove; the old one is kept."),
+    as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
+) -> None:
+    """Check a store that no daemon serves, byte by byte. Writes nothing unless told to --rebuild the catalog."""
+    from paramstore.config import load
+    from paramstore.fsck import check
+
+    flags = {"dir": directory, "volumes": volume or None}
+    config = load({name: value for name, value in flags.items() if value is not None})
+    paths = [str(path) for path in config.volume_paths]
+    with _bar(paths) as progress:
+        run = check.rebuild if rebuild else check.check
+        report = run(config.dir, paths, progress)
+    if as_json:
+        sys.stdout.write(json.dumps(as_values(report), indent=2) + "\n")
+    else:
+        sys.stdout.writelines(line + "\n" for line in lines(report))
+    wrong = report.lost if report.is_rebuilt else report.findings
+    if wrong:
+        raise typer.Exit(CORRUPT)
+
+
+@contextmanager
+def _bar(paths: list[str]) -> Iterator[Callable[[int], None]]:
+    """How far through the volumes it is; silent where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from paramstore.fsck.check import total_bytes
+
+    console = Console(stderr=True)
+    columns = TextColumn("fsck"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total_bytes(paths))
+        yield lambda count: bar.advance(task, count)
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The report for people."""
+    found = report.found
+    name = found.store.hex() if found.store else "unknown"
+    yield f"store {name}: {len(found.disks)} volumes, {len(found.records)} record headers"
+    for name, proof in sorted(report.proofs.items()):
+        steps = ", ".join(map(str, sorted(proof.steps))) or "none"
+        yield f"namespace {name}: steps proven by the volumes: {steps}"
+    for finding in report.findings:
+        yield f"wrong: {finding.describe()}"
+    if report.is_rebuilt:
+        yield from _rebuilt(report)
+    elif not report.findings:
+        yield "clean: the catalog and the volumes agree, and every record of every step is whole"
+
+
+def _rebuilt(report: Report) -> Iterator[str]:
+    for volume, name, step in report.restored_notes:
+        yield f"restored: the commit note of step {step} of namespace {name} on volume {volume}"
+    for finding in report.lost:
+        yield f"lost: {finding.describe()}"
+    steps = sum(len(proof.steps) for proof in report.proofs.values())
+    kept = f"; the old one is {report.old_catalog}" if report.old_catalog is not None else ""
+    yield f"rebuilt: a new catalog with {steps} steps of {sum(bool(p.steps) for p in report.proofs.values())} namespaces{kept}"
+
+
+def as_values(report: Report) -> dict[str, object]:
+    """The report as plain values."""
+    found = report.found
+    return {
+        "store": found.store.hex() if found.store else None,
+        "volumes": {index: {"place": disk.place, "size_bytes": disk.size_bytes} for index, disk in sorted(found.disks.items())},
+        "has_catalog": report.contents is not None,
+        "namespaces": {
+            name: {
+                "proven_steps": sorted(proof.steps), "lost_steps": sorted(proof.lost), "epoch": proof.epoch,
+                "records": sum(record.namespace == name for record in found.records),
+            }
+            for name, proof in sorted(report.proofs.items())
+        },
+        "findings": [finding.as_json() for finding in report.findings],
+        "lost": [finding.as_json() for finding in report.lost],
+        "is_rebuilt": report.is_rebuilt,
+        "old_catalog": str(report.old_catalog) if report.old_catalog is not None else None,
+        "restored_notes": [{"volume": volume, "namespace": name, "step": step} for volume, name, step in report.restored_notes],
+    }  # fmt: skip

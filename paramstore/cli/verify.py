@@ -1,0 +1,83 @@
+"""`paramstore verify`: a running daemon checks its records where they lie; damage is named, nobody is disturbed.
+
+Findings on stdout, a bar on stderr where that is a terminal. An interrupt ends the scrub in the daemon too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paramstore.cli.exits import CORRUPT
+
+if TYPE_CHECKING:
+    from paramstore_client import Store, Ticket
+
+POLL_S = 0.2
+"""How long between two looks at the daemon's progress."""
+END_TIMEOUT_S = 5.0
+"""How long an interrupted command waits for the daemon to say that the scrub has ended."""
+
+
+def verify(
+    address: str = typer.Argument(None, help="unix:///path of the daemon; default $PARAMSTORE_ADDRESS."),
+    namespace: str = typer.Option(None, "--namespace", help="This one only; default all."),
+    rate: str = typer.Option(None, "--rate", help="Read at most this many bytes a second, as in 100MiB; default no limit."),
+    as_json: bool = typer.Option(False, "--json", help="The whole result, as JSON."),
+) -> None:
+    """Check every record of a running daemon. Exit code 4 if some are damaged or cannot be read."""
+    import paramstore_client as client
+
+    with client.connect(address) as store:
+        ticket = store.verify(namespace, bytes_per_s=rate)
+        try:
+            _watch(store, ticket)
+        except KeyboardInterrupt:
+            ticket.cancel()
+            ticket.settled_within(END_TIMEOUT_S)
+            raise
+        result = ticket.wait()
+    if as_json:
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    else:
+        _print(result)
+    if result["found"]:
+        raise typer.Exit(CORRUPT)
+
+
+def _watch(store: Store, ticket: Ticket[dict[str, Any]]) -> None:
+    """Returns when the scrub is over; shows how far it is meanwhile."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("verify"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[found]} found"),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, found=0)
+        while not ticket.settled_within(POLL_S):
+            running = store.stats()["verify"]["running"]
+            if running is not None:
+                bar.update(task, completed=running["bytes_read"], total=running["bytes_total"], found=running["found"])
+
+
+def _print(result: dict[str, Any]) -> None:
+    from paramstore.config import format_size
+
+    for finding in result["findings"]:
+        layer, expert = finding["key"]
+        needed = ", ".join(f"step {step}" for step in finding["steps"]) or "uncommitted"
+        place = f"volume {finding['volume']}, offset {finding['offset_bytes']}"
+        sys.stdout.write(f"{finding['namespace']} ({layer}, {expert}), {needed}, {place}: {finding['reason']}\n")
+    beyond = result["found"] - len(result["findings"])
+    if beyond:
+        sys.stdout.write(f"and {beyond} more\n")
+    sys.stdout.write(
+        f"{result['records']} records, {format_size(result['bytes_read'])} read in {result['seconds']:.1f} s: "
+        f"{result['found'] or 'none'} damaged\n"
+    )

@@ -1,0 +1,187 @@
+"""One run of fsck over a store's directory: lock, look, compare, and on request rebuild.
+
+Without a rebuild nothing is written, not even a lock file: the store's lock is taken on the file that is there, and the
+catalog is read from a copy of it elsewhere.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paramstore.errors import CatalogError, ConfigError, StoreLocked
+from paramstore.fsck.compare import compare
+from paramstore.fsck.disks import FileDisk, volume_file
+from paramstore.fsck.findings import Finding
+from paramstore.fsck.proof import Proof, prove, settle_slots
+from paramstore.fsck.rebuild import CATALOG_NAME, check_rebuildable, new_contents, replace_catalog, restore_notes
+from paramstore.fsck.scan import Progress
+from paramstore.fsck.survey import Survey, survey
+from paramstore.storage.catalog import Contents
+from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.lock import LOCK_NAME, PID_BYTES_MAX, StoreLock
+
+PMEM_PREFIX = "pmem:"
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run found. contents: the catalog's, None if it cannot be read. proofs: by namespace.
+
+    lost: what a rebuild cannot bring back; without a catalog, what none could. restored_notes: (volume, namespace, step).
+    """
+
+    found: Survey
+    contents: Contents | None
+    proofs: dict[str, Proof]
+    findings: list[Finding]
+    lost: list[Finding] = field(default_factory=list)
+    is_rebuilt: bool = False
+    old_catalog: Path | None = None
+    restored_notes: list[tuple[int, str, int]] = field(default_factory=list)
+
+
+def examine(found: Survey, contents: Contents | None, catalog_problem: str | None = None) -> Report:
+    """The report on what was found. catalog_problem: why there is no `contents`."""
+    proofs = {name: prove(name, found.notes, found.records) for name in found.namespaces()}
+    settle_slots(proofs)
+    lost = _lost(proofs, contents)
+    findings = list(found.findings)
+    if contents is not None:
+        findings += compare(contents, found)
+    else:
+        findings += [Finding(what=catalog_problem or "there is no catalog"), *lost]
+    return Report(found, contents, proofs, findings, lost)
+
+
+def _lost(proofs: Mapping[str, Proof], contents: Contents | None) -> list[Finding]:
+    """What the volumes do not prove of all that they or the catalog speak of."""
+    lost: list[Finding] = []
+    for name, proof in sorted(proofs.items()):
+        for step in sorted(proof.lost):
+            lost.extend(proof.lost[step])
+        if proof.newest is None:
+            lost.append(Finding(namespace=name, what="there are records of it, but no commit note: no step of it is known"))
+    for name, namespace in sorted(contents.namespaces.items() if contents is not None else ()):
+        own = proofs.get(name)
+        if own is None and not namespace.steps:
+            lost.append(Finding(namespace=name, what="it has no commit, so that only the catalog knows of it"))
+        known = own.steps.keys() | own.lost.keys() if own is not None else set()
+        for step in sorted(namespace.steps.keys() - known):
+            lost.append(Finding(namespace=name, step=step, what="no commit note that counts names it"))
+    return lost
+
+
+def check(directory: Path, volumes: Sequence[str], progress: Progress = lambda _: None) -> Report:
+    """Looks at the store in `directory` and writes nothing. Raises StoreLocked, ConfigError, VolumeError."""
+    with _locked(directory), opened(volumes) as disks:
+        return _examined(directory, disks, progress)
+
+
+def rebuild(directory: Path, volumes: Sequence[str], progress: Progress = lambda _: None) -> Report:
+    """Looks at the store and gives it a new catalog. Where that cannot be, `Report.is_rebuilt` is False, the last finding says
+    why, and nothing was written. Raises StoreLocked, ConfigError, VolumeError, CatalogError."""
+    _check_directory(directory)
+    lock = StoreLock.take(directory)
+    try:
+        with opened(volumes, is_writable=True) as disks:
+            report = _examined(directory, disks, progress)
+            try:
+                check_rebuildable(report.found, report.proofs)
+            except CatalogError as error:
+                report.findings.append(Finding(what=str(error)))
+                return report
+            assert report.found.store is not None
+            by_index = {disk.index: disk for disk in disks}
+            report.restored_notes = restore_notes(report.found, report.proofs, by_index)
+            change = new_contents(report.found, report.proofs)
+            report.old_catalog = replace_catalog(directory, report.found.store, change)
+            report.is_rebuilt = True
+            return report
+    finally:
+        lock.release()
+
+
+def _examined(directory: Path, disks: Sequence[FileDisk], progress: Progress) -> Report:
+    found = survey(disks, progress)
+    try:
+        return examine(found, read_catalog(directory / CATALOG_NAME))
+    except CatalogError as error:
+        return examine(found, None, str(error))
+
+
+@contextmanager
+def opened(volumes: Sequence[str], *, is_writable: bool = False) -> Iterator[list[FileDisk]]:
+    """The volumes' files, by position. Raises VolumeError."""
+    disks: list[FileDisk] = []
+    try:
+        for index, volume in enumerate(volumes):
+            disks.append(FileDisk(_directory(volume), index, is_writable=is_writable))
+        yield disks
+    finally:
+        for disk in disks:
+            disk.close()
+
+
+def total_bytes(volumes: Sequence[str]) -> int:
+    """How much there is to read, for a progress bar; volumes that are not there count for nothing."""
+    files = [volume_file(_directory(volume), index) for index, volume in enumerate(volumes)]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _directory(volume: str) -> Path:
+    return Path(volume.removeprefix(PMEM_PREFIX))
+
+
+def read_catalog(path: Path) -> Contents:
+    """What the catalog at `path` holds; the file is not touched: LMDB gets a copy. Raises CatalogError."""
+    file = path / "data.mdb"
+    try:
+        with tempfile.TemporaryDirectory(prefix="paramstore-fsck-") as place:
+            shutil.copyfile(file, Path(place) / file.name)
+            catalog = LmdbCatalog(Path(place))
+            try:
+                return catalog.load()
+            finally:
+                catalog.close()
+    except OSError as error:
+        raise CatalogError(f"catalog {path}: cannot be read: {error}") from error
+    except CatalogError as error:
+        raise CatalogError(f"catalog {path}, read from a copy: {error}") from error
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise ConfigError(f"--dir {directory}: there is no such directory")
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """No daemon has the store meanwhile. A store that was never served has no lock file, and none is made."""
+    _check_directory(directory)
+    path = directory / LOCK_NAME
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield
+        return
+    except OSError as error:
+        raise ConfigError(f"store directory {directory}: cannot open its lock file: {error}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, PID_BYTES_MAX, 0).decode("ascii", errors="replace").strip()
+            raise StoreLocked(
+                f"store directory {directory} is in use by process {holder or 'unknown'}: stop that daemon first; to check a "
+                "store that is served, use `paramstore verify`"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,94 @@
+"""Volumes as fsck sees them: bytes at offsets, read without a trace. Writing is another class, made for a rebuild only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from paramstore.errors import VolumeError
+
+
+class Disk(Protocol):
+    """One volume. `index`: its position among the paths that were given."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def place(self) -> str:
+        """Names the volume in messages."""
+        ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Exactly these bytes; offset and length are whole pages. Raises VolumeError."""
+        ...
+
+
+class WritableDisk(Disk, Protocol):
+    """A disk that a rebuild may repair."""
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        """Whole pages. Durable after `flush`. Raises VolumeError."""
+        ...
+
+    def flush(self) -> None: ...
+
+
+def volume_file(directory: Path, index: int) -> Path:
+    """The file of volume `index` in the directory that was given for it, as docs/format.md names it."""
+    return directory / f"volume-{index:03d}.data"
+
+
+class FileDisk:
+    """A volume's file. Opened for reading, nothing of it can change."""
+
+    def __init__(self, directory: Path, index: int, *, is_writable: bool = False) -> None:
+        """Raises VolumeError if there is no such file, or it is not a regular one."""
+        self.index = index
+        path = volume_file(directory, index)
+        self.place = f"volume {index} ({path})"
+        flags = (os.O_RDWR if is_writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            self._descriptor = os.open(path, flags)
+        except OSError as error:
+            raise VolumeError(f"{self.place}: cannot be opened: {error.strerror}") from error
+        try:
+            self.size_bytes = os.lseek(self._descriptor, 0, os.SEEK_END)
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise VolumeError(f"{self.place}: is no regular file: {error.strerror}") from error
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        parts, done_bytes = [], 0
+        while done_bytes < length_bytes:
+            try:
+                part = os.pread(self._descriptor, length_bytes - done_bytes, offset_bytes + done_bytes)
+            except OSError as error:
+                raise VolumeError(f"{self.place}: {length_bytes} bytes at offset {offset_bytes}: {error.strerror}") from error
+            if not part:
+                raise VolumeError(f"{self.place}: ends before {length_bytes} bytes at offset {offset_bytes}")
+            parts.append(part)
+            done_bytes += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        done_bytes = 0
+        while done_bytes < len(data):
+            try:
+                done_bytes += os.pwrite(self._descriptor, data[done_bytes:], offset_bytes + done_bytes)
+            except OSError as error:
+                raise VolumeError(f"{self.place}: writing at offset {offset_bytes}: {error.strerror}") from error
+
+    def flush(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise VolumeError(f"{self.place}: flush: {error.strerror}") from error
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,119 @@
+"""What lies on all volumes together: superblocks, notes and records, read once and compared with nothing yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paramstore.core.schema import Part
+from paramstore.errors import CorruptRecord, VolumeError
+from paramstore.fsck.disks import Disk
+from paramstore.fsck.findings import Finding
+from paramstore.fsck.reader import NOTE_COPIES, SUPERBLOCK_AT, Note, Superblock, read_note, read_superblocks
+from paramstore.fsck.scan import Found, Progress, scan
+
+
+@dataclass(frozen=True, slots=True)
+class FoundNote:
+    """One note. places: (volume, copy) of every whole copy in its slot."""
+
+    note: Note
+    slot: int
+    places: frozenset[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Survey:
+    """disks, superblocks: by volume. store: None without any superblock. findings: what is wrong with the volumes alone."""
+
+    disks: Mapping[int, Disk]
+    superblocks: dict[int, Superblock] = field(default_factory=dict)
+    notes: list[FoundNote] = field(default_factory=list)
+    records: list[Found] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def store(self) -> bytes | None:
+        return next((superblock.store for _, superblock in sorted(self.superblocks.items())), None)
+
+    def namespaces(self) -> list[str]:
+        """Those that a note or a record names."""
+        return sorted({found.note.namespace for found in self.notes} | {record.namespace for record in self.records})
+
+    def layouts(self) -> dict[str, Part]:
+        """The stored part of every namespace of which there is a note."""
+        newest: dict[str, Note] = {}
+        for found in self.notes:
+            name = found.note.namespace
+            if name not in newest or newest[name].age < found.note.age:
+                newest[name] = found.note
+        return {name: note.description.schema.stored for name, note in newest.items()}
+
+
+def survey(disks: Sequence[Disk], progress: Progress = lambda _: None) -> Survey:
+    """Reads every volume from its first to its last byte. What cannot be read becomes a finding."""
+    result = Survey({disk.index: disk for disk in disks})
+    for disk in disks:
+        _take_superblock(result, disk)
+    _check_stores(result)
+    for index, superblock in sorted(result.superblocks.items()):
+        _take_notes(result, result.disks[index], superblock)
+    layouts = result.layouts()
+    for index, superblock in sorted(result.superblocks.items()):
+        try:
+            result.records.extend(scan(result.disks[index], superblock, layouts, progress))
+        except VolumeError as error:
+            result.findings.append(Finding(volume=index, what=f"the search for records ended early: {error}"))
+    return result
+
+
+def _take_superblock(result: Survey, disk: Disk) -> None:
+    try:
+        copies = read_superblocks(disk)
+    except VolumeError as error:
+        result.findings.append(Finding(volume=disk.index, what=f"its superblocks cannot be read: {error}"))
+        return
+    whole = [copy for copy in copies if isinstance(copy, Superblock)]
+    for at, copy in zip(SUPERBLOCK_AT, copies, strict=True):
+        if isinstance(copy, CorruptRecord):
+            result.findings.append(Finding(volume=disk.index, offset=at, what=f"no whole superblock: {copy}"))
+    if not whole:
+        return
+    if any(copy != whole[0] for copy in whole):
+        result.findings.append(Finding(volume=disk.index, what="its superblocks differ: parts of two volumes lie in one file"))
+        return
+    if whole[0].index != disk.index:
+        what = f"says that it is volume {whole[0].index}: give the --volume paths in their order"
+        result.findings.append(Finding(volume=disk.index, what=what))
+        return
+    result.superblocks[disk.index] = whole[0]
+
+
+def _check_stores(result: Survey) -> None:
+    """A volume of another store than the first one's is left out."""
+    first = result.store
+    for index, superblock in sorted(result.superblocks.items()):
+        if first is not None and superblock.store != first:
+            what = f"belongs to store {superblock.store.hex()}, the volumes before it to {first.hex()}"
+            result.findings.append(Finding(volume=index, what=what))
+            del result.superblocks[index]
+
+
+def _take_notes(result: Survey, disk: Disk, superblock: Superblock) -> None:
+    """Joins equal notes of all copies and volumes."""
+    at = {(found.slot, found.note.namespace, found.note.age): number for number, found in enumerate(result.notes)}
+    for slot in range(superblock.note_slots):
+        for copy in NOTE_COPIES:
+            try:
+                note = read_note(disk, superblock, slot, copy)
+            except VolumeError as error:
+                result.findings.append(Finding(volume=disk.index, offset=superblock.note_at(slot, copy), what=str(error)))
+                continue
+            if isinstance(note, CorruptRecord):
+                continue  # a free slot, or one that a power cut tore; the catalog's steps are looked at one by one
+            name = (slot, note.namespace, note.age)
+            if name not in at:
+                at[name] = len(result.notes)
+                result.notes.append(FoundNote(note, slot, frozenset()))
+            found = result.notes[at[name]]
+            result.notes[at[name]] = FoundNote(found.note, slot, found.places | {(disk.index, copy)})

@@ -1,0 +1,109 @@
+"""Bugs that a test plants in a daemon of its own, to show that it would find them. Each breaks one promise.
+
+`plant` changes the process that calls it, for good: call it in a child that serves one test's store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Located
+from paramstore.daemon.peer import Peer
+from paramstore.engine.commit import Committer
+from paramstore.engine.host import HostTier
+from paramstore.engine.namespace import NamespaceState
+from paramstore.storage.catalog import Change, StepRow
+from paramstore.storage.ledger import Ledger, Publication
+
+PUBLISH_DELAY_S = 0.02
+
+
+def plant(name: str) -> None:
+    """Plants the bug of that name in this process."""
+    BUGS[name]()
+
+
+def acknowledge_early() -> None:
+    """A commit is acknowledged before its catalog transaction, which follows a moment later."""
+    apply_change = Committer.apply_change
+    late: set[asyncio.Task[None]] = set()
+
+    async def apply_late(self: Committer, change: Change) -> None:
+        if not change.put_steps:
+            await apply_change(self, change)
+            return
+
+        async def publish() -> None:
+            await asyncio.sleep(PUBLISH_DELAY_S)
+            await apply_change(self, change)
+
+        late.add(asyncio.get_running_loop().create_task(publish()))
+
+    _replace(Committer, "apply_change", apply_late)
+
+
+def lose_second_record() -> None:
+    """A commit of two records or more publishes all but the second of them."""
+    plan_publish = Ledger.plan_publish
+
+    def plan(
+        self: Ledger, step_row: StepRow, changed: Mapping[ExpertKey, Located], held_steps: Iterable[int]
+    ) -> Publication:
+        later = step_row.sequence > 1  # a first commit without one of its records is noticed by anybody
+        kept = {key: located for number, (key, located) in enumerate(changed.items()) if number != 1 or not later}
+        return plan_publish(self, step_row, kept, held_steps)
+
+    _replace(Ledger, "plan_publish", plan)
+
+
+def keep_dead_updates() -> None:
+    """A new writer does not begin at the committed step, but where the one before it stopped."""
+
+    async def stay(self: Committer, namespace: NamespaceState, *, to_step: int | None = None) -> None:
+        if namespace.committed_step is None or to_step is not None:
+            await rollback(self, namespace, to_step=to_step)
+
+    rollback = Committer.rollback
+    _replace(Committer, "rollback", stay)
+
+
+def free_on_hangup() -> None:
+    """Leases end with the connection, though the process may still read what it leased."""
+    _replace(Peer, "is_watched", property(lambda self: False))
+
+
+def forget_process() -> None:
+    """The end of a client's process goes unnoticed."""
+    _replace(Peer, "_ended", Peer.close)
+
+
+def keep_uploads() -> None:
+    """Upload areas of sessions that ended count for ever."""
+    _replace(HostTier, "drop_uploads", lambda self, client: None)
+
+
+def leak_descriptor() -> None:
+    """The descriptor of a client's process stays open after its session."""
+
+    def forget(self: Any) -> None:
+        if self._descriptor is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._descriptor = None
+
+    _replace(Peer, "close", forget)
+
+
+BUGS: Mapping[str, Callable[[], None]] = {
+    bug.__name__: bug
+    for bug in (
+        acknowledge_early, lose_second_record, keep_dead_updates, free_on_hangup, forget_process, keep_uploads, leak_descriptor,
+    )
+}  # fmt: skip
+
+
+def _replace(owner: type, name: str, value: object) -> None:
+    assert name in vars(owner), f"{owner.__name__} has no {name}: this bug is none any more"
+    setattr(owner, name, value)

@@ -1,0 +1,83 @@
+"""The optimizer's functions without torch, for daemons that are started hundreds of times: plain steps down the gradient.
+
+One update: `master -= lr * (gradient * grad_scale)`, `exp_avg += gradient * grad_scale`, `exp_avg_sq = number of updates`,
+in fp32, element by element, so that the bytes are known in advance. Gradients and `param` must be fp32. `exp_avg_sq` tells
+an update that was lost or done twice, `exp_avg` a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import MASTER_DTYPE, Field, Schema
+from paramstore.daemon import assembly
+from paramstore.engine import admission, transfers
+from paramstore.engine import update as updater
+
+Array = NDArray[numpy.float32]
+
+
+def install() -> None:
+    """From here on the engine of this process runs these functions, for good."""
+    replaced: dict[Any, dict[str, object]] = {
+        updater: {"update": update, "square_sum": square_sum, "fill_initial": fill_initial},
+        transfers: {"materialise": materialise},
+        admission: {"load": load},
+        assembly: {"load": load},
+    }
+    for module, functions in replaced.items():
+        for name in functions:
+            assert hasattr(module, name), f"{module.__name__} has no {name}"
+        vars(module).update(functions)
+
+
+def load() -> None:
+    """There is nothing to load."""
+
+
+def update(
+    schema: Schema, image: memoryview, gradient: memoryview, *, options: AdamW, optimizer_step: int, grad_scale: float,
+    param: memoryview | None, spans: Sequence[tuple[int, int, int]] | None = None,
+) -> None:  # fmt: skip
+    """See this module. Arguments as `paramstore.optim.adamw.update` has them."""
+    stored, gradients, params = schema.stored.fields, schema.gradient_fields(), schema.part("param").fields
+    count = len(gradients)
+    everything = [(number, 0, field.elements) for number, field in enumerate(gradients)]
+    for number, start, end in everything if spans is None else spans:
+        scaled = _array(gradient, gradients[number])[start:end] * numpy.float32(grad_scale)
+        master, exp_avg, exp_avg_sq = (_array(image, stored[number + part * count])[start:end] for part in range(3))
+        master -= numpy.float32(options.lr) * scaled
+        exp_avg += scaled
+        exp_avg_sq[:] = optimizer_step
+        if param is not None:
+            _array(param, params[number])[start:end] = master
+
+
+def square_sum(schema: Schema, gradient: memoryview) -> float:
+    """The sum of the squares of a record's gradient."""
+    fields = (_array(gradient, field).astype(numpy.float64) for field in schema.gradient_fields())
+    return float(sum(numpy.square(field).sum() for field in fields))
+
+
+def fill_initial(schema: Schema, initial: memoryview, image: memoryview) -> None:
+    """Initial masters, zero moments; every other byte after the header is 0."""
+    numpy.frombuffer(image, dtype=numpy.uint8)[schema.stored.header_bytes :] = 0
+    for source, target in zip(schema.initial_fields(), schema.stored.fields, strict=False):
+        _array(image, target)[:] = _array(initial, source)
+
+
+def materialise(schema: Schema, image: memoryview, param: memoryview) -> None:
+    """The masters, as they are."""
+    for source, target in zip(schema.stored.fields, schema.part("param").fields, strict=False):
+        _array(param, target)[:] = _array(image, source)
+
+
+def _array(image: memoryview, field: Field) -> Array:
+    """A field's elements where they lie."""
+    assert field.dtype == MASTER_DTYPE, f"{field.name}: {field.dtype}; plain arithmetic is for fp32"
+    return numpy.frombuffer(image, dtype=numpy.float32, count=field.elements, offset=field.offset_bytes)

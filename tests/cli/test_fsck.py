@@ -1,0 +1,79 @@
+"""`paramstore fsck`: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paramstore.fsck.disks import volume_file
+from paramstore.storage.format import Superblock
+from paramstore.storage.notes import format_volume
+from paramstore.testing.volumes import MemoryVolume
+
+Run = Callable[..., int]
+SIZE_BYTES = 3 << 20
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A volume of a store that has no catalog."""
+    volume = MemoryVolume(SIZE_BYTES)
+    format_volume(volume, Superblock(b"s" * 16, b"v" * 16, 0, note_slots=2))
+    buffer = bytearray(SIZE_BYTES)
+    volume.read(0, [memoryview(buffer)])
+    (tmp_path / "volume").mkdir()
+    volume_file(tmp_path / "volume", 0).write_bytes(buffer)
+    return tmp_path
+
+
+def test_a_lost_catalog_is_corrupt_a_rebuilt_one_is_clean(
+    directory: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert paramstore("fsck", "--dir", str(directory)) == 4
+    out, err = capsys.readouterr()
+    assert "wrong: catalog" in out
+    assert err == ""
+    assert paramstore("fsck", "--dir", str(directory), "--rebuild") == 0
+    assert "rebuilt: a new catalog with 0 steps of 0 namespaces\n" in capsys.readouterr().out
+    assert paramstore("fsck", "--dir", str(directory)) == 0
+    assert capsys.readouterr().out.endswith("clean: the catalog and the volumes agree, and every record of every step is whole\n")
+
+
+def test_json_says_everything(directory: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert paramstore("fsck", "--dir", str(directory), "--json") == 4
+    said = json.loads(capsys.readouterr().out)
+    assert said["store"] == (b"s" * 16).hex()
+    assert said["volumes"]["0"]["size_bytes"] == SIZE_BYTES
+    assert (said["has_catalog"], said["is_rebuilt"], said["namespaces"], said["lost"]) == (False, False, {}, [])
+    assert len(said["findings"]) == 1
+
+
+def test_a_volume_that_is_not_there_is_a_failure(tmp_path: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert paramstore("fsck", "--dir", str(tmp_path)) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "VolumeError: volume 0 " in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_is_a_usage_error(
+    tmp_path: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert paramstore("fsck", "--dir", str(tmp_path / "none")) == 2
+    assert "no such directory" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_unknown_flag_is_a_usage_error(paramstore: Run) -> None:
+    assert paramstore("fsck", "--repair") == 2
+
+
+@pytest.mark.slow
+def test_it_needs_no_torch_and_none_of_the_daemon(directory: Path, modules_of: Callable[..., set[str]]) -> None:
+    modules = modules_of("fsck", "--dir", str(directory), code=4)
+    assert "paramstore.fsck.check" in modules
+    strangers = {"torch", "paramstore.storage.format", "paramstore.storage.ledger", "paramstore.engine", "paramstore.daemon"}
+    assert modules & strangers == set()

@@ -1,0 +1,86 @@
+"""The program that docs/client.md spreads over its blocks runs as it stands, against a daemon that it starts itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paramstore_client.ticket import Ticket
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "client.md"
+LINES_MAX = 200
+END_TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the program runs; its daemon is ended."""
+    folder = tmp_path_factory.mktemp("page")
+    yield folder
+    lock = folder / "client-data" / "lock"
+    if lock.exists():
+        process = os.pidfd_open(int(lock.read_text()))
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        is_over = bool(select.select([process], [], [], END_TIMEOUT_S)[0])
+        os.close(process)
+        assert is_over, f"the page's daemon did not end within {END_TIMEOUT_S:g} s"
+
+
+def program() -> str:
+    """The blocks of the page, one after the other, on the lines they have there: a failure names the page's line."""
+    lines, is_code = [], False
+    for line in PAGE.read_text().splitlines():
+        is_fence = line.startswith("```")
+        lines.append(line if is_code and not is_fence else "")
+        is_code = line == "```python" if is_fence else is_code
+    return "\n".join(lines) + "\n"
+
+
+def client_source(*names: str) -> str:
+    return "".join((ROOT / "client" / "paramstore_client" / name).read_text() for name in names)
+
+
+@pytest.mark.slow
+def test_the_pages_program_runs(folder: Path) -> None:
+    script = folder / "client_page.py"
+    script.write_text(program())
+    paths = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PARAMSTORE_")}
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+    log = folder / "client-data" / "daemon.log"
+    assert done.returncode == 0, f"{done.stderr}\n{log.read_text() if log.exists() else 'no daemon log'}"
+    assert "nobody waited" not in done.stderr
+
+
+def test_the_page_is_one_screenful_of_pages() -> None:
+    assert len(PAGE.read_text().splitlines()) <= LINES_MAX
+
+
+def test_the_page_names_every_call_that_returns_a_ticket() -> None:
+    source = client_source("namespace.py", "steps.py", "client.py")
+    methods = re.findall(r"^    def ([a-z]\w*)\([^)]*\)\s*-> (\w+)", source, flags=re.MULTILINE | re.DOTALL)
+    calls = {name for name, answer in methods if answer == Ticket.__name__}
+    tickets = PAGE.read_text().partition("## Tickets")[2].partition("\n## ")[0]
+    assert len(calls) >= 6
+    assert {name for name in calls if f"`{name}`" not in tickets and f".{name}`" not in tickets} == set()
+
+
+def test_the_page_explains_every_public_call_of_a_namespace() -> None:
+    source = client_source("namespace.py", "steps.py")
+    calls = set(re.findall(r"^    def ([a-z]\w*)\(\s*self", source, flags=re.MULTILINE))
+    internal = {"keys", "layers", "experts", "epoch", "view_change_count", "before_unmap", "report_device"}
+    text = PAGE.read_text()
+    assert {name for name in calls - internal if not re.search(rf"\b{name}\b", text)} == set()

@@ -1,0 +1,62 @@
+"""A volume's file is read exactly, and never changed by whoever only looks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paramstore.errors import VolumeError
+from paramstore.fsck.disks import FileDisk, volume_file
+from paramstore.storage.backing_file import volume_path
+
+BYTES = os.urandom(5 * 4096)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    volume_file(tmp_path, 3).write_bytes(BYTES)
+    return tmp_path
+
+
+def test_the_file_is_the_one_that_the_daemon_makes(tmp_path: Path) -> None:
+    assert [volume_file(tmp_path, index) for index in (0, 41, 1000)] == [volume_path(tmp_path, index) for index in (0, 41, 1000)]
+
+
+def test_bytes_are_read_where_they_lie(directory: Path) -> None:
+    disk = FileDisk(directory, 3)
+    assert (disk.index, disk.size_bytes) == (3, len(BYTES))
+    assert disk.read(4096, 8192) == BYTES[4096 : 3 * 4096]
+    disk.close()
+
+
+def test_a_read_beyond_the_end_is_an_error_that_names_the_file(directory: Path) -> None:
+    disk = FileDisk(directory, 3)
+    with pytest.raises(VolumeError, match=r"volume 3 \(.*volume-003.data\): ends before 8192 bytes at offset 16384"):
+        disk.read(16384, 8192)
+    disk.close()
+
+
+def test_a_disk_opened_for_reading_cannot_be_written(directory: Path) -> None:
+    disk = FileDisk(directory, 3)
+    with pytest.raises(VolumeError, match="writing at offset 0"):
+        disk.write(0, bytes(4096))
+    disk.close()
+    assert volume_file(directory, 3).read_bytes() == BYTES
+
+
+def test_a_writable_disk_writes_in_place(directory: Path) -> None:
+    disk = FileDisk(directory, 3, is_writable=True)
+    disk.write(4096, b"x" * 4096)
+    disk.flush()
+    disk.close()
+    assert volume_file(directory, 3).read_bytes() == BYTES[:4096] + b"x" * 4096 + BYTES[8192:]
+
+
+def test_missing_files_links_and_pipes_are_refused(tmp_path: Path, directory: Path) -> None:
+    volume_file(tmp_path, 0).symlink_to(volume_file(directory, 3))
+    os.mkfifo(volume_file(tmp_path, 1))
+    for index in range(3):
+        with pytest.raises(VolumeError, match=f"volume {index} "):
+            FileDisk(tmp_path, index)
