@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 
-.PHONY: setup check lint types contracts unit test demo bench clean
+HOURS ?= 8
+SEED ?= 1000
+
+.PHONY: setup check lint types contracts unit test soak demo bench clean
 
 setup: $(VENV)/.ready
 
@@ -32,6 +35,10 @@ check: lint types contracts unit
 
 test: lint types contracts
 	$(BIN)/pytest
+
+# Crash states of new seeds, HOURS long, from SEED on.
+soak: setup
+	$(BIN)/python -m paramstore.testing.soak --hours $(HOURS) --seed $(SEED)
 
 demo: setup
 	$(BIN)/paramstore demo

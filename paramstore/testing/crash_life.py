@@ -1,0 +1,324 @@
+"""A trainer's life on a journaled machine, drawn from a seed, beside a model of what every committed step must hold.
+
+The model runs the optimizer itself (torch's, on tensors of its own) and never asks the store. In one life: creation,
+initial values, commits of some of the records, write-backs in between, commits beside training, readers on old steps,
+rollbacks, re-openings as writer, snapshots, writes and flushes that fail, transactions that fail whose outcome is either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from random import Random
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import Schema, round_up
+from paramstore.engine.namespace import View
+from paramstore.engine.store import Store
+from paramstore.errors import CatalogError, ParamStoreError
+from paramstore.optim.tensors import field_tensor
+from paramstore.storage.catalog import Contents
+from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
+from paramstore.testing.crash_disk import copied
+from paramstore.testing.journal import Journal, JournaledVolume, Noted
+from paramstore.testing.machine import MIB, Machine, PlainSegment
+from paramstore.testing.volumes import MemoryVolume
+
+NAME = "moe"
+SCHEMA = Schema.adamw({"w": (32, 32), "v": (900,)}, param_dtype="float32")
+"""One field fills whole sectors, the other ends within one."""
+KEYS: list[ExpertKey] = [(0, expert) for expert in range(4)]
+OPTIONS = AdamW(lr=1e-2)
+VOLUME_BYTES = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), 0)) + 2 * MIB, MIB)
+HOST_BYTES = 16 * MIB
+PIECE_BYTES = 8192
+"""A record is written in several pieces, the one with the header last."""
+OUTCOMES: tuple[Literal["lost", "durable"], ...] = ("lost", "durable")
+Tensors = dict[str, torch.Tensor]
+
+ACTS = {
+    "train": 6, "train few": 4, "write back": 3, "commit": 6, "commit beside training": 3, "evict": 1, "reader": 2, "refresh": 1,
+    "leave": 1, "rollback": 1, "rollback further": 1, "reopen": 1, "failing flush": 1, "failing write": 1,
+    "failing transaction": 1, "snapshot": 1, "drop snapshot": 1,
+}  # fmt: skip
+"""How often each is chosen."""
+Act = str
+
+
+class Expert:
+    """One record as torch makes it; immutable."""
+
+    def __init__(self, masters: Tensors, averages: Tensors, squares: Tensors, step: int) -> None:
+        self.masters, self.averages, self.squares, self.step = masters, averages, squares, step
+
+    @classmethod
+    def initial(cls, seed: int) -> Expert:
+        masters = _random_tensors(seed)
+        return cls(masters, {name: torch.zeros_like(value) for name, value in masters.items()},
+                   {name: torch.zeros_like(value) for name, value in masters.items()}, 0)  # fmt: skip
+
+    def after(self, gradients: Tensors) -> Expert:
+        parts = (self.masters, self.averages, self.squares)
+        masters, averages, squares = ({name: value.clone() for name, value in part.items()} for part in parts)
+        for name, gradient in gradients.items():
+            torch._fused_adamw_(
+                [masters[name]], [gradient], [averages[name]], [squares[name]], [], [torch.tensor(float(self.step + 1))],
+                lr=OPTIONS.lr, beta1=OPTIONS.betas[0], beta2=OPTIONS.betas[1], weight_decay=OPTIONS.weight_decay,
+                eps=OPTIONS.eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+        return Expert(masters, averages, squares, self.step + 1)
+
+    @cached_property
+    def image(self) -> bytes:
+        """What lies behind the header of its record."""
+        part = SCHEMA.stored
+        image = bytearray(part.image_bytes - part.header_bytes)
+        for prefix, tensors in (("master", self.masters), ("exp_avg", self.averages), ("exp_avg_sq", self.squares)):
+            for name, value in tensors.items():
+                start = part.field(f"{prefix}/{name}").offset_bytes - part.header_bytes
+                data = value.numpy().tobytes()
+                image[start : start + len(data)] = data
+        return bytes(image)
+
+
+State = Mapping[ExpertKey, Expert]
+
+
+class Life:
+    """One run. `journal` and `steps` are what the crash states are checked against."""
+
+    def __init__(self, machine: Machine, *, seed: int, steps: Mapping[int, State] | None = None) -> None:
+        self.random = Random(seed)
+        self.seed = seed
+        self.journal = Journal()
+        self.machine = machine
+        self.steps: dict[int, State] = dict(steps or {})
+        """What each step that was ever started must hold."""
+        self.working: State = {}
+        self.volumes: list[JournaledVolume] = []
+        self.readers: list[View] = []
+        self.next_step = max(self.steps, default=0) + 1
+        self.next_gradient = seed << 20
+        self.acts: list[Act] = []
+        self.store: Store
+        self.view: View
+
+    def start(self) -> None:
+        self.journal.watch(self.machine)
+        self.volumes = [volume for volume in self.machine.volumes.values() if isinstance(volume, JournaledVolume)]
+        self.catalog = FaultyCatalog(self.machine.catalog, fail_at=0, outcome="lost")
+        self.machine.catalog = self.catalog
+        self.store = self.machine.start()
+
+    async def begin(self) -> None:
+        """A new namespace with initial values, committed."""
+        self.start()
+        self.view = await self.store.admission.create(
+            NAME, SCHEMA.describe(), layers=[0], experts=len(KEYS), host_bytes=None
+        )
+        self.note("created")
+        await self.store.initialize_begin(self.view)
+        for key in KEYS:
+            self.next_gradient += 1
+            expert = Expert.initial(self.next_gradient)
+            self.working = {**self.working, key: expert}
+            initial = _segment(expert.masters, SCHEMA.initial_fields(), SCHEMA.initial_bytes)
+            await self.store.initialize_put(self.view, key, initial.view(0, SCHEMA.initial_bytes))
+        await self.store.initialize_end(self.view)
+        await self.commit()
+
+    async def resume(self) -> None:
+        """The daemon that comes up after a crash, and the writer who opens what it finds."""
+        self.start()
+        if NAME not in self.store.namespaces or self.store.namespaces[NAME].committed_step is None:
+            return
+        await self.open()
+        self.next_step = (self.committed or 0) + 1
+
+    async def open(self) -> None:
+        self.view = await self.store.admission.open(NAME, mode="write", at=None, host_bytes=None)
+        self.working = self.steps[self.committed_now()]
+
+    @property
+    def committed(self) -> int | None:
+        return self.store.namespaces[NAME].committed_step
+
+    def committed_now(self) -> int:
+        step = self.committed
+        assert step is not None
+        return step
+
+    @property
+    def can_train(self) -> bool:
+        return NAME in self.store.namespaces and self.committed is not None
+
+    def note(self, what: str, step: int = 0) -> None:
+        self.journal.events.append(Noted(what, step))
+
+    async def live(self, acts: int) -> None:
+        """Any acts, so many."""
+        await self.live_through(self.random.choices(list(ACTS), list(ACTS.values()), k=acts))
+
+    async def live_through(self, acts: Sequence[Act]) -> None:
+        for name in acts:
+            await self.act(name)
+
+    # --- acts
+
+    async def act(self, name: Act) -> None:
+        self.acts.append(name)
+        match name:
+            case "train":
+                await self.train(KEYS)
+            case "train few":
+                await self.train(self.some_keys())
+            case "write back":
+                await self.store.write_back(self.view, self.random.choice((None, self.some_keys())))
+            case "commit":
+                await self.commit()
+            case "commit beside training":
+                await self.commit_beside_training()
+            case "evict":
+                await self.store.evict(self.view, None, None)
+            case "reader" if len(self.readers) < 3:
+                self.readers.append(await self.store.admission.open(NAME, mode="read", at=None, host_bytes=None))
+            case "refresh" if self.readers:
+                self.store.refresh(self.random.choice(self.readers))
+            case "leave" if self.readers:
+                self.store.close_view(self.readers.pop(0))
+            case "rollback":
+                await self.rollback(self.committed_now())
+            case "rollback further":
+                least = max(self.store.snapshots(self.view), default=0)
+                await self.rollback(self.random.choice([step for step in self.store.steps(self.view) if step >= least]))
+            case "snapshot":
+                step = self.random.choice(self.store.steps(self.view))
+                await self.store.snapshot(self.view, step)
+                self.note("kept", step)
+            case "drop snapshot" if self.store.snapshots(self.view):
+                step = self.store.snapshots(self.view)[0]
+                self.note("dropping", step)
+                await self.store.drop_snapshot(self.view, step)
+            case "reopen":
+                old = self.view
+                await self.open()
+                self.store.close_view(old)
+            case "failing flush":
+                await self.fail("flush")
+            case "failing write":
+                await self.fail("write")
+            case "failing transaction":
+                await self.fail_transaction(self.random.choice(OUTCOMES))
+            case "lost transaction":
+                await self.fail_transaction("lost")
+
+    def some_keys(self) -> list[ExpertKey]:
+        return self.random.sample(KEYS, self.random.randint(1, len(KEYS) - 1))
+
+    async def train(self, keys: list[ExpertKey]) -> None:
+        entries = []
+        for key in keys:
+            self.next_gradient += 1
+            gradients = _random_tensors(self.next_gradient)
+            self.working = {**self.working, key: self.working[key].after(gradients)}
+            entries.append((key, _segment(gradients, SCHEMA.gradient_fields(), SCHEMA.gradient_bytes), 0))
+        self.store.push(self.view, entries)
+        await self.store.apply(self.view, OPTIONS, 1.0)
+
+    async def commit(self) -> None:
+        step = self.next_step
+        self.next_step += self.random.randint(1, 3)
+        self.steps[step] = self.working
+        self.note("started", step)
+        await self.store.commit(self.view, step, extra_of(step))
+        self.note("acknowledged", step)
+
+    async def commit_beside_training(self) -> None:
+        """The next updates and their write-backs run beside the commit's own writes."""
+        await self.train(self.some_keys())
+        commit = asyncio.ensure_future(self.commit())
+        while self.view.namespace.cut is None and not commit.done():
+            await asyncio.sleep(0)
+        await self.train(self.some_keys())
+        await self.store.write_back(self.view, None)
+        await self.train(self.some_keys())
+        await commit
+
+    async def rollback(self, step: int) -> None:
+        self.note("rolling back", step)
+        await self.store.rollback(self.view, step)
+        self.note("rolled back", step)
+        self.working = self.steps[step]
+
+    async def fail(self, operation: str) -> None:
+        """A write or a flush of a commit fails; a commit that does not survive it is taken back and tried once more."""
+        await self.train(self.some_keys())
+        volume = self.random.choice(self.volumes)
+        volume.failing.append(operation)
+        try:
+            await self.commit()
+        except ParamStoreError:
+            if self.view.namespace.broken is not None:
+                await self.rollback(self.committed_now())
+                await self.train(self.some_keys())
+            await self.commit()
+        volume.failing.clear()  # a volume on which nothing was to be written
+
+    async def fail_transaction(self, outcome: Literal["lost", "durable"]) -> None:
+        await self.train(self.some_keys())
+        self.catalog.fail_next(outcome)
+        try:
+            await self.commit()
+        except CatalogError:
+            await self.commit()
+
+
+def extra_of(step: int) -> bytes:
+    return f"extra {step}".encode()
+
+
+def new_machine(seed: int, *, volume_count: int) -> Machine:
+    return _small_pieces(
+        Machine(
+            seed=seed, volume_count=volume_count, volume_bytes=VOLUME_BYTES, volume_size_bytes=VOLUME_BYTES,
+            host_budget_bytes=HOST_BYTES,
+        )
+    )  # fmt: skip
+
+
+def machine_of(images: Mapping[int, memoryview], contents: Contents, *, seed: int) -> Machine:
+    """The machine whose disks and catalog a crash left like that."""
+    machine = Machine(seed=seed, volume_count=0, volume_size_bytes=VOLUME_BYTES, host_budget_bytes=HOST_BYTES)
+    machine.disks = {index: MemoryVolume.of(copied(image), index=index) for index, image in images.items()}
+    machine.volumes = dict(machine.disks)
+    machine.durable = MemoryCatalog(contents)
+    machine.catalog = machine.durable
+    return _small_pieces(machine)
+
+
+def _small_pieces(machine: Machine) -> Machine:
+    machine.config = msgspec.structs.replace(machine.config, piece_bytes=PIECE_BYTES)
+    return machine
+
+
+def _random_tensors(seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(_elements(shape), generator=generator) for name, shape, _ in SCHEMA.specs}
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _segment(values: Tensors, fields: Any, length_bytes: int) -> PlainSegment:
+    segment = PlainSegment(length_bytes)
+    for field in fields:
+        field_tensor(segment.view(0, length_bytes), field).copy_(values[field.name])
+    return segment

@@ -1,0 +1,45 @@
+"""A soak tells what it tried, and which seed to repeat."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from paramstore.testing import soak
+from paramstore.testing.canaries import planted
+from paramstore.testing.crash_disk import SMALL
+from paramstore.testing.crash_states import Plan
+
+SHORT = Plan(acts=("train few", "commit"), depth=SMALL, resume_share=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(soak, "PLAN", SHORT)
+    caplog.set_level(logging.CRITICAL, logger="paramstore")
+
+
+@pytest.mark.slow
+def test_one_seed_is_tried_however_short_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.soak(first_seed=5, hours=0) == 0
+    said = capsys.readouterr().out
+    assert "seed 5:" in said
+    assert "1 seeds (5 to 5)" in said
+    assert "one lost" in said
+
+
+@pytest.mark.slow
+def test_a_violation_ends_it_and_says_how_to_repeat_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with planted("skip_flush"):
+        assert soak.soak(first_seed=5, hours=1) == 1
+    said = capsys.readouterr().out
+    assert "--seed 5 --hours 0" in said
+    assert "crash after event" in said
+
+
+def test_the_same_seed_has_the_same_plan_and_others_have_other_volumes() -> None:
+    assert soak.plan_of(7) == soak.plan_of(7)
+    assert {soak.plan_of(seed).volume_count for seed in range(6)} == {1, 2, 3}
+    assert soak.plan_of(16).with_creation
+    assert not soak.plan_of(17).with_creation
