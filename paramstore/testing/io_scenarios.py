@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from paramstore.errors import ParamStoreError
+from paramstore.errors import ParamStoreError, VolumeError
 from paramstore.testing.io_faults import Script
 from paramstore.testing.io_trial import KEYS, NAMES, Images, Life, Trial
 from paramstore.testing.machine import Machine
@@ -104,10 +104,33 @@ async def roll_back_and_commit(trial: Trial) -> None:
     await trial.commit("moe")
 
 
+async def keep_a_step(trial: Trial) -> None:
+    """A snapshot, a step after it, and the end of the snapshot."""
+    store, writer = trial.store, trial.writers["moe"]
+    await trial.ask("snapshot of moe", store.snapshot(writer, 1))
+    await train_and_commit(trial, "moe")
+    await trial.ask("end of the snapshot of moe", store.drop_snapshot(writer, 1))
+
+
+async def scrub_all(trial: Trial) -> None:
+    """Every record of every step is read where it lies: what fails is a finding, and names its record; the scrub goes on."""
+    scrub = trial.store.verify(None, None, None)
+    result: Any = await trial.ask("scrub", trial.store.scrubber.wait(scrub))
+    assert result["records"] == result["records_total"]
+    for finding in result["findings"]:
+        error = VolumeError(f"{finding['namespace']} {finding['key']}, volume {finding['volume']}: {finding['reason']}")
+        trial.check_message("scrub", error)
+        trial.refusals.append(("scrub", error))
+    if trial.script.strikes and not trial.script.lasting_sites:
+        assert result["found"] <= 1, "a fault that is over was found a second time"
+    if trial.refusals:
+        raise trial.refusals[0][1]
+
+
 SCENARIOS: dict[str, Scenario] = {
     "format": format_store, "create": create_namespace, "open": open_all, "commit": commit_steps,
     "commit beside others": commit_beside_others, "evict": evict_all,
-    "load": load_all, "rollback": roll_back_and_commit,
+    "load": load_all, "rollback": roll_back_and_commit, "snapshot": keep_a_step, "scrub": scrub_all,
 }  # fmt: skip
 STARTS_THE_STORE = ("format", "open")
 """Scenarios in which the start itself may fail."""

@@ -137,8 +137,8 @@ def lose_catalog(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "code", "reason"),
     [
-        (truncate, 1, "truncated"), (remove_volume, 1, "No such file"), (replace_by_directory, 1, "directory"),
-        (replace_by_link, 1, "symbolic link"), (blank_superblocks, 1, "superblock"), (empty_volume, 1, "not a volume"),
+        (truncate, 4, "truncated"), (remove_volume, 1, "No such file"), (replace_by_directory, 1, "directory"),
+        (replace_by_link, 1, "symbolic link"), (blank_superblocks, 4, "superblock"), (empty_volume, 4, "not a volume"),
         (garble_catalog, 4, "catalog"), (truncate_catalog, 4, "truncated"),
         (lose_catalog, 1, "its catalog is not in this directory"),
     ],
@@ -165,7 +165,7 @@ def test_a_copy_of_an_older_volume_is_refused(directory: Path, tmp_path: Path, s
         namespace.commit(2).wait()
     daemon.stop()
     shutil.copy(tmp_path / "older", volume_of(directory))
-    assert daemon.run() == 1
+    assert daemon.run() == 4
     assert "step 2 of namespace 'moe' cannot be proven" in daemon.stderr
 
 
