@@ -85,6 +85,15 @@ class RangeSet:
         self.remove(start, start + length)
         return start
 
+    def take_last(self, length: int) -> int | None:
+        """Takes `length` bytes from the end of the highest range that has them; or None."""
+        for start in reversed(self._starts):
+            end = self._ends[start]
+            if end - start >= length:
+                self.remove(end - length, end)
+                return end - length
+        return None
+
     def _insert(self, start: int, end: int) -> None:
         insort(self._starts, start)
         self._ends[start] = end

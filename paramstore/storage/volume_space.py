@@ -62,14 +62,15 @@ class VolumeSpace:
         """Offset of `length_bytes` free bytes, now taken; None only if no stretch of free bytes is that long.
 
         Written space first; else across the lowest border between written and fresh, so that filling a volume
-        from its start leaves no gap there; else fresh; else any stretch of both kinds.
+        from its start leaves no gap there; else fresh, while a range is being filled from the end: what is left
+        before that range joins it later, and no gap stays; else any stretch of both kinds.
         """
         offset = self.written.take(length_bytes)
         if offset is not None or not self.fresh.total_bytes:
             return offset
         offset = self._border_fit(length_bytes)
         if offset is None:
-            offset = self.fresh.take(length_bytes)
+            offset = self.fresh.take_last(length_bytes) if self.prefilling else self.fresh.take(length_bytes)
             if offset is not None:
                 return offset
             offset = next((start for start, end in self.free_runs() if end - start >= length_bytes), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from paramstore.core.place import Extent
@@ -381,6 +383,25 @@ def test_the_fill_goes_on_when_space_has_come(relief: str) -> None:
         relief
     ]()
     assert made.next_unwritten(0, PAGE) is not None
+
+
+@pytest.mark.parametrize("length", [5, 7, 8, 9, 15, 16, 17])
+@pytest.mark.parametrize("seed", range(20))
+def test_as_many_records_fit_as_there_are_lengths_of_them_however_the_fill_goes(length: int, seed: int) -> None:
+    random, count = Random(seed), 24
+    made = space(length * count + length - 1)
+    filling: Extent | None = None
+    for number in range(count):
+        for _ in range(random.randrange(4)):
+            if filling is not None:
+                made.finish_prefill(filling)
+                filling = None
+            elif random.random() < 0.7:
+                filling = made.next_unwritten(0, 8 * PAGE)
+        if filling is not None and made.missing_bytes(1, length * PAGE):
+            made.finish_prefill(filling)  # whoever is short of space waits for it
+            filling = None
+        assert made.reserve(length * PAGE) is not None, f"seed {seed}: record {number} of {count}"
 
 
 @pytest.mark.slow

@@ -66,3 +66,15 @@ def test_removing_what_is_not_there_is_a_bug(start: int, end: int) -> None:
     with pytest.raises(AssertionError):
         made.remove(start, end)
     assert list(made) == [(0, 10)]
+
+
+def test_the_last_range_that_is_long_enough_gives_its_end() -> None:
+    made = RangeSet()
+    for start, end in ((0, 10), (20, 26), (30, 33)):
+        made.add(start, end)
+    assert made.take_last(5) == 21
+    assert made.take_last(5) == 5
+    assert made.take_last(3) == 30
+    assert made.take_last(6) is None
+    assert list(made) == [(0, 5), (20, 21)]
+    assert made.total_bytes == 6
