@@ -26,7 +26,8 @@ FIELDS = st.dictionaries(st.text("abcdefg_", min_size=1, max_size=8), SHAPES, mi
 
 def schemas() -> st.SearchStrategy[Schema]:
     dtypes = st.sampled_from(sorted(ITEM_BYTES))
-    stored = st.dictionaries(st.text("abc", min_size=1), st.tuples(SHAPES, dtypes), min_size=1, max_size=5).map(Schema.param)
+    names = st.text("abc", min_size=1, max_size=8)
+    stored = st.dictionaries(names, st.tuples(SHAPES, dtypes), min_size=1, max_size=5).map(Schema.param)
     param_dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
     trained = st.builds(Schema.adamw, FIELDS, param_dtype=param_dtypes, gradient_dtype=st.none() | param_dtypes)
     return stored | trained
