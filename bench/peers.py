@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ CONCURRENT_FILES = 4
 CLOCK = MonotonicClock()
 
 
-class FilePerRecord:
-    """Base of the peers that keep one file a record. A subclass says how one is loaded and saved."""
+class FilePerRecord(ABC):
+    """Base of the peers that keep one file a record. A subclass says how they are loaded and saved."""
 
     name = ""
     suffix = ""
@@ -40,25 +41,22 @@ class FilePerRecord:
         self._views = [slab.view[i * record_bytes : (i + 1) * record_bytes] for i in range(record_count)]
         self.write(range(record_count))
 
-    def load(self, record: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def load(self, order: Sequence[int]) -> None:
+        """Reads these records into memory."""
 
-    def save(self, record: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def save(self, order: Sequence[int]) -> None:
+        """Overwrites these records from the slab; `write` makes them durable."""
 
     def read(self, order: Sequence[int]) -> Sample:
         for record in order:
             drop_page_cache(self.path(record))
-        def load_all() -> None:
-            for record in order:
-                self.load(record)
-
-        return self.timed(order, load_all)
+        return self.timed(order, lambda: self.load(order))
 
     def write(self, order: Sequence[int]) -> Sample:
         def save_all() -> None:
-            for record in order:
-                self.save(record)
+            self.save(order)
             for record in order:
                 flush(self.path(record))
 
@@ -89,18 +87,11 @@ class Aiofiles(FilePerRecord):
         self._runner = asyncio.Runner()
         super().__init__(directory, slab, record_bytes=record_bytes, record_count=record_count)
 
-    def read(self, order: Sequence[int]) -> Sample:
-        for record in order:
-            drop_page_cache(self.path(record))
-        return self.timed(order, lambda: self._runner.run(self._each(order, self._load)))
+    def load(self, order: Sequence[int]) -> None:
+        self._runner.run(self._each(order, self._load))
 
-    def write(self, order: Sequence[int]) -> Sample:
-        def save_all() -> None:
-            self._runner.run(self._each(order, self._save))
-            for record in order:
-                flush(self.path(record))
-
-        return self.timed(order, save_all)
+    def save(self, order: Sequence[int]) -> None:
+        self._runner.run(self._each(order, self._save))
 
     def close(self) -> None:
         self._runner.close()
@@ -135,11 +126,13 @@ class Safetensors(FilePerRecord):
     name = "safetensors"
     suffix = ".safetensors"
 
-    def load(self, record: int) -> None:
-        self.tensor(record).copy_(safetensors.torch.load_file(self.path(record))["record"])
+    def load(self, order: Sequence[int]) -> None:
+        for record in order:
+            self.tensor(record).copy_(safetensors.torch.load_file(self.path(record))["record"])
 
-    def save(self, record: int) -> None:
-        safetensors.torch.save_file({"record": self.tensor(record)}, self.path(record))
+    def save(self, order: Sequence[int]) -> None:
+        for record in order:
+            safetensors.torch.save_file({"record": self.tensor(record)}, self.path(record))
 
 
 class TorchLoad(FilePerRecord):
@@ -148,11 +141,13 @@ class TorchLoad(FilePerRecord):
     name = "torch.load / torch.save"
     suffix = ".pt"
 
-    def load(self, record: int) -> None:
-        torch.load(self.path(record), weights_only=True)
+    def load(self, order: Sequence[int]) -> None:
+        for record in order:
+            torch.load(self.path(record), weights_only=True)
 
-    def save(self, record: int) -> None:
-        torch.save(self.tensor(record), self.path(record))
+    def save(self, order: Sequence[int]) -> None:
+        for record in order:
+            torch.save(self.tensor(record), self.path(record))
 
 
 class Lmdb:

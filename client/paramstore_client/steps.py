@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Steps:
+class Steps(ABC):
     """The part of `Namespace` that is about steps. Its other parts own the connection, the handle and the state."""
 
     name: str
@@ -26,20 +27,25 @@ class Steps:
     _epoch: int
     _committed_step: int | None
 
+    @abstractmethod
     def _next_id(self) -> int:
-        raise NotImplementedError
+        """An id for the next request."""
 
+    @abstractmethod
     def _send(self, message: Request, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
-        raise NotImplementedError
+        """Sends a request and gives its ticket."""
 
+    @abstractmethod
     def _consume(self, message: Request, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
-        raise NotImplementedError
+        """Sends a request that ends what is pending, and cannot be cancelled."""
 
+    @abstractmethod
     def _count_view_change(self) -> None:
-        raise NotImplementedError
+        """The bytes behind this handle's keys may have become others."""
 
+    @abstractmethod
     def _reader(self, opened: Opened) -> Namespace:
-        raise NotImplementedError
+        """A handle of what an open answered."""
 
     def steps(self) -> list[int]:
         """The steps that can be opened, oldest first: the newest `retained_steps`, snapshots, and those readers stand on."""
