@@ -1,4 +1,5 @@
-"""What durability costs: commits of 1, 64 and 1,000 records beside the bare work, and reopening a store of 100,000 records.
+"""What durability costs: commits of 1, 64 and 1,000 records beside the bare work, bytes written for each byte committed,
+checksums, and reopening a store of 100,000 records.
 
 Run it on an idle machine: `python bench/bench_commits.py [--dir DIR] [--out FILE]`. Writes bench/results/commits-<date>.json.
 """
@@ -13,6 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from paramstore.bench import machine, table
+from paramstore.bench.amplification import measure_amplification
+from paramstore.bench.checksums import measure_checksums
 from paramstore.bench.commits import measure_commits, measure_reopen
 from paramstore.bench.context import Bench
 from paramstore.bench.plan import Plan
@@ -33,7 +36,7 @@ def main() -> int:
     with progress.status("bench commits") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.dir) as folder:
         bench = Bench(Plan(), Path(folder), tell=status.update)
         started_s = bench.clock.now_s()
-        rows = [measure_reopen(bench), *measure_commits(bench)]
+        rows = [measure_reopen(bench), *measure_commits(bench), *measure_amplification(bench), measure_checksums(bench)]
         report = Report(
             machine=machine.describe(arguments.dir), commit=machine.commit(), command="python bench/bench_commits.py", date=date,
             seconds=bench.clock.now_s() - started_s, rows=rows,

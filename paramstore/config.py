@@ -92,7 +92,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gradient_budget_bytes: int | None = None
     """All upload areas of the node; None allows every expert at the gradient dtype once per writing session."""
     socket: Path | None = None
-    """Unix socket; its directory is 0700. None: `run/paramstore.sock` in `dir`."""
+    """Unix socket; its directory is made with 0700 where there is none. None: `run/paramstore.sock` in `dir`."""
     policy: PolicyConfig = PolicyConfig()
     retained_steps: int = RETAINED_STEPS
     """Newest committed steps that can be opened and rolled back to; each takes a namespace's state once on the volumes."""
@@ -112,6 +112,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fall back to the page cache, and say so, where the file system refuses O_DIRECT."""
     pmem_granularity: str = "page"
     """Smallest flush unit libpmem2 may assume: `page`, `cache_line` or `byte`; finer needs real persistent memory."""
+    dirty_limit_bytes: int | None = None
+    """Of one namespace, dirty bytes above which records are written early: a commit waits for less, but what is updated again
+    before it is written twice. None: up to all of its `optim` slots."""
+    volume_endurance_bytes: int | None = None
+    """What the drive under each volume may take over its life (its data sheet's TBW); `status` tells how much is used up."""
     prefill: bool = True
     """Zero-fill new volume space in the background: never-written blocks halve the write rate."""
 
@@ -128,8 +133,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.volumes or (self.dir / "volume",)
 
 
-SIZE_SETTINGS = ("volume_size_bytes", "host_budget_bytes", "gradient_budget_bytes", "piece_bytes")
-SHORT_NAMES = {"volume_size": "volume_size_bytes", "host_budget": "host_budget_bytes", "gradient_budget": "gradient_budget_bytes"}
+SIZE_SETTINGS = (
+    "volume_size_bytes", "host_budget_bytes", "gradient_budget_bytes", "piece_bytes", "dirty_limit_bytes", "volume_endurance_bytes",
+)  # fmt: skip
+SHORT_NAMES = {
+    "volume_size": "volume_size_bytes", "host_budget": "host_budget_bytes", "gradient_budget": "gradient_budget_bytes",
+    "dirty_limit": "dirty_limit_bytes", "volume_endurance": "volume_endurance_bytes",
+}  # fmt: skip
 """Flags and variables leave out the unit, since a size carries its own."""
 FLAGS = {
     "dir": "--dir", "volumes": "--volume", "volume_size": "--volume-size", "host_budget": "--host-budget",
@@ -175,6 +185,8 @@ _RULES = {
     "shutdown_timeout_s": _SECONDS,
     "allow_buffered": _SWITCH,
     "pmem_granularity": _Rule(str, "page, cache_line or byte", lambda value: value in ("page", "cache_line", "byte")),
+    "dirty_limit_bytes": _OPTIONAL_SIZE,
+    "volume_endurance_bytes": _OPTIONAL_SIZE,
     "prefill": _SWITCH,
     "policy.name": _Rule(str, "decayed_lfu or lru", lambda value: value in ("decayed_lfu", "lru")),
     "policy.threshold": _Rule(float, "a number, and not negative", lambda value: 0.0 <= value < math.inf),

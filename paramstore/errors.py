@@ -20,6 +20,7 @@
     │   ├── StepOutOfOrder       a commit's step is not above the committed one
     │   ├── StepMismatch         ranks called a collective operation with unequal arguments
     │   ├── StepFailed           an apply or commit failed; `rollback` is the way on
+    │   ├── StepPrepared         a step is prepared: finalize it, or go back, before anything else changes
     │   └── StepDropped          the step is not retained any more
     ├── VolumeError              a volume failed, is missing, or is not ours
     │   └── CorruptRecord        bytes on a volume do not match their checksum, or are gone (exit code 4)
@@ -110,6 +111,10 @@ class StepMismatch(StepError):
 
 class StepFailed(StepError):
     """An apply or a commit failed; push, apply and commit refuse until `rollback`."""
+
+
+class StepPrepared(StepError):
+    """A step is prepared and not committed: finalize it, or roll back, before records change again."""
 
 
 class StepDropped(StepError):

@@ -19,6 +19,7 @@ SCHEME = "unix://"
 PATH_BYTES_MAX = 107
 """sockaddr_un holds 108 bytes, one of them the end."""
 PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+TIME_VALUE = struct.Struct("ll")  # seconds, microseconds
 
 Address = str | os.PathLike[str]
 
@@ -52,8 +53,7 @@ def try_connect(path: Path, *, timeout_s: float) -> socket.socket | None:
     """A connected socket; None if nobody listens at `path`. Raises StoreUnavailable if somebody does who cannot be used."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(timeout_s)
-        sock.connect(str(path))
+        _connect(sock, path, timeout_s)
         _check_peer(sock, path)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         sock.close()
@@ -76,6 +76,20 @@ def nobody_listens(path: Path) -> StoreUnavailable:
         f"no daemon listens at {url(path)}: start one with `paramstore serve --dir DIR`, or connect with"
         " autostart=ServeOptions(dir=...)"
     )
+
+
+def _connect(sock: socket.socket, path: Path, timeout_s: float) -> None:
+    """Waits while the daemon's queue is full: where many connect at once. Raises TimeoutError, OSError.
+
+    Python's own timeout makes the socket non-blocking, and the kernel refuses such a one at once.
+    """
+    seconds, microseconds = divmod(max(1, round(timeout_s * 1e6)), 1_000_000)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME_VALUE.pack(seconds, microseconds))
+    try:
+        sock.connect(str(path))
+    except BlockingIOError as error:
+        raise TimeoutError from error
+    sock.settimeout(timeout_s)
 
 
 def _check_peer(sock: socket.socket, path: Path) -> None:

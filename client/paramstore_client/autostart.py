@@ -194,7 +194,10 @@ class _Start:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """For this user alone: the log names keys and places. One that an older version made for all is closed to others too."""
-    descriptor = os.open(path, flags, 0o600)
+    """For this user alone: the log names keys and places. One that an older version made for all is closed to others too.
+
+    A link in its place is not followed, a FIFO not waited for: both are an OSError.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     os.fchmod(descriptor, 0o600)
     return descriptor

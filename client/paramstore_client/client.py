@@ -19,10 +19,12 @@ from paramstore.clock import MonotonicClock
 from paramstore.config import Config, parse_size
 from paramstore.core.key import ExpertKey, KeySpace, check_name
 from paramstore.core.schema import Schema
-from paramstore.errors import ConfigError, StoreUnavailable, VersionMismatch, WaitTimeout
+from paramstore.errors import CapacityError, ConfigError, StoreUnavailable, WaitTimeout
 from paramstore.wire.messages import (
+    KEYS_MAX,
     LABEL_MAX,
     MAGIC,
+    PREPARE_MINOR,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     VERIFY_MINOR,
@@ -99,7 +101,7 @@ class Store:
         self._path = path
         self._dial = dial
         self._is_debug = is_debug
-        self._connection, self._minor = _greet(dial, timeout_s=timeout_s)
+        self._connection = _greet(dial, timeout_s=timeout_s)
         self._area = UploadArea(self._connection)
 
     @property
@@ -131,21 +133,23 @@ class Store:
         self, name: str, mode: str = "read", at: int | None = None, rank: int = 0, world_size: int = 1, *,
         host_bytes: int | str | None = None,
     ) -> Namespace:  # fmt: skip
-        """A reader standing on step `at` (None: the newest committed), or the writer, who fences the writers before it.
+        """A reader standing on step `at`, or the writer, who fences the writers before it and goes on from `at`: later steps are
+        gone, unless one is a snapshot. None: the newest committed one. A writer with `at` the prepared step commits it.
 
-        Raises UnknownNamespace, StepDropped, CapacityError, ConfigError.
+        Raises UnknownNamespace, StepDropped, CapacityError, ConfigError; StepPrepared to a writer without `at` while a step is
+        prepared, StepFailed before the first commit or a snapshot.
         """
         if mode not in ("read", "write"):
             raise ConfigError(f"open_namespace {name!r}: mode={mode!r}; use 'read' or 'write'")
         if world_size != 1 or rank != 0:
             raise ConfigError(f"open_namespace {name!r}: rank={rank}, world_size={world_size}: this version has one writer")
         if mode == "write" and at is not None:
-            raise ConfigError(f"open_namespace {name!r}: at={at} is for readers; a writer starts at the committed step")
+            self._connection.check_minor(PREPARE_MINOR, "open_namespace(mode='write', at=...)")
         message = OpenNamespace(self._connection.next_id(), check_name(name), mode, at, _size(host_bytes))
         return self._open(message, f"open_namespace {name!r}", mode=mode)
 
     def namespaces(self) -> list[Result]:
-        """One mapping {name, schema, layers, experts, committed_step, epoch} per namespace."""
+        """One mapping {name, schema, layers, experts, committed_step, prepared_step, epoch} per namespace."""
         return self._ask(Namespaces(self._connection.next_id()), "namespaces", answers.mappings)
 
     def stats(self) -> Result:
@@ -163,12 +167,10 @@ class Store:
         Raises VersionMismatch on an older daemon. The ticket raises UnknownNamespace, UnknownKey, ConfigError, and CapacityError
         while another runs.
         """
-        if self._minor < VERIFY_MINOR:
-            raise VersionMismatch(
-                f"the daemon speaks protocol {PROTOCOL_MAJOR}.{self._minor}, verify needs {PROTOCOL_MAJOR}.{VERIFY_MINOR}: "
-                "restart the daemon with this version of paramstore"
-            )
+        self._connection.check_minor(VERIFY_MINOR, "verify")
         chosen = None if keys is None else [(layer, expert) for layer, expert in keys]
+        if chosen is not None and len(chosen) > KEYS_MAX:
+            raise CapacityError(f"{len(chosen)} keys in one call; the limit is {KEYS_MAX}: verify in parts")
         message = Verify(self._connection.next_id(), namespace, chosen, _size(bytes_per_s))
         what = "verify" if namespace is None else f"verify {namespace!r}"
         return self._connection.request(message, what=what, convert=answers.mapping)
@@ -179,7 +181,7 @@ class Store:
         Raises StoreUnavailable; then the store is as unusable as before, and it may be tried again.
         """
         self._connection.close("it was opened before store.reconnect()")
-        self._connection, self._minor = _greet(self._dial, timeout_s=timeout_s)
+        self._connection = _greet(self._dial, timeout_s=timeout_s)
         self._area = UploadArea(self._connection)
 
     def close(self) -> None:
@@ -219,9 +221,8 @@ def _dial(path: Path, options: ServeOptions | None) -> Dial:
     return dial
 
 
-def _greet(dial: Dial, *, timeout_s: float) -> tuple[Connection, int]:
-    """A connection that has said hello and was welcomed, and the daemon's minor version. Raises StoreUnavailable or
-    VersionMismatch."""
+def _greet(dial: Dial, *, timeout_s: float) -> Connection:
+    """A connection that has said hello and was welcomed. Raises StoreUnavailable or VersionMismatch."""
     clock = MonotonicClock()
     deadline_s = clock.now_s() + timeout_s
     connection = Connection(dial(timeout_s), timeout_s=Config().wait_timeout_s)
@@ -239,7 +240,8 @@ def _greet(dial: Dial, *, timeout_s: float) -> tuple[Connection, int]:
         raise
     if welcome.wait_timeout_s is not None:
         connection.timeout_s = welcome.wait_timeout_s
-    return connection, welcome.minor
+    connection.minor = welcome.minor
+    return connection
 
 
 def _size(size: int | str | None) -> int | None:

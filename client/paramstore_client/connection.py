@@ -25,9 +25,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from paramstore.clock import Clock, MonotonicClock
-from paramstore.errors import CapacityError, ForkedClient, ParamStoreError, ProtocolError, StoreUnavailable, WaitTimeout
+from paramstore.errors import (
+    CapacityError,
+    ForkedClient,
+    ParamStoreError,
+    ProtocolError,
+    StoreUnavailable,
+    VersionMismatch,
+    WaitTimeout,
+)
 from paramstore.wire.codec import encode
-from paramstore.wire.messages import Message, Request, Unmapped
+from paramstore.wire.messages import PROTOCOL_MAJOR, Message, Request, Unmapped
 from paramstore_client.inbox import Inbox
 from paramstore_client.segments import Segments
 from paramstore_client.ticket import Ticket
@@ -52,6 +60,8 @@ class Connection:
         sock.setblocking(False)
         self.segments = Segments()
         self.timeout_s = timeout_s
+        self.minor = 0
+        """What the daemon said it speaks, once it has welcomed us."""
         self._clock: Clock = clock or MonotonicClock()
         self._sock = sock
         self._fd = sock.fileno()
@@ -70,6 +80,14 @@ class Connection:
         self._either = select.poll()
         self._either.register(self._fd, select.POLLIN | select.POLLOUT)
         _connections.add(self)
+
+    def check_minor(self, minor: int, call: str) -> None:
+        """Raises VersionMismatch if the daemon is too old for `call`, which needs that minor version of the protocol."""
+        if self.minor < minor:
+            raise VersionMismatch(
+                f"the daemon speaks protocol {PROTOCOL_MAJOR}.{self.minor}, {call} needs {PROTOCOL_MAJOR}.{minor}: restart the "
+                "daemon with this version of paramstore"
+            )
 
     def next_id(self) -> int:
         """An id for the next request, never used before on this connection."""

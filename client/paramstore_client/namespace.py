@@ -17,7 +17,7 @@ from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, ProtocolError, UnknownNamespace
 from paramstore.wire import messages
-from paramstore.wire.messages import EXTRA_BYTES_MAX, KEYS_MAX, Granted, Request
+from paramstore.wire.messages import KEYS_MAX, Granted, Request
 from paramstore_client import answers
 from paramstore_client.answers import Opened, Result
 from paramstore_client.connection import Connection
@@ -272,24 +272,6 @@ class Namespace(Steps):
         self._connection.post(
             messages.DeviceReport(self._handle, self._key_list(resident), self._key_list(touched), bytes_resident)
         )
-
-    # --- steps ---
-
-    def commit(self, step: int, extra: bytes = b"") -> Ticket[Result]:
-        """Makes everything applied so far durable as `step`. Cannot be cancelled. extra: up to 64 KiB, kept with it.
-
-        Result: {step, records, bytes_written, seconds}. Raises StepOutOfOrder, StepFailed, VolumeError.
-        """
-        if len(extra) > EXTRA_BYTES_MAX:
-            raise CapacityError(f"commit {step} of {self.name!r}: extra has {len(extra)} bytes, the limit is {EXTRA_BYTES_MAX}")
-
-        def committed(answer: object) -> Result:
-            result = answers.mapping(answer)
-            self._committed_step = step
-            return result
-
-        message = messages.Commit(self._next_id(), self._handle, step, extra)
-        return self._send(message, f"commit {step}", committed, is_cancellable=False)
 
     def close(self) -> None:
         """Ends the handle and its leases; pending gradients are dropped. Idempotent, and quiet when the daemon is gone."""

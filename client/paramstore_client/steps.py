@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from paramstore.errors import CapacityError
 from paramstore.wire import messages
 from paramstore.wire.messages import Request
 from paramstore_client import answers
-from paramstore_client.answers import Opened
+from paramstore_client.answers import Opened, Result
 
 if TYPE_CHECKING:
+    from paramstore_client.connection import Connection
     from paramstore_client.namespace import Namespace
     from paramstore_client.ticket import Ticket
 
@@ -26,13 +28,14 @@ class Steps(ABC):
     _handle: int
     _epoch: int
     _committed_step: int | None
+    _connection: Connection
 
     @abstractmethod
     def _next_id(self) -> int:
         """An id for the next request."""
 
     @abstractmethod
-    def _send(self, message: Request, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
+    def _send(self, message: Request, call: str, convert: Callable[[Any], T], *, is_cancellable: bool = True) -> Ticket[T]:
         """Sends a request and gives its ticket."""
 
     @abstractmethod
@@ -46,6 +49,51 @@ class Steps(ABC):
     @abstractmethod
     def _reader(self, opened: Opened) -> Namespace:
         """A handle of what an open answered."""
+
+    def commit(self, step: int, extra: bytes = b"") -> Ticket[Result]:
+        """Makes everything applied so far durable as `step`. Cannot be cancelled. extra: up to 64 KiB, kept with it.
+
+        Result: {step, records, bytes_written, seconds}. Raises StepOutOfOrder, StepFailed, VolumeError.
+        """
+
+        def committed(answer: object) -> Result:
+            result = answers.mapping(answer)
+            self._committed_step = step
+            return result
+
+        message = messages.Commit(self._next_id(), self._handle, step, self._checked(extra, f"commit {step}"))
+        return self._send(message, f"commit {step}", committed, is_cancellable=False)
+
+    def prepare(self, step: int, extra: bytes = b"") -> Ticket[Result]:
+        """Half a commit, for a job over several nodes: all is durable as `step`, which is committed by `finalize(step)`.
+
+        When every node has prepared, every node finalizes: whatever dies in between, all of them can be opened at one common
+        step (`open_namespace(mode="write", at=...)`). Until then `apply`, `commit` and another `prepare` raise StepPrepared, as
+        does a new writer who does not say `at`; pushed gradients stay pending; readers see the steps before.
+        Result: as of `commit`. Raises as `commit`, and StepOutOfOrder before the first commit.
+        """
+        self._connection.check_minor(messages.PREPARE_MINOR, "prepare")
+        message = messages.Prepare(self._next_id(), self._handle, step, self._checked(extra, f"prepare {step}"))
+        return self._send(message, f"prepare {step}", answers.mapping, is_cancellable=False)
+
+    def finalize(self, step: int) -> Ticket[None]:
+        """Commits the prepared `step`, in one small transaction. To call it again is no error. Cannot be cancelled.
+
+        Raises StepOutOfOrder if another step, or none, is prepared; CatalogError, and then the step is still prepared.
+        """
+        self._connection.check_minor(messages.PREPARE_MINOR, "finalize")
+
+        def committed(answer: object) -> None:
+            answers.nothing(answer)
+            self._committed_step = step
+
+        message = messages.Finalize(self._next_id(), self._handle, step)
+        return self._send(message, f"finalize {step}", committed, is_cancellable=False)
+
+    def _checked(self, extra: bytes, call: str) -> bytes:
+        if len(extra) > messages.EXTRA_BYTES_MAX:
+            raise CapacityError(f"{call} of {self.name!r}: extra has {len(extra)} bytes, the limit is {messages.EXTRA_BYTES_MAX}")
+        return extra
 
     def steps(self) -> list[int]:
         """The steps that can be opened, oldest first: the newest `retained_steps`, snapshots, and those readers stand on."""
@@ -73,7 +121,8 @@ class Steps(ABC):
         """Keeps `step` until `drop_snapshot(step)`, whatever happens to this process or the daemon, and opens a reader on it.
 
         Takes the namespace's state once more on the volumes. May be called on any handle, again for a step that is one, and
-        waits for a commit under way. Raises StepDropped, and CapacityError naming the bytes that are missing.
+        waits for a commit under way. Raises StepDropped, and CapacityError naming the bytes that are missing. Where only the
+        reader could not be opened the step is a snapshot all the same.
         """
         self._send(messages.Snapshot(self._next_id(), self._handle, step), f"snapshot {step}", answers.nothing).wait()
         message = messages.OpenNamespace(self._next_id(), self.name, "read", step, None)

@@ -11,9 +11,9 @@ copies of 64 MiB), and both abort the process when the device fails, where a sto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import cffi
 
@@ -24,6 +24,8 @@ FORCE_VARIABLE = "PMEM2_FORCE_GRANULARITY"
 """The library's own switch: makes it promise a granularity whatever the device is. For tests."""
 GRANULARITIES = ("byte", "cache_line", "page")
 """In the order of the library's enum."""
+NO_DRAIN, NO_FLUSH = 1, 2
+"""Flags of the library's memcpy: do not wait for the lines that were written back; do not even write them back."""
 
 _ffi = cffi.FFI()
 _ffi.cdef(
@@ -72,40 +74,40 @@ def missing_reason() -> str:
     return ""
 
 
-class Mapping:
-    """The first `size_bytes` of a file, mapped shared and writable until the last reference to it is gone.
+class Stores(Protocol):
+    """The calls that store into one mapped file; `MappedFile` makes the real ones.
 
     granularity: what the mapping has, one of GRANULARITIES; at least as fine as what was required.
     """
 
+    granularity: str
+
+    def copy(self, offset_bytes: int, source: memoryview) -> None:
+        """Stores the bytes and no more: nothing says when they persist, or in which order."""
+        ...
+
+    def copy_and_persist(self, offset_bytes: int, source: memoryview, flags: int) -> None:
+        """pmem2_memcpy: stores the bytes, writes back each cache line (a *flush*), waits for that (a *drain*). flags: 0, or which
+        of these to leave out. A drain covers the flushes of its own thread alone."""
+        ...
+
+
+class MappedFile:
+    """The first `size_bytes` of a file, mapped shared and writable until the last reference to it is gone."""
+
     def __init__(self, descriptor: int, *, size_bytes: int, granularity: str) -> None:
         """descriptor: open for reading and writing; it may be closed afterwards. Raises VolumeError."""
         self._library = load()
-        self.size_bytes = size_bytes
         self._map = self._new_map(descriptor, size_bytes, GRANULARITIES.index(granularity))
         self.granularity = GRANULARITIES[self._library.pmem2_map_get_store_granularity(self._map[0])]
         self._address = _ffi.cast("char *", self._library.pmem2_map_get_address(self._map[0]))
         self._copy_and_persist = self._library.pmem2_get_memcpy_fn(self._map[0])
 
-    @property
-    def persists_writes(self) -> bool:
-        """Whether `write` makes its bytes persistent; else only fdatasync on the file does."""
-        return self.granularity != "page"
+    def copy(self, offset_bytes: int, source: memoryview) -> None:
+        _libc.memcpy(self._address + offset_bytes, _ffi.from_buffer(source), source.nbytes)
 
-    def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
-        """Copies the buffers, one after the other, to `offset_bytes`. Other threads run meanwhile.
-
-        The file must be as long as the mapping: storing beyond its end kills the process with SIGBUS.
-        """
-        assert 0 <= offset_bytes <= self.size_bytes - sum(view.nbytes for view in data)
-        for view in data:
-            target, source = self._address + offset_bytes, _ffi.from_buffer(view)
-            if self.persists_writes:
-                # No NODRAIN: a drain covers the stores of its own thread alone, not those a flush came for.
-                self._copy_and_persist(target, source, view.nbytes, 0)
-            else:
-                _libc.memcpy(target, source, view.nbytes)
-            offset_bytes += view.nbytes
+    def copy_and_persist(self, offset_bytes: int, source: memoryview, flags: int) -> None:
+        self._copy_and_persist(self._address + offset_bytes, _ffi.from_buffer(source), source.nbytes, flags)
 
     def _new_map(self, descriptor: int, size_bytes: int, granularity: int) -> Any:
         """A `struct pmem2_map **` that unmaps itself when it is collected."""
@@ -128,3 +130,40 @@ class Mapping:
             message = _ffi.string(self._library.pmem2_errormsg())
             assert isinstance(message, bytes)
             raise VolumeError(f"libpmem2: {message.decode(errors='replace')} (code {code})")
+
+
+class Mapping:
+    """The first `size_bytes` of a file, to be written through a mapping.
+
+    granularity: what the mapping has, one of GRANULARITIES; at least as fine as what was required.
+    """
+
+    def __init__(
+        self, descriptor: int, *, size_bytes: int, granularity: str, make_stores: Callable[..., Stores] = MappedFile
+    ) -> None:
+        """descriptor: open for reading and writing; it may be closed afterwards. make_stores: as `MappedFile` is made.
+
+        Raises VolumeError.
+        """
+        self.size_bytes = size_bytes
+        self._stores = make_stores(descriptor, size_bytes=size_bytes, granularity=granularity)
+        self.granularity = self._stores.granularity
+
+    @property
+    def persists_writes(self) -> bool:
+        """Whether `write` makes its bytes persistent; else only fdatasync on the file does."""
+        return self.granularity != "page"
+
+    def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
+        """Copies the buffers, one after the other, to `offset_bytes`. Other threads run meanwhile.
+
+        The file must be as long as the mapping: storing beyond its end kills the process with SIGBUS.
+        """
+        assert 0 <= offset_bytes <= self.size_bytes - sum(view.nbytes for view in data)
+        for view in data:
+            if self.persists_writes:
+                # No NODRAIN: a drain covers the stores of its own thread alone, not those a flush came for.
+                self._stores.copy_and_persist(offset_bytes, view, 0)
+            else:
+                self._stores.copy(offset_bytes, view)
+            offset_bytes += view.nbytes

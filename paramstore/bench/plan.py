@@ -49,6 +49,7 @@ class Plan:
     commit_rounds: int = 9
     commit_sizes: tuple[int, ...] = (1, 64, 1000)
     reopen_records: int = 100_000
+    training_steps: int = 8
     apply_records: int = 12
     latency_calls: int = 3000
     latency_key_count: int = 64

@@ -20,6 +20,14 @@ def cpu_s(pid: int) -> float:
         return _ticks_s(pid)
 
 
+def written_bytes(pid: int) -> int:
+    """What process `pid` has sent to storage so far, by the kernel's count; memory file systems do not count."""
+    for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+        if line.startswith("write_bytes:"):
+            return int(line.split()[1])
+    raise ProcessLookupError(f"process {pid}: its io has no write_bytes")
+
+
 def rss_anon_bytes(pid: int) -> int:
     """Private memory of process `pid` that is resident: no file, no shared mapping counts."""
     return _status_bytes(pid, "RssAnon")

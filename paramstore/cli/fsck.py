@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,14 +66,26 @@ def lines(report: Report) -> Iterator[str]:
     name = found.store.hex() if found.store else "unknown"
     yield f"store {name}: {len(found.disks)} volumes, {len(found.records)} record headers"
     for name, proof in sorted(report.proofs.items()):
-        steps = ", ".join(map(str, sorted(proof.steps))) or "none"
-        yield f"namespace {name}: steps proven by the volumes: {steps}"
+        yield f"namespace {name}: steps proven by the volumes: {_listed(proof.steps)}{_in_catalog(report, name)}"
     for finding in report.findings:
-        yield f"wrong: {finding.describe()}"
+        if not (report.is_rebuilt and finding in report.lost):  # said below, once
+            yield f"wrong: {finding.describe()}"
     if report.is_rebuilt:
         yield from _rebuilt(report)
     elif not report.findings:
         yield "clean: the catalog and the volumes agree, and every record of every step is whole"
+
+
+def _in_catalog(report: Report, name: str) -> str:
+    """The catalog's steps, where they are others: a commit that did not come to its end, or a catalog that is older."""
+    namespace = report.contents.namespaces.get(name) if report.contents is not None else None
+    if namespace is None or namespace.steps.keys() == report.proofs[name].steps.keys():
+        return ""
+    return f"; in the catalog: {_listed(namespace.steps)}"
+
+
+def _listed(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(steps))) or "none"
 
 
 def _rebuilt(report: Report) -> Iterator[str]:

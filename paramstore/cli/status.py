@@ -29,6 +29,7 @@ def _print(stats: dict[str, Any]) -> None:
     from rich.table import Table
 
     from paramstore.config import format_size
+    from paramstore.storage.fences import WAY_ON
 
     console = Console()
     daemon, host = stats["daemon"], stats["tiers"]["host"]
@@ -49,30 +50,55 @@ def _print(stats: dict[str, Any]) -> None:
     if host["page_advice"]:
         console.print(f"for huge pages: {host['page_advice']}")
     volumes = Table(title="Volumes", title_justify="left")
-    for column in ("volume", "path", "mode", "size", "free", "written once"):
+    for column in ("volume", "path", "mode", "size", "free", "written once", "written in all", "endurance"):
         volumes.add_column(column)
     for index, volume in stats["volumes"].items():
-        mode = f"{volume['mode']} {volume.get('reason') or ''}".strip()
+        mode = " ".join(filter(None, (volume["mode"], volume.get("granularity"), volume.get("reason"))))
         sizes = [format_size(volume[name]) for name in ("size_bytes", "free_bytes", "written_bytes")]
-        volumes.add_row(index, str(volume["path"]), mode, *sizes)
+        volumes.add_row(index, str(volume["path"]), mode, *sizes, format_size(volume["bytes_written_total"]), _endurance(volume))
     console.print(volumes)
+    for index, volume in stats["volumes"].items():
+        if volume["fenced"]:
+            console.print(f"volume {index} is fenced, it gets no new records: {volume['fenced']}; {WAY_ON}", soft_wrap=True)
     console.print(_namespaces(stats))
+
+
+def _endurance(volume: dict[str, Any]) -> str:
+    from paramstore.config import format_size
+
+    if volume["endurance_used"] is None:
+        return "not stated"
+    return f"{volume['endurance_used']:.2%} of {format_size(volume['endurance_bytes'])}"
 
 
 def _namespaces(stats: dict[str, Any]) -> object:
     from rich.table import Table
 
     table = Table(title="Namespaces", title_justify="left")
-    for column in ("name", "step", "epoch", "param slots", "hits", "misses", "optim slots", "dirty", "leased", "state"):
+    columns = "name", "step", "epoch", "param slots", "hits", "misses", "optim slots", "dirty", "leased", "amplification", "state"
+    for column in columns:
         table.add_column(column)
     for name, ns in stats["namespaces"].items():
         param, optim = ns["param"], ns["optim"]
         table.add_row(
             name, str(ns["committed_step"]), str(ns["epoch"]), f"{param['resident']}/{param['slots']}", str(param["hits"]),
-            str(param["misses"]), f"{optim['resident']}/{optim['slots']}", str(optim.get("dirty", 0)), str(ns["leased_slots"]),
-            _state(ns),
+            str(param["misses"]), f"{optim['resident']}/{optim['slots']}", _dirty(ns), str(ns["leased_slots"]),
+            _amplification(ns), _state(ns),
         )  # fmt: skip
     return table
+
+
+def _dirty(namespace: dict[str, Any]) -> str:
+    from paramstore.config import format_size
+
+    limit = namespace["dirty_limit_bytes"]
+    return format_size(namespace["dirty_bytes"]) + (f" of {format_size(limit)}" if limit is not None else "")
+
+
+def _amplification(namespace: dict[str, Any]) -> str:
+    """Bytes written for each byte of a record that a commit has published."""
+    amplification = namespace["write_amplification"]
+    return "" if amplification is None else f"{amplification:.3f}"
 
 
 def _state(namespace: dict[str, Any]) -> str:

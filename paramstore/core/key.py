@@ -14,7 +14,8 @@ from paramstore.errors import ConfigError, UnknownKey
 ExpertKey = tuple[int, int]
 """(layer, expert), both indices; free of ranks."""
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+NAME_PATTERN = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
+"""No name is one of dots alone: it may end up in a path one day."""
 LAYERS_MAX = 4096
 LAYER_INDEX_MAX = (1 << 31) - 1
 """Keys are stored as 32-bit numbers."""
@@ -27,7 +28,7 @@ The largest models have a fifth of it."""
 def check_name(name: str) -> str:
     """`name`, if it can name a namespace; else ConfigError."""
     if not NAME_PATTERN.fullmatch(name):
-        raise ConfigError(f"namespace name {name!r}: use 1 to 64 of letters, digits, '.', '_' and '-'")
+        raise ConfigError(f"namespace name {name!r}: use 1 to 64 of letters, digits, '.', '_' and '-', not dots alone")
     return name
 
 

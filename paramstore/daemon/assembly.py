@@ -20,6 +20,7 @@ from paramstore.config import PMEM_PREFIX, Config, format_size
 from paramstore.core.schema import round_up
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.arithmetic import load
+from paramstore.engine.chain import Chain
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
 from paramstore.engine.hashing import Hashing
@@ -29,6 +30,7 @@ from paramstore.engine.planner import Planner
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
 from paramstore.engine.scrub import Scrubber
 from paramstore.engine.store import Store
+from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import LOOKAHEAD_RECORDS, Updater
 from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, VolumeSet
@@ -43,13 +45,15 @@ from paramstore.storage.format import Superblock, extents_start_bytes
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.lock import StoreLock
 from paramstore.storage.notes import copy_notes, format_volume, read_superblock
+from paramstore.storage.ownership import objection_to_tree
 from paramstore.storage.pmem_volume import PmemVolume
 from paramstore.storage.recovery import open_store
-from paramstore.storage.volume import Volume
+from paramstore.storage.volume import Volume, granularity_of
 
 logger = logging.getLogger(__name__)
 
 CATALOG_NAME = "catalog"
+CATALOG_FILES = ("data.mdb", "lock.mdb")
 PAGE_BYTES = 4096
 """A volume's size is rounded up to whole pages."""
 
@@ -167,12 +171,23 @@ def _one_thread_each() -> None:
 
 
 def _open_catalog(config: Config) -> tuple[Catalog, Contents]:
+    _check_catalog_files(config.dir / CATALOG_NAME)
     catalog = LmdbCatalog(config.dir / CATALOG_NAME, store_uuid=uuid.uuid4().bytes)  # an existing one keeps its own
     try:
         return catalog, catalog.load()
     except BaseException:
         catalog.close()
         raise
+
+
+def _check_catalog_files(directory: Path) -> None:
+    """LMDB follows links and takes whatever it finds: what it would open is looked at before. Raises CatalogError."""
+    try:
+        objection = objection_to_tree(directory, CATALOG_FILES)
+    except OSError as error:
+        raise CatalogError(f"catalog {directory}: {error}") from error
+    if objection:
+        raise CatalogError(f"catalog {directory} is not ours: {objection}")
 
 
 def _open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
@@ -230,7 +245,9 @@ def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int
         if index in contents.volumes:
             continue
         _check_unclaimed(volume, contents.store_uuid)
-        superblock = Superblock(store_uuid=contents.store_uuid, volume_uuid=uuid.uuid4().bytes, index=index)
+        superblock = Superblock(
+            store_uuid=contents.store_uuid, volume_uuid=uuid.uuid4().bytes, index=index, granularity=granularity_of(volume)
+        )
         format_volume(volume, superblock)
         if contents.volumes:  # every volume can prove every step that can be opened
             copy_notes(contents, volumes[min(contents.volumes)], volume, superblock)
@@ -273,20 +290,24 @@ def connect(
     cleaner = Cleaner(planner, transfers, loader)
     updater = Updater(planner, transfers, loader, cleaner, update_workers=update_workers)
     namespaces = {name: make_namespace(ledger) for name, ledger in recovered.ledgers.items()}
+    transactions = Transactions(planner, transfers, runner, catalog=catalog, namespaces=namespaces)
+    chain = Chain(planner, transfers, runner, transactions, recovered.note_slots, stall_s=config.wait_timeout_s)
     committer = Committer(
-        planner, transfers, cleaner, runner, catalog=catalog, volumes=volumes, superblocks=recovered.superblocks,
-        note_slots=recovered.note_slots, namespaces=namespaces, stall_s=config.wait_timeout_s,
+        planner, transfers, cleaner, runner, chain=chain, transactions=transactions, volumes=volumes,
+        superblocks=recovered.superblocks, note_slots=recovered.note_slots, namespaces=namespaces, clock=clock,
+        stall_s=config.wait_timeout_s,
     )  # fmt: skip
     host = HostTier(
         runner, memory, budget_bytes=config.host_budget_bytes, io_threads=config.io_workers * len(volumes),
         piece_bytes=config.piece_bytes, pipeline_slots=update_workers + LOOKAHEAD_RECORDS,
-        make_policy=lambda capacity: make_policy(config.policy, capacity),
+        make_policy=lambda capacity: make_policy(config.policy, capacity), dirty_limit_bytes=config.dirty_limit_bytes,
     )  # fmt: skip
     volume_set = VolumeSet(
         volumes, superblocks=recovered.superblocks, rows=volume_rows, space=recovered.space, catalog=catalog, runner=runner,
         may_grow=config.volume_size_bytes is None, pump=partial(transfers.pump, namespaces.values()),
-        retention=config.retention,
+        retention=config.retention, traffic=transfers.traffic, endurance_bytes=config.volume_endurance_bytes,
     )  # fmt: skip
+    transfers.watch_writes = volume_set.record_written
     for namespace in namespaces.values():
         volume_set.entitle(namespace)
     scrubber = Scrubber(transfers, volumes, namespaces, store_uuid=contents.store_uuid, hashing=hashing, clock=clock)
@@ -294,6 +315,6 @@ def connect(
         volume_set.start_prefill()
     return Store(
         config, planner=planner, runner=runner, transfers=transfers, host=host, volumes=volume_set, loader=loader,
-        cleaner=cleaner, updater=updater, committer=committer, scrubber=scrubber, namespaces=namespaces,
-        store_uuid=contents.store_uuid, clock=clock,
+        cleaner=cleaner, updater=updater, committer=committer, chain=chain, transactions=transactions, scrubber=scrubber,
+        namespaces=namespaces, store_uuid=contents.store_uuid, clock=clock,
     )  # fmt: skip

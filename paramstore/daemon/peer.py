@@ -6,12 +6,16 @@ A client cannot lie about these. The end is that of the very process that connec
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import select
 import socket
 import struct
 from collections.abc import Callable
 
 PEER_CREDENTIALS = struct.Struct("3i")
+SO_PEERPIDFD = 77
+"""Linux 6.5: the very process that connected, whoever has its number by now."""
 
 
 class Peer:
@@ -24,7 +28,7 @@ class Peer:
         self.pid, self.uid, _ = PEER_CREDENTIALS.unpack(credentials)
         self._loop = loop
         self._on_ended = on_ended
-        self._descriptor = _open_process(self.pid)
+        self._descriptor = _open_process(sock, self.pid)
         if self._descriptor is not None:
             loop.add_reader(self._descriptor, self._ended)
 
@@ -45,9 +49,25 @@ class Peer:
         self._on_ended()
 
 
-def _open_process(pid: int) -> int | None:
-    """A descriptor of the process; None where there is none to be had."""
+def _open_process(sock: socket.socket, pid: int) -> int | None:
+    """A descriptor of the process that connected; None where there is none to be had."""
     try:
-        return os.pidfd_open(pid)
+        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            return None  # the kernel knows the call: the process is gone
+    try:
+        descriptor = os.pidfd_open(pid)
     except OSError:
         return None
+    if _is_hung_up(sock):
+        # The process that connected may have ended before the call, and its number be another's.
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _is_hung_up(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))

@@ -1,8 +1,8 @@
 """The process: socket, sessions, signals, start and shutdown.
 
-The socket lies in a directory of mode 0700, is bound under umask 0177, and serves processes of the daemon's own user (and
-root) only. Start: lock, store, socket, then one line `ready unix:///...` on stdout. End: no new clients, sessions closed,
-transfers under way finished, volumes closed; clients are never waited for.
+The socket is bound under umask 0177, in a directory that is made with mode 0700 or that at least nobody else can write, and serves
+processes of the daemon's own user (and root) only. Start: lock, store, socket, then one line `ready unix:///...` on stdout. End: no
+new clients, sessions closed, transfers under way finished, volumes closed; clients are never waited for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paramstore.config import Config
 from paramstore.daemon.assembly import assemble, take_lock
 from paramstore.daemon.session import Session
 from paramstore.engine.store import Store
-from paramstore.errors import CapacityError, ConfigError, ParamStoreError, StoreLocked
+from paramstore.errors import CapacityError, ConfigError, ParamStoreError, ProtocolError, StoreLocked
 from paramstore.storage.lock import StoreLock
 from paramstore.wire.codec import encode
 from paramstore.wire.messages import Failed
@@ -31,6 +31,8 @@ from paramstore.wire.messages import Failed
 logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
+HALF_OPEN_MAX = 64
+"""Connections that have not said hello; beyond it the oldest of them goes, so that a flood of them keeps nobody out who does."""
 LINGERING_MAX = 4096
 """With those whose connection has ended while their process lives and may read what it leased."""
 BACKLOG = 64
@@ -39,6 +41,7 @@ ACCEPT_PAUSE_S = 0.1
 LOCK_TRIES = 5
 LOCK_PAUSE_S = 0.05
 PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
 SWITCH_INTERVAL_S = 0.0005
 """How long a worker that runs Python may keep the loop waiting: Python's own 5 ms would be most of a lease's p99."""
 SOCKET_PATH_BYTES_MAX = 107
@@ -60,6 +63,8 @@ class Server:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._sessions: set[Session] = set()
+        self._half_open: list[Session] = []
+        """Those that may not have said hello yet, oldest first."""
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -81,6 +86,10 @@ class Server:
             session.close(None)
             return
         self._sessions.add(session)
+        self._half_open = [other for other in self._half_open if not (other.is_known or other.is_ended)]
+        self._half_open.append(session)
+        if len(self._half_open) > HALF_OPEN_MAX:
+            self._half_open.pop(0).close(ProtocolError(f"{HALF_OPEN_MAX} later connections wait for their hello, too"))
 
     def _accept_again(self) -> None:
         if self._listener.fileno() >= 0:  # not closed meanwhile
@@ -95,16 +104,18 @@ class Server:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket at `path`, in a directory only this user may enter; a stale one is replaced. Raises ConfigError if
-    others can write there, or something that is no stale socket lies there."""
+    """A listening socket at `path` that only this user may connect to; a stale one is replaced. A directory that is not there
+    is made for this user alone, one that is keeps its mode. Raises ConfigError if others can write there, or something that is
+    no stale socket lies there."""
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes: give a shorter --socket")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = path.parent.stat()
+        status = path.parent.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"socket directory {path.parent} is a link: give the place it leads to as --socket")
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigError(f"socket directory {path.parent} can be written by others: chmod 0700, or give another --socket")
-        path.parent.chmod(0o700)
         _remove_stale(path)
         return _bound(path)
     except OSError as error:
@@ -148,10 +159,12 @@ def _bound(path: Path) -> socket.socket:
 
 
 def harden() -> None:
-    """No core dumps of other people's weights, no /proc/PID/mem for processes of the same user."""
+    """No core dumps of other people's weights, no /proc/PID/mem for processes of the same user, no rights gained by an exec."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
-        logger.warning("prctl(PR_SET_DUMPABLE) refused")
+    libc = ctypes.CDLL(None)
+    for name, option, value in (("DUMPABLE", PR_SET_DUMPABLE, 0), ("NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)):
+        if libc.prctl(option, value, 0, 0, 0) != 0:
+            logger.warning("prctl(PR_SET_%s) refused", name)
 
 
 async def lock_with_retry(config: Config) -> StoreLock:

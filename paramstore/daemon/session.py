@@ -54,7 +54,7 @@ class Session:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, LeaseRequest] = {}
         self._cancels: dict[int, Callable[[], None]] = {}  # prefetches and scrubs under way: what ends them
-        self._is_known = False
+        self.is_known = False
         self.is_ended = False
         """The connection is gone; leases may be left until the process is, too."""
         self._channel = Channel(self._loop, sock, on_frame=self._on_frame, on_end=self._on_end)
@@ -78,6 +78,8 @@ class Session:
             m.Evict: lambda r: self._store.evict(self._view(r), r.keys, r.part),
             m.Protect: lambda r: self._store.protect(self._view(r), r.keys, is_wanted=r.is_wanted),
             m.Commit: lambda r: self._store.commit(self._view(r), r.step, r.extra),
+            m.Prepare: lambda r: self._store.prepare(self._view(r), r.step, r.extra),
+            m.Finalize: lambda r: self._store.finalize(self._view(r), r.step),
             m.Steps: lambda r: self._store.steps(self._view(r)),
             m.Extra: lambda r: self._store.extra(self._view(r), r.step),
             m.Rollback: lambda r: self._store.rollback(self._view(r), r.step),
@@ -107,7 +109,7 @@ class Session:
         except ProtocolError as error:
             self._channel.refuse(error)
             return
-        if not self._is_known or isinstance(request, m.Hello):
+        if not self.is_known or isinstance(request, m.Hello):
             self._hello(request)
         elif isinstance(request, m.Acquire):
             self._acquire(request)
@@ -119,7 +121,7 @@ class Session:
             self._answer(request)
 
     def _hello(self, request: m.Message) -> None:
-        if self._is_known or not isinstance(request, m.Hello) or request.magic != m.MAGIC:
+        if self.is_known or not isinstance(request, m.Hello) or request.magic != m.MAGIC:
             self._channel.refuse(ProtocolError("the first frame must be a hello, and no other may be one"))
             return
         if (refusal := refusal_of(request)) is not None:
@@ -127,7 +129,7 @@ class Session:
             self._channel.close(None)
             return
         self._hello_timer.cancel()
-        self._is_known = True
+        self.is_known = True
         self._channel.raise_limit(FRAME_BYTES_MAX)
         self._channel.send(m.Done(request.id, welcome_to(self._store)))
 
@@ -234,8 +236,6 @@ class Session:
     def _acquire(self, r: m.Acquire) -> None:
         try:
             self._check_admissible(r.id)
-            if len(r.keys) > m.KEYS_MAX:
-                raise ProtocolError(f"{len(r.keys)} keys in one request; the limit is {m.KEYS_MAX}")
             lease = self._store.acquire(self._view(r), r.id, r.keys, r.part)
         except ParamStoreError as error:
             self._fail(r.id, error)

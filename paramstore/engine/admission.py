@@ -12,12 +12,13 @@ from typing import Any
 from paramstore.core.key import KeySpace, check_name
 from paramstore.core.schema import Schema
 from paramstore.engine.arithmetic import load
+from paramstore.engine.chain import Chain, prepared_error
 from paramstore.engine.cleaner import Cleaner
-from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.planner import Planner, fresh_working
 from paramstore.engine.runner import CPU_LANE
+from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.volumes import VolumeSet
 from paramstore.errors import (
@@ -44,14 +45,15 @@ class Admission:
 
     def __init__(
         self, planner: Planner, transfers: Transfers, host: HostTier, volumes: VolumeSet, cleaner: Cleaner,
-        committer: Committer, namespaces: dict[str, NamespaceState], *, retained_steps: int,
+        chain: Chain, transactions: Transactions, namespaces: dict[str, NamespaceState], *, retained_steps: int,
     ) -> None:  # fmt: skip
         self._planner = planner
         self._transfers = transfers
         self._host = host
         self._volumes = volumes
         self._cleaner = cleaner
-        self._committer = committer
+        self._chain = chain
+        self._transactions = transactions
         self._namespaces = namespaces
         self._retained_steps = retained_steps
         self._lock = asyncio.Lock()
@@ -63,7 +65,8 @@ class Admission:
         return [
             {
                 "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
-                "experts": namespace.keys.experts, "committed_step": namespace.committed_step, "epoch": namespace.epoch,
+                "experts": namespace.keys.experts, "committed_step": namespace.committed_step,
+                "prepared_step": namespace.ledger.prepared_step, "epoch": namespace.epoch,
             }
             for namespace in self._namespaces.values()
         ]  # fmt: skip
@@ -82,7 +85,7 @@ class Admission:
                 self._check_reusable(existing, schema, keys)
             else:
                 return await self._create(name, schema, keys, host_bytes)
-        return await self._open_writer(existing, host_bytes)
+        return await self._open_writer(existing, host_bytes, at=None)
 
     async def _create(self, name: str, schema: Schema, keys: KeySpace, host_bytes: int | None) -> View:
         self._host.check_least(name, schema, len(keys), host_bytes)
@@ -92,7 +95,7 @@ class Admission:
         try:
             await self._open_memory(namespace, host_bytes)  # before the volumes: they cannot shrink again
             await self._volumes.make_room(namespace, beside=self._namespaces.values())
-            await self._committer.apply_change(Change(put_namespaces=(row,)))
+            await self._transactions.apply_change(Change(put_namespaces=(row,)))
         except BaseException:
             self._volumes.give_up(name)
             await self._host.stop_growing(namespace)
@@ -111,8 +114,9 @@ class Admission:
             raise NamespaceExists(f"namespace {existing.name!r} exists with another schema, layers or experts")
 
     async def open(self, name: str, *, mode: str, at: int | None, host_bytes: int | None) -> View:
-        """A view of `name`. mode "write" fences the writers before it and rolls back to the committed step; "read" stands
-        on `at`, or on the newest step. Raises UnknownNamespace, StepDropped, StepFailed before the first commit."""
+        """A view of `name`. mode "write" fences the writers before it and rolls back to `at`, or to the committed step; a prepared
+        step is committed if it is `at`. "read" stands on `at`, or on the committed step. Raises UnknownNamespace, StepDropped,
+        StepFailed before the first commit, StepPrepared to a writer without `at` while a step is prepared."""
         if mode not in ("read", "write"):
             raise ConfigError(f"mode={mode!r}: use 'read' or 'write'")
         namespace = self._namespaces.get(name)
@@ -120,9 +124,12 @@ class Admission:
             known = ", ".join(sorted(self._namespaces)) or "none"
             raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
         if mode == "write":
-            if at is not None:
-                raise ConfigError("a writer stands on the newest step; `at` is for readers")
-            return await self._open_writer(namespace, host_bytes)
+            prepared = namespace.ledger.prepared_step
+            if at is not None and at != prepared:
+                namespace.ledger.step(at)  # refused before anybody is fenced
+            elif at is None and prepared is not None:
+                raise prepared_error(namespace, what="open_namespace")
+            return await self._open_writer(namespace, host_bytes, at=at)
         self._reader_step(namespace, at)  # refused before any memory moves
         async with self._lock:
             await self._open_memory(namespace, host_bytes)
@@ -131,24 +138,28 @@ class Admission:
 
     @staticmethod
     def _reader_step(namespace: NamespaceState, at: int | None) -> int:
-        if namespace.committed_step is None:
+        newest = namespace.standing_step
+        if newest is None:
             raise StepFailed(f"namespace {namespace.name!r} has no committed step yet: only a writer can open it")
         if at is None:
-            return namespace.committed_step
+            return newest
         if at in namespace.closing_steps:
-            raise StepDropped(f"step {at} of {namespace.name!r} is being dropped by a commit")
+            raise StepDropped(f"step {at} of {namespace.name!r} is being dropped")
         return namespace.ledger.step(at).step
 
-    async def _open_writer(self, namespace: NamespaceState, host_bytes: int | None) -> View:
+    async def _open_writer(self, namespace: NamespaceState, host_bytes: int | None, *, at: int | None) -> View:
         """Fences the writer there is and rolls back, which waits for a commit of this namespace: outside the lock, so that
         others open theirs meanwhile. If another writer came in between, it is fenced in its turn."""
         while True:
             if namespace.writer is not None:
                 namespace.writer.is_fenced = True
-            await self._committer.rollback(namespace)
+            await self._chain.reopen(namespace, at=at)
+            if namespace.writer is not None and not namespace.writer.is_fenced:
+                continue
+            epoch = namespace.epoch
             async with self._lock:
-                if namespace.writer is None or namespace.writer.is_fenced:
-                    await self._open_memory(namespace, host_bytes)
+                await self._open_memory(namespace, host_bytes)
+                if namespace.epoch == epoch:  # else another rolled back after us: it may have opened, written and been fenced
                     return self._planner.leases.open_view(namespace, is_writer=True, step=None)
 
     async def snapshot(self, namespace: NamespaceState, step: int) -> None:
@@ -160,14 +171,14 @@ class Admission:
             async with self._lock:
                 await self._volumes.make_room(namespace, beside=self._namespaces.values(), snapshots=count)
             try:
-                await self._committer.snapshot(namespace, step, is_kept=True)
+                await self._chain.snapshot(namespace, step, is_kept=True)
             finally:
                 self._volumes.entitle(namespace)  # to what there is now, whatever came of it
 
     async def drop_snapshot(self, namespace: NamespaceState, step: int) -> None:
         """`step` stays as long as any other would. Raises StepDropped if it is no snapshot."""
         async with self._snapshot_lock:
-            await self._committer.snapshot(namespace, step, is_kept=False)
+            await self._chain.snapshot(namespace, step, is_kept=False)
             self._volumes.entitle(namespace)
 
     async def _open_memory(self, namespace: NamespaceState, host_bytes: int | None) -> None:
@@ -210,7 +221,7 @@ class Admission:
         worker reads into it or writes from it any more."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + IDLE_TIMEOUT_S
-        await self._committer.rollback(namespace)
+        await self._chain.rollback(namespace)
         await self._cleaner.evict(namespace, None, None)
         while any(arena.slots.free_count < arena.slots.count for arena in namespace.arenas()):
             if loop.time() > deadline_s:

@@ -44,6 +44,8 @@ class Arena:
         self.planned_slots = planned_slots
         """What the arena will have once all its segments are touched; caps count in these."""
         self.policy = policy
+        self.dirty_limit_bytes: int | None = None
+        """Dirty bytes above which the cleaner writes early; None: as many as fit."""
         self.planned_segments: deque[tuple[int, SegmentMemory, int]] = deque()
         """(segment id, memory, slots) of those whose pages are not touched yet; the host tier's."""
         self.waiting: deque[Any] = deque()

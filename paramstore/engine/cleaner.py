@@ -1,6 +1,7 @@
 """The cleaner: keeps slots clean, so that eviction never writes; and write-back and eviction on request.
 
-It writes what eviction will need soon and no more: a record written early is written again at its next update.
+It writes what eviction will need soon and no more: a record written early is written again at its next update. Above the
+limit on dirty bytes it writes early all the same, so that a commit never waits for more than the limit and what is under way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import BACKGROUND_LANE
 from paramstore.engine.transfers import Transfers
+from paramstore.engine.working import WRITE_TRIES
 from paramstore.errors import CapacityError, StepFailed
 
 
@@ -27,30 +29,35 @@ class Cleaner:
         self._loader = loader
 
     def clean_ahead(self, namespace: NamespaceState, wanted_slots: int) -> None:
-        """Starts the writes that make `wanted_slots` slots evictable, counting those free, clean or being written."""
+        """Starts the writes that make `wanted_slots` slots evictable, counting those free, clean or being written, and those
+        that bring what is dirty, and not being written, below the limit."""
         arena = namespace.working_arena
         assert arena is not None
         states = [copy.state for copy in namespace.resident.values()]
         ready = arena.slots.free_count + states.count(Working.CLEAN) + states.count(Working.WRITING)
         if wanted_slots > ready:
             self._planner.working.clean(namespace, wanted_slots - ready, Urgency.WRITE_BACK)
-            self._transfers.drain()
+        if arena.dirty_limit_bytes is not None:
+            dirty = sum(copy.state is Working.DIRTY for copy in namespace.resident.values())
+            above = dirty - arena.dirty_limit_bytes // namespace.schema.record_bytes
+            self._planner.working.clean_settled(namespace, max(0, above))
+        self._transfers.drain()
 
     async def write(self, namespace: NamespaceState, key: ExpertKey, urgency: Urgency) -> bool:
-        """On return `key` is not dirty. True if it was written here or by a write it joined. Raises what the write met."""
+        """On return `key` is not dirty. True if it was written here or by a write it joined. Raises what the write met: a write
+        that failed is repeated once, elsewhere, whoever began it."""
         working = namespace.working[key]
-        identity, failures = working.identity, 0
+        identity = working.identity
         is_written = False
         while working.identity == identity and working.state in (Working.DIRTY, Working.WRITING, Working.UPDATING):
             if working.is_orphan:
                 raise StepFailed(f"{key} of {namespace.name!r} was discarded by a rollback")
             if working.state is Working.DIRTY:
-                if is_written:
-                    failures += 1
-                    if failures > 1:
-                        raise StepFailed(
-                            f"{key} of {namespace.name!r}: its write-back failed twice, on different extents: {working.write_error}"
-                        )
+                if is_written and working.write_failures % WRITE_TRIES == 0:
+                    raise StepFailed(
+                        f"{key} of {namespace.name!r}: its write-back failed twice, on different extents: {working.write_error}"
+                        f"{self._planner.space.fences.hint()}"
+                    )
                 if not self._planner.working.begin_write(namespace, working, urgency):
                     await self._until_written(namespace, working)
                     continue
@@ -71,6 +78,7 @@ class Cleaner:
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(
                 f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: raise volume_size or add a volume"
+                f"{self._planner.space.fences.hint()}"
             )
 
     async def until_space(self, namespace: NamespaceState, *, for_cut: bool = False) -> bool:

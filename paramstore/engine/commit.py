@@ -1,8 +1,8 @@
-"""The committer: makes one cut durable, and takes a namespace back to a step.
+"""The committer: fixes what a step has, and makes it durable.
 
-A commit: write what the cut found dirty → a commit note on every volume → flush every volume, all at once → one catalog
-transaction → settle. Whatever fails before the transaction changes nothing durable. A transaction that raised is
-*unknown*: the catalog is reopened and read, and what it says is what happened.
+A commit: cut → write what the cut found dirty → a commit note on every volume → flush every volume, all at once → one catalog
+transaction → settle. Whatever fails before the transaction changes nothing durable. It gives the namespace's turn back at its
+cut: later applies run beside its writes. A prepared step takes the same way, and is committed by `finalize`.
 
 After a failed flush nothing written to that volume since its last good flush can be trusted, in memory-only extents of any
 namespace: those namespaces are broken until rollback. A failed write or flush is never repeated on the same extent.
@@ -11,68 +11,100 @@ namespace: those namespaces are broken until rollback. A failed write or flush i
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 
-from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent, Located
+from paramstore.clock import Clock
+from paramstore.core.place import Extent
+from paramstore.core.residency import Working
+from paramstore.engine.chain import Chain, prepared_error
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.moves import MoveKind
-from paramstore.engine.namespace import Cut, NamespaceState, WorkingCopy
+from paramstore.engine.namespace import CommitProgress, Cut, NamespaceState, WorkingCopy
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import CATALOG_LANE, Runner, volume_lane
+from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.waiting import until_woken
-from paramstore.errors import CatalogError, ParamStoreError, StepFailed, VolumeError
-from paramstore.storage.catalog import Catalog, Change, Contents, StepRow
+from paramstore.errors import CapacityError, StepFailed, StepOutOfOrder, VolumeError
+from paramstore.storage.catalog import StepRow
 from paramstore.storage.format import CommitNote, NotedStep, Superblock, combine_roots, pack_description
 from paramstore.storage.ledger import Publication
 from paramstore.storage.note_slots import NoteSlots
 from paramstore.storage.notes import write_note
 from paramstore.storage.volume import Volume
+from paramstore.wire.messages import EXTRA_BYTES_MAX
 
-logger = logging.getLogger(__name__)
+FIXED_ROWS = 16
+"""What a commit changes in the catalog beside the rows of its records, at most: steps, the namespace."""
+NO_SLOT = -1
+STEP_END = 1 << 62
+NOTED_ON_LOOP_MAX = 256
+"""Up to so many changed records their note is made at once: that takes less time (0.1 ms) than handing it over."""
 
 
 class Committer:
-    """Publishes cuts and rollbacks, one transaction at a time (the catalog's one thread)."""
+    """Makes the steps of all namespaces."""
 
     def __init__(
-        self, planner: Planner, transfers: Transfers, cleaner: Cleaner, runner: Runner, *, catalog: Catalog,
-        volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock], note_slots: NoteSlots,
-        namespaces: Mapping[str, NamespaceState], stall_s: float,
+        self, planner: Planner, transfers: Transfers, cleaner: Cleaner, runner: Runner, *, chain: Chain,
+        transactions: Transactions, volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock],
+        note_slots: NoteSlots, namespaces: Mapping[str, NamespaceState], clock: Clock, stall_s: float,
     ) -> None:  # fmt: skip
         self._planner = planner
         self._transfers = transfers
         self._cleaner = cleaner
         self._runner = runner
-        self._catalog = catalog
+        self._chain = chain
+        self._transactions = transactions
         self._volumes = volumes
         self._superblocks = superblocks
         self._note_slots = note_slots
         self._namespaces = namespaces
+        self._clock = clock
         self._stall_s = stall_s
-        self.stopped: str | None = None
-        """Why nothing durable is accepted any more: the catalog could not be read back after a failure."""
         self._bad_note_slots: set[int] = set()
         """Slots whose note could not be written: not tried again before a restart."""
 
-    async def commit(self, namespace: NamespaceState, cut: Cut, step: int, extra: bytes) -> int:
-        """Makes `cut` durable as `step`; on return it is. Gives how many records it published.
+    async def commit(
+        self, namespace: NamespaceState, step: int, extra: bytes, *, check: Callable[[], object], is_prepared: bool = False
+    ) -> dict[str, object]:
+        """Makes what has changed up to its turn durable as `step`; on return it is. Gives the figures for the caller.
 
-        Raises what a volume or the catalog raised; then the committed step is as before, and the cut's records are still
-        the newest uncommitted ones.
+        check: raises what keeps the caller from committing, when its turn has come. is_prepared: the step is not committed
+        before `finalize`. Raises StepOutOfOrder, StepFailed, CapacityError, what a volume or the catalog raised; then the
+        committed step is as before, and the records are still the newest uncommitted ones.
         """
+        if len(extra) > EXTRA_BYTES_MAX:
+            raise CapacityError(f"extra has {len(extra)} bytes; a commit takes {EXTRA_BYTES_MAX}")
+        started_s = self._clock.now_s()
+        async with namespace.turn:
+            await self._chain.until_no_cut(namespace)
+            check()
+            if is_made(namespace, step, is_prepared=is_prepared):
+                return {"step": step, "records": 0, "bytes_written": 0, "seconds": 0.0}
+            before = namespace.stats.bytes_written
+            cut = self._planner.cut(namespace)
+            cut.progress = CommitProgress(step, self._clock.now_s(), before)
+            self._transfers.drain()
+        row = StepRow(step, cut.sequence, NO_SLOT, len(cut.keys), extra, cut.applies, is_prepared=is_prepared)
+        await self._make_durable(namespace, cut, row)
+        written = namespace.stats.bytes_written - before
+        return {"step": step, "records": len(cut.keys), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
+
+    async def _make_durable(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> None:
+        """row: of the step, without its note slot."""
         note_slot: int | None = None
         try:
-            self.check_accepting()
+            self._transactions.check_accepting()
             note_slot = self._note_slots.take()
-            step_row = StepRow(step, cut.sequence, note_slot, len(cut.keys), extra, cut.applies)
-            await self._prove(namespace, cut, step_row)
-            publication = await self._publish_cut(namespace, cut, step_row)
+            row = replace(row, note_slot=note_slot)
+            await self._prove(namespace, cut, row)
+            publication = await self._publish_cut(namespace, cut, row)
         except BaseException:  # a bug too must not leave a cut that everybody waits for
-            if self.stopped is not None:
+            if self._transactions.stopped is not None:
                 raise  # published or not, nobody knows: whatever the step may need stays untouched until a restart
             if note_slot is not None and note_slot not in self._bad_note_slots:
                 self._note_slots.free(note_slot)
@@ -80,55 +112,46 @@ class Committer:
             self._planner.settle_cut(namespace, is_published=False)
             self._transfers.drain()
             raise
-        self._settle(namespace, publication)
+        self._chain.settle(namespace, publication)
         self._planner.settle_cut(namespace, is_published=True)
         self._transfers.drain()
         namespace.stats.commits += 1
         namespace.stats.bytes_committed += len(cut.keys) * namespace.schema.record_bytes
-        return len(cut.keys)
-
-    def check_accepting(self) -> None:
-        if self.stopped is not None:
-            raise CatalogError(f"this store accepts no writes: {self.stopped}; restart the daemon")
 
     async def _prove(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> None:
         """Everything the step needs is durable on every volume; what remains is the transaction."""
-        await self._runner.call(CATALOG_LANE, lambda: self._catalog.reserve(2 * len(cut.keys) + 16))
+        await self._transactions.reserve(_changed_rows(cut))
         await self._write_unwritten(namespace, cut)
         kept = namespace.ledger.visible_steps(namespace.held_steps(), published=row.step)
-        note = await self._runner.call(CATALOG_LANE, lambda: _note(namespace, cut, row, kept))
+        if len(cut.keys) <= NOTED_ON_LOOP_MAX:
+            note = _note(namespace, cut, row, kept)
+        else:
+            note = await self._runner.call(CATALOG_LANE, lambda: _note(namespace, cut, row, kept))
         await self._note_and_flush(note, row.note_slot)
 
     async def _publish_cut(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> Publication:
-        """The transaction. Planned on the catalog's thread: 15,000 changed records take longer than the loop may be held.
-
-        Which steps go is fixed here first; nobody can open one of them any more.
-        """
         if namespace.broken is not None:  # another commit's flush failed meanwhile, and ours may have hidden behind it
             raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
-        dropped = self._planner.drop_oldest_readers(namespace, row.step)
-        held = frozenset(namespace.held_steps())
-        namespace.closing_steps = frozenset(namespace.ledger.steps()) - namespace.ledger.visible_steps(held, published=row.step)
-
-        def plan() -> Publication:
-            return namespace.ledger.plan_publish(row, cut.located, held)
-
-        try:
-            publication: Publication = await self._runner.call(CATALOG_LANE, plan)
-            await self.apply_change(publication.change())
-        except ParamStoreError:
-            for view in dropped:
-                view.is_dropped = False
-            raise
-        return publication
+        plan = partial(namespace.ledger.plan_publish, row, cut.located)
+        if row.is_prepared:
+            return await self._transactions.publish(partial(plan, ()), room_rows=_changed_rows(cut))
+        return await self._chain.publish_newest(namespace, row.step, plan, room_rows=_changed_rows(cut))
 
     async def _write_unwritten(self, namespace: NamespaceState, cut: Cut) -> None:
-        """Writes the records that were dirty at the cut, at DEMAND: all are queued before the first is awaited."""
-        for key in list(cut.unwritten):
+        """Writes the records that were dirty at the cut, at DEMAND: all are queued, then waited for together. What met no
+        space, or failed, is seen to one by one."""
+        for key in cut.unwritten:
             working = namespace.working[key]
-            if working.state == "dirty":
+            if working.state is Working.DIRTY:
                 self._planner.working.begin_write(namespace, working, Urgency.DEMAND)
+            elif working.state is Working.WRITING:
+                assert working.move is not None
+                self._planner.outbox.promoted.append(working.move)
         self._transfers.drain()
+        if cut.unwritten and all(namespace.working[key].state is Working.WRITING for key in cut.unwritten):
+            cut.written = asyncio.get_running_loop().create_future()
+            what = f"the writes of a commit of {namespace.name!r}"
+            await until_woken(cut.written, self._runner, stall_s=self._stall_s, what=what)
         for key in sorted(cut.unwritten):  # a copy: the set shrinks as writes land
             while key in cut.unwritten:
                 await self._cleaner.write(namespace, key, Urgency.DEMAND)
@@ -143,22 +166,32 @@ class Committer:
 
     async def _note_one(self, index: int, note: CommitNote, note_slot: int) -> None:
         volume, superblock = self._volumes[index], self._superblocks[index]
-        lane = volume_lane(index)
+
+        def prove() -> tuple[int, VolumeError | None]:
+            """In a worker: the note, then the flush; how many bytes the note took, and what the flush met."""
+            note_bytes = write_note(volume, superblock, note_slot, note)
+            try:
+                volume.flush()
+            except VolumeError as error:
+                return note_bytes, error
+            return note_bytes, None
+
+        failed_flush: VolumeError | None
         try:
-            await self._runner.call(lane, lambda: write_note(volume, superblock, note_slot, note))
-        except VolumeError:
-            self._bad_note_slots.add(note_slot)
-            raise
-        try:
-            await self._runner.call(lane, volume.flush)
+            note_bytes, failed_flush = await self._runner.call(volume_lane(index), prove)
         except VolumeError as error:
-            self._distrust(index, error)
+            self._bad_note_slots.add(note_slot)
+            self._transfers.fail_note(index, error)
             raise
+        self._transfers.count_note(self._namespaces[note.namespace], index, note_bytes)
+        if failed_flush is not None:
+            self._distrust(index, failed_flush)
+            raise failed_flush
 
     def _distrust(self, volume: int, error: VolumeError) -> None:
-        """A flush failed, and no later one will say so again: every namespace is broken that has an unpublished record on
-        that volume, has one on its way there, or has a commit under way, with a note there."""
-        logger.error("flush of volume %d failed: %s", volume, error)
+        """A flush failed, and no later one will say so again: the volume is fenced, no further step is begun, and every
+        namespace is broken that has an unpublished record there, has one on its way there, or has a commit under way."""
+        self._planner.space.fences.fail_flush(volume, error)
         for namespace in self._namespaces.values():
             lost = list(_unpublished_on(namespace, volume))
             for extent in lost:
@@ -168,158 +201,45 @@ class Committer:
                 self._planner.mark_broken(namespace, f"a flush of volume {volume} failed: {error}")
         self._transfers.drain()
 
-    async def apply_change(self, change: Change) -> None:
-        """One transaction. If it raises, what the reopened catalog holds is the truth. Raises CatalogError."""
-        self.check_accepting()
-        try:
-            await self._runner.call(CATALOG_LANE, lambda: self._catalog.apply(change))
-        except CatalogError as error:
-            if not await self._happened(change, error):
-                raise
+def is_made(namespace: NamespaceState, step: int, *, is_prepared: bool) -> bool:
+    """Whether `step` is committed and nothing happened since. Raises StepOutOfOrder, StepFailed, StepPrepared where it cannot
+    be the next."""
+    committed, what = namespace.committed_step, "prepare" if is_prepared else "commit"
+    if namespace.ledger.prepared_step is not None:
+        raise prepared_error(namespace, what=f"{what}({step})")
+    if step == committed and not is_prepared and not namespace.changed and not namespace.pending:
+        return True
+    if not 0 <= step < STEP_END:
+        raise StepOutOfOrder(f"{what}({step}) on {namespace.name!r}: a step is 0 to {STEP_END - 1}")
+    if committed is not None and step <= committed:
+        raise StepOutOfOrder(f"{what}({step}) on {namespace.name!r}: steps go up, {committed} is committed")
+    if committed is None:  # later every key has its value
+        missing = next((key for key, working in namespace.working.items() if working.identity is None), None)
+        if missing is not None:
+            raise StepFailed(f"{what}({step}) on {namespace.name!r}: {missing} has no value yet; call initialize")
+        if is_prepared:
+            raise StepOutOfOrder(f"prepare({step}) on {namespace.name!r}: commit the first step, then prepare later ones")
+    return False
 
-    async def _happened(self, change: Change, error: CatalogError) -> bool:
-        """Resolves an unknown outcome from disk. Raises CatalogError, and stops all writes, if that fails too."""
-        logger.error("a catalog transaction failed, reading it back: %s", error)
 
-        def read_back() -> bool:
-            self._catalog.reopen()
-            return _is_in(change, self._catalog.load())
-
-        try:
-            return bool(await self._runner.call(CATALOG_LANE, read_back))
-        except ParamStoreError as second:
-            self._stop(f"the catalog failed ({error}) and could not be read back ({second})")
-            raise CatalogError(f"the outcome of the transaction is unknown: {self.stopped}; restart the daemon") from error
-
-    def _stop(self, reason: str) -> None:
-        """Nothing durable is accepted from here on: every writer is told, whoever waits for a commit goes on."""
-        self.stopped = reason
-        for namespace in self._namespaces.values():
-            self._planner.mark_broken(namespace, f"{reason}; restart the daemon")
-            self._planner.outbox.woken.extend(namespace.cut_waiters)
-            namespace.cut_waiters.clear()
-        self._transfers.drain()
-
-    def _settle(self, namespace: NamespaceState, publication: Publication) -> None:
-        namespace.ledger.settle(publication)
-        namespace.closing_steps = frozenset()
-        for extent in publication.freed:
-            self._planner.space.release(extent)
-        for slot in publication.freed_note_slots:
-            self._note_slots.free(slot)
-
-    async def until_no_cut(self, namespace: NamespaceState) -> None:
-        """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins. Raises WaitTimeout
-        where nothing moves any more, CatalogError."""
-        while namespace.cut is not None:
-            self.check_accepting()
-            future = asyncio.get_running_loop().create_future()
-            namespace.cut_waiters.append(future)
-            what = f"the commit of {namespace.name!r} under way"
-            await until_woken(future, self._runner, stall_s=self._stall_s, what=what)
-
-    async def rollback(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
-        """To `to_step`, or (None) to the step that is committed when the calls before this one are through.
-
-        An apply under way stops at its next record. Raises StepDropped if there is no such step, StepFailed if a later one is a
-        snapshot; then nothing has changed.
-        """
-        if to_step is not None and namespace.cut is None:
-            namespace.ledger.step(to_step)  # a wrong step stops nobody's apply
-        namespace.stop_requests += 1
-        try:
-            await namespace.turn.acquire()
-        finally:
-            namespace.stop_requests -= 1
-        try:
-            await self.until_no_cut(namespace)
-            await self._roll_back_to(namespace, namespace.committed_step if to_step is None else to_step)
-        finally:
-            namespace.turn.release()
-
-    async def _roll_back_to(self, namespace: NamespaceState, step: int | None) -> None:
-        """On return the namespace stands at `step` (None: before any commit) in a new, durable epoch, and is not broken.
-
-        No commit is under way. Readers of later steps have lost them.
-        """
-        self.check_accepting()
-        assert namespace.cut is None
-        publication = namespace.ledger.plan_rollback(step)
-        gone = frozenset(dropped for _, dropped in publication.drop_steps)
-        namespace.closing_steps = gone
-        lost = self._planner.drop_readers(namespace, gone)
-        try:
-            await self.apply_change(publication.change())
-        except ParamStoreError:
-            for view in lost:
-                view.is_dropped = False
-            raise
-        finally:
-            namespace.closing_steps = frozenset()
-        namespace.ledger.settle(publication)
-        for slot in publication.freed_note_slots:
-            self._note_slots.free(slot)
-        namespace.applies = publication.namespace.applies
-        self._planner.rollback(namespace, epoch=publication.namespace.epoch, freed=publication.freed)
-        self._transfers.drain()
-
-    # --- snapshots
-
-    async def snapshot(self, namespace: NamespaceState, step: int, *, is_kept: bool) -> None:
-        """On return it is durable that `step` stays (`is_kept`), or that it stays no longer than any other.
-
-        Serial with commits and rollbacks of the namespace. Raises StepDropped; then nothing has changed.
-        """
-        async with namespace.turn:
-            await self.until_no_cut(namespace)
-            self.check_accepting()
-            ledger = namespace.ledger
-            publication = ledger.plan_snapshot(step) if is_kept else ledger.plan_drop_snapshot(step, namespace.held_steps())
-            namespace.closing_steps = frozenset(dropped for _, dropped in publication.drop_steps)
-            try:
-                await self.apply_change(publication.change())
-            finally:
-                namespace.closing_steps = frozenset()
-            self._settle(namespace, publication)
-            self._planner.copies.retire_unseen(namespace)
-            self._planner.leases.pump(namespace)
-            self._transfers.drain()
+def _changed_rows(cut: Cut) -> int:
+    """Rows of the catalog that the commit of `cut` changes, at most."""
+    return 2 * len(cut.keys) + FIXED_ROWS
 
 
 def _note(namespace: NamespaceState, cut: Cut, row: StepRow, kept: frozenset[int]) -> CommitNote:
-    """What proves the step, and describes it to whoever lost the catalog. Made on the catalog's thread: it hashes a row of every
-    key, and only reads; nothing settles in the ledger while a commit is under way. kept: the steps that stay with this one."""
+    """What proves the step, and describes it to whoever lost the catalog. It hashes a row of every changed key and only reads;
+    nothing settles in the ledger while a commit is under way. kept: the steps that stay with this one."""
     ledger, parent = namespace.ledger, namespace.committed_step
     older = (ledger.step(step) for step in ledger.steps() if step in kept)
+    roots = [(key, located.root) for key, located in cut.located.items()]
     return CommitNote(
         namespace=namespace.name, epoch=namespace.epoch, sequence=cut.sequence, step=row.step, parent=parent,
-        record_count=len(cut.keys), combined_root=combine_roots((key, located.root) for key, located in cut.located.items()),
-        state_root=combine_roots((key, located.root) for key, located in _state(namespace, cut, parent)),
+        record_count=len(cut.keys), combined_root=combine_roots(roots), state_root=ledger.state_root(cut.sequence, roots),
         applies=cut.applies, epoch_bounds=ledger.namespace.epoch_bounds,
         steps=tuple(NotedStep(other.step, other.sequence, other.note_slot, other.is_snapshot) for other in older),
         description=pack_description(namespace.schema, namespace.keys), extra=row.extra,
     )  # fmt: skip
-
-
-def _state(namespace: NamespaceState, cut: Cut, parent: int | None) -> Iterator[tuple[ExpertKey, Located]]:
-    """Every key with its record as the cut's step has it."""
-    for key in namespace.keys:
-        located = cut.located.get(key)
-        if located is None and parent is not None:
-            located = namespace.ledger.at(key, parent)
-        if located is not None:
-            yield key, located
-
-
-def _is_in(change: Change, contents: Contents) -> bool:
-    """Whether the catalog holds what `change` put there. The rows of namespaces and steps tell: one of them is new each time."""
-    rows = {name: found.namespace for name, found in contents.namespaces.items()}
-    if any(rows.get(row.name) != row for row in change.put_namespaces):
-        return False
-    steps = {name: found.steps for name, found in contents.namespaces.items()}
-    are_steps_in = all(steps[name].get(row.step) == row for name, row in change.put_steps)
-    are_steps_out = all(step not in steps[name] for name, step in change.drop_steps)
-    return are_steps_in and are_steps_out and all(contents.volumes.get(row.index) == row for row in change.put_volumes)
 
 
 def _written_to(working: WorkingCopy, volume: int) -> bool:

@@ -25,12 +25,13 @@ class CopyPlanner:
         self._outbox = outbox
 
     def make_room(
-        self, namespace: NamespaceState, count: int, *, keep: Container[ExpertKey], is_prefetch: bool = False
-    ) -> list[int] | None:
+        self, namespace: NamespaceState, count: int, *, keep: Container[ExpertKey], needed: Container[ParamCopy] | None = None,
+        is_prefetch: bool = False,
+    ) -> list[int] | None:  # fmt: skip
         """`count` free slots, evicting what the policy gives up; or None, and nothing has changed.
 
-        keep: keys that must stay. A prefetch evicts neither protected keys nor other unused prefetches; demand spares
-        protected ones only as long as it can.
+        keep: keys that must stay; of them only the copies `needed`, if these are given. A prefetch evicts neither protected
+        keys nor other unused prefetches; demand spares them, and other versions of what it wants, as long as it can.
         """
         arena = namespace.param_arena
         assert arena is not None
@@ -39,6 +40,8 @@ class CopyPlanner:
             victims = self._victims(namespace, arena, lacking, keep, spare_wishes=True, is_prefetch=is_prefetch)
             if victims is None and not is_prefetch and namespace.protected:
                 victims = self._victims(namespace, arena, lacking, keep, spare_wishes=False, is_prefetch=False)
+            if victims is None and needed is not None:
+                victims = _any_idle(namespace, lacking, needed)
             if victims is None:
                 return None
             for copy in victims:
@@ -178,12 +181,12 @@ class CopyPlanner:
                 del leased[copy]
             if copy.state is Copy.READY:
                 continue  # the usual case, kept cheap
-            if copy.leases == 0 and copy.state is Copy.RETIRED and copy.move is None:
-                self._remove(namespace, copy, CopyEvent.FREE)
-            elif request.missing and request in copy.waiters:
+            if request.missing and request in copy.waiters:
                 copy.waiters.remove(request)
-                if copy.is_waiting and not copy.waiters:  # nobody wants what the working copy would give it
-                    self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
+            if copy.leases == 0 and copy.state is Copy.RETIRED and copy.move is None:
+                self._free_retired(namespace, copy)
+            elif copy.is_waiting and not copy.waiters:  # nobody wants what the working copy would give it
+                self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
         request.copies = []
         request.view.leases.pop(request.lease_id, None)
 
@@ -203,12 +206,16 @@ class CopyPlanner:
     def retire(self, namespace: NamespaceState, copy: ParamCopy) -> None:
         copy.state = next_copy(copy.state, CopyEvent.RETIRE)
         if copy.leases == 0 and copy.move is None:
-            waiters, copy.waiters = copy.waiters, []
-            for request in waiters:  # prefetches all: a lease would hold the copy
-                assert isinstance(request, PrefetchRequest)
-                request.skipped += 1
-                self._land_prefetch(request, copy)
-            self._remove(namespace, copy, CopyEvent.FREE)
+            self._free_retired(namespace, copy)
+
+    def _free_retired(self, namespace: NamespaceState, copy: ParamCopy) -> None:
+        """Frees a retired copy that nobody leases and nothing moves; whoever prefetched it has skipped it."""
+        waiters, copy.waiters = copy.waiters, []
+        for request in waiters:  # prefetches all: a lease would hold the copy
+            assert isinstance(request, PrefetchRequest)
+            request.skipped += 1
+            self._land_prefetch(request, copy)
+        self._remove(namespace, copy, CopyEvent.FREE)
 
     def _remove(self, namespace: NamespaceState, copy: ParamCopy, event: CopyEvent) -> None:
         copy.state = next_copy(copy.state, event)
@@ -234,3 +241,12 @@ def _evictable(namespace: NamespaceState, name: object, is_prefetch: bool) -> Pa
         if copy.state is Copy.READY and copy.leases == 0 and not (is_prefetch and copy.is_prefetched):
             return copy  # type: ignore[no-any-return]
     return None
+
+
+def _any_idle(namespace: NamespaceState, count: int, needed: Container[ParamCopy]) -> list[ParamCopy] | None:
+    """`count` copies that nobody uses, whatever their keys: the policy gives one of each key at most."""
+    idle = [
+        copy for copies in namespace.copies.values() for copy in copies
+        if copy.state is Copy.READY and copy.leases == 0 and copy not in needed
+    ]  # fmt: skip
+    return idle[:count] if len(idle) >= count else None

@@ -102,8 +102,9 @@ class HostTier:
 
     def __init__(
         self, runner: Runner, memory: Memory, *, budget_bytes: int, io_threads: int, piece_bytes: int, pipeline_slots: int,
-        make_policy: Callable[[int], Policy],
+        make_policy: Callable[[int], Policy], dirty_limit_bytes: int | None = None,
     ) -> None:  # fmt: skip
+        """dirty_limit_bytes: of every namespace's working arena."""
         self.budget_bytes = budget_bytes
         self.memory = memory
         self._runner = runner
@@ -111,6 +112,7 @@ class HostTier:
         self._piece_bytes = piece_bytes
         self._pipeline_slots = pipeline_slots
         self._make_policy = make_policy
+        self._dirty_limit_bytes = dirty_limit_bytes
         self._segments: dict[int, _Segment] = {}
         self._next_segment = 1
         self._upload_bytes: dict[object, int] = {}
@@ -167,6 +169,7 @@ class HostTier:
             working = Arena(
                 slot_bytes=schema.record_bytes, planned_slots=split.working_slots, policy=self._make_policy(split.working_slots)
             )
+            working.dirty_limit_bytes = self._dirty_limit_bytes
         namespace.param_arena, namespace.working_arena = param, working
         if split.staging_bytes:
             namespace.staging = await self._make_staging(namespace, split.staging_bytes)

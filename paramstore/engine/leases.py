@@ -157,7 +157,8 @@ class LeasePlanner:
         absent = list(dict.fromkeys(key for key, copy in zip(request.keys, found, strict=True) if copy is None))
         slots: list[int] = []
         if absent:
-            room = self._copies.make_room(namespace, len(absent), keep=frozenset(request.keys)) if may_take_slots else None
+            keep, needed = frozenset(request.keys), frozenset(copy for copy in found if copy is not None)
+            room = self._copies.make_room(namespace, len(absent), keep=keep, needed=needed) if may_take_slots else None
             if room is None:
                 return False
             slots = room

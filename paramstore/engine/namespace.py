@@ -46,8 +46,8 @@ class WorkingCopy:
     """One key's working copy of the stored part. State changes go through `core.residency` only."""
 
     __slots__ = (
-        "current", "holders", "identity", "is_cut", "is_orphan", "key", "last_apply", "move", "optimizer_step", "prefetches",
-        "requests", "reserved", "slot", "state", "target", "uncommitted", "waiters", "write_error", "write_failures",
+        "current", "failed_volume", "holders", "identity", "is_cut", "is_orphan", "key", "last_apply", "move", "optimizer_step",
+        "prefetches", "requests", "reserved", "slot", "state", "target", "uncommitted", "waiters", "write_error", "write_failures",
     )  # fmt: skip
 
     def __init__(self, key: ExpertKey, identity: Identity | None) -> None:
@@ -83,6 +83,8 @@ class WorkingCopy:
         """Writes of these bytes that failed, each on another extent."""
         self.write_error: Exception | None = None
         """What the last of them met."""
+        self.failed_volume: int | None = None
+        """Where it failed: the next goes to another volume, if there is one with space."""
 
 
 class ParamCopy:
@@ -182,6 +184,8 @@ class Cut:
     unwritten: set[ExpertKey]
     located: dict[ExpertKey, Located]
     progress: CommitProgress | None = None
+    written: object | None = None
+    """Future of who waits until `unwritten` is empty, or one of its writes has failed; opaque to the planner."""
 
 
 @dataclass(slots=True)
@@ -209,6 +213,8 @@ class NamespaceStats:
     commits: int = 0
     bytes_committed: int = 0
     """Of the records that commits published: what had to be written, once each."""
+    note_bytes: int = 0
+    """Of the commit notes, in all copies on all volumes."""
     applies: int = 0
 
 
@@ -240,8 +246,10 @@ class NamespaceState:
         self.cut: Cut | None = None
         self.cut_waiters: list[object] = []
         """Futures of those who wait for the commit under way to end."""
+        self.preparing: int | None = None
+        """The step that a `prepare` called by the writer is to make."""
         self.closing_steps: frozenset[int] = frozenset()
-        """Steps that the commit under way drops: nobody opens them any more."""
+        """Steps that the transaction under way drops: nobody comes to stand on them any more."""
         self.broken: str | None = None
         """Why push, apply and commit are refused; None while all is well."""
         self.turn: Any = None
@@ -256,13 +264,23 @@ class NamespaceState:
     def committed_step(self) -> int | None:
         return self.ledger.committed_step
 
+    @property
+    def prepared_step(self) -> int | None:
+        """The step that is prepared, or is being prepared: records change no more before it is finalized or gone."""
+        return self.ledger.prepared_step if self.preparing is None else self.preparing
+
+    @property
+    def standing_step(self) -> int | None:
+        """The newest step that a reader may come to stand on: none that a transaction under way drops."""
+        return max((step for step in self.ledger.steps() if step not in self.closing_steps), default=None)
+
     def working_location(self, key: ExpertKey) -> Located | None:
         """The newest whole record of `key` on a volume."""
         copy = self.working[key]
         if copy.uncommitted is not None:
             return copy.uncommitted
-        step = self.ledger.committed_step
-        return self.ledger.at(key, step) if step is not None else None
+        newest = self.ledger.newest
+        return self.ledger.at(key, newest.step) if newest is not None else None
 
     def find_copy(self, key: ExpertKey, identity: Identity) -> ParamCopy | None:
         for copy in self.copies.get(key, ()):

@@ -69,7 +69,7 @@ class Planner:
             raise CapacityError(
                 f"namespace {name!r} holds {self.space.held_bytes(name)} bytes of the volumes and needs {count} more extents of "
                 f"{record_bytes} bytes; {missing} bytes are missing on the volumes: raise volume_size, add a volume, or let "
-                "readers refresh"
+                f"readers refresh{self.space.fences.hint()}"
             )
         for working, extent in zip(lacking, extents, strict=False):
             working.reserved = extent
@@ -136,6 +136,7 @@ class Planner:
         """Push, apply and commit are refused from here on; leases that wait for bytes never made end with StepFailed."""
         namespace.broken = namespace.broken or reason
         self._fail_unmade(namespace, StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on"))
+        self.leases.pump(namespace)  # of those that wait in line too, and slots came free
 
     def _fail_unmade(self, namespace: NamespaceState, error: ParamStoreError) -> None:
         for copies in list(namespace.copies.values()):
@@ -147,7 +148,11 @@ class Planner:
     # --- cut, publish, rollback
 
     def cut(self, namespace: NamespaceState) -> Cut:
-        """Fixes what a commit publishes: every changed record as it is now. Those not yet written are due."""
+        """Fixes what a commit publishes: every changed record as it is now. Those not yet written are due.
+
+        Raises VolumeError while a volume is fenced by a failed flush; nothing has changed then.
+        """
+        self.space.fences.check_provable()
         namespace.sequence += 1
         keys = frozenset(namespace.changed)
         located, unwritten = {}, set()
@@ -182,7 +187,8 @@ class Planner:
             namespace.changed |= cut.keys
         self.outbox.woken.extend(namespace.cut_waiters)
         namespace.cut_waiters.clear()
-        self.copies.retire_unseen(namespace)
+        if any(view.step is not None for view in namespace.views):  # what only the writer saw retired when it was superseded
+            self.copies.retire_unseen(namespace)
         self.leases.pump(namespace)
 
     def drop_oldest_readers(self, namespace: NamespaceState, newest_step: int) -> list[View]:
@@ -210,6 +216,7 @@ class Planner:
         namespace.changed.clear()
         namespace.broken = None
         namespace.is_initializing = False
+        namespace.preparing = None
         namespace.epoch = epoch
         discarded = list(namespace.working.values())
         namespace.working = fresh_working(namespace)
@@ -251,11 +258,11 @@ class Planner:
 
 
 def fresh_working(namespace: NamespaceState) -> dict[ExpertKey, WorkingCopy]:
-    """Working copies of all keys as the newest committed step has them, none resident."""
-    step = namespace.ledger.committed_step
+    """Working copies of all keys as the newest step has them, none resident."""
+    newest = namespace.ledger.newest
     working = {}
     for key in namespace.keys:
-        located = namespace.ledger.at(key, step) if step is not None else None
+        located = namespace.ledger.at(key, newest.step) if newest is not None else None
         working[key] = WorkingCopy(key, located.identity if located is not None else None)
     return working
 

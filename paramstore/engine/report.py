@@ -14,19 +14,29 @@ from paramstore.engine.volumes import VolumeSet
 
 
 def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object]:
-    """Counters since the daemon started, and what is resident, leased and dirty now. now_s: by the store's clock."""
+    """Counters since the daemon started, and what is resident, leased and dirty now. now_s: by the store's clock.
+
+    dirty_bytes: what a commit now would wait for, under way or not. write_amplification: bytes of the records that were written and
+    of commit notes, for each byte of a record that a commit has published; None before the first commit.
+    """
     stats = namespace.stats
     states = Counter(copy.state.value for copy in namespace.resident.values())
     copies = [copy for copies in namespace.copies.values() for copy in copies]
+    arena = namespace.working_arena
+    written_bytes = stats.bytes_written + stats.note_bytes
     return {
-        "epoch": namespace.epoch, "committed_step": namespace.committed_step, "sequence": namespace.sequence,
+        "epoch": namespace.epoch, "committed_step": namespace.committed_step,
+        "prepared_step": namespace.ledger.prepared_step, "sequence": namespace.sequence,
         "steps": namespace.ledger.steps(), "broken": namespace.broken, "views": len(namespace.views),
         "has_writer": namespace.writer is not None, "pending_gradients": len(namespace.pending),
         "changed": len(namespace.changed), "keys": len(namespace.keys), "record_bytes": namespace.schema.record_bytes,
         "state_bytes": len(namespace.keys) * namespace.schema.record_bytes,
         "bytes_read": stats.bytes_read, "bytes_written": stats.bytes_written, "records_updated": stats.records_updated,
         "records_written": stats.records_written, "commits": stats.commits, "applies": stats.applies,
-        "bytes_committed": stats.bytes_committed, "snapshots": namespace.ledger.snapshots(),
+        "bytes_committed": stats.bytes_committed, "note_bytes": stats.note_bytes,
+        "write_amplification": written_bytes / stats.bytes_committed if stats.bytes_committed else None,
+        "dirty_bytes": (states["dirty"] + states["writing"]) * namespace.schema.record_bytes,
+        "dirty_limit_bytes": arena.dirty_limit_bytes if arena is not None else None, "snapshots": namespace.ledger.snapshots(),
         "commit": commit_progress(namespace, now_s),
         "leased_slots": sum(copy.leases > 0 for copy in copies),
         "hbm_bytes": sum(view.device_bytes for view in namespace.views),

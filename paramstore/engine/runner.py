@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from paramstore.engine.requests import Urgency
-from paramstore.engine.scheduler import Scheduler, Transfer
-from paramstore.engine.workers import Workers
+from paramstore.engine.scheduler import Burst, Outcome, Scheduler, Transfer
+from paramstore.engine.workers import Workers, outcome_of
 from paramstore.errors import ParamStoreError
 
 CPU_LANE = "cpu"
@@ -73,15 +73,15 @@ class Runner:
         await self.call(lane, _nothing)
 
     def _kick(self, lane: Hashable) -> None:
-        while (started := self.scheduler.next_burst(lane)) is not None:
-            transfer, pieces = started
-            self.workers.run(lane, partial(_run_all, transfer.run), pieces, partial(self._done, transfer))
+        while (burst := self.scheduler.next_burst(lane)) is not None:
+            self.workers.run(lane, _run_burst, burst, partial(self._done, lane, burst))
 
-    def _done(self, transfer: Transfer, results: Any, error: ParamStoreError | None) -> None:
-        self.finished += transfer.lane != BACKGROUND_LANE
-        is_over = self.scheduler.finish_burst(transfer, results, error)
-        self._kick(transfer.lane)  # first of all: the lane must not idle while we settle
-        if is_over:
+    def _done(self, lane: Hashable, burst: Burst, outcomes: list[Outcome], bug: ParamStoreError | None) -> None:
+        assert bug is None, bug
+        self.finished += lane != BACKGROUND_LANE
+        over = self.scheduler.finish_burst(lane, burst, outcomes)
+        self._kick(lane)  # first of all: the lane must not idle while we settle
+        for transfer in over:
             self.under_way.discard(transfer)
             transfer.settle(transfer)
 
@@ -91,8 +91,12 @@ class Runner:
         return not self.under_way
 
 
+def _run_burst(burst: Burst) -> list[Outcome]:
+    """In a worker: one transfer after the other. What fails in one ends its pieces, and no other's."""
+    return [outcome_of(partial(_run_all, transfer.run), pieces) for transfer, pieces in burst]
+
+
 def _run_all(run: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
-    """In a worker: a burst of pieces, one after the other. The first that fails ends it."""
     return [run(piece) for piece in pieces]
 
 

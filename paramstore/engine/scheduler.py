@@ -3,6 +3,7 @@
 Order: class (demand, prefetch, write-back), then deadline, then first come. A transfer goes in pieces, so an urgent one
 never waits for more than the pieces under way. In a queue, a worker takes a *burst* of them, as many as leave the other
 free workers their share: one hand-over (0.1 ms) for several pieces. The last record in it is moved by all, piece by piece.
+Of *light* transfers, each of one small piece, a burst holds several: a record of 0.3 MB takes less time than its hand-over.
 Raising a queued transfer re-queues it; the stale entry is skipped.
 """
 
@@ -22,13 +23,16 @@ Piece = Any
 """What a transfer's `run` understands; opaque here."""
 BURST_PIECES = 2
 """Pieces one worker takes at once, at most: 32 MiB of the default size, 8 ms of a fast disk."""
+LIGHT_BURST_BYTES = 1 << 20
+"""Light transfers one worker takes at once have no more bytes than this together: a quarter of a millisecond of a fast disk."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
     """A move under way. `run(piece)` is called in a worker for each of `pieces`, in parallel, then for `final` alone.
 
-    running: bursts in workers now.
+    running: bursts in workers now. light_bytes: of the whole transfer, if it is one piece (or only `final`) that may share a
+    burst with others; 0 if not.
 
     settle(transfer): called once on the loop thread when nothing runs any more; `error` tells how it went.
     """
@@ -40,6 +44,7 @@ class Transfer:
     settle: Callable[[Transfer], None]
     final: Piece | None = None
     deadline_s: float | None = None
+    light_bytes: int = 0
     results: list[Any] = field(default_factory=list)
     error: ParamStoreError | None = None
     running: int = 0
@@ -72,6 +77,10 @@ class LaneStats:
     running: int = 0
 
 
+Burst = list[tuple[Transfer, list[Piece]]]
+"""What one worker takes at once: pieces of one transfer, or several light ones."""
+Outcome = tuple[list[Any] | None, ParamStoreError | None]
+"""What the pieces of one transfer in a burst gave, or the error that ended them."""
 Entry = tuple[int, float, int, Transfer]
 """(class, deadline, order, transfer): how a queue is sorted."""
 
@@ -117,41 +126,50 @@ class Scheduler:
         transfer.is_cancelled = True
         return True
 
-    def next_burst(self, lane: Hashable) -> tuple[Transfer, list[Piece]] | None:
+    def next_burst(self, lane: Hashable) -> Burst | None:
         """The most urgent pieces for one worker, now counted as running; None if all workers are busy or nothing waits."""
         free_workers = self._limits[lane] - self._running[lane]
         if free_workers <= 0:
             return None
         queue = self._queues[lane]
-        while queue:
-            if not _is_in_force(queue[0]):
-                heappop(queue)
-                continue
-            transfer = queue[0][3]
-            pieces = transfer.take_burst(free_workers, is_last=len(queue) == 1)
-            if not transfer.pieces:
-                heappop(queue)  # a final piece is queued again when the others are done
-            transfer.running += 1
-            self._running[lane] += 1
-            return transfer, pieces
-        return None
+        transfer = _first(queue)
+        if transfer is None:
+            return None
+        burst = [(transfer, _take(queue, transfer, free_workers))]
+        if transfer.light_bytes:
+            self._join_light(queue, burst, share=-(-(len(queue) + 1) // self._limits[lane]))
+        self._running[lane] += 1
+        return burst
 
-    def finish_burst(self, transfer: Transfer, results: list[Any] | None, error: ParamStoreError | None) -> bool:
-        """A worker returned; True if the transfer is over and must be settled."""
-        transfer.running -= 1
-        self._running[transfer.lane] -= 1
-        if error is not None:
-            transfer.error = transfer.error or error
-            transfer.pieces.clear()
-            transfer.final = None
-        else:
-            transfer.results.extend(results or ())
-        if transfer.is_over:
-            transfer.is_settled = True
-            return True
-        if not transfer.pieces and transfer.final is not None and transfer.running == 0:
-            self._queue(transfer)
-        return False
+    @staticmethod
+    def _join_light(queue: list[Entry], burst: Burst, *, share: int) -> None:
+        """Adds the next light transfers of the same class: as many as leave each worker of the lane its share of the queue."""
+        first, _ = burst[0]
+        room_bytes = LIGHT_BURST_BYTES - first.light_bytes
+        while len(burst) < share and (transfer := _first(queue)) is not None:
+            if transfer.urgency is not first.urgency or not 0 < transfer.light_bytes <= room_bytes:
+                return
+            room_bytes -= transfer.light_bytes
+            burst.append((transfer, _take(queue, transfer, 1)))
+
+    def finish_burst(self, lane: Hashable, burst: Burst, outcomes: list[Outcome]) -> list[Transfer]:
+        """A worker of `lane` returned; gives the transfers that are over and must be settled."""
+        self._running[lane] -= 1
+        over = []
+        for (transfer, _), (results, error) in zip(burst, outcomes, strict=True):
+            transfer.running -= 1
+            if error is not None:
+                transfer.error = transfer.error or error
+                transfer.pieces.clear()
+                transfer.final = None
+            else:
+                transfer.results.extend(results or ())
+            if transfer.is_over:
+                transfer.is_settled = True
+                over.append(transfer)
+            elif not transfer.pieces and transfer.final is not None and transfer.running == 0:
+                self._queue(transfer)
+        return over
 
     def stats(self) -> dict[Hashable, LaneStats]:
         """Per lane, for people; counts by looking."""
@@ -159,6 +177,22 @@ class Scheduler:
             lane: LaneStats(queued=sum(_is_in_force(entry) for entry in queue), running=self._running[lane])
             for lane, queue in self._queues.items()
         }
+
+
+def _first(queue: list[Entry]) -> Transfer | None:
+    """Whose turn it is in `queue`; stale entries before it are gone."""
+    while queue and not _is_in_force(queue[0]):
+        heappop(queue)
+    return queue[0][3] if queue else None
+
+
+def _take(queue: list[Entry], transfer: Transfer, free_workers: int) -> list[Piece]:
+    """A burst's pieces of `transfer`, the first in `queue`."""
+    pieces = transfer.take_burst(free_workers, is_last=len(queue) == 1)
+    if not transfer.pieces:
+        heappop(queue)  # a final piece is queued again when the others are done
+    transfer.running += 1
+    return pieces
 
 
 def _is_in_force(entry: Entry) -> bool:

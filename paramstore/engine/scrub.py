@@ -1,6 +1,6 @@
 """The scrubber: reads records where they lie and checks them, beside everything else, so that damage is found before it matters.
 
-It covers what every openable step of a namespace names, and the whole records that no step has published yet. Guarantees:
+It covers what every step of a namespace names, and the whole records that no step has published yet. Guarantees:
 
 - It takes the lowest class and one piece at a time through one buffer of its own: BUFFER_BYTES, in no budget and no arena.
 - It reads at most `bytes_per_s`: each piece is paid for before it is read.
@@ -52,7 +52,7 @@ Planned = tuple[NamespaceState, ExpertKey, int]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A record that could not be read, or is not what it must be. steps: those that need it; none if it is uncommitted."""
+    """A record that could not be read, or is not what it must be. steps: the committed ones that need it; none if none does yet."""
 
     namespace: str
     key: ExpertKey
@@ -334,10 +334,11 @@ def _read_piece(
 
 
 def _records_of(namespace: NamespaceState, key: ExpertKey) -> list[Located]:
-    """Every whole record of `key` that a step names, that the commit under way will publish, or that is the newest written
-    one; each once, oldest first."""
+    """Every whole record of `key` that a step names, committed or prepared, that the commit under way will publish, or that is
+    the newest written one; each once, oldest first."""
     ledger, cut = namespace.ledger, namespace.cut
     named = [ledger.at(key, step) for step in ledger.steps()]
+    named.append(ledger.at(key, ledger.prepared_step) if ledger.prepared_step is not None else None)
     named.append(cut.located.get(key) if cut is not None else None)
     named.append(namespace.working[key].uncommitted)
     return list(dict.fromkeys(located for located in named if located is not None))

@@ -21,21 +21,22 @@ from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Identity
 from paramstore.core.residency import MAY_MATERIALISE
 from paramstore.engine.admission import Admission
+from paramstore.engine.chain import Chain, prepared_error
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier
 from paramstore.engine.load import Loader
-from paramstore.engine.namespace import CommitProgress, GradientRange, NamespaceState, UploadMemory, View
+from paramstore.engine.namespace import GradientRange, NamespaceState, UploadMemory, View
 from paramstore.engine.planner import Planner
 from paramstore.engine.report import namespace_stats, residency, volume_stats
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
 from paramstore.engine.runner import CPU_LANE, Runner
 from paramstore.engine.scrub import Scrub, Scrubber
+from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import Updater
 from paramstore.engine.volumes import VolumeSet
 from paramstore.errors import (
-    CapacityError,
     ConfigError,
     ParamStoreError,
     ProtocolError,
@@ -45,7 +46,6 @@ from paramstore.errors import (
     StepOutOfOrder,
     StoreUnavailable,
 )
-from paramstore.wire.messages import EXTRA_BYTES_MAX
 
 
 class Store:
@@ -53,7 +53,8 @@ class Store:
 
     def __init__(
         self, config: Config, *, planner: Planner, runner: Runner, transfers: Transfers, host: HostTier, volumes: VolumeSet,
-        loader: Loader, cleaner: Cleaner, updater: Updater, committer: Committer, scrubber: Scrubber,
+        loader: Loader, cleaner: Cleaner, updater: Updater, committer: Committer, chain: Chain, transactions: Transactions,
+        scrubber: Scrubber,
         namespaces: dict[str, NamespaceState], store_uuid: bytes, clock: Clock,
     ) -> None:  # fmt: skip
         self.config = config
@@ -68,9 +69,11 @@ class Store:
         self._cleaner = cleaner
         self._updater = updater
         self._committer = committer
+        self._chain = chain
+        self._transactions = transactions
         self.scrubber = scrubber
         self.admission = Admission(
-            planner, transfers, host, volumes, cleaner, committer, namespaces, retained_steps=config.retained_steps
+            planner, transfers, host, volumes, cleaner, chain, transactions, namespaces, retained_steps=config.retained_steps
         )
         self._clock = clock
         self._started_s = clock.now_s()
@@ -93,10 +96,10 @@ class Store:
                 view.client.lease_slots_changed(view, slots)
 
     def refresh(self, view: View) -> int:
-        """Moves a reader to the newest committed step, and gives it."""
+        """Moves a reader to the newest committed step that no rollback under way drops, and gives it."""
         if view.is_writer:
             raise ConfigError("a writer sees its working state; refresh() moves readers")
-        step = view.namespace.committed_step
+        step = view.namespace.standing_step
         assert step is not None
         self._planner.leases.move_view(view, step)
         self._transfers.drain()
@@ -170,6 +173,13 @@ class Store:
             raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
         return namespace
 
+    def _check_changing(self, view: View) -> NamespaceState:
+        """Raises what keeps this view's records from changing now."""
+        namespace = self.check_writer(view)
+        if namespace.prepared_step is not None:
+            raise prepared_error(namespace, what="apply or prepare")
+        return namespace
+
     def push(self, view: View, entries: Sequence[tuple[ExpertKey, UploadMemory, int]]) -> None:
         """Makes the gradients at these places pending. All of them, or none and an error."""
         namespace = self.check_writer(view)
@@ -189,8 +199,8 @@ class Store:
         return await self._updater.norm(self.check_writer(view))
 
     def apply(self, view: View, options: AdamW, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
-        """Takes what is pending now; the rest happens in turn."""
-        namespace = self.check_writer(view)
+        """Takes what is pending now; the rest happens in turn. Raises StepPrepared; then all of it is pending still."""
+        namespace = self._check_changing(view)
         pending = self._updater.begin(namespace)
 
         async def run() -> dict[str, int]:
@@ -207,43 +217,34 @@ class Store:
         return count
 
     async def commit(self, view: View, step: int, extra: bytes) -> dict[str, object]:
-        """Durable on return. See `Committer.commit`; raises StepOutOfOrder, StepFailed, CapacityError too."""
-        if len(extra) > EXTRA_BYTES_MAX:
-            raise CapacityError(f"extra has {len(extra)} bytes; a commit takes {EXTRA_BYTES_MAX}")
-        started_s = self._clock.now_s()
-        namespace = view.namespace
-        async with namespace.turn:
-            await self._committer.until_no_cut(namespace)
-            self.check_writer(view)
-            if self._is_repeat(namespace, step):
-                return {"step": step, "records": 0, "bytes_written": 0, "seconds": 0.0}
-            before = namespace.stats.bytes_written
-            cut = self._planner.cut(namespace)
-            cut.progress = CommitProgress(step, self._clock.now_s(), before)
-            self._transfers.drain()
-        records = await self._committer.commit(namespace, cut, step, extra)
-        written = namespace.stats.bytes_written - before
-        return {"step": step, "records": records, "bytes_written": written, "seconds": self._clock.now_s() - started_s}
+        """Durable on return, and committed. See `Committer.commit`."""
+        return await self._committer.commit(view.namespace, step, extra, check=lambda: self.check_writer(view))
 
-    @staticmethod
-    def _is_repeat(namespace: NamespaceState, step: int) -> bool:
-        """True if `step` is the committed one and nothing happened since. Raises StepOutOfOrder, StepFailed."""
-        committed = namespace.committed_step
-        if committed is not None and step == committed and not namespace.changed and not namespace.pending:
-            return True
-        if not 0 <= step < 1 << 62 or (committed is not None and step <= committed):
-            raise StepOutOfOrder(f"commit({step}) on {namespace.name!r}: steps go up, {committed} is committed")
-        missing = next((key for key, working in namespace.working.items() if working.identity is None), None)
-        if missing is not None:
-            raise StepFailed(f"commit({step}) on {namespace.name!r}: {missing} has no value yet; call initialize")
-        return False
+    def prepare(self, view: View, step: int, extra: bytes) -> Coroutine[Any, Any, dict[str, object]]:
+        """Durable on return, and not committed before `finalize`: no record changes from now on. Raises StepPrepared too."""
+        namespace = self._check_changing(view)
+        namespace.preparing = step
+
+        async def run() -> dict[str, object]:
+            try:
+                return await self._committer.commit(
+                    namespace, step, extra, check=lambda: self.check_writer(view), is_prepared=True
+                )
+            finally:
+                namespace.preparing = None
+
+        return run()
+
+    async def finalize(self, view: View, step: int) -> None:
+        """The prepared `step` is committed on return, on a broken namespace too. See `Chain.finalize`."""
+        await self._chain.finalize(view.namespace, step, check=lambda: self._check_writing(view))
 
     async def rollback(self, view: View, step: int) -> int:
         """Back to `step`, dropping everything since. Gives the new epoch."""
         namespace = self._check_writing(view)
         if namespace.committed_step is None:
             raise StepDropped(f"namespace {namespace.name!r} has no committed step: initialize() starts it over")
-        await self._committer.rollback(namespace, to_step=step)
+        await self._chain.rollback(namespace, to_step=step)
         return namespace.epoch
 
     async def write_back(self, view: View, keys: Sequence[ExpertKey] | None) -> dict[str, int]:
@@ -261,7 +262,7 @@ class Store:
         namespace = self._check_writing(view)
         if namespace.committed_step is not None:
             raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")
-        await self._committer.rollback(namespace)
+        await self._chain.rollback(namespace)
         if namespace.committed_step is not None:
             raise StepOutOfOrder(f"namespace {namespace.name!r} was committed meanwhile")
         for working in namespace.working.values():
@@ -369,7 +370,7 @@ class Store:
         return {
             "daemon": {
                 "pid": os.getpid(), "version": __version__, "uptime_s": self._clock.now_s() - self._started_s,
-                "store_uuid": self.store_uuid.hex(), "accepts_writes": self._committer.stopped is None,
+                "store_uuid": self.store_uuid.hex(), "accepts_writes": self._transactions.stopped is None,
             },
             "tiers": {"host": await self.host.stats(), **self._volumes.tier_stats(self._transfers.traffic)},
             "volumes": volume_stats(self._volumes, self._transfers.traffic),

@@ -31,10 +31,11 @@ from paramstore.storage.volume import Volume
 
 @dataclass(slots=True)
 class VolumeTraffic:
-    """Bytes moved since start, per volume."""
+    """Bytes moved since start, per volume. bytes_written: records and notes, without zero-fill and without what failed."""
 
     bytes_read: int = 0
     bytes_written: int = 0
+    note_bytes: int = 0
     reads: int = 0
     writes: int = 0
     failures: int = 0
@@ -50,6 +51,8 @@ class Transfers:
         self.planner = planner
         self.runner = runner
         self.traffic = {index: VolumeTraffic() for index in volumes}
+        self.watch_writes: Callable[[], None] = lambda: None
+        """Called after every record that was written: whoever counts bytes over the store's life."""
         self._volumes = volumes
         self._store_uuid = store_uuid
         self._piece_bytes = piece_bytes
@@ -104,7 +107,8 @@ class Transfers:
         else:
             read = ImageRead(volume, extent, slot, schema.stored.header_bytes, self._hashing)
             pieces = cut_pieces(schema.stored, self._piece_bytes, len(schema.stored.fields))
-        self._submit(move, volume_lane(extent.volume), read.run, deque(pieces), self._settle_read)
+        light_bytes = schema.record_bytes if len(pieces) == 1 else 0
+        self._submit(move, volume_lane(extent.volume), read.run, deque(pieces), self._settle_read, light_bytes=light_bytes)
 
     def _start_materialise(self, move: Move) -> None:
         assert move.source is not None
@@ -131,7 +135,9 @@ class Transfers:
         checksums = [0] * sum(len(piece.chunks) for piece in pieces)
         write = ImageWrite(volume, located.extent, part, self._slot_view(move), header, checksums, self._hashing)
         lane = volume_lane(located.extent.volume)
-        self._submit(move, lane, write.run, deque(others), partial(self._settle_write, write=write), final=first)
+        settle = partial(self._settle_write, write=write)
+        light_bytes = 0 if others else part.image_bytes
+        self._submit(move, lane, write.run, deque(others), settle, final=first, light_bytes=light_bytes)
 
     def _slot_view(self, move: Move) -> memoryview:
         namespace, subject = move.namespace, move.subject
@@ -142,11 +148,11 @@ class Transfers:
 
     def _submit(
         self, move: Move, lane: Hashable, run: Callable[..., object], pieces: deque[Any],
-        settle: Callable[[Move, Transfer], None], final: object = None,
+        settle: Callable[[Move, Transfer], None], final: object = None, light_bytes: int = 0,
     ) -> None:  # fmt: skip
         move.transfer = Transfer(
             lane=lane, urgency=move.urgency, run=run, pieces=pieces, final=final, deadline_s=move.deadline_s,
-            settle=partial(settle, move),
+            settle=partial(settle, move), light_bytes=light_bytes,
         )  # fmt: skip
         self.runner.submit(move.transfer)
 
@@ -215,11 +221,24 @@ class Transfers:
             traffic.bytes_written += located.extent.length_bytes
             traffic.writes += 1
             move.namespace.stats.bytes_written += located.extent.length_bytes
+            self.watch_writes()
         else:
             traffic.failures += 1
         self.planner.working.settle_write(move.namespace, move.subject, located, transfer.error)
         self.planner.after_working(move.namespace, move.subject)
         self.drain()
+
+    def count_note(self, namespace: NamespaceState, volume: int, note_bytes: int) -> None:
+        """A commit note was written there, so many bytes in all its copies."""
+        traffic = self.traffic[volume]
+        traffic.bytes_written += note_bytes
+        traffic.note_bytes += note_bytes
+        namespace.stats.note_bytes += note_bytes
+
+    def fail_note(self, volume: int, error: ParamStoreError) -> None:
+        """A commit note could not be written there."""
+        self.traffic[volume].failures += 1
+        self.planner.space.fences.fail_write(volume, error)
 
     async def read_into(self, namespace: NamespaceState, key: ExpertKey, located: Located, target: memoryview) -> None:
         """Fills `target` (record_bytes, page-aligned) with a whole, verified record. Raises VolumeError, CorruptRecord."""
@@ -236,7 +255,7 @@ class Transfers:
             await asyncio.shield(future)
         finally:
             self.planner.space.unpin(extent)
-            self.drain()
+            self.pump([namespace])  # somebody may wait for the extent
         if transfer.error is not None:
             raise transfer.error
         self._verify_record(namespace, key, located, transfer.results)

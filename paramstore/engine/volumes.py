@@ -1,4 +1,4 @@
-"""The set of volumes: room for namespaces, growth, zero-fill ahead of use, figures.
+"""The set of volumes: room for namespaces, growth, zero-fill ahead of use, figures, what was written over the store's life.
 
 A namespace is entitled to its state once for every retained step, every step that readers may hold, every snapshot and the
 step being made, plus the pipeline share: so an apply can always be written beside them. Without a fixed size, volumes
@@ -33,6 +33,8 @@ PIPELINE_RECORDS_MIN = 4
 PIPELINE_SHARE = 0.05
 GROWTH_ALIGNMENT_BYTES = 1 << 20
 PREFILL_PIECE_BYTES = 8 << 20
+RECORDED_BYTES = 16 << 30
+"""A crash forgets at most so much of what was written to a volume: of an endurance of 600 TB it is a 35,000th."""
 PREFILL_PAUSE_S = 0.02
 """How long the zero-fill waits before it looks again whether nothing else moves."""
 
@@ -52,9 +54,11 @@ class VolumeSet:
     def __init__(
         self, volumes: Mapping[int, Volume], *, superblocks: Mapping[int, Superblock], rows: Mapping[int, VolumeRow], space: Space,
         catalog: Catalog, runner: Runner, may_grow: bool, pump: Callable[[], None],
-        retention: Retention = DEFAULT_RETENTION,
+        retention: Retention = DEFAULT_RETENTION, traffic: Mapping[int, VolumeTraffic] | None = None,
+        endurance_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        """pump: lets those go on who wait for space, after some came free."""
+        """pump: lets those go on who wait for space, after some came free. traffic: what was moved since the store was opened.
+        endurance_bytes: what the drive under each volume may take over its life."""
         self.volumes = volumes
         self.space = space
         self._superblocks = superblocks
@@ -64,6 +68,11 @@ class VolumeSet:
         self._may_grow = may_grow
         self._pump = pump
         self._retention = retention
+        self._traffic = traffic or {}
+        self._endurance_bytes = endurance_bytes
+        self._written_before = {index: row.bytes_written for index, row in rows.items()}
+        self._zero_filled = dict.fromkeys(volumes, 0)
+        self._recording: asyncio.Task[None] | None = None
         self._prefilling: asyncio.Task[None] | None = None
         self._is_prefill_wanted = False
 
@@ -102,6 +111,7 @@ class VolumeSet:
     async def _make_room(self, others: Sequence[NamespaceState], namespace: NamespaceState, needed_bytes: int) -> None:
         needed = needed_bytes + sum(self.space.entitled_bytes(other.name) for other in others)
         usable = sum(self.space.size_bytes_of(index) - self._start_bytes(index) for index in self.volumes)
+        usable -= self.space.lost_bytes()
         # records do not straddle volumes, and their sizes differ: each volume may leave one of each kind unused
         slack = len(self.volumes) * sum(ns.schema.record_bytes for ns in (namespace, *others))
         missing = needed + slack - usable
@@ -111,6 +121,7 @@ class VolumeSet:
             raise CapacityError(
                 f"the volumes have {format_size(usable)} for records, namespace {namespace.name!r} and the others need "
                 f"{format_size(needed + slack)}: {missing} bytes are missing; raise volume_size or add a volume"
+                f"{self.space.fences.hint()}"
             )
         await self._grow(missing)
 
@@ -118,14 +129,17 @@ class VolumeSet:
         return extents_start_bytes(self._superblocks[index])
 
     async def _grow(self, missing_bytes: int) -> None:
-        each = round_up(-(-missing_bytes // len(self.volumes)), GROWTH_ALIGNMENT_BYTES)
-        for index, volume in self.volumes.items():
+        growing = {index: volume for index, volume in self.volumes.items() if not self.space.fences.is_fenced(index)}
+        if not growing:
+            raise CapacityError(f"{missing_bytes} bytes are missing on the volumes, and none may grow{self.space.fences.hint()}")
+        each = round_up(-(-missing_bytes // len(growing)), GROWTH_ALIGNMENT_BYTES)
+        for index, volume in growing.items():
             size_bytes = self.space.size_bytes_of(index) + each
             try:
                 await self._runner.call(volume_lane(index), partial(volume.grow, size_bytes))
             except VolumeError as error:
                 raise CapacityError(f"volume {index} cannot grow by {each} bytes: {error}") from error
-            row = replace(self._rows[index], size_bytes=volume.size_bytes)
+            row = replace(self._rows[index], size_bytes=volume.size_bytes, bytes_written=self.bytes_written_total(index))
             await self._record(row)
             self.space.grow_volume(index, volume.size_bytes)
         if self._is_prefill_wanted:
@@ -168,13 +182,15 @@ class VolumeSet:
                 write = partial(self.volumes[extent.volume].write, extent.offset_bytes, (zeros[: extent.length_bytes],))
                 try:
                     await self._runner.call(BACKGROUND_LANE, write)
-                except ParamStoreError:
+                except ParamStoreError as error:
                     self.space.quarantine(extent)
+                    self.space.fences.fail_write(extent.volume, error)
                     raise
                 except asyncio.CancelledError:
                     self.space.finish_prefill(extent)  # the store closes: nobody gets it, and nobody waits for it
                     raise
                 self.space.finish_prefill(extent)
+                self._zero_filled[extent.volume] += extent.length_bytes
                 self._pump()
         except ParamStoreError:
             logger.exception("zero-fill stopped; volumes are used as they are")
@@ -187,7 +203,32 @@ class VolumeSet:
         return None
 
     def _has_unwritten(self, index: int) -> bool:
-        return self.space.written_bytes(index) < self.space.size_bytes_of(index)
+        """Whether there is something left to fill there; nothing on a fenced volume."""
+        is_fenced = self.space.fences.is_fenced(index)
+        return not is_fenced and self.space.written_bytes(index) < self.space.size_bytes_of(index)
+
+    # --- what was written over the store's life
+
+    def bytes_written_total(self, index: int) -> int:
+        """Records, notes and zeros, over the store's life; without what a crash forgot, and writes that failed."""
+        moved = self._traffic[index].bytes_written if index in self._traffic else 0
+        return self._written_before[index] + moved + self._zero_filled[index]
+
+    def record_written(self) -> None:
+        """Begins to record how much was written, if there is much that a crash would forget. To be called now and then."""
+        is_due = any(self.bytes_written_total(index) - row.bytes_written >= RECORDED_BYTES for index, row in self._rows.items())
+        if is_due and (self._recording is None or self._recording.done()):
+            self._recording = asyncio.get_running_loop().create_task(self._record_all(), name="record what was written")
+
+    async def _record_all(self) -> None:
+        """One transaction for each volume that was written to since the last."""
+        try:
+            for index, row in list(self._rows.items()):
+                written, total = self.space.written_bytes(index), self.bytes_written_total(index)
+                if (written, total) != (row.written_bytes, row.bytes_written):
+                    await self._record(replace(self._rows[index], written_bytes=written, bytes_written=total))
+        except ParamStoreError:
+            logger.exception("how much was written to the volumes was not recorded")
 
     # --- figures
 
@@ -206,9 +247,13 @@ class VolumeSet:
         return tiers
 
     def describe(self, index: int) -> dict[str, object]:
+        total = self.bytes_written_total(index)
         return {
             **self.volumes[index].describe(), "free_bytes": self.space.free_bytes_of(index),
-            "written_bytes": self.space.written_bytes(index),
+            "written_bytes": self.space.written_bytes(index), "write_failures": self.space.fences.write_failures(index),
+            "fenced": self.space.fences.reason(index), "bytes_written_total": total, "zero_filled_bytes": self._zero_filled[index],
+            "endurance_bytes": self._endurance_bytes,
+            "endurance_used": total / self._endurance_bytes if self._endurance_bytes else None,
         }  # fmt: skip
 
     async def close(self) -> None:
@@ -217,13 +262,9 @@ class VolumeSet:
             self._prefilling.cancel()
             await asyncio.gather(self._prefilling, return_exceptions=True)
             await self._runner.behind(BACKGROUND_LANE)  # its thread may still write a piece
-        try:
-            for index in self.volumes:
-                written = self.space.written_bytes(index)
-                if written != self._rows[index].written_bytes:
-                    await self._record(replace(self._rows[index], written_bytes=written))
-        except ParamStoreError:
-            logger.exception("the zero-fill's progress was not recorded")
+        if self._recording is not None:
+            await self._recording
+        await self._record_all()
         for index, volume in self.volumes.items():
             await self._runner.call(volume_lane(index), volume.close)
         await self._runner.call(CATALOG_LANE, self._catalog.close)

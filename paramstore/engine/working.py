@@ -9,13 +9,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from heapq import nsmallest
+from itertools import islice
+
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.residency import MAY_MATERIALISE, Working, WorkingEvent, next_working
 from paramstore.engine.moves import Move, MoveKind, Outbox
 from paramstore.engine.namespace import NamespaceState, WorkingCopy
 from paramstore.engine.requests import PrefetchRequest, SlotRequest, Urgency
-from paramstore.errors import ParamStoreError
+from paramstore.errors import ParamStoreError, VolumeError
 from paramstore.storage.extents import Space
 
 WRITE_TRIES = 2
@@ -162,21 +166,26 @@ class WorkingPlanner:
 
     def clean(self, namespace: NamespaceState, count: int, urgency: Urgency) -> None:
         """Starts writing up to `count` dirty records, those first that have been in their slot longest."""
-        dirty = [
-            working for working in namespace.resident.values()
-            if working.state is Working.DIRTY and not working.holders and working.write_failures < WRITE_TRIES
-        ]  # fmt: skip
-        for working in dirty[: max(0, count)]:
+        self._write_some(namespace, islice(_cleanable(namespace), max(0, count)), urgency)
+
+    def clean_settled(self, namespace: NamespaceState, count: int) -> None:
+        """The same at WRITE_BACK, those first that changed longest ago, and none that an apply called already will change again."""
+        settled = (working for working in _cleanable(namespace) if working.identity == working.target)
+        self._write_some(namespace, nsmallest(count, settled, key=lambda working: working.last_apply), Urgency.WRITE_BACK)
+
+    def _write_some(self, namespace: NamespaceState, chosen: Iterable[WorkingCopy], urgency: Urgency) -> None:
+        for working in chosen:
             if not self.begin_write(namespace, working, urgency):
                 return  # no space on the volume until a publish or another write frees some
 
     def begin_write(self, namespace: NamespaceState, working: WorkingCopy, urgency: Urgency) -> bool:
-        """Starts writing a dirty record to a fresh extent. False, and nothing has changed, if no space is free now."""
-        extent = working.reserved or self._space.reserve(namespace.schema.record_bytes, owner=namespace.name)
+        """Starts writing a dirty record to a fresh extent. False, and it stays dirty, if no space is free now."""
+        extent, working.reserved = self._space.unless_fenced(working.reserved), None
+        if extent is None:
+            extent = self._space.reserve(namespace.schema.record_bytes, owner=namespace.name, avoid=working.failed_volume)
         if extent is None:
             return False
         assert working.identity is not None
-        working.reserved = None
         working.state = next_working(working.state, WorkingEvent.WRITE)
         move = Move(MoveKind.WRITE, namespace, working, urgency, located=Located(extent, working.identity, 0))
         working.move = move
@@ -190,6 +199,8 @@ class WorkingPlanner:
         working.move = None
         if error is not None:
             self._space.quarantine(located.extent)
+            if isinstance(error, VolumeError):
+                self._space.fences.fail_write(located.extent.volume, error)
         if working.is_orphan:
             self.orphan_writes -= 1
             if error is None:
@@ -199,12 +210,14 @@ class WorkingPlanner:
         if error is not None:
             working.state = next_working(working.state, WorkingEvent.WRITE_FAILED)
             working.write_failures += 1
-            working.write_error = error
+            working.write_error, working.failed_volume = error, located.extent.volume
             if working.write_failures >= WRITE_TRIES:
                 self.fail_waiting(namespace, error)
+            if working.is_cut:
+                self._wake_cut(namespace)
         else:
             working.state = next_working(working.state, WorkingEvent.WRITTEN)
-            working.write_failures, working.write_error = 0, None
+            working.write_failures, working.write_error, working.failed_volume = 0, None, None
             namespace.stats.records_written += 1
             self._replace_uncommitted(namespace, working, located)
             if not namespace.is_trainable():  # a param schema's working copies only pass through its one arena
@@ -219,10 +232,18 @@ class WorkingPlanner:
             cut.unwritten.discard(working.key)
             cut.located[working.key] = located
             self._space.pin(located.extent)
+            if not cut.unwritten:
+                self._wake_cut(namespace)
         if older is not None:
             is_held = cut is not None and cut.located.get(working.key) == older
             if not is_held:
                 self._space.release(older.extent)
+
+    def _wake_cut(self, namespace: NamespaceState) -> None:
+        """The commit under way waits for its writes: they are all there, or one has failed."""
+        assert namespace.cut is not None
+        if namespace.cut.written is not None:
+            self._outbox.woken.append(namespace.cut.written)
 
     # --- loads and updates
 
@@ -273,7 +294,7 @@ class WorkingPlanner:
         else:
             working.state = next_working(working.state, WorkingEvent.UPDATED)
             working.identity = identity
-            working.write_failures, working.write_error = 0, None
+            working.write_failures, working.write_error, working.failed_volume = 0, None, None
             namespace.changed.add(working.key)
             self._record(namespace, working.key)
             self._land_requests(namespace, working)
@@ -371,3 +392,9 @@ class WorkingPlanner:
 
 def _is_evictable(working: WorkingCopy) -> bool:
     return working.state is Working.CLEAN and working.holders == 0
+
+
+def _cleanable(namespace: NamespaceState) -> Iterator[WorkingCopy]:
+    """Dirty records that may be written, in the order in which they got their slots; not those whose write keeps failing."""
+    dirty = (working for working in namespace.resident.values() if working.state is Working.DIRTY)
+    return (working for working in dirty if not working.holders and working.write_failures < WRITE_TRIES)

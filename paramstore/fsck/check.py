@@ -11,18 +11,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paramstore.errors import CatalogError, ConfigError, StoreLocked
+from paramstore.core.schema import Part, Schema
+from paramstore.errors import CatalogError, ConfigError, SchemaMismatch, StoreLocked
 from paramstore.fsck.compare import compare
 from paramstore.fsck.disks import FileDisk, volume_file
 from paramstore.fsck.findings import Finding
 from paramstore.fsck.proof import Proof, prove, settle_slots
-from paramstore.fsck.rebuild import CATALOG_NAME, check_rebuildable, new_contents, replace_catalog, restore_notes
+from paramstore.fsck.rebuild import check_rebuildable, new_contents, restore_notes
 from paramstore.fsck.scan import Progress
 from paramstore.fsck.survey import Survey, survey
+from paramstore.fsck.swap import CATALOG_NAME, replace_catalog
 from paramstore.storage.catalog import Contents
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.lock import LOCK_NAME, PID_BYTES_MAX, StoreLock
@@ -66,12 +68,13 @@ def _lost(proofs: Mapping[str, Proof], contents: Contents | None) -> list[Findin
     for name, proof in sorted(proofs.items()):
         for step in sorted(proof.lost):
             lost.extend(proof.lost[step])
-        if proof.newest is None:
+        if proof.newest is None and not (contents is not None and name in contents.namespaces):
             lost.append(Finding(namespace=name, what="there are records of it, but no commit note: no step of it is known"))
+        elif proof.newest is not None and not proof.steps:
+            what = "no step of it is proven: after a rebuild it has no commit, and the room of its records is free"
+            lost.append(Finding(namespace=name, what=what))
     for name, namespace in sorted(contents.namespaces.items() if contents is not None else ()):
         own = proofs.get(name)
-        if own is None and not namespace.steps:
-            lost.append(Finding(namespace=name, what="it has no commit, so that only the catalog knows of it"))
         known = own.steps.keys() | own.lost.keys() if own is not None else set()
         for step in sorted(namespace.steps.keys() - known):
             lost.append(Finding(namespace=name, step=step, what="no commit note that counts names it"))
@@ -93,14 +96,14 @@ def rebuild(directory: Path, volumes: Sequence[str], progress: Progress = lambda
         with opened(volumes, is_writable=True) as disks:
             report = _examined(directory, disks, progress)
             try:
-                check_rebuildable(report.found, report.proofs)
+                check_rebuildable(report.found, report.proofs, report.contents)
             except CatalogError as error:
                 report.findings.append(Finding(what=str(error)))
                 return report
             assert report.found.store is not None
             by_index = {disk.index: disk for disk in disks}
             report.restored_notes = restore_notes(report.found, report.proofs, by_index)
-            change = new_contents(report.found, report.proofs)
+            change = new_contents(report.found, report.proofs, report.contents)
             report.old_catalog = replace_catalog(directory, report.found.store, change)
             report.is_rebuilt = True
             return report
@@ -109,11 +112,21 @@ def rebuild(directory: Path, volumes: Sequence[str], progress: Progress = lambda
 
 
 def _examined(directory: Path, disks: Sequence[FileDisk], progress: Progress) -> Report:
-    found = survey(disks, progress)
+    contents, problem = None, None
     try:
-        return examine(found, read_catalog(directory / CATALOG_NAME))
+        contents = read_catalog(directory / CATALOG_NAME)
     except CatalogError as error:
-        return examine(found, None, str(error))
+        problem = str(error)
+    return examine(survey(disks, progress, layouts=layouts_of(contents)), contents, problem)
+
+
+def layouts_of(contents: Contents | None) -> dict[str, Part]:
+    """The stored part of each namespace that a catalog describes; none of those whose description cannot be read."""
+    layouts = {}
+    for name, namespace in contents.namespaces.items() if contents is not None else ():
+        with suppress(SchemaMismatch):
+            layouts[name] = Schema.from_description(namespace.namespace.schema).stored
+    return layouts
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Protocol
@@ -43,11 +44,18 @@ def volume_file(directory: Path, index: int) -> Path:
     return directory / f"volume-{index:03d}.data"
 
 
+def _others(directory: Path) -> str:
+    """What else lies where a volume was looked for."""
+    names = sorted(path.name for path in directory.glob("volume-*.data"))
+    return f"; there is {', '.join(names)}: give the --volume paths in their order" if names else ""
+
+
 class FileDisk:
-    """A volume's file. Opened for reading, nothing of it can change."""
+    """A volume's file. Opened for reading, nothing of it can change; and while it is open, nobody else writes to it: the lock of
+    a store's directory says nothing of volumes that were given with another directory."""
 
     def __init__(self, directory: Path, index: int, *, is_writable: bool = False) -> None:
-        """Raises VolumeError if there is no such file, or it is not a regular one."""
+        """Raises VolumeError if there is no such file, it is not a regular one, or somebody writes to it."""
         self.index = index
         path = volume_file(directory, index)
         self.place = f"volume {index} ({path})"
@@ -55,7 +63,14 @@ class FileDisk:
         try:
             self._descriptor = os.open(path, flags)
         except OSError as error:
-            raise VolumeError(f"{self.place}: cannot be opened: {error.strerror}") from error
+            raise VolumeError(f"{self.place}: cannot be opened: {error.strerror}{_others(directory)}") from error
+        try:
+            fcntl.flock(self._descriptor, (fcntl.LOCK_EX if is_writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._descriptor)
+            raise VolumeError(f"{self.place} is in use by another process: stop that daemon or fsck first") from error
+        except OSError:
+            pass  # a file system without locks: the store's own lock is what there is
         try:
             self.size_bytes = os.lseek(self._descriptor, 0, os.SEEK_END)
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)

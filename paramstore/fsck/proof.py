@@ -1,7 +1,8 @@
 """Which steps of a namespace the volumes prove, without a catalog. Pure.
 
 - The newest whole note that nothing disowns names the steps that could be opened when it was written: itself and those it
-  lists. No other step can have been in the catalog then or later.
+  lists. No other step can have been in the catalog then or later; unless its own step is not proven, and so may never have
+  been published: then those that its parent's note lists count too.
 - A note is disowned by a note or a record of a later epoch whose sequence is not above its own: had it been published, the
   later epoch would have counted on from it.
 - A record belongs to a note's step if its sequence is not above the note's bound for its epoch; of several versions of a key
@@ -69,7 +70,28 @@ def prove(name: str, notes: Sequence[FoundNote], records: Sequence[Found]) -> Pr
         else:
             _prove_step(proof, older, by_key, is_snapshot=listed.is_snapshot)
     _prove_step(proof, newest, by_key, is_snapshot=False)
+    _prove_what_stayed(proof, newest.note, valid, by_key)
     return proof
+
+
+def _prove_what_stayed(
+    proof: Proof, newest: Note, notes: Sequence[FoundNote], by_key: Mapping[ExpertKey, Sequence[Found]]
+) -> None:
+    """Where the newest step is not proven it may never have been published: then what its parent's note lists could be opened
+    still, and so on back to a step that is proven. What is not there of that was dropped, and is not lost; snapshots the newest
+    note would list."""
+    expected, note = proof.steps.keys() | proof.lost.keys(), newest
+    while note.step not in proof.steps:
+        parent = next((listed for listed in note.listed if listed.step == note.parent), None)
+        found = _note_of(parent, notes) if parent is not None else None
+        if found is None or found.note.age >= note.age:
+            return
+        note = found.note
+        for listed in sorted(note.listed):
+            older = _note_of(listed, notes)
+            if older is not None and listed.step not in expected:
+                _prove_step(proof, older, by_key, is_snapshot=False)
+                proof.lost.pop(listed.step, None)
 
 
 def settle_slots(proofs: Mapping[str, Proof]) -> None:

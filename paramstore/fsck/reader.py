@@ -9,14 +9,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.key import LAYERS_MAX, ExpertKey, KeySpace
 from paramstore.core.schema import Schema
-from paramstore.errors import CorruptRecord, ParamStoreError
+from paramstore.errors import CorruptRecord, ParamStoreError, VolumeError
 from paramstore.fsck.disks import Disk
 
 PAGE = 4096
@@ -38,6 +39,8 @@ class Superblock:
     volume: bytes
     index: int
     note_slots: int
+    granularity: int = 0
+    """0: an ordinary file. 1, 2, 3: a mapping, by pages, cache lines or bytes."""
 
     @property
     def extents_at(self) -> int:
@@ -122,9 +125,11 @@ def sealed_bytes(data: bytes, magic: bytes) -> int:
 def parse_superblock(data: bytes) -> Superblock:
     if sealed_bytes(data, b"PSVOLUME") != PAGE:
         raise CorruptRecord("a superblock has one page")
-    superblock = Superblock(*struct.unpack_from("<16s16sII", data, 24))
+    superblock = Superblock(*struct.unpack_from("<16s16sIII", data, 24))
     if not 1 <= superblock.note_slots <= 4096:
         raise CorruptRecord(f"{superblock.note_slots} note slots")
+    if superblock.granularity > 3:
+        raise CorruptRecord(f"granularity {superblock.granularity}")
     return superblock
 
 
@@ -154,9 +159,9 @@ def _parse_description(data: bytes) -> Description:
     try:
         found: dict[str, Any] = msgspec.msgpack.decode(data)  # whatever a volume says; the checks follow
         schema = Schema.from_description(found["schema"])
-        layers = [layer for first, count in found["layers"] for layer in range(first, first + count)]
-        return Description(schema, KeySpace.of(layers, found["experts"]))
-    except (msgspec.DecodeError, ParamStoreError, KeyError, TypeError, ValueError) as error:
+        layers = (layer for first, count in found["layers"] for layer in range(first, first + count))
+        return Description(schema, KeySpace.of(islice(layers, LAYERS_MAX + 1), found["experts"]))
+    except (msgspec.DecodeError, ParamStoreError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptRecord(f"the description of its namespace cannot be read: {error}") from error
 
 
@@ -173,10 +178,17 @@ def parse_header(data: bytes) -> Header:
     )  # fmt: skip
 
 
-def header_bytes(page: bytes) -> int:
-    """How long the header whose first page this is says it is; 0 if that cannot be."""
+def header_bytes(page: bytes, *, room_bytes: int) -> int:
+    """How long the header whose first page this is says it is; 0 if that cannot be.
+
+    It is asked before the checksum is, so that one wrong bit makes nobody read gigabytes: the length must be that of the table,
+    and every chunk has a page of the record. room_bytes: from there to the end of the volume.
+    """
     (length,) = struct.unpack_from("<I", page, 12)
-    return int(length) if length % PAGE == 0 else 0
+    record_bytes, count = struct.unpack_from("<QQ", page, 152)
+    table_end = TABLE_AT + 8 * count
+    is_possible = length % PAGE == 0 and table_end <= length < table_end + PAGE and count * PAGE <= record_bytes
+    return int(length) if is_possible and length <= room_bytes else 0
 
 
 def combine(rows: list[tuple[ExpertKey, int]]) -> int:
@@ -184,9 +196,15 @@ def combine(rows: list[tuple[ExpertKey, int]]) -> int:
     return int(xxh3_64_intdigest(b"".join(struct.pack("<IIQ", *key, root) for key, root in sorted(rows))))
 
 
-def read_superblocks(disk: Disk) -> list[Superblock | CorruptRecord]:
-    """Per copy what it says, or why it says nothing. Raises VolumeError if the disk cannot be read."""
-    return [_parsed(parse_superblock, disk, at, PAGE) for at in SUPERBLOCK_AT]
+def read_superblocks(disk: Disk) -> list[Superblock | VolumeError]:
+    """Per copy what it says, or why it says nothing: CorruptRecord, or what the disk raised."""
+    copies: list[Superblock | VolumeError] = []
+    for at in SUPERBLOCK_AT:
+        try:
+            copies.append(_parsed(parse_superblock, disk, at, PAGE))
+        except VolumeError as error:
+            copies.append(error)
+    return copies
 
 
 def read_note(disk: Disk, superblock: Superblock, slot: int, copy: int) -> Note | CorruptRecord:

@@ -2,12 +2,13 @@
 
 Headers start on pages, with a magic: a window of the volume is looked through at once. A record whose every chunk matches is
 skipped over, so that nothing inside it is taken for a header; behind a damaged one the search goes on at its next page, since
-a newer record may lie on its remains.
+a newer record may lie on its remains. Pages that the device does not give are told of and passed over: they cost the records
+that lie on them and no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +16,14 @@ from xxhash import xxh3_64_intdigest
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Part
-from paramstore.errors import CorruptRecord
+from paramstore.errors import VolumeError
 from paramstore.fsck.disks import Disk
+from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import PAGE, RECORD_MAGIC, Header, Superblock, header_bytes, parse_header
 
 WINDOW_BYTES = 8 << 20
+UNREADABLE_BYTES_MAX = 8 << 20
+"""So much on end that cannot be read is no bad spot: the device is gone, and asking for each of its pages would take days."""
 _MAGIC = int.from_bytes(RECORD_MAGIC, "little")
 
 Progress = Callable[[int], None]
@@ -47,40 +51,72 @@ class Found:
         return self.epoch, self.version, self.sequence
 
 
-def scan(disk: Disk, superblock: Superblock, layouts: Mapping[str, Part], progress: Progress) -> Iterator[Found]:
-    """Every record of the superblock's store on `disk`, by offset. layouts: the stored part of each namespace that is known.
+def scan(disk: Disk, superblock: Superblock, layouts: Mapping[str, Part], progress: Progress) -> Iterator[Found | Finding]:
+    """Every record of the superblock's store on `disk`, by offset, and a finding for every range that cannot be read.
 
-    Raises VolumeError if the disk cannot be read.
+    layouts: the stored part of each namespace that is known. Raises VolumeError if the disk gives nothing more.
     """
     end = disk.size_bytes - disk.size_bytes % PAGE
     at = superblock.extents_at
+    bad_bytes, reason = 0, ""  # what lies right before `at` and cannot be read
     progress(min(at, disk.size_bytes))
     while at < end:
-        window = disk.read(at, min(WINDOW_BYTES, end - at))
-        done = at  # everything before it is looked through
-        for offset in _pages_with_magic(window, at):
-            if offset < done:
-                continue
-            found = read_record(disk, offset, layouts, store=superblock.store)
-            if found is not None:
-                yield found
-                done = offset + found.record_bytes if found.damage is None else offset + PAGE
-        after = max(done, at + len(window))
+        try:
+            window = _read_some(disk, at, min(PAGE if bad_bytes else WINDOW_BYTES, end - at))
+        except VolumeError as error:
+            bad_bytes, reason, after = bad_bytes + PAGE, str(error), at + PAGE
+            if bad_bytes >= UNREADABLE_BYTES_MAX:
+                raise VolumeError(f"nothing more can be read from offset {after - bad_bytes} on: {reason}") from error
+        else:
+            if bad_bytes:
+                yield _unreadable(disk, at, bad_bytes, reason)
+                bad_bytes = 0
+            after = yield from _records_of(disk, superblock, layouts, window, at)
         progress(after - at)
         at = after
+    if bad_bytes:
+        yield _unreadable(disk, at, bad_bytes, reason)
+
+
+def _read_some(disk: Disk, offset: int, length_bytes: int) -> bytes:
+    """The bytes from `offset` on, `length_bytes` or as many of them as come at once. Raises VolumeError if its page does not."""
+    while True:
+        try:
+            return disk.read(offset, length_bytes)
+        except VolumeError:
+            if length_bytes == PAGE:
+                raise
+            length_bytes = max(PAGE, length_bytes // 2 // PAGE * PAGE)
+
+
+def _unreadable(disk: Disk, end: int, length_bytes: int, reason: str) -> Finding:
+    return Finding(volume=disk.index, offset=end - length_bytes, what=f"{length_bytes} bytes cannot be read: {reason}")
+
+
+def _records_of(
+    disk: Disk, superblock: Superblock, layouts: Mapping[str, Part], window: bytes, at: int
+) -> Generator[Found, None, int]:
+    """The records that begin in `window`, which lies at `at`. Returns where the search goes on."""
+    done = at  # everything before it is looked through
+    for offset in _pages_with_magic(window, at):
+        if offset < done:
+            continue
+        found = read_record(disk, offset, layouts, store=superblock.store)
+        if found is not None:
+            yield found
+            done = offset + found.record_bytes if found.damage is None else offset + PAGE
+    return max(done, at + len(window))
 
 
 def read_record(disk: Disk, offset: int, layouts: Mapping[str, Part], *, store: bytes) -> Found | None:
-    """The record at `offset`; None if no whole header of this store is there. Raises VolumeError if the disk cannot be read."""
-    if offset + PAGE > disk.size_bytes:
-        return None
-    page = disk.read(offset, PAGE)
-    length = header_bytes(page)
-    if not 0 < length <= disk.size_bytes - offset:
-        return None
+    """The record at `offset`; None if no whole header of this store is there, or it cannot be read."""
     try:
+        page = disk.read(offset, PAGE)
+        length = header_bytes(page, room_bytes=disk.size_bytes - offset)
+        if length == 0:
+            return None
         header = parse_header(page if length == PAGE else disk.read(offset, length))
-    except CorruptRecord:
+    except VolumeError:
         return None
     if header.store != store:
         return None
@@ -94,15 +130,19 @@ def read_record(disk: Disk, offset: int, layouts: Mapping[str, Part], *, store: 
 def _damage(disk: Disk, offset: int, header: Header, part: Part | None) -> str | None:
     """What is wrong with the record's bytes; None if nothing is."""
     if part is None:
-        return "no commit note says what its namespace is made of"
-    chunks = part.chunks()
-    if (header.record_bytes, header.header_bytes, len(header.checksums)) != (part.image_bytes, part.header_bytes, len(chunks)):
-        return f"its header speaks of {header.record_bytes} bytes in {len(header.checksums)} chunks, its schema of others"
+        return "neither a commit note nor a catalog says what its namespace is made of"
     if offset + header.record_bytes > disk.size_bytes:
         return f"it ends beyond the volume's {disk.size_bytes} bytes"
+    is_of_schema = (header.record_bytes, header.header_bytes) == (part.image_bytes, part.header_bytes)
+    chunks = part.chunks() if is_of_schema else ()  # as many as the schema claims: only where a record has room for them
+    if len(header.checksums) != len(chunks):
+        return f"its header speaks of {header.record_bytes} bytes in {len(header.checksums)} chunks, its schema of others"
     for number, (chunk, checksum) in enumerate(zip(chunks, header.checksums, strict=True)):
         whole_pages = -(-chunk.length_bytes // PAGE) * PAGE
-        data = memoryview(disk.read(offset + chunk.offset_bytes, whole_pages))[: chunk.length_bytes]
+        try:
+            data = memoryview(disk.read(offset + chunk.offset_bytes, whole_pages))[: chunk.length_bytes]
+        except VolumeError as error:
+            return f"chunk {number}, at byte {chunk.offset_bytes} of it, cannot be read: {error}"
         found = xxh3_64_intdigest(data)
         if found != checksum:
             return f"chunk {number}, at byte {chunk.offset_bytes} of it, has checksum {found:016x}, its header says {checksum:016x}"

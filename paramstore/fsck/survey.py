@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from paramstore.core.schema import Part
 from paramstore.errors import CorruptRecord, VolumeError
@@ -50,32 +51,37 @@ class Survey:
         return {name: note.description.schema.stored for name, note in newest.items()}
 
 
-def survey(disks: Sequence[Disk], progress: Progress = lambda _: None) -> Survey:
-    """Reads every volume from its first to its last byte. What cannot be read becomes a finding."""
+def survey(
+    disks: Sequence[Disk], progress: Progress = lambda _: None, *, layouts: Mapping[str, Part] = MappingProxyType({})
+) -> Survey:
+    """Reads every volume from its first to its last byte. What cannot be read becomes a finding.
+
+    layouts: what the catalog says that the stored parts of its namespaces are; where there is a note, the note counts.
+    """
     result = Survey({disk.index: disk for disk in disks})
     for disk in disks:
         _take_superblock(result, disk)
     _check_stores(result)
     for index, superblock in sorted(result.superblocks.items()):
         _take_notes(result, result.disks[index], superblock)
-    layouts = result.layouts()
+    layouts = {**layouts, **result.layouts()}
     for index, superblock in sorted(result.superblocks.items()):
         try:
-            result.records.extend(scan(result.disks[index], superblock, layouts, progress))
+            for told in scan(result.disks[index], superblock, layouts, progress):
+                if isinstance(told, Finding):
+                    result.findings.append(told)
+                else:
+                    result.records.append(told)
         except VolumeError as error:
             result.findings.append(Finding(volume=index, what=f"the search for records ended early: {error}"))
     return result
 
 
 def _take_superblock(result: Survey, disk: Disk) -> None:
-    try:
-        copies = read_superblocks(disk)
-    except VolumeError as error:
-        result.findings.append(Finding(volume=disk.index, what=f"its superblocks cannot be read: {error}"))
-        return
+    copies = read_superblocks(disk)
     whole = [copy for copy in copies if isinstance(copy, Superblock)]
     for at, copy in zip(SUPERBLOCK_AT, copies, strict=True):
-        if isinstance(copy, CorruptRecord):
+        if isinstance(copy, VolumeError):
             result.findings.append(Finding(volume=disk.index, offset=at, what=f"no whole superblock: {copy}"))
     if not whole:
         return
@@ -101,7 +107,7 @@ def _check_stores(result: Survey) -> None:
 
 def _take_notes(result: Survey, disk: Disk, superblock: Superblock) -> None:
     """Joins equal notes of all copies and volumes."""
-    at = {(found.slot, found.note.namespace, found.note.age): number for number, found in enumerate(result.notes)}
+    at = {(found.slot, found.note): number for number, found in enumerate(result.notes)}
     for slot in range(superblock.note_slots):
         for copy in NOTE_COPIES:
             try:
@@ -111,9 +117,8 @@ def _take_notes(result: Survey, disk: Disk, superblock: Superblock) -> None:
                 continue
             if isinstance(note, CorruptRecord):
                 continue  # a free slot, or one that a power cut tore; the catalog's steps are looked at one by one
-            name = (slot, note.namespace, note.age)
-            if name not in at:
-                at[name] = len(result.notes)
+            number = at.setdefault((slot, note), len(result.notes))
+            if number == len(result.notes):
                 result.notes.append(FoundNote(note, slot, frozenset()))
-            found = result.notes[at[name]]
-            result.notes[at[name]] = FoundNote(found.note, slot, found.places | {(disk.index, copy)})
+            found = result.notes[number]
+            result.notes[number] = replace(found, places=found.places | {(disk.index, copy)})

@@ -111,8 +111,14 @@ def allocate_shared(length_bytes: int, pages: PageReport) -> Segment:
 
 
 def allocate_upload(length_bytes: int, pages: PageReport) -> Segment:
-    """An upload area, not touched: of fixed size, writable by who gets its fd. Raises CapacityError."""
-    return _allocate_memfd(length_bytes, pages, seals=FIXED_SIZE_SEALS)
+    """An upload area, not touched: of fixed size, writable by who gets its fd. Raises CapacityError.
+
+    Never out of the pool of huge pages: who may write may also punch holes, and a hole that the pool cannot fill again would be
+    a bus error of whoever reads it.
+    """
+    _check_length(length_bytes)
+    page_kind = PageKind.TRANSPARENT if pages.shared is PageKind.HUGETLB else pages.shared
+    return _memfd_segment(length_bytes, page_kind, seals=FIXED_SIZE_SEALS)
 
 
 def allocate_private(length_bytes: int, pages: PageReport) -> Segment:

@@ -5,7 +5,9 @@
   the size as it was.
 - After `create` and `open` the file, its name and its directory are durable, so bytes that were read can be
   relied on.
-- A symbolic link is never followed and no existing file is ever taken for a new one.
+- Only one process has it open: it is locked.
+- A symbolic link is never followed, no existing file is ever taken for a new one, and no file of another user or with
+  a second name for a volume.
 
 Safe to call from several threads at once on disjoint ranges; growing is the caller's to serialise.
 """
@@ -15,16 +17,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import stat
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from paramstore.errors import CorruptRecord, VolumeError
+from paramstore.storage.ownership import objection_to
 from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
 
 IOV_MAX = 1024
 """Buffers that one preadv or pwritev takes."""
+LOCK_TRIES = 5
+LOCK_PAUSE_S = 0.05
 
 
 def volume_path(directory: Path, index: int) -> Path:
@@ -52,6 +57,7 @@ class BackingFile:
             raise VolumeError(f"volume {index}: cannot create {path}: {error.strerror}") from error
         file = cls(path, index, descriptor)
         try:
+            file._lock()
             file.allocate(size_bytes)
             file._make_name_durable()
         except VolumeError:
@@ -72,6 +78,7 @@ class BackingFile:
             raise VolumeError(f"volume {index}: cannot open {path}: {reason}") from error
         file = cls(path, index, descriptor)
         try:
+            file._lock()
             file._adopt()
             file._make_name_durable()
         except VolumeError:
@@ -173,11 +180,29 @@ class BackingFile:
     def close(self) -> None:
         os.close(self._descriptor)
 
+    def _lock(self) -> None:
+        """Nobody else has the volume while it is open, whatever store directory they were given with it. Raises VolumeError.
+
+        A process that was killed gives up the store's lock a moment before its volumes, so it is tried more than once.
+        """
+        pause = threading.Event()
+        for tries_left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if not tries_left:
+                    raise VolumeError(f"{self.place} is in use by another process: stop that daemon or fsck first") from error
+                pause.wait(LOCK_PAUSE_S)
+            except OSError:
+                return  # a file system without locks: the store's own lock is what there is
+            else:
+                return
+
     def _adopt(self) -> None:
         """Checks that the open file is one, and takes its size."""
         status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise VolumeError(f"{self.place} is not a regular file")
+        if objection := objection_to(status):
+            raise VolumeError(f"{self.place} is not ours: {objection}")
         if status.st_size < ALIGNMENT_BYTES:
             raise CorruptRecord(f"{self.place} holds {status.st_size} bytes: not a volume, or a truncated one")
         try:

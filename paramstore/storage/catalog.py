@@ -23,8 +23,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One committed step that can be opened. note_slot: where its commit note lies on every volume. applies: how many
-    applies it covers. is_snapshot: it stays until the snapshot is dropped.
+    """One step that can be opened. note_slot: where its commit note lies on every volume. applies: how many applies it covers.
+    is_snapshot: it stays until the snapshot is dropped. is_prepared: durable, above all others, and not committed yet.
     """
 
     step: int
@@ -34,6 +34,7 @@ class StepRow:
     extra: bytes
     applies: int = 0
     is_snapshot: bool = False
+    is_prepared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,17 @@ class NamespaceRow:
 
 @dataclass(frozen=True, slots=True)
 class VolumeRow:
-    """written_bytes: below it every block has been written once (write-back is twice as fast there)."""
+    """written_bytes: below it every block has been written once (write-back is twice as fast there).
+
+    bytes_written: all that was written to it over the store's life, zero-fill among it. Recorded now and then: a crash loses
+    what came after.
+    """
 
     index: int
     uuid: bytes
     size_bytes: int
     written_bytes: int
+    bytes_written: int = 0
 
 
 @dataclass(slots=True)

@@ -34,9 +34,19 @@ _STEP_BIAS = 1 << 63
 """Added to a step, so that negative ones sort first."""
 
 _Namespace = tuple[str, dict[str, object], tuple[int, ...], int, int, int, tuple[tuple[int, int], ...], int]
-_Step = tuple[int, int, int, bytes, int, bool]
-_Volume = tuple[bytes, int, int]
+_Step = tuple[int, int, int, bytes, int, bool, bool]
 _Format = tuple[str, int, bytes]
+
+
+
+class _Volume(msgspec.Struct, array_like=True, frozen=True):
+    """A row without its last number is one from before it was counted."""
+
+    uuid: bytes
+    size_bytes: int
+    written_bytes: int
+    bytes_written: int = 0
+
 
 _encode = msgspec.msgpack.Encoder().encode
 _located_decoder = msgspec.msgpack.Decoder(Located)
@@ -137,15 +147,16 @@ def unpack_namespace(key: bytes, value: bytes) -> NamespaceRow:
 
 
 def pack_volume(key: bytes, row: VolumeRow) -> bytes:
-    return _seal(key, (row.uuid, row.size_bytes, row.written_bytes))
+    return _seal(key, (row.uuid, row.size_bytes, row.written_bytes, row.bytes_written))
 
 
 def unpack_volume(key: bytes, value: bytes) -> VolumeRow:
-    return VolumeRow(read_number(key), *_unseal(key, value, _volume_decoder))
+    body = _unseal(key, value, _volume_decoder)
+    return VolumeRow(read_number(key), body.uuid, body.size_bytes, body.written_bytes, body.bytes_written)
 
 
 def pack_step(key: bytes, row: StepRow) -> bytes:
-    return _seal(key, (row.sequence, row.note_slot, row.record_count, row.extra, row.applies, row.is_snapshot))
+    return _seal(key, (row.sequence, row.note_slot, row.record_count, row.extra, row.applies, row.is_snapshot, row.is_prepared))
 
 
 def unpack_step(key: bytes, value: bytes) -> StepRow:

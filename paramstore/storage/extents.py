@@ -4,6 +4,7 @@ Free space is derived at open: every range is free unless a catalog row names it
 
 - `reserve` hands out an extent only while nobody holds it: after its release *and* its last unpin.
 - A quarantined extent (its write or flush failed) is not handed out again until the store is opened anew.
+- A fenced volume (`fences`) gives no extent and no range for zero-fill; what is held there stays held and readable.
 - Written space comes first: never-written blocks halve the rate of write-back.
 - An owner (a namespace) takes more than it is entitled to only while what the others are entitled to stays free.
 - Whoever finds no space does so for good, until an extent is freed: no range is taken for zero-fill meanwhile.
@@ -19,13 +20,14 @@ from dataclasses import dataclass
 from paramstore.core.place import Extent
 from paramstore.core.schema import round_up
 from paramstore.errors import CatalogError
+from paramstore.storage.fences import Fences
 from paramstore.storage.volume import ALIGNMENT_BYTES
 from paramstore.storage.volume_space import VolumeSpace
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeSpaceStats:
-    """One volume's space. free_bytes: what `reserve` can use; without prefilling and quarantined bytes."""
+    """One volume's space. free_bytes: what `reserve` can use; without prefilling and quarantined bytes, 0 of a fenced volume."""
 
     volume: int
     size_bytes: int
@@ -34,6 +36,9 @@ class VolumeSpaceStats:
     written_bytes: int
     prefilling_bytes: int
     quarantined_bytes: int
+    write_failures: int = 0
+    fenced: str | None = None
+    """Why."""
 
 
 class Space:
@@ -41,6 +46,7 @@ class Space:
 
     def __init__(self) -> None:
         self._volumes: dict[int, VolumeSpace] = {}
+        self.fences = Fences()
         self._turn = 0
         """Position of the volume that wins the next tie."""
         self._taken: dict[Extent, str] = {}
@@ -101,22 +107,24 @@ class Space:
 
     # --- claims ---
 
-    def reserve(self, length_bytes: int, *, owner: str = "") -> Extent | None:
+    def reserve(self, length_bytes: int, *, owner: str = "", avoid: int | None = None) -> Extent | None:
         """An extent of `length_bytes`, rounded up to 4 KiB, the caller's until `release`; or None.
 
         Volumes with the larger share of free bytes come first, equals take turns; within one: written space
-        first, the smallest range that fits, the lowest offset.
+        first, the smallest range that fits, the lowest offset. avoid: a volume that comes last.
         """
         assert length_bytes > 0, f"cannot reserve {length_bytes} bytes"
-        extents = self.reserve_many(1, length_bytes, owner=owner)
+        extents = self.reserve_many(1, length_bytes, owner=owner, avoid=avoid)
         return extents[0] if extents is not None else None
 
-    def reserve_many(self, count: int, length_bytes: int, *, owner: str = "") -> list[Extent] | None:
+    def reserve_many(
+        self, count: int, length_bytes: int, *, owner: str = "", avoid: int | None = None
+    ) -> list[Extent] | None:
         """`count` extents as `reserve` chooses them; or None, and nothing has changed."""
         length_bytes = round_up(length_bytes, ALIGNMENT_BYTES)
         extents: list[Extent] | None = None
         if count * length_bytes <= self._room_bytes(owner):
-            extents = self._take_one(length_bytes) if count == 1 else self._take_many(count, length_bytes)
+            extents = self._take_one(length_bytes, avoid) if count == 1 else self._take_many(count, length_bytes, avoid)
         if extents is None:
             self._is_short = True
             return None
@@ -125,18 +133,18 @@ class Space:
             self._claim(extent, owner)
         return extents
 
-    def _take_one(self, length_bytes: int) -> list[Extent] | None:
-        for volume in self._by_preference():
+    def _take_one(self, length_bytes: int, avoid: int | None) -> list[Extent] | None:
+        for volume in self._by_preference(avoid):
             offset_bytes = volume.take(length_bytes)
             if offset_bytes is not None:
                 return [Extent(volume.index, offset_bytes, length_bytes)]
         return None
 
-    def _take_many(self, count: int, length_bytes: int) -> list[Extent] | None:
+    def _take_many(self, count: int, length_bytes: int, avoid: int | None) -> list[Extent] | None:
         before, turn = {index: volume.copy() for index, volume in self._volumes.items()}, self._turn
         extents: list[Extent] = []
         while len(extents) < count:
-            found = self._take_one(length_bytes)
+            found = self._take_one(length_bytes, avoid)
             if found is None:
                 self._volumes, self._turn = before, turn
                 return None
@@ -154,7 +162,7 @@ class Space:
             max(0, entitled - self._held_bytes.get(other, 0))
             for other, entitled in self._entitled_bytes.items() if other != owner
         )  # fmt: skip
-        return self.free_bytes + sum(volume.prefilling_bytes for volume in self._volumes.values()) - promised
+        return self.free_bytes + sum(volume.prefilling_bytes for volume in self._usable()) - promised
 
     def shortage_bytes(self, owner: str) -> int:
         """What is missing now of what `owner` is entitled to: others hold more than they are."""
@@ -181,6 +189,13 @@ class Space:
             self._leaving[extent] = owner
         else:
             self._free(extent, owner)
+
+    def unless_fenced(self, extent: Extent | None) -> Extent | None:
+        """`extent`, reserved and not written to yet; None, and it is released, if its volume was fenced since."""
+        if extent is not None and self.fences.is_fenced(extent.volume):
+            self.release(extent)
+            return None
+        return extent
 
     def pin(self, extent: Extent) -> None:
         """A read or a cut needs the extent's bytes until `unpin`; pins count."""
@@ -211,9 +226,9 @@ class Space:
 
     def next_unwritten(self, volume: int, limit_bytes: int) -> Extent | None:
         """The lowest free range never written, at most `limit_bytes`; not free until `finish_prefill`. None while somebody is
-        short of space."""
+        short of space, and of a fenced volume."""
         assert limit_bytes >= ALIGNMENT_BYTES, f"limit_bytes={limit_bytes} is less than one block"
-        if self._is_short:
+        if self._is_short or self.fences.is_fenced(volume):
             return None
         space = self._volumes[volume]
         first = space.fresh.first()
@@ -240,7 +255,12 @@ class Space:
 
     @property
     def free_bytes(self) -> int:
-        return sum(volume.free_bytes for volume in self._volumes.values())
+        """What `reserve` can use."""
+        return sum(volume.free_bytes for volume in self._usable())
+
+    def _usable(self) -> list[VolumeSpace]:
+        """The volumes that are not fenced."""
+        return [volume for index, volume in self._volumes.items() if not self.fences.is_fenced(index)]
 
     @property
     def is_prefilling(self) -> bool:
@@ -261,7 +281,12 @@ class Space:
         return self._held_bytes.get(owner, 0)
 
     def free_bytes_of(self, volume: int) -> int:
-        return self._volumes[volume].free_bytes
+        """What `reserve` can use there."""
+        return 0 if self.fences.is_fenced(volume) else self._volumes[volume].free_bytes
+
+    def lost_bytes(self) -> int:
+        """What would be free but for fences."""
+        return sum(volume.free_bytes for index, volume in self._volumes.items() if self.fences.is_fenced(index))
 
     def size_bytes_of(self, volume: int) -> int:
         """Where its last extent may end."""
@@ -271,7 +296,7 @@ class Space:
         """How many more bytes `reserve_many(count, length_bytes)` needs: 0 exactly if it can succeed."""
         length_bytes = round_up(length_bytes, ALIGNMENT_BYTES)
         found, allowed = 0, min(count, self._room_bytes(owner) // length_bytes)
-        for volume in self._volumes.values():
+        for volume in self._usable():
             twin = volume.copy()
             while found < allowed and twin.take(length_bytes) is not None:
                 found += 1
@@ -286,17 +311,21 @@ class Space:
         return VolumeSpaceStats(
             volume=volume.index,
             size_bytes=volume.size_bytes,
-            free_bytes=volume.free_bytes,
+            free_bytes=self.free_bytes_of(volume.index),
             largest_free_bytes=max((end - start for start, end in volume.free_runs()), default=0),
             written_bytes=volume.written_bytes,
             prefilling_bytes=volume.prefilling_bytes,
             quarantined_bytes=sum(quarantined),
+            write_failures=self.fences.write_failures(volume.index),
+            fenced=self.fences.reason(volume.index),
         )
 
-    def _by_preference(self) -> list[VolumeSpace]:
-        volumes = list(self._volumes.values())
+    def _by_preference(self, avoid: int | None) -> list[VolumeSpace]:
+        volumes = self._usable()
         count = len(volumes)
-        order = sorted(range(count), key=lambda at: (-volumes[at].free_share, (at - self._turn) % count))
+        order = sorted(
+            range(count), key=lambda at: (volumes[at].index == avoid, -volumes[at].free_share, (at - self._turn) % count)
+        )
         self._turn = (order[0] + 1) % count if order else 0
         return [volumes[at] for at in order]
 

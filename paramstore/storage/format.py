@@ -34,6 +34,7 @@ from paramstore.core.schema import (
 )
 from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.storage.sealing import PREFIX_BYTES, Bytes, seal, unseal
+from paramstore.storage.volume import Granularity
 
 NAMESPACE_BYTES_MAX = 64
 UUID_BYTES = 16
@@ -58,11 +59,11 @@ _NOTE_MAGIC = b"PSCOMMIT"
 
 # Each comes right after the prefix; the names of the values stand where they are packed.
 _HEADER = struct.Struct("<16s64sIIQQQQQQQ")
-_SUPERBLOCK = struct.Struct("<16s16sII")
+_SUPERBLOCK = struct.Struct("<16s16sIII")
 _NOTE = struct.Struct("<64sQQqqBQQIQQIII")
 _BOUND = struct.Struct("<QQ")  # epoch, last sequence of it that counts
 _STEP = struct.Struct("<qQIB")  # step, sequence, note slot, is snapshot
-_ROOT = struct.Struct("<IIQ")  # layer, expert, root
+ROOT_ROW = struct.Struct("<IIQ")  # layer, expert, root
 
 _NOTE_FIXED_BYTES = PREFIX_BYTES + _NOTE.size
 assert PREFIX_BYTES + _HEADER.size <= HEADER_FIXED_BYTES
@@ -88,12 +89,13 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """Which store a volume belongs to and where its extents start. Written once, when the volume is made."""
+    """Which store a volume belongs to, where its extents start, what made its writes durable. Written once, when it is made."""
 
     store_uuid: bytes
     volume_uuid: bytes
     index: int
     note_slots: int = NOTE_SLOTS
+    granularity: Granularity = Granularity.FILE
 
 
 class NotedStep(NamedTuple):
@@ -263,7 +265,7 @@ def pack_superblock(superblock: Superblock) -> bytes:
     assert 1 <= superblock.note_slots <= NOTE_SLOTS_MAX
     data = bytearray(SUPERBLOCK_BYTES)
     uuids = _checked_uuid(superblock.store_uuid), _checked_uuid(superblock.volume_uuid)
-    _SUPERBLOCK.pack_into(data, PREFIX_BYTES, *uuids, superblock.index, superblock.note_slots)
+    _SUPERBLOCK.pack_into(data, PREFIX_BYTES, *uuids, superblock.index, superblock.note_slots, superblock.granularity)
     seal(data, _SUPERBLOCK_MAGIC, len(data))
     return bytes(data)
 
@@ -271,10 +273,12 @@ def pack_superblock(superblock: Superblock) -> bytes:
 def unpack_superblock(data: Bytes) -> Superblock:
     """The superblock in the first SUPERBLOCK_BYTES of `data`. Raises CorruptRecord."""
     unseal(data, _SUPERBLOCK_MAGIC, "superblock", length_bytes=SUPERBLOCK_BYTES)
-    superblock = Superblock(*_SUPERBLOCK.unpack_from(data, PREFIX_BYTES))
-    if not 1 <= superblock.note_slots <= NOTE_SLOTS_MAX:
-        raise CorruptRecord(f"superblock with {superblock.note_slots} note slots; 1 to {NOTE_SLOTS_MAX} are possible")
-    return superblock
+    store, volume, index, note_slots, granularity = _SUPERBLOCK.unpack_from(data, PREFIX_BYTES)
+    if not 1 <= note_slots <= NOTE_SLOTS_MAX:
+        raise CorruptRecord(f"superblock with {note_slots} note slots; 1 to {NOTE_SLOTS_MAX} are possible")
+    if granularity > max(Granularity):
+        raise CorruptRecord(f"superblock with granularity {granularity}; 0 to {max(Granularity)} are known")
+    return Superblock(store, volume, index, note_slots, Granularity(granularity))
 
 
 def extents_start_bytes(superblock: Superblock) -> int:
@@ -360,8 +364,12 @@ def unpack_note(data: Bytes) -> CommitNote:
 
 def combine_roots(roots: Iterable[tuple[ExpertKey, int]]) -> int:
     """One number for all (key, root) pairs, whatever order they come in."""
-    rows = sorted(roots)
-    return int(xxh3_64_intdigest(b"".join(_ROOT.pack(layer, expert, root) for (layer, expert), root in rows)))
+    return combine_packed_roots(b"".join(ROOT_ROW.pack(*key, root) for key, root in sorted(roots)))
+
+
+def combine_packed_roots(rows: bytes) -> int:
+    """The same of pairs that are packed already, in order of their keys."""
+    return int(xxh3_64_intdigest(rows))
 
 
 def _chunk_count(part: Part) -> int:

@@ -2,6 +2,8 @@
 
 - In force at step s is a key's newest row with first_step <= s.
 - A step is visible while it is one of the newest that are retained, a snapshot, or one on which a reader stands.
+- A prepared step is durable and not committed: nobody opens it, nothing is dropped for it, all goes on from it. There is
+  at most one, above all others; it becomes committed, or goes with a rollback.
 - A row is visible while it is in force at some visible step; an invisible one is dropped, and its extent freed,
   in the transaction of the next commit.
 
@@ -13,7 +15,7 @@ made on another thread, as long as nothing settles meanwhile; settling replaces,
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
@@ -21,8 +23,9 @@ from operator import attrgetter
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located
-from paramstore.errors import StepDropped, StepFailed
+from paramstore.errors import StepDropped, StepFailed, StepPrepared
 from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, Row, StepRow
+from paramstore.storage.roots import RootTable
 
 _first_step = attrgetter("first_step")
 
@@ -73,6 +76,10 @@ class Ledger:
         self._retained_steps = retained_steps
         self._layered = frozenset(key for key, rows in contents.rows.items() if len(rows) > 1)
         """Keys with more than one row: a commit that does not change them may still hide a row of theirs."""
+        self._roots: RootTable | None = None
+        """Of all records at the newest step; None until somebody asks."""
+        self._next_roots: tuple[int, RootTable] | None = None
+        """The same after the commit under way, with its sequence."""
 
     # --- looking ---
 
@@ -82,16 +89,30 @@ class Ledger:
 
     @property
     def committed_step(self) -> int | None:
-        """The newest step; None before the first commit."""
-        return max(self._contents.steps, default=None)
+        """The newest committed step; None before the first commit."""
+        return max(self.steps(), default=None)
+
+    @property
+    def prepared_step(self) -> int | None:
+        """The step that waits to be finalized; None if there is none."""
+        newest = self.newest
+        return newest.step if newest is not None and newest.is_prepared else None
+
+    @property
+    def newest(self) -> StepRow | None:
+        """The row of the newest step, committed or prepared: what the working state starts from."""
+        steps = self._contents.steps
+        return steps[max(steps)] if steps else None
 
     def steps(self) -> list[int]:
         """The steps that can be opened, oldest first."""
-        return sorted(self._contents.steps)
+        return sorted(step for step, row in self._contents.steps.items() if not row.is_prepared)
 
     def step(self, step: int) -> StepRow:
-        """The row of a step. Raises StepDropped if it is not there (any more)."""
+        """The row of a step that can be opened. Raises StepDropped if it is not there (any more), StepPrepared if not yet."""
         row = self._contents.steps.get(step)
+        if row is not None and row.is_prepared:
+            raise StepPrepared(f"step {step} of namespace {self.namespace.name!r} is prepared and not committed: finalize({step})")
         if row is None:
             raise StepDropped(
                 f"step {step} of namespace {self.namespace.name!r} is not retained; "
@@ -125,29 +146,63 @@ class Ledger:
 
     def visible_steps(self, held_steps: Iterable[int], *, published: int | None = None) -> frozenset[int]:
         """The steps to keep: the newest ones retained, snapshots, and of `held_steps` those that exist. published: as if this
-        step were committed too."""
+        step were committed too. A prepared one stays beside them."""
         steps = self.steps() if published is None else [*self.steps(), published]
-        return frozenset(steps[-self._retained_steps :]).union(self.snapshots(), frozenset(steps).intersection(held_steps))
+        prepared = () if self.prepared_step is None else (self.prepared_step,)
+        held = frozenset(steps).intersection(held_steps)
+        return frozenset(steps[-self._retained_steps :]).union(self.snapshots(), held, prepared)
+
+    def state_root(self, sequence: int, changed: Sequence[tuple[ExpertKey, int]]) -> int:
+        """The combined root of all records at the step that the commit with `sequence` makes, `changed` being its own roots.
+
+        Asked once a commit; may be called on another thread, as plans are.
+        """
+        if self._roots is None or not self._roots.has(key for key, _ in changed):
+            newest = {key: rows[-1].located.root for key, rows in self._contents.rows.items()}
+            table = RootTable((newest | dict(changed)).items())
+        else:
+            table = self._roots.patched(changed)
+        self._next_roots = (sequence, table)
+        return table.combined()
 
     # --- plans ---
 
     def plan_publish(
         self, step_row: StepRow, changed: Mapping[ExpertKey, Located], held_steps: Iterable[int]
     ) -> Publication:
-        """What committing `step_row` with the `changed` records means. Step and sequence are above all before.
+        """What committing `step_row` with the `changed` records means, or preparing it: then nothing goes. Step and sequence are
+        above all before.
 
         held_steps: steps that readers or snapshots stand on; those that do not exist are ignored.
         """
-        step, steps = step_row.step, self.steps()
-        assert not steps or step > steps[-1], f"step {step} is not above {steps[-1]}"
+        newest, step = self.newest, step_row.step
+        assert newest is None or not newest.is_prepared, f"step {newest.step} is prepared: finalize it, or roll back"
+        assert newest is None or step > newest.step, f"step {step} is not above {newest.step}"
         assert step_row.sequence > self.namespace.sequence, f"sequence {step_row.sequence} was used before"
-        visible = sorted(self.visible_steps(held_steps, published=step))
+        stay = self._contents.steps if step_row.is_prepared else self.visible_steps(held_steps, published=step)
+        visible = sorted({*stay, step})
         added = {key: Row(step, located) for key, located in changed.items()}
         rows_after, dropped = self._thinned(added, visible)
         return self._publication(
             namespace=replace(self.namespace, sequence=step_row.sequence, applies=step_row.applies),
             added=added,
             added_steps=[step_row],
+            dropped=dropped,
+            dropped_steps=[row for row in self._contents.steps.values() if row.step not in visible],
+            rows_after=rows_after,
+        )
+
+    def plan_finalize(self, held_steps: Iterable[int]) -> Publication:
+        """What committing the prepared step means: it can be opened, and what nobody sees any more goes."""
+        prepared = self.newest
+        assert prepared is not None
+        assert prepared.is_prepared
+        visible = self.visible_steps(held_steps, published=prepared.step)
+        rows_after, dropped = self._thinned({}, sorted(visible))
+        return self._publication(
+            namespace=self.namespace,
+            added={},
+            added_steps=[replace(prepared, is_prepared=False)],
             dropped=dropped,
             dropped_steps=[row for row in self._contents.steps.values() if row.step not in visible],
             rows_after=rows_after,
@@ -185,9 +240,9 @@ class Ledger:
         row = self.step(step)
         if not row.is_snapshot:
             raise StepDropped(f"step {step} of namespace {self.namespace.name!r} is no snapshot")
-        steps = self.steps()
-        others = [snapshot for snapshot in self.snapshots() if snapshot != step]
-        visible = frozenset(steps[-self._retained_steps :]).union(others, frozenset(steps).intersection(held_steps))
+        stays_without = [other for other in self.visible_steps(held_steps) if other != step]
+        is_held = step in self.steps()[-self._retained_steps :] or step in frozenset(held_steps)
+        visible = frozenset(stays_without).union((step,) if is_held else ())
         rows_after, dropped = self._thinned({}, sorted(visible))
         stays = step in visible
         return self._publication(
@@ -200,12 +255,14 @@ class Ledger:
         )
 
     def plan_rollback(self, step: int | None) -> Publication:
-        """What going back to `step` means; None: to before the first commit.
+        """What going back to `step` means, a prepared one too; None: to before the first commit.
 
         The namespace gets a new epoch, and bounds that disown every record of earlier ones beyond `step`.
         Raises StepDropped if there is no such step, StepFailed if a later one is a snapshot.
         """
-        target = self.step(step) if step is not None else None
+        target = None
+        if step is not None:
+            target = self.newest if step == self.prepared_step else self.step(step)
         later = [snapshot for snapshot in self.snapshots() if step is None or snapshot > step]
         if later:
             raise StepFailed(
@@ -228,6 +285,10 @@ class Ledger:
     def settle(self, publication: Publication) -> None:
         """The publication is durable: memory follows. Row lists are replaced, never changed in place."""
         contents = self._contents
+        if self._next_roots is not None and publication.namespace.sequence == self._next_roots[0]:
+            self._roots, self._next_roots = self._next_roots[1], None
+        elif publication.namespace.epoch != contents.namespace.epoch:  # newer rows go
+            self._roots = None
         contents.namespace = publication.namespace
         contents.rows.update(publication.rows_after)
         for key in publication.keys_gone:

@@ -130,6 +130,7 @@ class LmdbCatalog:
             if may_create:
                 self._path.mkdir(mode=0o700, exist_ok=True)
                 _flush_directory(self._path.parent)
+                _flush_directory(self._path.parent.parent)
             if self._file.exists():
                 descriptor = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
                 try:
@@ -157,7 +158,10 @@ class LmdbCatalog:
                 mode=0o600,
             )
         except (lmdb.Error, OSError) as error:
-            raise CatalogError(f"catalog {self._path}: cannot be opened as LMDB 0.9: {error}") from error
+            raise CatalogError(
+                f"catalog {self._path}: cannot be opened as LMDB 0.9: {error}; `paramstore fsck` tells what the volumes prove, and "
+                "--rebuild makes it anew from them"
+            ) from error
         try:
             _flush_directory(self._path)
             self._check_length(environment)

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from paramstore.errors import ConfigError, StoreLocked
+from paramstore.storage.ownership import objection_to
 
 LOCK_NAME = "lock"
 PID_BYTES_MAX = 32
@@ -27,17 +28,20 @@ class StoreLock:
     def take(cls, directory: Path) -> StoreLock:
         """The lock on `directory`, with this process's id in its file. Does not wait.
 
-        Raises StoreLocked naming the process that holds it, ConfigError if the lock file cannot be opened.
+        Raises StoreLocked naming the process that holds it, ConfigError if the lock file cannot be opened or written, or is none
+        of ours: it is not changed then.
         """
         path = directory / LOCK_NAME
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(path, flags, 0o600)
         except OSError as error:
             raise ConfigError(f"store directory {directory}: cannot open its lock file: {error}") from error
         try:
+            if objection := objection_to(os.fstat(descriptor)):
+                raise ConfigError(f"store directory {directory}: its lock file {path} is not ours: {objection}")
             _lock(descriptor, directory)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            _write_holder(descriptor, path)
         except BaseException:
             os.close(descriptor)
             raise
@@ -61,3 +65,11 @@ def _lock(descriptor: int, directory: Path) -> None:
         ) from error
     except OSError as error:
         raise ConfigError(f"store directory {directory}: cannot lock it: {error}") from error
+
+
+def _write_holder(descriptor: int, path: Path) -> None:
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        raise ConfigError(f"lock file {path}: cannot be written: {error}") from error

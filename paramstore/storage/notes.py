@@ -14,6 +14,7 @@ from paramstore.errors import CorruptRecord, VolumeError
 from paramstore.storage.catalog import Contents
 from paramstore.storage.format import (
     NOTE_SLOT_BYTES,
+    NOTES_START_BYTES,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_COPIES,
     CommitNote,
@@ -35,8 +36,8 @@ _Unpacked = TypeVar("_Unpacked", Superblock, CommitNote)
 def format_volume(volume: Volume, superblock: Superblock) -> None:
     """On return the volume durably bears `superblock`, and no note of an earlier life.
 
-    A volume of another store is refused. One of the same store is formatted anew: it was being made when the store went
-    down, and no catalog row names it. Raises VolumeError.
+    A volume of another store is refused, and whatever has bytes where notes lie and no superblock. One of the same store is
+    formatted anew: it was being made when the store went down, and no catalog row names it. Raises VolumeError.
     """
     start_bytes = extents_start_bytes(superblock)
     if volume.size_bytes <= start_bytes:
@@ -47,18 +48,38 @@ def format_volume(volume: Volume, superblock: Superblock) -> None:
     try:
         found = read_superblock(volume)
     except CorruptRecord:
-        pass  # a blank volume
+        _check_blank(volume, start_bytes)
     else:
         if found.store_uuid != superblock.store_uuid:
             raise VolumeError(
                 f"volume {volume.index} belongs to another store ({found.store_uuid.hex()}): name another path, or "
                 "remove it there"
             )
-    zeros = _buffer(ZERO_BYTES)
-    for offset_bytes in range(0, start_bytes, ZERO_BYTES):
-        volume.write(offset_bytes, [zeros[: start_bytes - offset_bytes]])
+        _write_zeros(volume, NOTES_START_BYTES, start_bytes)
+        volume.flush()  # before the superblock goes: what has none is blank
+    _write_zeros(volume, 0, NOTES_START_BYTES)
     _write_copies(volume, SUPERBLOCK_COPIES, pack_superblock(superblock))
     volume.flush()
+
+
+def _check_blank(volume: Volume, start_bytes: int) -> None:
+    """Returns if nothing lies where notes would; else raises VolumeError: both superblocks of somebody's volume are damaged, or it
+    is none."""
+    buffer = _buffer(ZERO_BYTES)
+    for offset_bytes in range(NOTES_START_BYTES, start_bytes, ZERO_BYTES):
+        piece = buffer[: start_bytes - offset_bytes]
+        volume.read(offset_bytes, [piece])
+        if bytes(piece).count(0) < len(piece):
+            raise VolumeError(
+                f"volume {volume.index} ({volume.describe().get('path')}) has no superblock, but bytes at {offset_bytes} and on: "
+                "it is not overwritten; remove the file if nothing on it is needed, or name another path"
+            )
+
+
+def _write_zeros(volume: Volume, start: int, end: int) -> None:
+    zeros = _buffer(ZERO_BYTES)
+    for offset_bytes in range(start, end, ZERO_BYTES):
+        volume.write(offset_bytes, [zeros[: end - offset_bytes]])
 
 
 def read_superblock(volume: Volume) -> Superblock:
@@ -82,9 +103,12 @@ def _read_last_superblock(volume: Volume) -> Superblock | None:
         return None
 
 
-def write_note(volume: Volume, superblock: Superblock, note_slot: int, note: CommitNote) -> None:
-    """Writes every copy of `note`; durable after the volume's next flush. Raises VolumeError; then the slot holds garbage."""
-    _write_copies(volume, note_offsets(superblock, note_slot), pack_note(note))
+def write_note(volume: Volume, superblock: Superblock, note_slot: int, note: CommitNote) -> int:
+    """Writes every copy of `note`; durable after the volume's next flush. Gives the bytes of all copies: whole pages of what the
+    note says, not the whole slot. Raises VolumeError; then the slot holds garbage."""
+    offsets, packed = note_offsets(superblock, note_slot), pack_note(note)
+    _write_copies(volume, offsets, packed)
+    return len(offsets) * len(packed)
 
 
 def read_note(volume: Volume, superblock: Superblock, note_slot: int) -> CommitNote:

@@ -3,6 +3,8 @@
 Writes are copies into the mapping. With granularity `byte` or `cache_line` they are persistent when `write`
 returns and `flush` has nothing left to do; with `page`, `flush` is fdatasync on the file, which covers what
 was stored through the mapping and, unlike the library's own persist, reports a failing device as an error.
+Where the library was told what to say (PMEM2_FORCE_GRANULARITY), `flush` is fdatasync too: nothing is promised
+on the word of a variable.
 
 Reads are preads of the same file: as fast as a copy out of the mapping where pages are large (0.8 to 1.0 of
 it on ext4), and poisoned memory or a truncated file is an error, where a load would kill the process with
@@ -14,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paramstore.core.place import Tier
@@ -26,7 +28,7 @@ from paramstore_native.libpmem2 import FORCE_VARIABLE, Mapping
 logger = logging.getLogger(__name__)
 
 ON_PAGES = "not byte-addressable persistent memory: writes go through the page cache, `flush` makes them durable"
-FORCED = f"{FORCE_VARIABLE} is set: writes are as durable as it says, whatever the device is"
+FORCED = f"{FORCE_VARIABLE} is set: the granularity is what it says, whatever the device is; `flush` makes writes durable"
 
 
 class PmemVolume:
@@ -38,17 +40,18 @@ class PmemVolume:
 
     tier = Tier.PMEM
 
-    def __init__(self, file: BackingFile, *, index: int, granularity: str) -> None:
+    def __init__(
+        self, file: BackingFile, *, index: int, granularity: str, make_mapping: Callable[..., Mapping] = Mapping
+    ) -> None:
+        """granularity: the coarsest that will do. make_mapping: as `Mapping` is made. Raises VolumeError."""
         self.index = index
         self._file = file
         self._granularity = granularity
+        self._make_mapping = make_mapping
         self._growing = threading.Lock()
         self._mapping = self._map(file.size_bytes)
-        self._reason = ""
-        if FORCE_VARIABLE in os.environ:
-            self._reason = FORCED
-        elif not self._mapping.persists_writes:
-            self._reason = ON_PAGES
+        self._is_forced = FORCE_VARIABLE in os.environ
+        self._reason = FORCED if self._is_forced else "" if self._mapping.persists_writes else ON_PAGES
         if self._reason:
             logger.warning("%s: %s", file.place, self._reason)
 
@@ -91,7 +94,7 @@ class PmemVolume:
         mapping.write(offset_bytes, data)
 
     def flush(self) -> None:
-        if not self._mapping.persists_writes:
+        if self._is_forced or not self._mapping.persists_writes:
             self._file.sync()
 
     def grow(self, size_bytes: int) -> None:
@@ -117,6 +120,6 @@ class PmemVolume:
 
     def _map(self, size_bytes: int) -> Mapping:
         try:
-            return Mapping(self._file.descriptor, size_bytes=size_bytes, granularity=self._granularity)
+            return self._make_mapping(self._file.descriptor, size_bytes=size_bytes, granularity=self._granularity)
         except VolumeError as error:
             raise VolumeError(f"{self._file.place}: cannot map with pmem_granularity={self._granularity}: {error}") from error

@@ -19,7 +19,7 @@ from paramstore.storage.format import Superblock, extents_start_bytes
 from paramstore.storage.ledger import Ledger
 from paramstore.storage.note_slots import NoteSlots
 from paramstore.storage.notes import read_note, read_superblock
-from paramstore.storage.volume import Volume
+from paramstore.storage.volume import Granularity, Volume, granularity_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _check_superblocks(contents: Contents, volumes: Mapping[int, Volume]) -> tup
         except VolumeError as error:
             problems.append(error)
             continue
-        problem = _misplaced(superblock, row, contents.store_uuid)
+        problem = _misplaced(superblock, row, contents.store_uuid) or _mapped_weaker(superblock, volumes[index])
         if problem:
             problems.append(VolumeError(problem))
         superblocks[index] = superblock
@@ -87,6 +87,23 @@ def _misplaced(superblock: Superblock, row: VolumeRow, store_uuid: bytes) -> str
     if superblock.index != row.index:
         return f"volume {row.index} says that it is volume {superblock.index}: give the --volume paths in their order"
     return None
+
+
+def _mapped_weaker(superblock: Superblock, volume: Volume) -> str | None:
+    """Why a volume that was made where writes persist at once may not go on in a mapping where they do not; None if it may.
+
+    A volume that is used as an ordinary file may: whoever named it without `pmem:` expects no more than a flush.
+    """
+    if not superblock.granularity.persists_writes:
+        return None  # nothing more than a flush was promised
+    now = granularity_of(volume)
+    if now is not Granularity.PAGE:
+        return None
+    return (
+        f"volume {volume.index} ({volume.describe()['path']}) was made on persistent memory, with granularity "
+        f"{superblock.granularity.label}, and has granularity {now.label} now: mount its file system with dax, or give its "
+        "directory without 'pmem:' to use it as an ordinary file"
+    )
 
 
 def _truncated(contents: Contents, volumes: Mapping[int, Volume]) -> Iterator[CorruptRecord]:
@@ -119,9 +136,9 @@ def _unproven(
 ) -> Iterator[VolumeError]:
     """One problem for every volume without the note of a namespace's newest step."""
     for name, ledger in ledgers.items():
-        if ledger.committed_step is None:
+        row = ledger.newest
+        if row is None:
             continue
-        row = ledger.step(ledger.committed_step)
         for index, superblock in superblocks.items():
             try:
                 note = read_note(volumes[index], superblock, row.note_slot)

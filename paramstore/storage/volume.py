@@ -8,12 +8,36 @@ read: the buffer) holds garbage and the volume stays usable. Nothing here retrie
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Protocol
 
 from paramstore.core.place import Tier
 from paramstore.errors import VolumeError
 
 ALIGNMENT_BYTES = 4096
+
+
+class Granularity(IntEnum):
+    """What makes written bytes durable; the numbers are those of the superblock.
+
+    FILE: transfers through the file, and a flush. PAGE: stores into a mapping of an ordinary file, and a flush. CACHE_LINE, BYTE:
+    stores into a mapping of persistent memory, durable when `write` returns.
+    """
+
+    FILE = 0
+    PAGE = 1
+    CACHE_LINE = 2
+    BYTE = 3
+
+    @property
+    def persists_writes(self) -> bool:
+        """Whether `write` itself makes its bytes durable; else only `flush` does."""
+        return self >= Granularity.CACHE_LINE
+
+    @property
+    def label(self) -> str:
+        """As `describe` and the setting `pmem_granularity` name it."""
+        return self.name.lower()
 
 
 def check_range(offset_bytes: int, buffers: Sequence[memoryview], *, size_bytes: int, place: str) -> int:
@@ -68,9 +92,15 @@ class Volume(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """For status and benchmarks: path, mode ("direct", "buffered", "pmem"), why a fallback was taken, sizes."""
+        """For status and benchmarks: path, mode ("direct", "buffered", "pmem"), why a fallback was taken, sizes; of a mapped
+        volume its `granularity`."""
         ...
 
     def close(self) -> None:
         """Gives the file and mapping back. No other call may follow."""
         ...
+
+
+def granularity_of(volume: Volume) -> Granularity:
+    """What the volume says makes its writes durable; FILE if it says nothing."""
+    return Granularity[str(volume.describe().get("granularity", Granularity.FILE.label)).upper()]

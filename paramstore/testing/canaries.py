@@ -20,8 +20,10 @@ import paramstore.storage.format
 from paramstore.config import BUG_VARIABLE
 from paramstore.core.residency import Working
 from paramstore.daemon.peer import Peer
+from paramstore.engine.chain import Chain
 from paramstore.engine.commit import Committer
 from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
@@ -41,6 +43,7 @@ PLAIN_ACTS = (
 FLUSH_FAILS = ("train", "failing flush", "train few", "failing flush", "commit")
 WRITE_FAILS = ("failing write",)
 TRANSACTION_IS_LOST = ("train few", "commit", "lost transaction")
+IN_TWO_HALVES = ("train", "commit", "prepare", "train few", "commit", "prepare", "prepare")
 ROLLS_BACK = ("train", "commit", "train few", "rollback", "train few", "commit")
 
 
@@ -98,14 +101,15 @@ def _forget_one_volume() -> list[Patch]:
 
 def _publish_before_flush() -> list[Patch]:
     late: list[Any] = []
-    apply_change = Committer.apply_change
+    publish = Transactions.publish
 
-    async def publish(self: Committer, change: Any) -> None:
-        await apply_change(self, change)
+    async def publish_first(self: Transactions, plan: Any, **others: Any) -> Any:
+        publication = await publish(self, plan, **others)
         while late:
             late.pop().flush()
+        return publication
 
-    return [*_committer_sees(lambda index, count: late.append), (Committer, "apply_change", publish)]
+    return [*_committer_sees(lambda index, count: late.append), (Transactions, "publish", publish_first)]
 
 
 def _believe_the_second_flush() -> list[Patch]:
@@ -162,9 +166,9 @@ def _reuse_extent_at_once() -> list[Patch]:
 
 
 def _reuse_note_slot() -> list[Patch]:
-    settle, free = Committer._settle, NoteSlots.free
+    settle, free = Chain.settle, NoteSlots.free
 
-    def settle_and_free(self: Committer, namespace: NamespaceState, publication: Any) -> None:
+    def settle_and_free(self: Chain, namespace: NamespaceState, publication: Any) -> None:
         settle(self, namespace, publication)
         for _, row in publication.put_steps:
             self._note_slots.free(row.note_slot)
@@ -173,16 +177,16 @@ def _reuse_note_slot() -> list[Patch]:
         if slot in self._taken:
             free(self, slot)
 
-    return [(Committer, "_settle", settle_and_free), (NoteSlots, "free", free_taken)]
+    return [(Chain, "settle", settle_and_free), (NoteSlots, "free", free_taken)]
 
 
 def _believe_unknown_transaction() -> list[Patch]:
-    async def happened(self: Committer, *_: object) -> bool:
+    async def happened(self: Transactions, *_: object) -> bool:
         self._catalog.reopen()
         self._catalog.load()
         return True
 
-    return [(Committer, "_happened", happened)]
+    return [(Transactions, "_happened", happened)]
 
 
 def _retain_one_step() -> list[Patch]:
@@ -230,6 +234,23 @@ def _load_older() -> list[Patch]:
 
 def _skip_header_checks() -> list[Patch]:
     return [(paramstore.engine.transfers, "check_header", lambda data, *, part, **_: unpack_header(data, part))]
+
+
+def _drop_at_prepare() -> list[Patch]:
+    plan_publish = Ledger.plan_publish
+
+    def plan(self: Ledger, step_row: Any, changed: Any, held_steps: Any) -> Any:
+        publication = plan_publish(self, replace(step_row, is_prepared=False), changed, held_steps)
+        return replace(publication, put_steps=tuple((name, step_row) for name, _ in publication.put_steps))
+
+    return [(Ledger, "plan_publish", plan)]
+
+
+def _finalize_in_memory() -> list[Patch]:
+    async def finalize(self: Chain, namespace: NamespaceState) -> None:
+        self.settle(namespace, namespace.ledger.plan_finalize(()))
+
+    return [(Chain, "_finalize", finalize)]
 
 
 def _skip_root_check() -> list[Patch]:
@@ -285,6 +306,8 @@ CANARIES = (
     Canary("retain_one_step", "the step before the newest is dropped", CRASH_STATES, _retain_one_step),
     Canary("disown_nothing", "a rollback sets no bounds for older epochs", CRASH_STATES, _disown_nothing, ROLLS_BACK),
     Canary("update_past_cut", "a record is updated before the cut has it", CRASH_STATES, _update_past_the_cut),
+    Canary("drop_at_prepare", "a prepared step hides what a committed one would", CRASH_STATES, _drop_at_prepare, IN_TWO_HALVES),
+    Canary("finalize_in_memory", "finalize makes nothing durable", CRASH_STATES, _finalize_in_memory, IN_TWO_HALVES),
     Canary("apply_twice", "a gradient is applied twice", STORE_MODEL, _apply_twice),
     Canary("load_older", "a load takes the committed record, not the newer one", STORE_MODEL, _load_older),
     Canary("skip_header_checks", "any whole header will do", DAMAGE, _skip_header_checks),

@@ -38,6 +38,7 @@ class Verdict(NamedTuple):
     has_namespace: bool
     step: int | None
     steps: tuple[int, ...]
+    prepared: int | None = None
 
 
 class ReadVolume:
@@ -201,25 +202,26 @@ class Checker:
         found = recovered.ledgers.get(NAME)
         if found is None:
             return Verdict(False, None, ())
-        return Verdict(True, found.committed_step, tuple(found.steps()))
+        return Verdict(True, found.committed_step, tuple(found.steps()), found.prepared_step)
 
 
 def verify_ledger(
     ledger: Ledger, recovered: Recovered, volumes: Mapping[int, Volume], store_uuid: bytes, steps: Mapping[int, State]
 ) -> None:
-    """Every step of the ledger can be read, whole, and is what the model says."""
-    newest = ledger.committed_step
-    if newest is None:
+    """Every step of the ledger can be read, whole, and is what the model says; the prepared one too."""
+    row = ledger.newest
+    if row is None:
         assert not list(ledger.extents()), "rows without a step"
         return
-    for step in ledger.steps():
-        assert ledger.step(step).extra == extra_of(step), f"extra of step {step}"
+    newest = row.step
+    for step in sorted({*ledger.steps(), newest}):
+        extra = row.extra if step == newest else ledger.step(step).extra
+        assert extra == extra_of(step), f"extra of step {step}"
         for key in KEYS:
             located = ledger.at(key, step)
             assert located is not None, f"{key} has no record at step {step}"
             verify_record(ledger, key, located, volumes, store_uuid, steps[step])
     changed = ledger.changed_at(newest)
-    row = ledger.step(newest)
     for index, volume in volumes.items():
         note = read_note(volume, recovered.superblocks[index], row.note_slot)
         root = combine_roots((key, located.root) for key, located in changed.items())

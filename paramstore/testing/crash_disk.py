@@ -135,7 +135,7 @@ class CrashDisk:
         """A write of what is there already changes no image, kept or lost, and is forgotten."""
         start, end = edit.offset_bytes, edit.offset_bytes + len(edit.data)
         is_idle = bytes(self.durable[edit.volume][start:end]) == bytes(edit.data)
-        if not is_idle or any(_overlaps(pending.edit, edit) for pending in self.pending):
+        if not is_idle or any(overlaps(pending.edit, edit) for pending in self.pending):
             self.pending.append(Pending(edit))
 
     def _flush(self, volume: int) -> None:
@@ -148,7 +148,7 @@ class CrashDisk:
                 self._hashes[page] ^= delta
             start, end = edit.offset_bytes, edit.offset_bytes + len(edit.data)
             self.durable[volume][start:end] = edit.data
-            kept = [rest for pending in kept for rest in _without(pending, edit)]
+            kept = [rest for pending in kept for rest in without(pending, edit)]
         self.pending = kept
         self.version += bool(settled)
 
@@ -239,7 +239,8 @@ def _page_hash(images: Mapping[int, bytearray] | Mapping[int, memoryview], page:
     return int(xxh3_64_intdigest(memoryview(images[page >> VOLUME_SHIFT])[start : start + PAGE_BYTES], page))
 
 
-def _overlaps(left: Edit, right: Edit) -> bool:
+def overlaps(left: Edit, right: Edit) -> bool:
+    """Whether they share a byte."""
     return (
         left.volume == right.volume
         and left.offset_bytes < right.offset_bytes + len(right.data)
@@ -247,10 +248,10 @@ def _overlaps(left: Edit, right: Edit) -> bool:
     )
 
 
-def _without(pending: Pending, over: Edit) -> list[Pending]:
-    """What is left of a doubtful write once `over` is durable."""
+def without(pending: Pending, over: Edit) -> list[Pending]:
+    """What is left of a write in doubt once `over` is durable."""
     edit = pending.edit
-    if not _overlaps(edit, over):
+    if not overlaps(edit, over):
         return [pending]
     rest = []
     cut_bytes = over.offset_bytes - edit.offset_bytes

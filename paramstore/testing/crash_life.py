@@ -2,7 +2,8 @@
 
 The model runs the optimizer itself (torch's, on tensors of its own) and never asks the store. In one life: creation,
 initial values, commits of some of the records, write-backs in between, commits beside training, readers on old steps,
-rollbacks, re-openings as writer, snapshots, writes and flushes that fail, transactions that fail whose outcome is either.
+rollbacks, re-openings as writer, snapshots, steps in two halves, writes and flushes that fail, transactions that fail
+whose outcome is either.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema, round_up
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
-from paramstore.errors import CatalogError, ParamStoreError
+from paramstore.errors import CatalogError, ParamStoreError, VolumeError
 from paramstore.optim.tensors import field_tensor
 from paramstore.storage.catalog import Contents
 from paramstore.storage.format import Superblock, extents_start_bytes
@@ -46,7 +47,7 @@ Tensors = dict[str, torch.Tensor]
 ACTS = {
     "train": 6, "train few": 4, "write back": 3, "commit": 6, "commit beside training": 3, "evict": 1, "reader": 2, "refresh": 1,
     "leave": 1, "rollback": 1, "rollback further": 1, "reopen": 1, "failing flush": 1, "failing write": 1,
-    "failing transaction": 1, "snapshot": 1, "drop snapshot": 1,
+    "failing transaction": 1, "snapshot": 1, "drop snapshot": 1, "prepare": 1,
 }  # fmt: skip
 """How often each is chosen."""
 Act = str
@@ -139,12 +140,23 @@ class Life:
         self.start()
         if NAME not in self.store.namespaces or self.store.namespaces[NAME].committed_step is None:
             return
+        self.next_step = max(self.committed or 0, self.prepared or 0) + 1
         await self.open()
-        self.next_step = (self.committed or 0) + 1
 
     async def open(self) -> None:
-        self.view = await self.store.admission.open(NAME, mode="write", at=None, host_bytes=None)
+        """As writer; a prepared step is committed, or given up."""
+        prepared, at = self.prepared, None
+        if prepared is not None:
+            at = self.random.choice((prepared, self.committed_now()))
+            self.note("finalizing" if at == prepared else "rolling back", at)
+        self.view = await self.store.admission.open(NAME, mode="write", at=at, host_bytes=None)
+        if at is not None:
+            self.note("acknowledged" if at == prepared else "rolled back", at)
         self.working = self.steps[self.committed_now()]
+
+    @property
+    def prepared(self) -> int | None:
+        return self.store.namespaces[NAME].prepared_step
 
     @property
     def committed(self) -> int | None:
@@ -206,6 +218,8 @@ class Life:
                 step = self.store.snapshots(self.view)[0]
                 self.note("dropping", step)
                 await self.store.drop_snapshot(self.view, step)
+            case "prepare":
+                await self.prepare(self.random.choice(("finalize", "finalize", "go back", "reopen", "restart")))
             case "reopen":
                 old = self.view
                 await self.open()
@@ -240,6 +254,42 @@ class Life:
         await self.store.commit(self.view, step, extra_of(step))
         self.note("acknowledged", step)
 
+    async def prepare(self, ending: str) -> None:
+        """A commit in two halves, or the first of them. A transaction of either may fail."""
+        await self.train(self.some_keys())
+        if self.random.random() < 0.3:
+            self.catalog.fail_next(self.random.choice(OUTCOMES))
+        step = self.next_step
+        self.next_step += self.random.randint(1, 3)
+        self.steps[step] = self.working
+        self.note("preparing", step)
+        try:
+            await self.store.prepare(self.view, step, extra_of(step))
+        except CatalogError:
+            await self.commit()
+            return
+        self.note("prepared", step)
+        if ending == "restart":
+            await self.restart()
+        elif ending == "reopen":
+            old = self.view
+            await self.open()
+            self.store.close_view(old)
+        elif ending == "go back":
+            await self.rollback(self.committed_now())
+        else:
+            await self.finalize(step)
+
+    async def finalize(self, step: int) -> None:
+        if self.random.random() < 0.3:
+            self.catalog.fail_next(self.random.choice(OUTCOMES))
+        self.note("finalizing", step)
+        try:
+            await self.store.finalize(self.view, step)
+        except CatalogError:
+            await self.store.finalize(self.view, step)
+        self.note("acknowledged", step)
+
     async def commit_beside_training(self) -> None:
         """The next updates and their write-backs run beside the commit's own writes."""
         await self.train(self.some_keys())
@@ -258,18 +308,40 @@ class Life:
         self.working = self.steps[step]
 
     async def fail(self, operation: str) -> None:
-        """A write or a flush of a commit fails; a commit that does not survive it is taken back and tried once more."""
+        """A write or a flush of a commit fails; a commit that does not survive it is taken back and tried once more, by a new
+        daemon where a fence stands in the way."""
         await self.train(self.some_keys())
         volume = self.random.choice(self.volumes)
         volume.failing.append(operation)
         try:
             await self.commit()
         except ParamStoreError:
-            if self.view.namespace.broken is not None:
+            if self.must_restart():
+                await self.restart()
+                await self.train(self.some_keys())
+            elif self.view.namespace.broken is not None:
                 await self.rollback(self.committed_now())
                 await self.train(self.some_keys())
             await self.commit()
         volume.failing.clear()  # a volume on which nothing was to be written
+        if self.must_restart():
+            await self.restart()
+
+    def must_restart(self) -> bool:
+        """Whether no step can be proven any more, or no volume takes a record."""
+        fences = self.store._planner.space.fences
+        try:
+            fences.check_provable()
+        except VolumeError:
+            return True
+        return all(fences.is_fenced(volume.index) for volume in self.volumes)
+
+    async def restart(self) -> None:
+        """The daemon ends and comes up again, the power stays on; the writer opens what it finds."""
+        await self.machine.kill()
+        self.readers.clear()
+        self.store = self.machine.start()
+        await self.open()
 
     async def fail_transaction(self, outcome: Literal["lost", "durable"]) -> None:
         await self.train(self.some_keys())

@@ -51,6 +51,10 @@ class Promise:
     acknowledged: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
     """Snapshots."""
+    prepared: frozenset[int | None] = frozenset((None,))
+    """What may be the prepared step."""
+    finalizing: int | None = None
+    """It is prepared, or it is committed."""
 
     def hear(self, event: Event) -> None:
         match event:
@@ -60,14 +64,23 @@ class Promise:
                 self.started = step
             case Noted("acknowledged", step):
                 self.acknowledged = (*self.acknowledged, step)
+                self.prepared, self.finalizing = frozenset((None,)), None
+            case Noted("preparing", step):
+                self.prepared = frozenset((None, step))
+            case Noted("prepared", step):
+                self.prepared = frozenset((step,))
+            case Noted("finalizing", step):
+                self.started = self.finalizing = step
             case Noted("kept", step):
                 self.kept |= {step}
             case Noted("dropping", step):
                 self.kept -= {step}
             case Noted("rolling back", step):
                 self.acknowledged = (step,)
+                self.prepared |= {None}
             case Noted("rolled back", step):
                 self.started = step
+                self.prepared = frozenset((None,))
             case _:
                 pass
 
@@ -77,6 +90,8 @@ class Promise:
         step = verdict.step
         assert least is None or (step is not None and step >= least), f"reopens at step {step}, {least} was acknowledged"
         assert step is None or (self.started is not None and step <= self.started), f"reopens at {step}, beyond {self.started}"
+        is_finalized = step is not None and step == self.finalizing and verdict.prepared is None
+        assert is_finalized or verdict.prepared in self.prepared, f"step {verdict.prepared} is prepared, not of {self.prepared}"
         if step is not None:
             assert self.kept.issubset(verdict.steps), f"snapshots {sorted(self.kept)} are gone: {verdict.steps}"
             before = [acknowledged for acknowledged in self.acknowledged if acknowledged < step]
@@ -159,12 +174,13 @@ class Enumeration:
             disk.restore(state.edits)
         self.checker.figures.resumed += 1
         await heir.resume()
-        assert verdict.step == (heir.committed if verdict.has_namespace else None)
+        assert (heir.committed if verdict.has_namespace else None) in (verdict.step, verdict.prepared)
         if heir.can_train:
             await heir.live_through(RESUMED_ACTS)
         acknowledged = tuple(step for step in verdict.steps if step != verdict.step)
         after = Promise(
-            verdict.has_namespace, verdict.step, (*acknowledged, verdict.step) if verdict.step is not None else (), promise.kept
+            verdict.has_namespace, verdict.step, (*acknowledged, verdict.step) if verdict.step is not None else (), promise.kept,
+            frozenset((verdict.prepared,)),
         )
         await self._crash_everywhere(heir, left, after, self.plan.resumed_depth, level=level + 1)
         await heir.machine.crash()

@@ -12,10 +12,11 @@ from typing import Any
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
 from paramstore.daemon.peer import Peer
-from paramstore.engine.commit import Committer
+from paramstore.engine.chain import Chain
 from paramstore.engine.host import HostTier
 from paramstore.engine.namespace import NamespaceState
-from paramstore.storage.catalog import Change, StepRow
+from paramstore.engine.transactions import Transactions
+from paramstore.storage.catalog import StepRow
 from paramstore.storage.ledger import Ledger, Publication
 
 PUBLISH_DELAY_S = 0.02
@@ -28,21 +29,22 @@ def plant(name: str) -> None:
 
 def acknowledge_early() -> None:
     """A commit is acknowledged before its catalog transaction, which follows a moment later."""
-    apply_change = Committer.apply_change
+    publish = Transactions.publish
     late: set[asyncio.Task[None]] = set()
 
-    async def apply_late(self: Committer, change: Change) -> None:
-        if not change.put_steps:
-            await apply_change(self, change)
-            return
+    async def publish_late(self: Transactions, plan: Callable[[], Publication], *, room_rows: int = 0) -> Publication:
+        planned = plan()
+        if not planned.put_steps:
+            return await publish(self, lambda: planned, room_rows=room_rows)
 
-        async def publish() -> None:
+        async def publish_now() -> None:
             await asyncio.sleep(PUBLISH_DELAY_S)
-            await apply_change(self, change)
+            await publish(self, lambda: planned, room_rows=room_rows)
 
-        late.add(asyncio.get_running_loop().create_task(publish()))
+        late.add(asyncio.get_running_loop().create_task(publish_now()))
+        return planned
 
-    _replace(Committer, "apply_change", apply_late)
+    _replace(Transactions, "publish", publish_late)
 
 
 def lose_second_record() -> None:
@@ -62,12 +64,12 @@ def lose_second_record() -> None:
 def keep_dead_updates() -> None:
     """A new writer does not begin at the committed step, but where the one before it stopped."""
 
-    async def stay(self: Committer, namespace: NamespaceState, *, to_step: int | None = None) -> None:
-        if namespace.committed_step is None or to_step is not None:
-            await rollback(self, namespace, to_step=to_step)
+    async def stay(self: Chain, namespace: NamespaceState, *, at: int | None) -> None:
+        if namespace.committed_step is None or at is not None:
+            await reopen(self, namespace, at=at)
 
-    rollback = Committer.rollback
-    _replace(Committer, "rollback", stay)
+    reopen = Chain.reopen
+    _replace(Chain, "reopen", stay)
 
 
 def free_on_hangup() -> None:

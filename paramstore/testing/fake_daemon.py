@@ -17,7 +17,15 @@ from typing import Any
 
 from paramstore.core.key import KeySpace
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, NamespaceExists, ParamStoreError, StepDropped, TicketCancelled, UnknownNamespace
+from paramstore.errors import (
+    CapacityError,
+    NamespaceExists,
+    ParamStoreError,
+    StepDropped,
+    StepOutOfOrder,
+    TicketCancelled,
+    UnknownNamespace,
+)
 from paramstore.testing.fake_namespace import FakeMemory, FakeNamespace, segment_bytes
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FrameDecoder, decode_request, encode
@@ -287,6 +295,14 @@ class FakeDaemon:
 
     def _step_result(self, namespace: FakeNamespace, request: Any) -> object:
         match request:
+            case m.Prepare():
+                namespace.prepared = (request.step, request.extra)
+                return {"step": request.step, "records": 0, "bytes_written": 0, "seconds": 0.0}
+            case m.Finalize():
+                if namespace.prepared is None or namespace.prepared[0] != request.step:
+                    raise StepOutOfOrder(f"step {request.step} is not prepared")
+                namespace.commit(*namespace.prepared)
+                namespace.prepared = None
             case m.Commit():
                 namespace.commit(request.step, request.extra)
                 return {"step": request.step, "records": 0, "bytes_written": 0, "seconds": 0.0}

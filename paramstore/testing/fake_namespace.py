@@ -78,6 +78,7 @@ class FakeNamespace:
     space: KeySpace
     memory: FakeMemory
     committed_step: int | None = None
+    prepared: tuple[int, bytes] | None = None
     epoch: int = 1
     values: dict[ExpertKey, Values] = field(default_factory=dict)
     versions: dict[ExpertKey, int] = field(default_factory=dict)
@@ -90,7 +91,8 @@ class FakeNamespace:
     def describe(self) -> dict[str, object]:
         return {
             "name": self.name, "schema": self.schema.describe(), "layers": list(self.space.layers),
-            "experts": self.space.experts, "committed_step": self.committed_step, "epoch": self.epoch,
+            "experts": self.space.experts, "committed_step": self.committed_step,
+            "prepared_step": self.prepared[0] if self.prepared is not None else None, "epoch": self.epoch,
         }  # fmt: skip
 
     def put(self, key: ExpertKey, segment: int, offset_bytes: int) -> None:

@@ -162,4 +162,5 @@ async def live(name: str, disks: StartingPoint, script: Script, images: Images, 
         outcome += ", stopped" if trial.is_stopped else ""
     assert not script.reused, script.reused
     await trial.crash_and_check(keeps_random_writes=variant % 3 == 0, goes_on=variant % 4 == 0)
+    assert trial.was_fenced or not trial.was_told_of_a_flush or name in STARTS_THE_STORE, "a flush failed and fenced no volume"
     return outcome

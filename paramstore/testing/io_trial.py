@@ -15,7 +15,7 @@ from typing import Any
 from paramstore.core.key import ExpertKey
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
-from paramstore.errors import ParamStoreError, WaitTimeout
+from paramstore.errors import ParamStoreError, VolumeError, WaitTimeout
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.io_faults import REASONS, DiskImage, Script, ScriptedCatalog, ScriptedVolume
 from paramstore.testing.machine import Machine
@@ -123,6 +123,8 @@ class Trial:
         self.lives: dict[str, Life] = {}
         self.writers: dict[str, View] = {}
         self.refusals: list[tuple[str, ParamStoreError]] = []
+        self.was_fenced = False
+        """Whether a failed flush had ended all commits when the scenario was over."""
         self.store: Store
 
     # --- calls
@@ -229,11 +231,12 @@ class Trial:
 
     @property
     def is_stopped(self) -> bool:
-        return self.store._committer.stopped is not None
+        return self.store._transactions.stopped is not None
 
     async def others_go_on(self) -> None:
         """While a fault that lasts goes on, whatever does not need what fails; after one that is over, everything."""
         sites = self.script.lasting_sites
+        self.was_fenced = self.is_fenced
         if not sites & READ_SITES:
             await self.check_records("moe", self.reader, 1)
             await self.check_params("moe", self.reader, 1)
@@ -243,12 +246,51 @@ class Trial:
             assert self.is_stopped or "apply" in sites, "a broken namespace could not be rolled back"
             return
         await self.check_params("other", self.writers["other"], self.lives["other"].applies)
-        if not sites & COMMIT_SITES and not self.is_stopped:
+        if self.is_fenced and not self.is_stopped:
+            await self.check_fence()
+        elif not sites & COMMIT_SITES and not self.is_stopped:
             if not await self.tries("commit other", self.commit("other")):
                 assert len(self.script.strikes) > 1, "a fault that is over reached another namespace"
                 assert sites or await self.tries("commit other again", self.commit("other"))
             if not sites:
                 await self.train("other")
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether a flush has failed, so that no step can be proven before the daemon is started anew."""
+        try:
+            self.store._planner.space.fences.check_provable()
+        except VolumeError:
+            return True
+        return False
+
+    @property
+    def was_told_of_a_flush(self) -> bool:
+        """Whether the store knew that a flush had failed: somebody was refused for it."""
+        return any("flush failed" in str(error) for _, error in self.refusals)
+
+    async def check_fence(self) -> None:
+        """No step is committed, whoever asks; no new extent is on the volume whose flush failed."""
+        fences = self.store._planner.space.fences
+        step = self.writers["other"].namespace.committed_step
+        assert not await self.tries("commit other", self.commit("other")), "a step was committed after a failed flush"
+        assert self.writers["other"].namespace.committed_step == step
+        if all(map(fences.is_fenced, self.machine.volumes)):
+            return
+        await self.train("other")
+        await self.ask("write back other", self.store.write_back(self.writers["other"], None))
+        for copy in self.writers["other"].namespace.working.values():
+            assert copy.uncommitted is not None
+            assert not fences.is_fenced(copy.uncommitted.extent.volume), "a record was written to a fenced volume"
+
+    async def restart(self) -> None:
+        """The daemon ends, the power stays on, and a new one serves: it may use again what failed before."""
+        await self.machine.kill()
+        self.script.failed.clear()
+        await self.open_store()
+        for name in self.writers:
+            if self.store.namespaces.get(name) is not None and self.store.namespaces[name].committed_step is not None:
+                await self.open_writer(name)
 
     async def _is_sound(self, name: str) -> bool:
         """Whether the namespace can be trained on, after a rollback if it was broken."""
@@ -260,6 +302,8 @@ class Trial:
         """The fault is over: `moe` and a new namespace are made to work by the documented calls alone."""
         if self.is_stopped:
             return
+        if self.is_fenced:
+            await self.restart()
         if "moe" in self.writers:
             if rolls_back or self.writers["moe"].namespace.broken is not None:
                 await self.roll_back("moe")

@@ -37,19 +37,27 @@ class FlushFailed(NamedTuple):
     volume: int
 
 
+class Persisted(NamedTuple):
+    """Cache lines of a mapped volume, written back and waited for: what was stored there before is durable."""
+
+    volume: int
+    offset_bytes: int
+    length_bytes: int
+
+
 class Applied(NamedTuple):
     change: Change
 
 
 class Noted(NamedTuple):
     """Something the run began or was told: `created`, `started` and `acknowledged` a commit, `rolling back` and `rolled back`,
-    `kept` a snapshot and `dropping` one."""
+    `kept` a snapshot and `dropping` one, `preparing`, `prepared`, `finalizing` (then `acknowledged`) a step in two halves."""
 
     what: str
     step: int = 0
 
 
-Event = Wrote | Flushed | FlushFailed | Applied | Noted
+Event = Wrote | Flushed | FlushFailed | Persisted | Applied | Noted
 
 
 class Journal:

@@ -1,7 +1,7 @@
 """A whole store on simulated disks: volumes in memory, a catalog in memory, workers that a seed shuffles.
 
-`Machine` is what survives: volumes and catalog. `start` opens the store that they hold; `crash` throws the running store
-away as a power cut would, and leaves of the unflushed writes what the seed says.
+`Machine` is what survives: volumes and catalog. `start` opens the store that they hold; `kill` ends it as a signal would;
+`crash` throws it away as a power cut would, and leaves of the unflushed writes what the seed says.
 """
 
 from __future__ import annotations
@@ -95,9 +95,13 @@ class Machine:
         self.store = connect(self.config, runner, self.catalog, contents, self.volumes, PlainMemory(), update_workers=2)
         return self.store
 
-    async def crash(self, *, keeps_random_writes: bool = False) -> None:
-        """The power fails: all tasks started since `start` stop, unflushed writes are lost (or some survive), the catalog has
-        what it applied."""
+    async def kill(self) -> None:
+        """The daemon's process ends: all tasks started since `start` stop. The disks have what they were given, and the power
+        stays on: `start` goes on with the same volumes and catalog, faulty ones too."""
+        await self._stop()
+        self.catalog.reopen()
+
+    async def _stop(self) -> None:
         assert self.workers is not None
         self.workers.pause()
         tasks = asyncio.all_tasks() - self._bystanders
@@ -106,6 +110,10 @@ class Machine:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.workers.close()
         self.store = None
+
+    async def crash(self, *, keeps_random_writes: bool = False) -> None:
+        """The power fails: the store is gone, unflushed writes are lost (or some survive), the catalog has what it applied."""
+        await self._stop()
         for disk in self.disks.values():
             disk.crash(keep_random(self._random.randrange(1 << 30)) if keeps_random_writes else keep_none)
         self.volumes = dict(self.disks)

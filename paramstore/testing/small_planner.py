@@ -160,9 +160,10 @@ class SmallPlanner:
             self.begin_write(key)
         self.land_all()
 
-    def rollback(self) -> None:
-        """To the committed step, in a new epoch."""
-        publication = self.namespace.ledger.plan_rollback(self.namespace.committed_step)
+    def rollback(self, step: int | None = None) -> None:
+        """To `step` (None: the committed one), in a new epoch. Readers of later steps have lost them."""
+        publication = self.namespace.ledger.plan_rollback(self.namespace.committed_step if step is None else step)
+        self.planner.drop_readers(self.namespace, [dropped for _, dropped in publication.drop_steps])
         self.namespace.ledger.settle(publication)
         self.planner.rollback(self.namespace, epoch=publication.namespace.epoch, freed=publication.freed)
 

@@ -11,14 +11,16 @@ and only from the daemon to the client.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 VERIFY_MINOR = 1
 """The first minor in which a daemon knows `Verify`."""
+PREPARE_MINOR = 2
+"""The first minor in which a daemon knows `Prepare` and `Finalize`, and opens a writer `at` a step."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17
@@ -28,6 +30,7 @@ SEGMENTS_PER_FRAME_MAX = 64
 LABEL_MAX = 64
 
 Key = tuple[int, int]
+Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -49,7 +52,7 @@ class Hello(Message, tag="hello"):
 
 
 class Namespaces(Message, tag="namespaces"):
-    """Result: list of mappings {name, schema, layers, experts, committed_step, epoch}."""
+    """Result: list of mappings {name, schema, layers, experts, committed_step, prepared_step, epoch}."""
 
     id: int
 
@@ -66,10 +69,11 @@ class CreateNamespace(Message, tag="create"):
 
 
 class OpenNamespace(Message, tag="open"):
-    """mode: "read" or "write". at: a step, for mode "read"; None means the newest committed.
+    """mode: "read" or "write". at: a step; None means the newest committed.
 
     Result: mapping {handle, name, schema, layers, experts, committed_step, view_step, epoch, lease_slots, wait_timeout_s}.
-    Opening as writer rolls back to the committed step and fences the writers before it.
+    Opening as writer fences the writers before it and rolls back to that step; a prepared one is committed if it is `at`.
+    Error: StepPrepared, to a writer without `at` while a step is prepared.
     """
 
     id: int
@@ -130,7 +134,7 @@ class Prefetch(Message, tag="prefetch"):
 
     id: int
     handle: int
-    keys: list[Key]
+    keys: Keys
     part: str
     deadline_s: float | None = None
 
@@ -140,7 +144,7 @@ class Acquire(Message, tag="acquire"):
 
     id: int
     handle: int
-    keys: list[Key]
+    keys: Keys
     part: str
     timeout_s: float
 
@@ -200,7 +204,7 @@ class WriteBack(Message, tag="write_back"):
 
     id: int
     handle: int
-    keys: list[Key] | None = None
+    keys: Keys | None = None
 
 
 class Evict(Message, tag="evict"):
@@ -208,7 +212,7 @@ class Evict(Message, tag="evict"):
 
     id: int
     handle: int
-    keys: list[Key] | None = None
+    keys: Keys | None = None
     part: str | None = None
 
 
@@ -217,7 +221,7 @@ class Protect(Message, tag="protect"):
 
     id: int
     handle: int
-    keys: list[Key]
+    keys: Keys
     is_wanted: bool
 
 
@@ -228,6 +232,18 @@ class Commit(Message, tag="commit"):
     handle: int
     step: int
     extra: bytes = b""
+
+
+class Prepare(Commit, tag="prepare"):
+    """Result: as of Commit, once durable; the step is committed by Finalize. Error: StepPrepared if one is prepared."""
+
+
+class Finalize(Message, tag="finalize"):
+    """Result: None; the prepared `step` is committed. Error: StepOutOfOrder if another step, or none, is prepared."""
+
+    id: int
+    handle: int
+    step: int
 
 
 class Steps(Message, tag="steps"):
@@ -311,7 +327,7 @@ class Verify(Message, tag="verify"):
 
     id: int
     namespace: str | None = None
-    keys: list[Key] | None = None
+    keys: Keys | None = None
     bytes_per_s: int | None = None
 
 
@@ -325,8 +341,8 @@ class DeviceReport(Message, tag="device"):
     """One-way: what the client's HBM tier holds now, and keys it used there since the last report."""
 
     handle: int
-    resident: list[Key]
-    touched: list[Key]
+    resident: Keys
+    touched: Keys
     bytes_resident: int
 
 
@@ -379,7 +395,7 @@ class LeaseSlots(Message, tag="lease_slots"):
 Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CloseNamespace | Refresh | OpenUpload | InitializeBegin
     | InitializePut | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push | GradientNorm | Apply | Abort
-    | WriteBack | Evict | Protect | Commit | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots
+    | WriteBack | Evict | Protect | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots
     | Read | Residency | Stats | Verify | Unmapped | DeviceReport
 )  # fmt: skip
 Answer = Done | Granted | Uploaded | Failed | Unmap | LeaseSlots

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from paramstore.bench.process import cpu_s, rss_anon_bytes, rss_shared_bytes
+from paramstore.bench.process import cpu_s, rss_anon_bytes, rss_shared_bytes, written_bytes
 
 MIB = 1 << 20
 
@@ -30,6 +31,16 @@ def test_private_memory_grows_by_what_is_touched() -> None:
 def test_shared_memory_is_not_counted_as_private() -> None:
     assert rss_shared_bytes(os.getpid()) >= 0
     assert rss_anon_bytes(os.getpid()) > 0
+
+
+def test_bytes_sent_to_storage_are_counted(tmp_path: Path) -> None:
+    before_bytes = written_bytes(os.getpid())
+    with (tmp_path / "file").open("wb") as file:
+        file.write(os.urandom(MIB))
+        file.flush()
+        os.fsync(file.fileno())
+    kind = subprocess.run(["stat", "-f", "-c", "%T", str(tmp_path)], check=True, capture_output=True, text=True).stdout
+    assert "tmpfs" in kind or written_bytes(os.getpid()) - before_bytes >= MIB
 
 
 def test_process_that_is_gone_is_an_error() -> None:

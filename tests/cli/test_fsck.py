@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from paramstore.cli.fsck import lines
+from paramstore.fsck.check import Report, examine
 from paramstore.fsck.disks import volume_file
+from paramstore.storage.catalog import Contents
 from paramstore.storage.format import Superblock
 from paramstore.storage.notes import format_volume
+from paramstore.testing.machine import Machine
+from paramstore.testing.memory_disk import eventful, survey_of
+from paramstore.testing.small_store import run
 from paramstore.testing.volumes import MemoryVolume
 
 Run = Callable[..., int]
@@ -40,6 +46,43 @@ def test_a_lost_catalog_is_corrupt_a_rebuilt_one_is_clean(
     assert "rebuilt: a new catalog with 0 steps of 0 namespaces\n" in capsys.readouterr().out
     assert paramstore("fsck", "--dir", str(directory)) == 0
     assert capsys.readouterr().out.endswith("clean: the catalog and the volumes agree, and every record of every step is whole\n")
+
+
+def looked_at(harm: Callable[[Machine, Contents], None]) -> Report:
+    """What fsck says of a store at steps 4, 7 and 9 of `moe` and 3 of `eval`, once its volumes or its catalog are harmed."""
+    reports: list[Report] = []
+
+    async def scenario() -> None:
+        machine = Machine(seed=3)
+        await eventful(machine)
+        await machine.crash()
+        contents = machine.catalog.load()
+        harm(machine, contents)
+        reports.append(examine(survey_of(machine), contents))
+
+    run(scenario())
+    return reports[0]
+
+
+def test_where_the_catalog_has_other_steps_than_the_volumes_prove_both_are_told() -> None:
+    def forget(machine: Machine, contents: Contents) -> None:
+        del contents.namespaces["moe"].steps[9]
+
+    said = list(lines(looked_at(forget)))
+    assert "namespace moe: steps proven by the volumes: 4, 7, 9; in the catalog: 4, 7" in said
+    assert "namespace eval: steps proven by the volumes: 3" in said
+
+
+def test_what_a_rebuild_lost_is_said_once() -> None:
+    def harm(machine: Machine, contents: Contents) -> None:
+        row = contents.namespaces["moe"].rows[0, 3][-1]
+        machine.disks[0].corrupt(row.located.extent.offset_bytes + 4096)
+
+    report = looked_at(harm)
+    report.contents, report.is_rebuilt = None, True
+    report.findings = [*report.lost]
+    said = [line for line in lines(report) if "chunk 0" in line]
+    assert [line.split(":")[0] for line in said] == ["lost"]
 
 
 def test_json_says_everything(directory: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,13 +6,20 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 import paramstore_client
 from paramstore import __version__
+from paramstore.cli import status
+from paramstore.config import format_size
 from paramstore.core.schema import Schema
+from paramstore.errors import VolumeError
 from paramstore.testing.daemon_process import DaemonProcess
+from paramstore.testing.machine import Machine
+from paramstore.testing.small_store import SCHEMA, create, run, train
 from paramstore_client import client as client_module
 
 Run = Callable[..., int]
@@ -63,6 +70,32 @@ def test_the_address_may_be_a_path_or_the_stores_directory_or_come_from_the_envi
     monkeypatch.setenv("PARAMSTORE_ADDRESS", daemon.address)
     assert paramstore("status", "--json") == 0
     assert capsys.readouterr().out.count(f'"pid": {daemon.pid}') == 3
+
+
+def test_a_fenced_volume_dirty_bytes_and_the_wear_of_drives_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
+    machine = Machine(volume_count=2)
+    machine.config = msgspec.structs.replace(
+        machine.config, dirty_limit_bytes=1 << 30, volume_endurance_bytes=4 * SCHEMA.record_bytes
+    )
+
+    async def scenario() -> None:
+        store = machine.start()
+        view = await create(store)
+        await train(store, view)
+        store._planner.space.fences.fail_flush(1, VolumeError("the cable is loose"))
+        stats: Any = await store.stats()
+        status._print(stats)
+
+    run(scenario())
+    shown = capsys.readouterr().out
+    assert "volume 1 is fenced, it gets no new records: a flush failed: the cable is loose; restart the daemon" in shown
+    assert "volume 0 is fenced" not in shown
+    assert f"{format_size(4 * SCHEMA.record_bytes)} of 1 GiB" in shown
+    assert re.search(r"\d+\.\d\d% of 112 KiB", shown)
+    assert re.search(r" 1\.\d{3} ", shown), "the write amplification of the namespace"
 
 
 def test_no_daemon_is_unreachable_with_the_way_to_start_one(

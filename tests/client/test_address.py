@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,31 @@ def test_daemon_of_this_user_is_connected_to(tmp_path: Path) -> None:
     assert sock is not None
     sock.close()
     listener.close()
+
+
+def full_listener_at(path: Path) -> tuple[socket.socket, socket.socket]:
+    """One that accepts nobody for now, and the client that fills its queue."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(0)
+    waiting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    waiting.connect(str(path))
+    return listener, waiting
+
+
+def test_a_daemon_with_a_full_queue_is_waited_for(tmp_path: Path) -> None:
+    listener, waiting = full_listener_at(tmp_path / "p.sock")
+    with listener, waiting, ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(try_connect, tmp_path / "p.sock", timeout_s=10.0)
+        assert not wait([connecting], timeout=0.02).done
+        for _ in range(2):
+            listener.accept()[0].close()
+        sock = connecting.result(10.0)
+        assert sock is not None
+        sock.close()
+
+
+def test_a_daemon_that_accepts_nobody_is_given_up_at_the_deadline(tmp_path: Path) -> None:
+    listener, waiting = full_listener_at(tmp_path / "p.sock")
+    with listener, waiting, pytest.raises(StoreUnavailable, match=r"accepted no connection within 0.02 s"):
+        try_connect(tmp_path / "p.sock", timeout_s=0.02)

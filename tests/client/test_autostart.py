@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 import threading
@@ -166,6 +167,23 @@ def test_the_daemons_log_is_for_this_user_alone(tmp_path: Path, serve_with: Comm
     with pytest.raises(ps.StoreUnavailable):
         ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"), timeout_s=30.0)
     assert log.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_what_lies_in_place_of_the_daemons_log_is_neither_followed_nor_waited_for(
+    kind: str, tmp_path: Path, serve_with: Command
+) -> None:
+    log, victim = tmp_path / "data" / "daemon.log", tmp_path / "victim"
+    log.parent.mkdir()
+    victim.write_text("precious")
+    victim.chmod(0o644)
+    if kind == "link":
+        log.symlink_to(victim)
+    else:
+        os.mkfifo(log)
+    with pytest.raises(ps.StoreUnavailable, match="could not be started"):
+        ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"))
+    assert (victim.read_text(), victim.stat().st_mode & 0o777) == ("precious", 0o644)
 
 
 def test_a_daemon_that_this_process_started_is_found_by_its_directory(tmp_path: Path, serve_with: Command) -> None:

@@ -111,7 +111,6 @@ def test_open_namespace_is_a_reader_by_default(daemon: FakeDaemon, store: ps.Sto
         ({"mode": "append"}, "append"),
         ({"mode": "write", "world_size": 2}, "world_size=2"),
         ({"mode": "write", "rank": 1}, "rank=1"),
-        ({"mode": "write", "at": 3}, "at=3"),
     ],
 )
 def test_open_refuses_what_this_version_has_not(

@@ -156,10 +156,39 @@ def test_commit_moves_the_committed_step(namespace: ps.Namespace) -> None:
     assert namespace.committed_step == 7
 
 
+def test_a_prepared_step_is_the_committed_one_once_it_is_finalized(store: ps.Store, namespace: ps.Namespace) -> None:
+    namespace.commit(3).wait()
+    assert namespace.prepare(4, extra=b"rng").wait()["step"] == 4
+    assert namespace.committed_step == 3
+    assert store.namespaces()[0]["prepared_step"] == 4
+    with pytest.raises(ps.StepOutOfOrder):
+        namespace.finalize(5).wait()
+    namespace.finalize(4).wait()
+    assert namespace.committed_step == 4
+    assert namespace.extra(4) == b"rng"
+
+
+def test_an_older_daemon_is_asked_for_neither_half_of_a_commit(
+    daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
+) -> None:
+    daemon.minor = m.PREPARE_MINOR - 1
+    store.reconnect()
+    namespace = store.open_namespace("moe", mode="write")
+    calls = (
+        lambda: namespace.prepare(1), lambda: namespace.finalize(1), lambda: store.open_namespace("moe", mode="write", at=1),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(ps.VersionMismatch, match=r"speaks protocol 1\.1, .* needs 1\.2"):
+            call()
+    assert not daemon.requests(m.Prepare)
+    assert not daemon.requests(m.Finalize)
+
+
 def test_extra_above_the_limit_is_refused_without_a_message(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
-    with pytest.raises(ps.CapacityError, match="65537 bytes"):
-        namespace.commit(1, extra=bytes((64 << 10) + 1))
-    assert daemon.requests(m.Commit) == []
+    for call in (namespace.commit, namespace.prepare):
+        with pytest.raises(ps.CapacityError, match="65537 bytes"):
+            call(1, extra=bytes((64 << 10) + 1))
+    assert daemon.requests(m.Commit) == daemon.requests(m.Prepare) == []
 
 
 def test_reader_moves_by_refresh_only(store: ps.Store, namespace: ps.Namespace) -> None:

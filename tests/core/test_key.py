@@ -8,12 +8,12 @@ from paramstore.core.key import EXPERTS_MAX, KEYS_MAX, LAYER_INDEX_MAX, LAYERS_M
 from paramstore.errors import ConfigError, UnknownKey
 
 
-@pytest.mark.parametrize("name", ["a", "moe-30b.v2_x", "A" * 64, "0"])
+@pytest.mark.parametrize("name", ["a", "moe-30b.v2_x", "A" * 64, "0", "..a", "a.."])
 def test_a_good_name_is_given_back(name: str) -> None:
     assert check_name(name) == name
 
 
-@pytest.mark.parametrize("name", ["", "A" * 65, "a b", "a/b", "ä", "a\n", "\0"])
+@pytest.mark.parametrize("name", ["", "A" * 65, "a b", "a/b", "ä", "a\n", "\0", ".", "..", "." * 64])
 def test_a_bad_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="namespace name"):
         check_name(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import subprocess
@@ -54,6 +55,58 @@ def test_a_closed_peer_keeps_no_descriptor() -> None:
     asyncio.run(scenario())
 
 
+class OldKernel:
+    """A socket of a kernel before 6.5, which does not name the process that connected by a descriptor."""
+
+    def __init__(self, inner: socket.socket, number: int = errno.ENOPROTOOPT) -> None:
+        self.inner = inner
+        self.number = number
+
+    def getsockopt(self, level: int, option: int, *size: int) -> object:
+        if option == peer_module.SO_PEERPIDFD:
+            raise OSError(self.number, os.strerror(self.number))
+        return self.inner.getsockopt(level, option, *size)
+
+    def fileno(self) -> int:
+        return self.inner.fileno()
+
+
+def peer_of(sock: OldKernel) -> Peer:
+    return Peer(asyncio.get_running_loop(), sock, on_ended=pytest.fail)  # type: ignore[arg-type]
+
+
+def test_an_older_kernel_is_asked_by_the_number() -> None:
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            peer = peer_of(OldKernel(ours))
+            assert peer.is_watched
+            peer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_number_is_not_trusted_once_the_connection_is_gone() -> None:
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        with ours:
+            theirs.close()
+            before = len(os.listdir("/proc/self/fd"))
+            assert not peer_of(OldKernel(ours)).is_watched
+            assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_is_gone_is_not_looked_for_by_its_number() -> None:
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            assert not peer_of(OldKernel(ours, errno.ESRCH)).is_watched
+
+    asyncio.run(scenario())
+
+
 def test_a_process_that_cannot_be_watched_is_known_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int) -> int:
         raise ProcessLookupError
@@ -63,6 +116,6 @@ def test_a_process_that_cannot_be_watched_is_known_to_be_one(monkeypatch: pytest
     async def scenario() -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            assert not Peer(asyncio.get_running_loop(), ours, on_ended=pytest.fail).is_watched
+            assert not peer_of(OldKernel(ours)).is_watched
 
     asyncio.run(scenario())

@@ -56,10 +56,13 @@ def test_socket_and_directory_are_for_their_user_alone(path: Path) -> None:
         os.umask(before)
 
 
-def test_a_directory_that_is_there_is_closed_to_others(path: Path) -> None:
-    path.parent.mkdir(mode=0o755)
+def test_a_directory_that_is_there_keeps_its_mode_and_the_socket_is_closed_to_others(path: Path) -> None:
+    """It may be `/run`, or a home."""
+    path.parent.mkdir()
+    path.parent.chmod(0o755)
     with listen(path):
-        assert mode_of(path.parent) == 0o700
+        assert mode_of(path.parent) == 0o755
+        assert mode_of(path) == 0o600
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702])
@@ -77,6 +80,14 @@ def test_a_directory_of_another_user_is_refused(path: Path) -> None:
     os.chown(path.parent, NOBODY, -1)
     with pytest.raises(ConfigError, match="written by others"):
         listen(path)
+
+
+def test_a_link_to_a_directory_is_not_followed(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    path.parent.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is a link"):
+        listen(path)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_stale_socket_is_replaced(path: Path) -> None:
@@ -200,6 +211,30 @@ def test_more_sessions_than_allowed_are_refused_and_the_others_served(
         await desk.until(lambda: len(server._sessions) == 1)
         desk.clients.append(RawClient.connect(path))
         await desk.clients[3].hello()
+        server.close()
+
+    at_desk(scenario)
+
+
+def test_beyond_the_limit_the_oldest_that_said_no_hello_goes_and_nobody_else(
+    at_desk: AtDesk, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "HALF_OPEN_MAX", 2)
+
+    async def scenario(desk: Any) -> None:
+        server = with_server(desk, path)
+        desk.clients.append(RawClient.connect(path))
+        known = desk.clients[0]
+        await known.hello()
+        for count in range(3):
+            desk.clients.append(RawClient.connect(path))
+            await desk.until(lambda wanted=count: len(server._sessions) >= 2 + min(wanted, 1))
+        _, oldest, second, third = desk.clients
+        assert await oldest.end() == []
+        for client in (second, third):
+            await client.hello()
+        assert await known.request(m.Namespaces) == []
+        assert len(server._sessions) == 3
         server.close()
 
     at_desk(scenario)
@@ -357,6 +392,13 @@ def test_a_hardened_process_is_closed_to_others_of_its_user() -> None:
     script = "import ctypes, paramstore.daemon.server as s; s.harden(); print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
     assert found.stdout == b"0\n"  # PR_GET_DUMPABLE: no /proc/PID/mem, no ptrace, no pidfd_getfd
+
+
+@pytest.mark.slow
+def test_a_hardened_process_gains_no_rights_by_an_exec() -> None:
+    script = "import ctypes, paramstore.daemon.server as s; s.harden(); print(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
+    assert found.stdout == b"1\n"  # PR_GET_NO_NEW_PRIVS
 
 
 @pytest.mark.slow

@@ -260,7 +260,6 @@ def test_every_error_reaches_the_one_who_asked_by_its_class(at_desk: AtDesk) -> 
             (SchemaMismatch, m.CreateNamespace, ("other", {"kind": "sgd"}, [0], 1)),
             (CapacityError, m.OpenUpload, (1 << 50,)),
             (ProtocolError, m.OpenUpload, (-1,)),
-            (ProtocolError, m.Acquire, (handle, [(0, 0)] * (m.KEYS_MAX + 1), "param", 1.0)),
         ]
         for error, make, arguments in cases:
             with pytest.raises(error):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -150,7 +151,8 @@ def test_hundreds_of_strangers_keep_nobody_from_being_served(daemon: DaemonProce
         clients = [RawClient.connect(daemon.socket) for _ in range(200)]
         for number, client in enumerate(clients):
             if number % 2:
-                await client.send_bytes(b"\x00\x01\x00\x00" + bytes(100))
+                with suppress(OSError):  # too many wait for their hello: the first of them are gone
+                    await client.send_bytes(b"\x00\x01\x00\x00" + bytes(100))
         for client in clients:
             client.close()
 

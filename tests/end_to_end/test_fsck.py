@@ -15,7 +15,8 @@ import paramstore_client as ps
 from paramstore.cli.main import main
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent
-from paramstore.fsck.check import read_catalog
+from paramstore.errors import VolumeError
+from paramstore.fsck.check import check, read_catalog, rebuild
 from paramstore.testing.daemon_process import QUIET, DaemonProcess
 
 pytestmark = pytest.mark.slow
@@ -238,3 +239,14 @@ def test_volumes_in_another_order_are_named(directory: Path, fsck: Fsck) -> None
     code, out, _ = fsck("--rebuild")
     assert code == 4
     assert "volume 0: says that it is volume 1: give the --volume paths in their order" in out
+
+
+def test_volumes_that_are_served_from_another_directory_are_refused(directory: Path, tmp_path: Path) -> None:
+    """The store's lock lies in its own directory; nothing of it is in the one that was given."""
+    other = tmp_path / "other"
+    other.mkdir()
+    with served(directory):
+        for run in (check, rebuild):
+            with pytest.raises(VolumeError, match="in use by another process"):
+                run(other, volumes_of(directory)[1::2])
+    assert not (other / "catalog").exists()

@@ -221,12 +221,14 @@ def test_a_reader_stands_on_the_step_it_names_or_on_the_newest() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize(("mode", "at"), [("append", None), ("write", 0)])
-def test_a_mode_that_does_not_exist_or_fit_is_refused(mode: str, at: int | None) -> None:
+@pytest.mark.parametrize(("mode", "at", "error"), [("append", None, ConfigError), ("write", 7, StepDropped)])
+def test_a_mode_or_step_that_does_not_exist_is_refused_and_fences_nobody(
+    mode: str, at: int | None, error: type[Exception]
+) -> None:
     async def scenario() -> None:
         store = Machine().start()
         view = await create(store)
-        with pytest.raises(ConfigError):
+        with pytest.raises(error):
             await store.admission.open("moe", mode=mode, at=at, host_bytes=None)
         assert view.namespace.writer is view
         assert not view.is_fenced
@@ -264,6 +266,39 @@ def test_the_writer_before_is_fenced_from_the_moment_in_which_another_comes() ->
     run(scenario())
 
 
+def test_of_writers_that_come_at_once_none_inherits_what_another_left_pending() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        namespace, lock = (await create(store)).namespace, store.admission._lock
+
+        async def come() -> View:
+            view = await writer(store)
+            assert not namespace.pending
+            return view
+
+        await lock.acquire()
+        first = asyncio.ensure_future(come())
+        await turns()
+        between = asyncio.ensure_future(lock.acquire())
+        await turns()
+        second = asyncio.ensure_future(come())  # has rolled back, and waits for the lock behind the first
+        await turns()
+        lock.release()
+        await turns()
+        assert between.done()
+        if first.done():
+            push(store, first.result(), keys_of(first.result()))
+        await namespace.turn.acquire()
+        third = asyncio.ensure_future(come())  # fences the first, and cannot roll back yet
+        await turns()
+        lock.release()
+        await turns()
+        namespace.turn.release()
+        await asyncio.gather(first, second, third)
+
+    run(scenario())
+
+
 def test_what_was_asked_for_before_the_fence_does_not_write_after_it() -> None:
     async def scenario() -> None:
         store = Machine().start()
@@ -286,7 +321,7 @@ def test_namespaces_are_listed_with_what_one_needs_to_open_them() -> None:
         view = await create(store, "b", step=7, host_bytes=ONE)
         assert [row["committed_step"] for row in store.admission.list_namespaces()] == [0, 7]
         assert store.admission.list_namespaces()[1] == {
-            "name": "b", "schema": SCHEMA.describe(), "layers": [0], "experts": 4, "committed_step": 7,
+            "name": "b", "schema": SCHEMA.describe(), "layers": [0], "experts": 4, "committed_step": 7, "prepared_step": None,
             "epoch": view.namespace.epoch,
         }  # fmt: skip
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
 from paramstore.core.residency import Working
@@ -15,7 +16,7 @@ from paramstore.engine.requests import Urgency
 from paramstore.engine.store import Store
 from paramstore.errors import CapacityError, ParamStoreError, SchemaMismatch, StepFailed, UnknownKey
 from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import SCHEMA, create, keys_of, lease, run, train, turns, versions
+from paramstore.testing.small_store import OPTIONS, SCHEMA, create, keys_of, lease, push, run, train, turns, versions
 from paramstore.testing.volumes import Fault, FaultyVolume
 
 A, B, C, D = ((0, expert) for expert in range(4))
@@ -253,9 +254,106 @@ def test_eviction_refuses_what_is_not_there_and_changes_nothing() -> None:
 def test_a_write_back_that_fails_tells_the_caller() -> None:
     async def scenario(site: Site) -> None:
         site.volume.plan = (Fault("write", 1, forever=True),)
-        with pytest.raises(ParamStoreError, match="failed twice"):
+        with pytest.raises(ParamStoreError, match="volume 0 is fenced"):
             await site.store.write_back(site.view, None)
         await site.idle()
         assert site.states() == [Working.DIRTY] * 4
 
     on_site(scenario)
+
+
+# --- the limit on dirty bytes
+
+
+def limit(site: Site, records: int) -> None:
+    assert site.namespace.working_arena is not None
+    site.namespace.working_arena.dirty_limit_bytes = records * SCHEMA.record_bytes
+
+
+def test_without_a_limit_nothing_is_written_before_eviction_or_a_commit_needs_it() -> None:
+    async def scenario(site: Site) -> None:
+        site.cleaner.clean_ahead(site.namespace, 0)
+        await site.idle()
+        assert site.states() == [Working.DIRTY] * 4
+
+    on_site(scenario)
+
+
+def test_what_is_dirty_beyond_the_limit_is_written_in_the_background_those_first_that_changed_longest_ago() -> None:
+    async def scenario(site: Site) -> None:
+        await train(site.store, site.view, [A, C])
+        limit(site, 3)
+        site.machine.workers.pause()
+        site.cleaner.clean_ahead(site.namespace, 0)
+        assert site.states() == [Working.DIRTY, Working.WRITING, Working.DIRTY, Working.DIRTY]
+        move = site.namespace.working[B].move
+        assert move is not None
+        assert move.transfer is not None
+        assert move.transfer.urgency is Urgency.WRITE_BACK
+        limit(site, 2)
+        site.cleaner.clean_ahead(site.namespace, 0)
+        assert site.states() == [Working.DIRTY, Working.WRITING, Working.DIRTY, Working.WRITING]
+        site.cleaner.clean_ahead(site.namespace, 0)
+        assert site.states().count(Working.WRITING) == 2, "what is being written is not dirty"
+        site.machine.workers.resume()
+
+    on_site(scenario)
+
+
+def test_an_apply_leaves_no_more_dirty_than_the_limit_and_the_commit_after_it_writes_the_rest() -> None:
+    async def scenario(site: Site) -> None:
+        limit(site, 1)
+        await train(site.store, site.view)
+        await site.idle()
+        assert sorted(site.states()) == [Working.CLEAN] * 3 + [Working.DIRTY]
+        answer = await site.store.commit(site.view, 1, b"")
+        assert (answer["records"], answer["bytes_written"]) == (4, SCHEMA.record_bytes)
+        assert await versions(site.store, site.view) == [2] * 4
+
+    on_site(scenario)
+
+
+def test_a_record_that_an_apply_called_already_will_change_is_not_written_for_the_limit() -> None:
+    async def scenario(site: Site) -> None:
+        limit(site, 0)
+        push(site.store, site.view, [A, B, C])
+        apply = site.store.apply(site.view, OPTIONS, 1.0)
+        site.cleaner.clean_ahead(site.namespace, 0)
+        assert site.states() == [Working.DIRTY] * 3 + [Working.WRITING]
+        await apply
+
+    on_site(scenario)
+
+
+def test_a_limit_on_volumes_without_space_writes_what_it_can_and_fails_nobody() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.write_back(site.view, None)
+        await train(site.store, site.view)
+        for working in site.namespace.working.values():
+            if working.reserved is not None:
+                site.store._planner.space.release(working.reserved)
+                working.reserved = None
+        site.leave_extents(1)
+        limit(site, 0)
+        site.cleaner.clean_ahead(site.namespace, 0)
+        assert site.states().count(Working.WRITING) == 1
+        await site.idle()
+
+    on_site(scenario)
+
+
+def test_the_figures_tell_what_a_commit_would_wait_for_and_the_limit() -> None:
+    async def scenario() -> None:
+        machine = Machine()
+        machine.config = msgspec.structs.replace(machine.config, dirty_limit_bytes=3 * SCHEMA.record_bytes)
+        store = machine.start()
+        view = await create(store)
+        push(store, view, keys_of(view))
+        await store.apply(view, OPTIONS, 1.0)
+        while not store._runner.is_idle:
+            await asyncio.sleep(0)
+        stats: Any = await store.stats()
+        figures = stats["namespaces"]["moe"]
+        assert figures["dirty_bytes"] == figures["dirty_limit_bytes"] == 3 * SCHEMA.record_bytes
+
+    run(scenario())

@@ -314,6 +314,19 @@ def test_a_waiting_copy_that_only_a_prefetch_wanted_is_skipped_when_it_is_supers
     assert small.param_arena.slots.free_count == 5
 
 
+def test_a_prefetch_of_a_superseded_copy_ends_when_the_last_lease_that_held_it_is_given_up() -> None:
+    small = desk()
+    view = small.writer()
+    small.begin_apply(A)
+    request = small.lease(view, A)
+    prefetch = small.prefetch(view, A)
+    small.begin_apply(A)  # supersedes what both wait for; the lease holds it
+    assert not prefetch.is_finished
+    small.planner.leases.cancel_lease(request, LeaseError("given up"))
+    assert (prefetch.is_finished, prefetch.skipped) == (True, 1)
+    assert small.param_arena.slots.free_count == 5
+
+
 def test_a_retired_copy_cannot_be_loaded_again() -> None:
     small = desk()
     request = small.leased(small.writer(), A)
@@ -322,3 +335,17 @@ def test_a_retired_copy_cannot_be_loaded_again() -> None:
     with pytest.raises(IllegalTransition):
         small.planner.copies.retire(small.namespace, request.copies[0])
     assert small.picture() == before
+
+
+def test_a_lease_may_take_the_slot_of_an_older_version_of_its_own_key_if_nobody_uses_it() -> None:
+    small = SmallPlanner(param_slots=2)
+    key, writer = small.keys[0], small.writer()
+    small.release(small.leased(small.reader(0), key))
+    small.update(key)
+    small.commit(1)
+    small.release(small.leased(small.reader(1), key))
+    small.update(key)
+    assert [copy.identity.version for copy in small.namespace.copies[key]] == [0, 1]
+    newest = small.leased(writer, key).copies[0]
+    assert newest.identity.version == 2
+    assert newest in small.namespace.copies[key]

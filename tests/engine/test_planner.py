@@ -389,3 +389,19 @@ def test_eviction_on_request_tells_whether_the_key_is_gone() -> None:
     small.release(held)
     assert small.planner.evict_param(small.namespace, A)
     assert small.copy(A) is None
+
+
+def test_slots_that_a_failed_apply_gives_back_go_to_those_who_wait() -> None:
+    small = SmallPlanner(param_slots=3, working_slots=2)
+    writer, reader = small.writer(), small.reader()
+    first, second, third = small.keys[:3]
+    small.leased(reader, second)
+    small.begin_apply(first, third)
+    lost = small.lease(writer, first)
+    small.leased(small.reader(), small.keys[3])
+    waiting = small.lease(small.reader(), third)
+    assert list(small.param_arena.waiting) == [waiting]
+    small.planner.mark_broken(small.namespace, "an apply failed")
+    assert isinstance(lost.error, StepFailed)
+    small.land_all()
+    assert waiting.is_finished

@@ -77,6 +77,30 @@ def test_what_commits_published_and_what_was_written_for_it_are_counted() -> Non
     run(scenario())
 
 
+def test_write_amplification_is_what_was_written_for_each_byte_that_commits_published() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        view = await create(store, step=None)
+        assert namespace_stats(view.namespace, 0.0)["write_amplification"] is None
+        await store.commit(view, 0, b"")
+        notes = view.namespace.stats.note_bytes
+        committed = 4 * SCHEMA.record_bytes
+        assert namespace_stats(view.namespace, 0.0)["write_amplification"] == (committed + notes) / committed
+        await train(store, view)
+        await store.write_back(view, None)
+        await train(store, view, [A])
+        store._transfers.count_note(view.namespace, 0, 8192)
+        await store.commit(view, 1, b"")
+        notes = view.namespace.stats.note_bytes
+        assert notes >= 8192
+        written = 9 * SCHEMA.record_bytes + notes
+        assert namespace_stats(view.namespace, 0.0)["write_amplification"] == written / (2 * committed)
+        assert store._transfers.traffic[0].bytes_written == written
+        assert store._transfers.traffic[0].note_bytes == notes
+
+    run(scenario())
+
+
 def test_a_namespace_without_memory_has_figures_too() -> None:
     small = SmallPlanner()
     small.namespace.param_arena = small.namespace.working_arena = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
 
 from paramstore.core.place import Extent
 from paramstore.engine.namespace import View
+from paramstore.engine.runner import CATALOG_LANE
 from paramstore.engine.store import Store
 from paramstore.errors import CapacityError, CatalogError, StepDropped, StepFailed
 from paramstore.testing.catalogs import FaultyCatalog
@@ -169,6 +171,59 @@ def test_a_rollback_to_a_step_that_is_not_there_stops_no_apply() -> None:
     run(scenario())
 
 
+async def rolling_back(store: Store, view: View, step: int) -> tuple[asyncio.Task[int], asyncio.Event]:
+    """A rollback whose transaction waits for the event, as it would for its flush."""
+    call, event = store._runner.call, asyncio.Event()
+
+    async def waits(lane: Any, work: Callable[[], Any]) -> Any:
+        if lane == CATALOG_LANE:
+            await event.wait()
+        return await call(lane, work)
+
+    store._runner.call = waits  # type: ignore[method-assign]
+    task = asyncio.ensure_future(store.rollback(view, step))
+    await turns()
+    assert view.namespace.closing_steps
+    return task, event
+
+
+async def stands(store: Store, view: View, one: View) -> None:
+    """The reader stands on a step that exists, or is told that its step is gone; and no later commit moves it."""
+    if one.is_dropped:
+        return
+    assert one.step in store.steps(view), f"the reader stands on {one.step}, there are {store.steps(view)}"
+    before = await first_values(store, one)
+    await train(store, view)
+    await store.commit(view, 3, b"again")
+    assert await first_values(store, one) == before
+
+
+def test_a_reader_that_opens_during_a_rollback_stands_on_a_step_that_stays() -> None:
+    async def scenario() -> None:
+        store, view = await trained(Machine(retained_steps=3), 3)
+        task, event = await rolling_back(store, view, 1)
+        opening = asyncio.ensure_future(reader(store))
+        await turns()
+        event.set()
+        await task
+        await stands(store, view, await opening)
+
+    run(scenario())
+
+
+def test_a_reader_that_refreshes_during_a_rollback_stands_on_a_step_that_stays() -> None:
+    async def scenario() -> None:
+        store, view = await trained(Machine(retained_steps=3), 3)
+        moved = await reader(store, at=2)
+        task, event = await rolling_back(store, view, 1)
+        store.refresh(moved)
+        event.set()
+        await task
+        await stands(store, view, moved)
+
+    run(scenario())
+
+
 # --- snapshots
 
 
@@ -287,7 +342,7 @@ def test_what_the_catalog_says_after_a_failed_transaction_is_what_happened(outco
     async def scenario() -> None:
         machine = Machine()
         store, view = await trained(machine, 2)
-        store._committer._catalog = FaultyCatalog(machine.durable, fail_at=1, outcome=outcome)
+        store._transactions._catalog = FaultyCatalog(machine.durable, fail_at=1, outcome=outcome)
         if outcome == "lost":
             with pytest.raises(CatalogError):
                 await store.snapshot(view, 1)

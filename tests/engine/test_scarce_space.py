@@ -15,7 +15,7 @@ from paramstore.engine.namespace import View
 from paramstore.engine.runner import BACKGROUND_LANE, volume_lane
 from paramstore.engine.scheduler import Transfer
 from paramstore.engine.store import Store
-from paramstore.errors import CapacityError, ParamStoreError, StepFailed, VolumeError
+from paramstore.errors import CapacityError, ParamStoreError, StepFailed
 from paramstore.testing.machine import Machine
 from paramstore.testing.small_store import create, keys_of, push, run, train, turns, versions
 
@@ -174,7 +174,7 @@ def test_an_apply_waits_for_writes_that_a_rollback_orphaned() -> None:
                 kept.append(transfer)
 
         def fail(piece: object) -> None:
-            raise VolumeError("as planned")
+            raise ParamStoreError("as planned")  # not the volume's fault, which would fence it
 
         store._runner.submit = submit  # type: ignore[method-assign]
         with pytest.raises(StepFailed, match="failed twice"):

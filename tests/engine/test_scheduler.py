@@ -10,18 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramstore.engine.requests import Urgency
-from paramstore.engine.scheduler import BURST_PIECES, LaneStats, Scheduler, Transfer
-from paramstore.errors import VolumeError
+from paramstore.engine.scheduler import BURST_PIECES, LIGHT_BURST_BYTES, Burst, LaneStats, Scheduler, Transfer
+from paramstore.errors import ParamStoreError, VolumeError
 
 DEMAND, PREFETCH, WRITE_BACK = Urgency.DEMAND, Urgency.PREFETCH, Urgency.WRITE_BACK
 
 
 def transfer(
-    *pieces: object, urgency: Urgency = DEMAND, deadline_s: float | None = None, final: object = None, lane: Hashable = "disk"
+    *pieces: object, urgency: Urgency = DEMAND, deadline_s: float | None = None, final: object = None, lane: Hashable = "disk",
+    light_bytes: int = 0,
 ) -> Transfer:
     return Transfer(
         lane=lane, urgency=urgency, run=lambda piece: piece, pieces=deque(pieces), settle=lambda _: None, final=final,
-        deadline_s=deadline_s,
+        deadline_s=deadline_s, light_bytes=light_bytes,
     )  # fmt: skip
 
 
@@ -32,14 +33,20 @@ def scheduler(workers: int = 1, **lanes: int) -> Scheduler:
     return made
 
 
+def finish(made: Scheduler, burst: Burst | None, error: ParamStoreError | None = None) -> list[Transfer]:
+    """The burst's worker returns, with an error or what it was given. Gives what is over."""
+    assert burst is not None
+    return made.finish_burst("disk", burst, [(pieces if error is None else None, error) for _, pieces in burst])
+
+
 def order_of(made: Scheduler, *transfers: Transfer) -> list[object]:
     """The pieces in the order in which one worker runs them."""
     for one in transfers:
         made.submit(one)
     ran: list[object] = []
     while (started := made.next_burst("disk")) is not None:
-        ran.extend(started[1])
-        made.finish_burst(started[0], started[1], None)
+        ran.extend(piece for _, pieces in started for piece in pieces)
+        finish(made, started)
     return ran
 
 
@@ -71,24 +78,22 @@ def test_an_urgent_transfer_waits_for_no_more_than_the_burst_under_way() -> None
     made.submit(slow)
     made.submit(other)
     first = made.next_burst("disk")
-    assert first == (slow, list(range(BURST_PIECES)))
-    made.submit(transfer("urgent"))
-    made.finish_burst(slow, first[1], None)
-    started = made.next_burst("disk")
-    assert started is not None
-    assert started[1] == ["urgent"]
+    assert first == [(slow, list(range(BURST_PIECES)))]
+    urgent = transfer("urgent")
+    made.submit(urgent)
+    finish(made, first)
+    assert made.next_burst("disk") == [(urgent, ["urgent"])]
 
 
 def test_lanes_do_not_wait_for_each_other() -> None:
     made = scheduler(1, other=1)
     made.submit(transfer("a"))
     made.submit(transfer("b"))
-    made.submit(transfer("c", lane="other", urgency=WRITE_BACK))
+    third = transfer("c", lane="other", urgency=WRITE_BACK)
+    made.submit(third)
     assert made.next_burst("disk") is not None
     assert made.next_burst("disk") is None
-    started = made.next_burst("other")
-    assert started is not None
-    assert started[1] == ["c"]
+    assert made.next_burst("other") == [(third, ["c"])]
 
 
 def test_bursts_are_handed_over_ahead_of_free_workers_as_far_as_the_lane_allows() -> None:
@@ -97,11 +102,12 @@ def test_bursts_are_handed_over_ahead_of_free_workers_as_far_as_the_lane_allows(
     one, two, three = transfer("a"), transfer("b"), transfer("c")
     for each in (one, two, three):
         made.submit(each)
-    assert made.next_burst("disk") == (one, ["a"])
-    assert made.next_burst("disk") == (two, ["b"])
+    first = made.next_burst("disk")
+    assert first == [(one, ["a"])]
+    assert made.next_burst("disk") == [(two, ["b"])]
     assert made.next_burst("disk") is None
-    made.finish_burst(one, ["a"], None)
-    assert made.next_burst("disk") == (three, ["c"])
+    finish(made, first)
+    assert made.next_burst("disk") == [(three, ["c"])]
 
 
 # --- promotion
@@ -141,8 +147,7 @@ def test_a_transfer_promoted_while_its_last_pieces_run_queues_its_final_piece_in
     started = made.next_burst("disk")
     made.promote(write, DEMAND)
     made.submit(transfer("prefetch", urgency=PREFETCH))
-    assert started is not None
-    made.finish_burst(write, started[1], None)
+    finish(made, started)
     assert order_of(made) == ["header", "prefetch"]
 
 
@@ -164,8 +169,8 @@ def test_in_a_queue_a_worker_takes_the_share_that_leaves_the_other_free_workers_
     made.submit(one)
     made.submit(transfer("next"))
     sizes = []
-    while (started := made.next_burst("disk")) is not None and started[0] is one:
-        sizes.append(len(started[1]))
+    while (started := made.next_burst("disk")) is not None and started[0][0] is one:
+        sizes.append(len(started[0][1]))
     assert sizes == [2, 2, 1, 1]
 
 
@@ -175,15 +180,59 @@ def test_a_burst_is_bounded_however_few_workers_are_free() -> None:
     made.submit(transfer("next"))
     started = made.next_burst("disk")
     assert started is not None
-    assert len(started[1]) == BURST_PIECES
+    assert len(started[0][1]) == BURST_PIECES
 
 
 def test_the_last_transfer_in_the_queue_is_moved_by_all_workers_piece_by_piece() -> None:
     made = scheduler(4)
     made.submit(transfer(*range(12)))
-    sizes = [len(started[1]) for _ in range(4) if (started := made.next_burst("disk")) is not None]
+    sizes = [len(started[0][1]) for _ in range(4) if (started := made.next_burst("disk")) is not None]
     assert sizes == [1, 1, 1, 1]
     assert made.next_burst("disk") is None
+
+
+# --- light transfers
+
+QUARTER = LIGHT_BURST_BYTES // 4
+
+
+def light(name: str, *, urgency: Urgency = WRITE_BACK, light_bytes: int = QUARTER) -> Transfer:
+    return transfer(final=name, urgency=urgency, light_bytes=light_bytes)
+
+
+def burst_of(made: Scheduler, *transfers: Transfer) -> list[object]:
+    """The pieces of the first burst when all of these wait."""
+    for one in transfers:
+        made.submit(one)
+    started = made.next_burst("disk")
+    assert started is not None
+    return [piece for _, pieces in started for piece in pieces]
+
+
+def test_a_worker_takes_several_light_transfers_up_to_their_bytes() -> None:
+    assert burst_of(scheduler(), *(light(name) for name in "abcdef")) == ["a", "b", "c", "d"]
+
+
+def test_light_transfers_are_shared_among_the_workers_of_the_lane() -> None:
+    assert burst_of(scheduler(3), *(light(name) for name in "abcdef")) == ["a", "b"]
+
+
+def test_a_burst_of_light_transfers_ends_at_a_heavy_one_and_at_another_class() -> None:
+    assert burst_of(scheduler(), light("a"), transfer("heavy", urgency=WRITE_BACK), light("b"), light("c")) == ["a"]
+    assert burst_of(scheduler(), light("a", urgency=PREFETCH), light("b"), light("c"), light("d")) == ["a"]
+    assert burst_of(scheduler(), transfer("heavy"), light("a"), light("b"), light("c")) == ["heavy"]
+    assert burst_of(scheduler(), light("a"), light("large", light_bytes=LIGHT_BURST_BYTES), light("b"), light("c")) == ["a"]
+
+
+def test_light_transfers_of_one_burst_end_apart() -> None:
+    made = scheduler()
+    good, bad, other = transfers = [light(name) for name in "abc"]
+    burst_of(made, *transfers)  # one worker: all of them are under way
+    error = VolumeError("broken")
+    burst: Burst = [(good, ["a"]), (bad, ["b"]), (other, ["c"])]
+    assert made.finish_burst("disk", burst, [(["a"], None), (None, error), (["c"], None)]) == transfers
+    assert [one.error for one in transfers] == [None, error, None]
+    assert made.stats() == {"disk": LaneStats(queued=0, running=0)}
 
 
 # --- the final piece
@@ -193,14 +242,14 @@ def test_the_final_piece_runs_only_when_nothing_else_of_its_transfer_does() -> N
     made = scheduler(3)
     write = transfer("a", "b", final="header")
     made.submit(write)
-    made.next_burst("disk")
-    made.next_burst("disk")
+    first, second = made.next_burst("disk"), made.next_burst("disk")
     assert made.next_burst("disk") is None, "a worker is free, but the others still run"
-    assert not made.finish_burst(write, ["a"], None)
+    assert not finish(made, first)
     assert made.next_burst("disk") is None
-    assert not made.finish_burst(write, ["b"], None)
-    assert made.next_burst("disk") == (write, ["header"])
-    assert made.finish_burst(write, ["header"], None)
+    assert not finish(made, second)
+    last = made.next_burst("disk")
+    assert last == [(write, ["header"])]
+    assert finish(made, last) == [write]
     assert write.results == ["a", "b", "header"]
     assert write.is_settled
 
@@ -216,12 +265,11 @@ def test_an_error_stops_the_pieces_that_have_not_started_and_the_first_one_count
     made = scheduler(2)
     one = transfer(1, 2, 3, final="header")
     made.submit(one)
-    made.next_burst("disk")
-    made.next_burst("disk")
+    bursts = made.next_burst("disk"), made.next_burst("disk")
     first, second = VolumeError("first"), VolumeError("second")
-    assert not made.finish_burst(one, None, first), "the other worker is still at it"
+    assert not finish(made, bursts[0], first), "the other worker is still at it"
     assert made.next_burst("disk") is None
-    assert made.finish_burst(one, None, second)
+    assert finish(made, bursts[1], second) == [one]
     assert one.error is first
     assert not one.pieces
     assert one.final is None
@@ -231,8 +279,7 @@ def test_an_error_of_one_transfer_stops_no_other() -> None:
     made = scheduler()
     bad = transfer("bad")
     made.submit(bad)
-    made.next_burst("disk")
-    made.finish_burst(bad, None, VolumeError("broken"))
+    finish(made, made.next_burst("disk"), VolumeError("broken"))
     assert order_of(made, transfer("good")) == ["good"]
 
 
@@ -255,9 +302,8 @@ def test_a_transfer_that_has_started_is_not_cancelled(is_finished: bool) -> None
     one = transfer("a", "b")
     made.submit(one)
     started = made.next_burst("disk")
-    assert started is not None
     if is_finished:
-        made.finish_burst(one, started[1], None)
+        finish(made, started)
     assert not made.cancel(one)
     assert list(one.pieces) == ["b"]
 
@@ -276,8 +322,8 @@ def test_the_figures_count_what_waits_and_what_runs() -> None:
 # --- whatever happens
 
 
-SPECS = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(Urgency), st.booleans()), max_size=5)
-"""Per transfer: pieces, class, whether there is a final piece."""
+SPECS = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(Urgency), st.booleans()), max_size=9)
+"""Per transfer: pieces, class, whether there is a final piece. One of one piece without a final one is light."""
 ACTIONS = st.lists(st.tuples(st.sampled_from(["submit", "start", "finish", "promote"]), st.integers(0, 7)), max_size=40)
 
 
@@ -288,12 +334,15 @@ class Shift:
         self.limit = limit
         self.made = scheduler(limit)
         self.transfers = [
-            transfer(*((number, piece) for piece in range(count)), urgency=urgency, final=(number, "final") if is_final else None)
+            transfer(
+                *((number, piece) for piece in range(count)), urgency=urgency, final=(number, "final") if is_final else None,
+                light_bytes=QUARTER if count == 1 and not is_final else 0,
+            )
             for number, (count, urgency, is_final) in enumerate(specs)
         ]
         self.pieces = [piece for one in self.transfers for piece in (*one.pieces, *([one.final] if one.final else []))]
         self.waiting = list(self.transfers)
-        self.running: list[tuple[Transfer, list[object]]] = []
+        self.running: list[Burst] = []
         self.ran: list[object] = []
         self.settled: list[Transfer] = []
 
@@ -305,14 +354,14 @@ class Shift:
             if one.order and not one.is_settled:
                 self.made.promote(one, Urgency(number % 3))
         elif action == "start" and (started := self.made.next_burst("disk")) is not None:
-            is_final = started[1][0] in [(at, "final") for at in range(len(self.transfers))]
-            assert not (is_final and any(one is started[0] for one, _ in self.running))
+            under_way = [one for burst in self.running for one, _ in burst]
+            for one, pieces in started:
+                is_final = pieces[0] in [(at, "final") for at in range(len(self.transfers))]
+                assert not (is_final and any(one is other for other in under_way))
+                self.ran.extend(pieces)
             self.running.append(started)
-            self.ran.extend(started[1])
         elif action == "finish" and self.running:
-            one, pieces = self.running.pop(number % len(self.running))
-            if self.made.finish_burst(one, pieces, None):
-                self.settled.append(one)
+            self.settled += finish(self.made, self.running.pop(number % len(self.running)))
         assert len(self.running) == self.made.stats()["disk"].running <= self.limit
 
 

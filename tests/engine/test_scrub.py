@@ -199,6 +199,25 @@ def test_a_whole_record_that_no_step_has_published_is_covered() -> None:
     run(scenario())
 
 
+def test_records_of_a_prepared_step_are_covered() -> None:
+    async def scenario() -> None:
+        machine = Machine()
+        store = machine.start()
+        view = await create(store)
+        await train(store, view, [KEY])
+        await store.prepare(view, 1, b"")
+        located = view.namespace.ledger.at(KEY, 1)
+        assert located is not None
+        damage(machine, located, 600)
+        result = await verify(store)
+        assert (result["records"], result["superseded"]) == (EXPERTS + 1, 0)
+        assert [(one["key"], one["steps"], one["offset_bytes"]) for one in result["findings"]] == [
+            (KEY, (), located.extent.offset_bytes),
+        ]  # fmt: skip
+
+    run(scenario())
+
+
 def test_what_the_commit_under_way_will_publish_is_covered_though_a_newer_write_replaced_it() -> None:
     async def scenario() -> None:
         machine = Machine()

@@ -15,7 +15,7 @@ from paramstore.engine.admission import make_namespace
 from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
 from paramstore.engine.transfers import VolumeTraffic
-from paramstore.engine.volumes import PIPELINE_RECORDS_MIN, PREFILL_PIECE_BYTES, VolumeSet, entitled_bytes
+from paramstore.engine.volumes import PIPELINE_RECORDS_MIN, PREFILL_PIECE_BYTES, RECORDED_BYTES, VolumeSet, entitled_bytes
 from paramstore.errors import CapacityError, CatalogError, VolumeError
 from paramstore.storage.catalog import Catalog, Change, NamespaceContents, NamespaceRow, VolumeRow
 from paramstore.storage.extents import Space
@@ -43,7 +43,7 @@ class Shelf:
 
     def __init__(
         self, *, volumes: Sequence[Volume] | None = None, count: int = 1, free_mib: int = 1, may_grow: bool = True,
-        catalog: Catalog | None = None, written_bytes: int = 0,
+        catalog: Catalog | None = None, written_bytes: int = 0, bytes_written: int = 0, endurance_bytes: int | None = None,
     ) -> None:  # fmt: skip
         given = volumes or [MemoryVolume(START + free_mib * MIB, index=index) for index in range(count)]
         self.volumes = {volume.index: volume for volume in given}
@@ -58,10 +58,11 @@ class Shelf:
         rows = {}
         for index, volume in self.volumes.items():
             self.space.add_volume(index, start_bytes=START, size_bytes=volume.size_bytes, written_bytes=written_bytes)
-            rows[index] = VolumeRow(index, bytes(16), volume.size_bytes, written_bytes)
+            rows[index] = VolumeRow(index, bytes(16), volume.size_bytes, written_bytes, bytes_written)
+        self.traffic = {index: VolumeTraffic() for index in self.volumes}
         self.set = VolumeSet(
             self.volumes, superblocks=dict.fromkeys(self.volumes, SUPERBLOCK), rows=rows, space=self.space, catalog=self.catalog,
-            runner=self.runner, may_grow=may_grow, pump=self._pump,
+            runner=self.runner, may_grow=may_grow, pump=self._pump, traffic=self.traffic, endurance_bytes=endurance_bytes,
         )  # fmt: skip
 
     def _pump(self) -> None:
@@ -303,6 +304,26 @@ def test_how_far_the_fill_came_is_remembered_at_the_end() -> None:
     run(scenario())
 
 
+def test_a_second_fill_that_fails_fences_the_volume_and_the_others_are_filled() -> None:
+    async def scenario() -> None:
+        bad = FaultyVolume(MemoryVolume(START + 20 * MIB), [Fault("write", 1, forever=True)])
+        shelf = Shelf(volumes=[bad, MemoryVolume(START + 20 * MIB, index=1)])
+        for _ in range(2):
+            shelf.set.start_prefill()
+            await turns(200)
+        assert shelf.space.fences.is_fenced(0)
+        shelf.set.start_prefill()
+        while shelf.space.written_bytes(1) < shelf.volumes[1].size_bytes:
+            await asyncio.sleep(0)
+        assert bad.calls["write"] == 2
+        await turns(5)
+        assert shelf.set._prefilling is not None
+        assert shelf.set._prefilling.done(), "a fenced volume is not waited for"
+        await shelf.set.close()
+
+    run(scenario())
+
+
 class WatchfulVolume(MemoryVolume):
     """Fails if it is closed while it is written to."""
 
@@ -336,6 +357,83 @@ def test_a_volume_is_not_closed_under_a_fill_that_a_worker_has() -> None:
         await turns(5)
         assert disk.is_closed
         assert disk.late == []
+
+    run(scenario())
+
+
+# --- what was written over the store's life
+
+
+def test_what_was_written_adds_up_over_restarts_with_the_zeros_among_it() -> None:
+    async def scenario() -> None:
+        catalog = MemoryCatalog()
+        shelf = Shelf(free_mib=20, catalog=catalog, bytes_written=1000, endurance_bytes=40 * MIB)
+        shelf.set.start_prefill()
+        await shelf.prefilled()
+        await turns(5)
+        shelf.traffic[0].bytes_written = 5000
+        assert shelf.set.bytes_written_total(0) == 1000 + 5000 + 20 * MIB
+        described = shelf.set.describe(0)
+        assert (described["bytes_written_total"], described["zero_filled_bytes"]) == (6000 + 20 * MIB, 20 * MIB)
+        assert (described["endurance_bytes"], described["endurance_used"]) == (40 * MIB, (6000 + 20 * MIB) / (40 * MIB))
+        await shelf.set.close()
+        (row,) = catalog.crash().load().volumes.values()
+        assert row.bytes_written == 6000 + 20 * MIB
+
+    run(scenario())
+
+
+def test_without_a_stated_endurance_no_share_of_it_is_told() -> None:
+    async def scenario() -> None:
+        described = Shelf().set.describe(0)
+        assert (described["endurance_bytes"], described["endurance_used"]) == (None, None)
+
+    run(scenario())
+
+
+def test_growth_records_what_was_written_and_forgets_nothing_of_it() -> None:
+    async def scenario() -> None:
+        catalog = MemoryCatalog()
+        shelf = Shelf(catalog=catalog, bytes_written=7)
+        shelf.traffic[0].bytes_written = 5
+        await shelf.make_room(100)
+        (row,) = catalog.load().volumes.values()
+        assert (row.bytes_written, row.size_bytes) == (12, shelf.volumes[0].size_bytes)
+
+    run(scenario())
+
+
+def test_much_that_a_crash_would_forget_is_recorded_at_once_and_little_is_not() -> None:
+    async def scenario() -> None:
+        catalog = MemoryCatalog()
+        shelf = Shelf(count=2, catalog=catalog)
+        shelf.traffic[0].bytes_written = RECORDED_BYTES - 1
+        shelf.set.record_written()
+        await turns()
+        assert not catalog.load().volumes, "nothing was recorded"
+        shelf.traffic[0].bytes_written = RECORDED_BYTES
+        shelf.traffic[1].bytes_written = 3
+        for _ in range(3):
+            shelf.set.record_written()
+        await turns()
+        assert {row.index: row.bytes_written for row in catalog.load().volumes.values()} == {0: RECORDED_BYTES, 1: 3}
+        await shelf.set.close()
+
+    run(scenario())
+
+
+def test_a_catalog_that_cannot_record_it_stops_nobody() -> None:
+    async def scenario() -> None:
+        catalog = FaultyCatalog(MemoryCatalog(), fail_at=1, outcome="lost")
+        shelf = Shelf(catalog=catalog)
+        shelf.traffic[0].bytes_written = RECORDED_BYTES
+        shelf.set.record_written()
+        await turns()
+        shelf.set.record_written()
+        await turns()
+        (row,) = catalog.load().volumes.values()
+        assert row.bytes_written == RECORDED_BYTES, "the next record tries again"
+        await shelf.set.close()
 
     run(scenario())
 

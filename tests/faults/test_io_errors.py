@@ -19,11 +19,15 @@ from pathlib import Path
 import pytest
 
 from paramstore.engine.commit import Committer
+from paramstore.engine.namespace import Cut, NamespaceState
+from paramstore.engine.planner import Planner
+from paramstore.engine.transactions import Transactions
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import ParamStoreError, VolumeError
 from paramstore.storage import backing_file
 from paramstore.storage.backing_file import BackingFile
 from paramstore.storage.extents import Space
+from paramstore.storage.fences import Fences
 from paramstore.testing.faulty_os import OS_SITES, FaultyOs, FileDisks
 from paramstore.testing.io_faults import KINDS, SITES, ForgetfulVolume, Script, ScriptedVolume, Strike
 from paramstore.testing.io_scenarios import SCENARIOS, STARTS_THE_STORE, StartingPoint, live
@@ -167,8 +171,10 @@ def test_any_call_of_a_volume_or_the_catalog_may_fail_in_any_scenario(capsys: py
     assert total == expected >= RUNS_MIN
     assert set(outcomes_of(matrix, scenario="evict", site="write", how_long="once")) == {"repaired"}
     assert set(outcomes_of(matrix, site="apply", kind="short", how_long="once")) <= {"repaired", "refused: CatalogError"}
-    for site in ("flush", "reserve", "grow"):
+    for site in ("flush", "grow"):
         assert all(outcome.startswith("refused") for outcome in outcomes_of(matrix, site=site)), site
+    refused = [outcome for outcome in outcomes_of(matrix, site="reserve") if outcome.startswith("refused")]
+    assert refused, "room that is made ahead of the next commit may fail; what a commit asks for may not"
     for scenario in ("load", "scrub"):
         assert set(outcomes_of(matrix, scenario=scenario, site="read", how_long="once")) == {"refused: VolumeError"}
     assert any("stopped" in outcome for outcome in outcomes_of(matrix, site="apply+reopen"))
@@ -286,6 +292,25 @@ class TestTheSweepFinds:
         monkeypatch.setattr(Committer, "_distrust", lambda *_: None)
         assert "were written after" in fails("commit", "flush")
 
+    def test_a_failed_flush_that_fences_no_volume(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Fences, "fail_flush", lambda *_: None)
+        assert "fenced no volume" in fails("commit", "flush")
+
+    def test_a_step_that_is_committed_after_a_failed_flush(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cut = Planner.cut
+
+        def careless(planner: Planner, namespace: NamespaceState) -> Cut:
+            with monkeypatch.context() as patch:
+                patch.setattr(Fences, "check_provable", lambda _: None)
+                return cut(planner, namespace)
+
+        monkeypatch.setattr(Planner, "cut", careless)
+        assert "committed after a failed flush" in fails("commit", "flush")
+
+    def test_a_fenced_volume_that_gives_extents(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Space, "_usable", lambda space: list(space._volumes.values()))
+        assert "written to a fenced volume" in fails("commit", "flush")
+
     def test_an_extent_that_is_written_again_after_it_failed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Space, "quarantine", Space.release)
         assert "were written after" in fails("evict", "write")
@@ -302,7 +327,7 @@ class TestTheSweepFinds:
         async def guess(*_: object) -> bool:
             return True
 
-        monkeypatch.setattr(Committer, "_happened", guess)
+        monkeypatch.setattr(Transactions, "_happened", guess)
         assert "acknowledged" in fails("commit", "apply")
 
     def test_a_caller_that_waits_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:

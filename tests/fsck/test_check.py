@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from paramstore.errors import CatalogError, ConfigError, StoreLocked, VolumeError
-from paramstore.fsck.check import check, examine, read_catalog, rebuild
+from paramstore.fsck.check import check, examine, layouts_of, read_catalog, rebuild
 from paramstore.fsck.disks import volume_file
-from paramstore.storage.catalog import Change, NamespaceRow, VolumeRow
+from paramstore.fsck.rebuild import new_contents, restore_notes
+from paramstore.fsck.survey import survey
+from paramstore.storage.catalog import Change, Contents, NamespaceContents, NamespaceRow, VolumeRow
 from paramstore.storage.format import Superblock
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.lock import StoreLock
 from paramstore.storage.notes import format_volume
 from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import eventful, survey_of
-from paramstore.testing.small_store import create, run
-from paramstore.testing.volumes import MemoryVolume
+from paramstore.testing.memory_disk import MemoryDisk, commit, disks_of, eventful, survey_of
+from paramstore.testing.small_store import create, keys_of, run, train
+from paramstore.testing.volumes import MemoryVolume, keep_random
 
 STORE, VOLUME = b"s" * 16, b"v" * 16
 SIZE_BYTES = 4 << 20
@@ -111,11 +115,12 @@ def test_a_missing_catalog_is_a_finding_and_a_rebuild_makes_one(directory: Path)
     assert (contents.store_uuid, list(contents.volumes), contents.namespaces) == (STORE, [0], {})
 
 
-def test_a_rebuild_says_which_namespace_only_the_old_catalog_knew(directory: Path) -> None:
+def test_a_namespace_without_a_commit_that_only_the_old_catalog_knew_is_taken_over(directory: Path) -> None:
     report = rebuild(directory, volumes(directory))
-    assert [(one.namespace, one.what) for one in report.lost] == [("moe", "it has no commit, so that only the catalog knows of it")]
+    assert report.lost == []
     assert report.old_catalog is not None
-    assert list(read_catalog(report.old_catalog).namespaces) == ["moe"]
+    (old,), (new,) = (read_catalog(path).namespaces.values() for path in (report.old_catalog, directory / "catalog"))
+    assert new.namespace == replace(old.namespace, epoch=old.namespace.epoch + 1)
 
 
 def test_where_nothing_can_be_rebuilt_the_reason_is_a_finding_and_all_is_as_before(directory: Path) -> None:
@@ -126,6 +131,27 @@ def test_where_nothing_can_be_rebuilt_the_reason_is_a_finding_and_all_is_as_befo
     assert (report.is_rebuilt, report.old_catalog) == (False, None)
     assert "no store is known" in report.findings[-1].what
     assert {path.name for path, data in everything(directory).items() if before.get(path) != data} <= {"lock"}
+
+
+def test_a_catalog_of_another_store_is_not_replaced(directory: Path) -> None:
+    catalog = LmdbCatalog(directory / "other", store_uuid=b"o" * 16)
+    catalog.close()
+    shutil.rmtree(directory / "catalog")
+    (directory / "other").rename(directory / "catalog")
+    report = rebuild(directory, volumes(directory))
+    assert not report.is_rebuilt
+    assert "the catalog that is there is of store 6f6f" in report.findings[-1].what
+    assert list(read_catalog(directory / "catalog").volumes) == []
+
+
+def test_nothing_is_rebuilt_without_a_volume_that_the_catalog_names(directory: Path) -> None:
+    catalog = LmdbCatalog(directory / "catalog")
+    catalog.load()
+    catalog.apply(Change(put_volumes=(VolumeRow(1, b"w" * 16, SIZE_BYTES, 0),)))
+    catalog.close()
+    report = rebuild(directory, volumes(directory))
+    assert not report.is_rebuilt
+    assert f"the catalog names volume 1 ({(b'w' * 16).hex()}): give its path as --volume" in report.findings[-1].what
 
 
 def test_a_catalog_is_read_from_a_copy(directory: Path) -> None:
@@ -155,6 +181,109 @@ def test_without_a_catalog_whatever_no_rebuild_could_bring_back_is_a_finding() -
     run(scenario())
 
 
+def test_without_any_note_records_are_still_checked_by_what_the_catalog_says_they_are() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=3)
+        await eventful(machine)
+        await machine.crash()
+        contents = machine.catalog.load()
+        (disk,) = disks_of(machine.volumes).values()
+        superblock = survey_of(machine).superblocks[0]
+        start = superblock.note_at(0, 0)
+        disk.write(start, bytes(superblock.extents_at - start))
+        machine.disks[0].corrupt(contents.namespaces["eval"].rows[0, 1][0].located.extent.offset_bytes + 4096)
+        found = examine(survey([disk], layouts=layouts_of(contents)), contents)
+        of_records = [one for one in found.findings if one.key is not None]
+        assert [(one.namespace, one.key, one.what.split(",")[0]) for one in of_records] == [("eval", (0, 1), "chunk 0")]
+        assert {one.what.split()[0] for one in found.findings if one.key is None} == {"copy"}, "of the notes alone"
+        assert set(layouts_of(contents)) == {"moe", "eval"}
+
+    run(scenario())
+
+
+def test_a_description_in_the_catalog_that_cannot_be_read_describes_nothing() -> None:
+    row = NamespaceRow("moe", {"kind": "none"}, (0,), 1, epoch=1, sequence=0)
+    assert layouts_of(Contents(STORE, {"moe": NamespaceContents(row)})) == {}
+    assert layouts_of(None) == {}
+
+
+def test_a_namespace_of_which_nothing_comes_back_is_named_as_such() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=3, volume_count=2)
+        await eventful(machine)
+        await machine.crash()
+        report = examine(survey(list(disks_of(machine.volumes).values())[:1]), None, "it is gone")
+        assert report.proofs["moe"].steps == {}
+        (said,) = [one.what for one in report.lost if (one.namespace, one.step) == ("moe", None)]
+        assert "after a rebuild it has no commit" in said
+
+    run(scenario())
+
+
+def test_what_only_the_catalog_knows_of_a_step_outlives_a_rebuild_where_it_can_be_read() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=3)
+        store = machine.start()
+        view = await create(store)
+        for step in (1, 2):
+            await commit(store, view, step, keys_of(view))
+        await store.snapshot(view, 2)
+        await train(store, view)
+        await store.prepare(view, 3, b"")
+        await machine.crash()
+        contents = machine.catalog.load()
+        report = examine(survey_of(machine), contents)
+        for known, expected in ((contents, [(2, True, False), (3, False, True)]), (None, [(2, True, False), (3, False, False)])):
+            rows = [row for _, row in new_contents(report.found, report.proofs, known).put_steps]
+            assert [(row.step, row.is_snapshot, row.is_prepared) for row in rows] == expected
+
+    run(scenario())
+
+
+class PowerCut(Exception):
+    pass
+
+
+@pytest.mark.parametrize("died_at", range(8))
+def test_a_rebuild_that_the_power_ends_at_any_write_leaves_every_step_provable(died_at: int) -> None:
+    """Both volumes lack copies of notes; the rebuild dies at its `died_at`-th write or flush, some of its writes are lost."""
+
+    async def scenario() -> None:
+        machine = Machine(seed=died_at, volume_count=2)
+        await eventful(machine)
+        await machine.crash()
+        before = examine(survey_of(machine), None)
+        for name, step, volume in (("moe", 9, 0), ("moe", 7, 1), ("eval", 3, 1)):
+            note = before.proofs[name].steps[step].found
+            for copy in (0, 1):
+                machine.disks[volume].corrupt(before.found.superblocks[volume].note_at(note.slot, copy) + 100)
+        report = examine(survey_of(machine), None)
+        acts = count()
+
+        class DyingDisk(MemoryDisk):
+            def write(self, offset_bytes: int, data: bytes) -> None:
+                if next(acts) == died_at:
+                    raise PowerCut
+                super().write(offset_bytes, data)
+
+            def flush(self) -> None:
+                if next(acts) == died_at:
+                    raise PowerCut
+                super().flush()
+
+        with pytest.raises(PowerCut):  # six writes, and a flush of each volume
+            restore_notes(report.found, report.proofs, {index: DyingDisk(disk) for index, disk in machine.volumes.items()})
+        for disk in machine.disks.values():
+            disk.crash(keep_random(died_at))
+        again = examine(survey_of(machine), None)
+        for name, proof in before.proofs.items():
+            assert {step: one.state for step, one in again.proofs[name].steps.items()} == {
+                step: one.state for step, one in proof.steps.items()
+            }
+
+    run(scenario())
+
+
 def test_a_step_that_only_the_catalog_knows_is_lost_to_a_rebuild() -> None:
     async def scenario() -> None:
         machine = Machine(seed=3)
@@ -164,7 +293,7 @@ def test_a_step_that_only_the_catalog_knows_is_lost_to_a_rebuild() -> None:
         found = survey_of(machine)
         found.notes = [one for one in found.notes if one.note.namespace == "moe"]
         lost = examine(found, contents).lost
-        assert [(one.namespace, one.step) for one in lost] == [("eval", None), ("eval", 3)]
+        assert [(one.namespace, one.step) for one in lost] == [("eval", 3)]
 
     run(scenario())
 

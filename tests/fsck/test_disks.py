@@ -54,6 +54,29 @@ def test_a_writable_disk_writes_in_place(directory: Path) -> None:
     assert volume_file(directory, 3).read_bytes() == BYTES[:4096] + b"x" * 4096 + BYTES[8192:]
 
 
+def test_a_volume_in_another_place_is_told_of(directory: Path) -> None:
+    with pytest.raises(VolumeError, match=r"No such file .*; there is volume-003.data: give the --volume paths in their order"):
+        FileDisk(directory, 0)
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
+def test_a_volume_that_another_writes_is_refused_whatever_directory_it_was_given_with(
+    directory: Path, first: bool, second: bool
+) -> None:
+    holder = FileDisk(directory, 3, is_writable=first)
+    with pytest.raises(VolumeError, match=r"volume 3 \(.*\) is in use by another process"):
+        FileDisk(directory, 3, is_writable=second)
+    holder.close()
+    FileDisk(directory, 3, is_writable=second).close()
+
+
+def test_two_may_look_at_a_volume_at_once(directory: Path) -> None:
+    disks = [FileDisk(directory, 3), FileDisk(directory, 3)]
+    assert [disk.read(0, 4096) for disk in disks] == [BYTES[:4096]] * 2
+    for disk in disks:
+        disk.close()
+
+
 def test_missing_files_links_and_pipes_are_refused(tmp_path: Path, directory: Path) -> None:
     volume_file(tmp_path, 0).symlink_to(volume_file(directory, 3))
     os.mkfifo(volume_file(tmp_path, 1))

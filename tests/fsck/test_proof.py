@@ -66,6 +66,36 @@ def test_without_its_parent_a_step_still_tells_what_it_changed() -> None:
     assert "note slot 1 should have it" in proof.lost[1][0].what
 
 
+LISTED_2 = Listed(2, 2, 2, is_snapshot=False)
+
+
+def test_a_commit_that_did_not_come_to_its_end_takes_no_older_step_away() -> None:
+    """Step 3 was noted and not published; its note lists what would have stayed with it, and 1 would not."""
+    unwritten = record(ONE, 1, 1, 3)
+    note = noted(3, 3, [unwritten, NEWER], [unwritten], parent=2, listed=(LISTED_2,))
+    proof = prove("moe", [NOTE_1, NOTE_2, note], ALL)
+    assert (sorted(proof.steps), list(proof.lost)) == ([1, 2], [3])
+    assert not proof.steps[1].is_snapshot, "the newest note that lists it no more says that it is none"
+    proof = prove("moe", [NOTE_1, NOTE_2, note], [*ALL, unwritten])
+    assert sorted(proof.steps) == [2, 3]
+
+
+def test_a_step_that_only_the_parent_of_an_unproven_one_lists_is_not_missed() -> None:
+    unwritten = record(ONE, 1, 1, 3)
+    note = noted(3, 3, [unwritten, NEWER], [unwritten], parent=2, listed=(LISTED_2,))
+    for notes, records in (([NOTE_2, note], ALL), ([NOTE_1, NOTE_2, note], [FIRST[0], NEWER])):
+        proof = prove("moe", notes, records)
+        assert (list(proof.steps), list(proof.lost)) == ([2], [3]), "1 may have been dropped: its room is free then"
+
+
+def test_a_step_that_was_rolled_back_does_not_come_back_for_one_that_is_lost() -> None:
+    """2 was rolled back; 5 followed on 1, and a record of it is gone."""
+    made_again = record(ONE, 2, 1, 3)
+    note = noted(5, 3, [made_again, FIRST[1]], [made_again], epoch=2, parent=1, bounds=((1, 1),), listed=(Listed(1, 1, 1, False),))
+    proof = prove("moe", [NOTE_1, NOTE_2, note], ALL)
+    assert (list(proof.steps), list(proof.lost)) == ([1], [5])
+
+
 def test_a_record_beyond_the_sequence_of_a_note_is_not_of_its_step() -> None:
     proof = prove("moe", [NOTE_1, NOTE_2], [*ALL, record(ONE, 1, 7, 3), record(TWO, 2, 1, 3)])
     assert sorted(proof.steps) == [1, 2]

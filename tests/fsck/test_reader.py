@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import struct
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from paramstore.core.key import KeySpace
@@ -15,6 +17,8 @@ from paramstore.fsck import reader
 from paramstore.fsck.reader import combine, header_bytes, parse_header, parse_note, parse_superblock
 from paramstore.storage import format as written
 from paramstore.storage.format import CommitNote, Header, NotedStep, Superblock
+from paramstore.storage.sealing import seal
+from paramstore.storage.volume import Granularity
 
 STORE, VOLUME = bytes(range(16)), bytes(range(16, 32))
 SCHEMA = Schema.adamw({"gate_up": (600, 700), "down": (3, 5)})
@@ -28,8 +32,12 @@ HEADER = Header(STORE, "moe", (3, 17), Identity(2, 41), 9, 40, 44, tuple(range(1
 
 
 def test_a_superblock_says_what_was_written() -> None:
-    data = written.pack_superblock(Superblock(STORE, VOLUME, index=3, note_slots=5))
-    assert parse_superblock(data) == reader.Superblock(STORE, VOLUME, 3, 5)
+    data = bytearray(written.pack_superblock(Superblock(STORE, VOLUME, index=3, note_slots=5, granularity=Granularity.CACHE_LINE)))
+    assert parse_superblock(bytes(data)) == reader.Superblock(STORE, VOLUME, 3, 5, 2)
+    data[64] = 4
+    seal(data, b"PSVOLUME", len(data))
+    with pytest.raises(CorruptRecord, match="granularity 4"):
+        parse_superblock(bytes(data))
 
 
 @pytest.mark.parametrize("note_slots", [1, 5, 64, 4096])
@@ -64,7 +72,37 @@ def test_a_header_says_what_was_written() -> None:
     )  # fmt: skip
     assert (header.record_bytes, header.checksums) == (SCHEMA.record_bytes, HEADER.checksums)
     assert header.root == written.header_root(data)
-    assert header.header_bytes == header_bytes(data) == len(data)
+    assert header.header_bytes == header_bytes(data, room_bytes=len(data)) == len(data)
+
+
+@pytest.mark.parametrize(("at", "lie"), [(12, 1 << 31), (12, 8192), (12, 4096 + 8), (12, 0), (160, 1 << 29), (160, 1 << 63)])
+def test_a_header_that_lies_about_its_length_is_not_even_read(at: int, lie: int) -> None:
+    data = bytearray(written.pack_header(HEADER, SCHEMA.stored))
+    data[at : at + 8] = int.from_bytes(data[at : at + 8], "little").__xor__(lie).to_bytes(8, "little") if lie else bytes(8)
+    assert header_bytes(bytes(data), room_bytes=1 << 40) == 0
+
+
+def test_a_header_that_would_end_beyond_the_volume_is_not_read() -> None:
+    data = written.pack_header(HEADER, SCHEMA.stored)
+    assert header_bytes(data, room_bytes=len(data) - 4096) == 0
+
+
+def test_a_header_with_more_chunks_than_its_record_has_pages_is_not_read() -> None:
+    data = bytearray(written.pack_header(HEADER, SCHEMA.stored))
+    count = 1 << 27
+    struct.pack_into("<I", data, 12, -(-(512 + 8 * count) // 4096) * 4096)
+    struct.pack_into("<Q", data, 160, count)
+    assert header_bytes(bytes(data), room_bytes=1 << 40) == 0
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{"layers": [[0, 1 << 60]]}, {"layers": [[0, 4000], [4000, 1 << 40]]}, {"layers": 7}, {"layers": [[0]]}, {"experts": 1 << 60}],
+)
+def test_a_description_with_absurd_counts_is_refused_at_once(lie: dict[str, object]) -> None:
+    told = {"schema": SCHEMA.describe(), "layers": [[0, 3]], "experts": 4, **lie}
+    with pytest.raises(CorruptRecord, match="description of its namespace cannot be read"):
+        parse_note(written.pack_note(replace(NOTE, description=msgspec.msgpack.encode(told))))
 
 
 @pytest.mark.parametrize(

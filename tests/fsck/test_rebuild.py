@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from paramstore.errors import CatalogError
 from paramstore.fsck.check import Report, examine
-from paramstore.fsck.rebuild import check_rebuildable, fill, new_contents, replace_catalog, restore_notes
+from paramstore.fsck.disks import Disk
+from paramstore.fsck.rebuild import check_rebuildable, new_contents, restore_notes
 from paramstore.fsck.scan import Found
-from paramstore.storage.catalog import Change, Contents, NamespaceRow
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.fsck.swap import fill
+from paramstore.storage.catalog import Contents
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.machine import Machine, PlainSegment
 from paramstore.testing.memory_disk import commit, disks_of, eventful, state_at, survey_of
@@ -244,9 +244,12 @@ def test_whole_notes_are_not_written_again() -> None:
         await eventful(machine)
         await machine.crash()
         report = report_of(machine)
+        machine.volumes[1].write(20 << 20 >> 1, [memoryview(bytearray(4096))])  # seen by whoever looks, and on no disk yet
+        assert machine.disks[1].unflushed != ()
         disks = disks_of(machine.volumes)
         assert restore_notes(report.found, report.proofs, disks) == []
         assert all(disk.writes == [] for disk in disks.values())
+        assert all(disk.unflushed == () for disk in machine.disks.values()), "what was read counts only once it is durable"
 
     run(scenario())
 
@@ -291,10 +294,10 @@ def test_an_unpublished_step_that_a_later_epoch_did_not_count_on_does_not_come_b
     run(scenario())
 
 
-def test_a_store_without_any_commit_gets_a_catalog_of_its_volumes_alone() -> None:
+def test_a_store_without_any_record_gets_a_catalog_of_its_volumes_alone() -> None:
     async def scenario() -> None:
         machine = machine_of(2)
-        await create(machine.start(), step=None)
+        machine.start()
         await machine.crash()
         contents = rebuilt(machine)
         assert (contents.namespaces, sorted(contents.volumes)) == ({}, [0, 1])
@@ -314,6 +317,20 @@ def test_nothing_is_rebuilt_where_no_step_is_proven() -> None:
         check_rebuildable(report.found, report.proofs)
 
 
+def test_nothing_is_rebuilt_where_records_are_left_and_no_note_tells_of_which_step() -> None:
+    """An empty catalog would give their room away."""
+
+    def erase(machine: Machine, report: Report) -> None:
+        superblock = report.found.superblocks[0]
+        start = superblock.note_at(0, 0)
+        disks_of(machine.volumes)[0].write(start, bytes(superblock.extents_at - start))
+
+    report = damaged(erase)
+    assert report.found.records
+    with pytest.raises(CatalogError, match="records of eval, moe are there, but no commit note"):
+        check_rebuildable(report.found, report.proofs)
+
+
 def test_nothing_is_rebuilt_without_every_volume_that_was_given() -> None:
     def erase(machine: Machine, report: Report) -> None:
         disks_of(machine.volumes)[1].write(0, bytes(1 << 20))
@@ -329,44 +346,50 @@ def test_without_any_superblock_nothing_is_rebuilt() -> None:
         check_rebuildable(report.found, report.proofs)
 
 
-# --- the swap
+def test_a_namespace_that_did_not_come_back_may_be_made_anew_beside_its_remains() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=1)
+        store = machine.start()
+        await create(store, "kept")
+        view = await create(store, step=0)  # `moe`
+        await commit(store, view, 1, keys_of(view))
+        view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
+        await commit(store, view, 2, keys_of(view))
+        await machine.crash()
+        found = survey_of(machine)
+        (disk,) = disks_of(machine.volumes).values()
+        for one in found.records:  # a byte of each rots
+            if one.namespace == "moe":
+                machine.disks[0].corrupt(one.offset + 4096)
+        report = examine(survey_of(machine), None)
+        assert (sorted(report.proofs["kept"].steps), report.proofs["moe"].steps) == ([0], {})
+        restore_notes(report.found, report.proofs, {0: disk})
+        machine.catalog = machine.durable = MemoryCatalog(store_uuid=found.store or b"")
+        fill(machine.catalog, new_contents(report.found, report.proofs))
+        store = machine.start()
+        await create(store)
+        contents = machine.catalog.load()
+        assert sorted(contents.namespaces["moe"].steps) == [0]
+        again = examine(survey_of(machine), contents)
+        assert [one.describe() for one in again.findings] == []
+        assert sorted(again.proofs["moe"].steps) == [0]
+        await machine.crash()
+
+    run(scenario())
 
 
-def change_of(name: str) -> Change:
-    schema: dict[str, object] = {"kind": "param", "fields": [["w", [4], "uint8"]], "gradient_dtype": ""}
-    return Change(put_namespaces=(NamespaceRow(name, schema, (0,), 1, epoch=2, sequence=1),))
+def test_the_size_of_a_volume_is_that_of_its_whole_pages() -> None:
+    """A file may be longer by less than a page; no daemon uses that."""
+    report = damaged(lambda machine, _: None)
+    (disk,) = report.found.disks.values()
+    report.found.disks = {0: Longer(disk)}
+    (row,) = new_contents(report.found, report.proofs).put_volumes
+    assert row.size_bytes == disk.size_bytes
 
 
-def names_in(path: Path) -> list[str]:
-    catalog = LmdbCatalog(path)
-    try:
-        return list(catalog.load().namespaces)
-    finally:
-        catalog.close()
+class Longer:
+    """`inner`, as a file that is longer by a few bytes."""
 
-
-def test_the_old_catalog_is_kept_under_the_next_free_name(tmp_path: Path) -> None:
-    assert replace_catalog(tmp_path, STORE, change_of("first")) is None
-    assert replace_catalog(tmp_path, STORE, change_of("second")) == tmp_path / "catalog.before-rebuild-1"
-    assert replace_catalog(tmp_path, STORE, change_of("third")) == tmp_path / "catalog.before-rebuild-2"
-    found = {path.name: names_in(path) for path in tmp_path.iterdir()}
-    assert found == {"catalog": ["third"], "catalog.before-rebuild-1": ["first"], "catalog.before-rebuild-2": ["second"]}
-
-
-def test_what_an_interrupted_rebuild_left_is_made_anew(tmp_path: Path) -> None:
-    (tmp_path / "catalog.rebuilding").mkdir()
-    (tmp_path / "catalog.rebuilding" / "data.mdb").write_bytes(b"half")
-    replace_catalog(tmp_path, STORE, change_of("moe"))
-    assert [path.name for path in tmp_path.iterdir()] == ["catalog"]
-
-
-def test_a_catalog_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_catalog(tmp_path, STORE, change_of("first"))
-
-    def refuse(one: Path, other: Path) -> None:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr("paramstore.fsck.rebuild._exchange", refuse)
-    with pytest.raises(CatalogError, match="cannot be replaced"):
-        replace_catalog(tmp_path, STORE, change_of("second"))
-    assert names_in(tmp_path / "catalog") == ["first"]
+    def __init__(self, inner: Disk) -> None:
+        self.index, self.place, self.size_bytes = inner.index, inner.place, inner.size_bytes + 100
+        self.read = inner.read

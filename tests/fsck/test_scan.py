@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import pytest
 
 from paramstore.core.place import Identity
 from paramstore.core.schema import Schema
+from paramstore.errors import VolumeError
 from paramstore.fsck import scan as scan_module
+from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import Superblock
 from paramstore.fsck.scan import Found, scan
 from paramstore.storage.format import Header, chunk_checksums, pack_header
@@ -37,7 +42,11 @@ def disk() -> MemoryDisk:
 
 
 def found_on(disk: MemoryDisk) -> list[Found]:
-    return list(scan(disk, SUPERBLOCK, LAYOUTS, lambda _: None))
+    return records_of(scan(disk, SUPERBLOCK, LAYOUTS, lambda _: None))
+
+
+def records_of(told: Iterable[Found | Finding]) -> list[Found]:
+    return [one for one in told if isinstance(one, Found)]
 
 
 def places(found: list[Found]) -> list[tuple[int, int, bool]]:
@@ -107,10 +116,75 @@ def test_a_record_that_the_volume_cuts_off_is_damaged(disk: MemoryDisk) -> None:
 
 def test_without_a_description_a_record_is_not_called_whole(disk: MemoryDisk) -> None:
     disk.write(START, image_of(1))
-    (record,) = scan(disk, SUPERBLOCK, {}, lambda _: None)
-    assert "what its namespace is made of" in (record.damage or "")
-    (other,) = scan(disk, SUPERBLOCK, {"moe": LARGE}, lambda _: None)
+    (record,) = records_of(scan(disk, SUPERBLOCK, {}, lambda _: None))
+    assert "says what its namespace is made of" in (record.damage or "")
+    (other,) = records_of(scan(disk, SUPERBLOCK, {"moe": LARGE}, lambda _: None))
     assert "its schema of others" in (other.damage or "")
+
+
+@dataclass
+class BadPages:
+    """`inner`, some pages of which no read reaches."""
+
+    inner: MemoryDisk
+    bad: frozenset[int]
+    reads: int = 0
+
+    index = 0
+    place = "volume 0"
+
+    @property
+    def size_bytes(self) -> int:
+        return self.inner.size_bytes
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        self.reads += 1
+        if any(offset_bytes <= page < offset_bytes + length_bytes for page in self.bad):
+            raise VolumeError(f"{length_bytes} bytes at offset {offset_bytes}: Input/output error")
+        return self.inner.read(offset_bytes, length_bytes)
+
+
+def test_pages_that_cannot_be_read_hide_no_record_but_those_on_them(disk: MemoryDisk) -> None:
+    offsets = [START + number * PART.image_bytes for number in range(4)]
+    for number, offset in enumerate(offsets):
+        disk.write(offset, image_of(number))
+    free = START + (3 << 20)
+    bad = BadPages(disk, frozenset({offsets[1] + PAGE, offsets[2], free, free + PAGE}))
+    told = list(scan(bad, SUPERBLOCK, LAYOUTS, lambda _: None))
+    records = [one for one in told if isinstance(one, Found)]
+    assert places(records) == [(offsets[0], 0, True), (offsets[1], 1, False), (offsets[3], 3, True)]
+    assert "Input/output error" in (records[1].damage or "")
+    unread = [(one.offset, one.what.split(":")[0]) for one in told if isinstance(one, Finding)]
+    assert unread == [
+        (offsets[1] + PAGE, "4096 bytes cannot be read"), (offsets[2], "4096 bytes cannot be read"),
+        (free, "8192 bytes cannot be read"),
+    ]  # fmt: skip
+    done: list[int] = []
+    list(scan(bad, SUPERBLOCK, LAYOUTS, done.append))
+    assert sum(done) == disk.size_bytes
+
+
+def test_a_header_of_which_a_page_cannot_be_read_is_none(disk: MemoryDisk) -> None:
+    part = Schema.param({"w": ((600 << 20,), "uint8")}).stored
+    assert part.header_bytes > PAGE
+    header = pack_header(Header(STORE, "huge", (0, 0), Identity(1, 1), 1, 0, 0, (0,) * len(part.chunks())), part)
+    disk.write(START, header)
+    (found,) = scan(disk, SUPERBLOCK, {"huge": part}, lambda _: None)
+    assert isinstance(found, Found)
+    assert "ends beyond" in (found.damage or "")
+    (one,) = scan(BadPages(disk, frozenset({START + PAGE})), SUPERBLOCK, {"huge": part}, lambda _: None)
+    assert isinstance(one, Finding)
+
+
+def test_a_device_that_gives_nothing_more_is_given_up(disk: MemoryDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_module, "UNREADABLE_BYTES_MAX", 16 * PAGE)
+    disk.write(START, image_of(1))
+    bad = BadPages(disk, frozenset(range(START + (1 << 20), disk.size_bytes, PAGE)))
+    told = scan(bad, SUPERBLOCK, LAYOUTS, lambda _: None)
+    assert isinstance(next(told), Found)
+    with pytest.raises(VolumeError, match="nothing more can be read from offset"):
+        next(told)
+    assert bad.reads < 100
 
 
 def test_progress_adds_up_to_the_size_of_the_volume(disk: MemoryDisk) -> None:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from paramstore.core.key import KeySpace
+from paramstore.core.schema import Schema
+from paramstore.fsck import scan as scan_module
 from paramstore.fsck.survey import survey
-from paramstore.storage.format import SUPERBLOCK_COPIES, Superblock, pack_superblock
+from paramstore.storage.format import (
+    SUPERBLOCK_COPIES,
+    CommitNote,
+    Superblock,
+    note_offsets,
+    pack_description,
+    pack_note,
+    pack_superblock,
+)
 from paramstore.storage.notes import format_volume
 from paramstore.testing.machine import Machine
 from paramstore.testing.memory_disk import MemoryDisk, disks_of, eventful, survey_of
@@ -59,16 +70,41 @@ def test_a_volume_of_another_store_or_in_another_place_is_left_out() -> None:
 def test_a_volume_that_cannot_be_read_is_a_finding() -> None:
     volume = volume_of(0)
     found = survey([MemoryDisk(FaultyVolume(volume, [Fault("read", 1, forever=True)]))])
-    assert "cannot be read" in found.findings[0].what
+    assert [one.offset for one in found.findings] == list(SUPERBLOCK_COPIES)
+    assert found.superblocks == {}
     found = survey([MemoryDisk(FaultyVolume(volume, [Fault("read", 3)]))])
     assert [one.offset for one in found.findings] == [found.superblocks[0].note_at(0, 0)]
 
 
-def test_a_search_that_a_device_ends_is_a_finding() -> None:
+@pytest.mark.parametrize("copy", [0, 1])
+def test_a_superblock_that_cannot_be_read_is_named_and_the_other_used(copy: int) -> None:
+    found = survey([MemoryDisk(FaultyVolume(volume_of(0), [Fault("read", 1 + copy)]))])
+    assert [one.offset for one in found.findings] == [SUPERBLOCK_COPIES[copy]]
+    assert list(found.superblocks) == [0]
+
+
+def test_a_search_that_a_device_ends_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_module, "UNREADABLE_BYTES_MAX", 1 << 20)
     volume = volume_of(0)
     reads = 2 + 2 * 4  # superblocks and note slots, two copies each
-    found = survey([MemoryDisk(FaultyVolume(volume, [Fault("read", reads + 1)]))])
+    found = survey([MemoryDisk(FaultyVolume(volume, [Fault("read", reads + 1, forever=True)]))])
     assert "the search for records ended early" in found.findings[0].what
+
+
+def test_notes_of_one_age_that_differ_are_not_one() -> None:
+    """As where a namespace was made anew under its old name, and one copy of a note is of the one before."""
+
+    def note(extra: bytes) -> list[memoryview]:
+        description = pack_description(Schema.param({"w": ((4,), "uint8")}), KeySpace.of(1, 1))
+        return [memoryview(bytearray(pack_note(CommitNote("moe", 1, 1, 1, None, 0, 0, description=description, extra=extra))))]
+
+    volume = volume_of(0)
+    for copy, offset in enumerate(note_offsets(Superblock(STORE, bytes(16), 0, note_slots=4), 2)):
+        volume.write(offset, note(b"%d" % copy))
+    found = survey([MemoryDisk(volume)])
+    assert sorted((one.note.extra, one.places) for one in found.notes) == [
+        (b"0", frozenset({(0, 0)})), (b"1", frozenset({(0, 1)})),
+    ]  # fmt: skip
 
 
 def test_equal_notes_of_all_volumes_are_one() -> None:

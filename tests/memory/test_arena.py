@@ -154,6 +154,22 @@ def test_an_upload_area_takes_no_memory_before_it_is_used() -> None:
     segment.close()
 
 
+def test_an_upload_area_takes_nothing_of_the_pool_of_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client could punch holes that an empty pool cannot fill again: the daemon's next look would be a bus error."""
+    asked: list[int] = []
+    create = os.memfd_create
+
+    def memfd_create(name: str, flags: int) -> int:
+        asked.append(flags)
+        return create(name, flags & ~os.MFD_HUGETLB & ~os.MFD_HUGE_2MB)
+
+    monkeypatch.setattr(arena.os, "memfd_create", memfd_create)
+    segment = allocate_upload(LENGTH_BYTES, PageReport(PageKind.HUGETLB, PageKind.HUGETLB, ""))
+    segment.close()
+    assert asked
+    assert not any(flags & os.MFD_HUGETLB for flags in asked)
+
+
 def test_fds_are_not_inherited_by_programs() -> None:
     segment = allocate_shared(LENGTH_BYTES, SMALL)
     assert segment.fd is not None

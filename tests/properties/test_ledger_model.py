@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import StepDropped, StepFailed
 from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, StepRow
+from paramstore.storage.format import combine_roots
 from paramstore.storage.ledger import Ledger, Publication
 from paramstore.testing.catalogs import MemoryCatalog
+from paramstore.testing.state_machines import run_fixed, run_new
 
 KEYS = [(layer, expert) for layer in (0, 3) for expert in range(3)]
+CHANGED = st.sets(st.sampled_from(KEYS))
+HELD = st.sets(st.integers(0, 40), max_size=6)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -29,6 +32,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.catalog.load()
         self.catalog.apply(Change(put_namespaces=(row,)))
         self.maps: dict[int, dict[tuple[int, int], Located]] = {}
+        self.prepared: tuple[int, dict[tuple[int, int], Located]] | None = None
+        """A step that is durable and not committed, and its whole map."""
         self.extents = self.sequence = 0
         self.used: set[Extent] = set()
         self.cuts: dict[Located, int] = {}
@@ -52,9 +57,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.settle(publication)
         self.used -= set(publication.freed)
 
-    @rule(gap=st.integers(1, 3), changed=st.sets(st.sampled_from(KEYS)), held=st.sets(st.integers(0, 40), max_size=6))
-    def commit(self, gap: int, changed: set[tuple[int, int]], held: set[int]) -> None:
-        step = max(self.maps, default=0) + gap
+    def _records(self, changed: set[tuple[int, int]]) -> dict[tuple[int, int], Located]:
+        """New records of the next cut."""
         records = {}
         for key in changed:
             self.extents += 1
@@ -63,11 +67,60 @@ class LedgerMachine(RuleBasedStateMachine):
             self.used.add(extent)
         self.sequence += 1
         self.cuts.update(dict.fromkeys(records.values(), self.sequence))
-        row = StepRow(step, self.sequence, note_slot=self.sequence, record_count=len(records), extra=b"")
+        return records
+
+    def _make_step(
+        self, gap: int, records: dict[tuple[int, int], Located], held: set[int], *, is_prepared: bool = False
+    ) -> tuple[int, dict[tuple[int, int], Located], Publication]:
+        """Number and whole map of the next step, and its plan."""
+        step = max(self.maps, default=0) + gap
         newest = self.maps[max(self.maps)] if self.maps else {}
-        self.maps[step] = {**newest, **records}
-        self._publish(self.ledger.plan_publish(row, records, held))
+        content = {**newest, **records}
+        roots = [(key, located.root) for key, located in records.items()]
+        combined = combine_roots((key, located.root) for key, located in content.items())
+        assert self.ledger.state_root(self.sequence, roots) == combined
+        row = StepRow(
+            step, self.sequence, note_slot=self.sequence, record_count=len(records), extra=b"", is_prepared=is_prepared
+        )
+        return step, content, self.ledger.plan_publish(row, records, held)
+
+    @precondition(lambda self: self.prepared is None)
+    @rule(gap=st.integers(1, 3), changed=CHANGED, held=HELD)
+    def commit(self, gap: int, changed: set[tuple[int, int]], held: set[int]) -> None:
+        step, self.maps[step], publication = self._make_step(gap, self._records(changed), held)
+        self._publish(publication)
         self._drop_unseen(held)
+
+    @precondition(lambda self: self.prepared is None)
+    @rule(gap=st.integers(1, 3), changed=CHANGED, held=HELD, is_prepared=st.booleans())
+    def commit_that_fails(self, gap: int, changed: set[tuple[int, int]], held: set[int], is_prepared: bool) -> None:
+        records = self._records(changed)
+        self._make_step(gap, records, held, is_prepared=is_prepared)
+        self.used -= {located.extent for located in records.values()}
+
+    @precondition(lambda self: self.prepared is None and self.maps)
+    @rule(gap=st.integers(1, 3), changed=CHANGED)
+    def prepare(self, gap: int, changed: set[tuple[int, int]]) -> None:
+        step, content, publication = self._make_step(gap, self._records(changed), set(), is_prepared=True)
+        assert not publication.freed, "nothing goes for a step that may not come"
+        self._publish(publication)
+        self.prepared = (step, content)
+
+    @precondition(lambda self: self.prepared is not None)
+    @rule(held=HELD)
+    def finalize(self, held: set[int]) -> None:
+        assert self.prepared is not None
+        step, self.maps[step] = self.prepared
+        self.prepared = None
+        self._publish(self.ledger.plan_finalize(held))
+        self._drop_unseen(held)
+
+    @precondition(lambda self: self.prepared is not None)
+    @rule()
+    def reopen_at_the_prepared_step(self) -> None:
+        """A new epoch begins, nothing goes."""
+        assert self.prepared is not None
+        self._publish(self.ledger.plan_rollback(self.prepared[0]))
 
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
@@ -77,7 +130,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.plan_rollback(step)
             return
         epoch, newest = self.ledger.namespace.epoch, max(self.maps, default=0)
-        self.undone |= set(self.maps.get(newest, {}).values()) - set(self.maps.get(step, {}).values())
+        gone = self.prepared[1] if self.prepared is not None else self.maps.get(newest, {})
+        self.undone |= set(gone.values()) - set(self.maps.get(step, {}).values())
+        self.prepared = None
         self._publish(self.ledger.plan_rollback(step))
         self.maps = {kept: content for kept, content in self.maps.items() if step is not None and kept <= step}
         assert self.ledger.namespace.epoch == epoch + 1
@@ -90,7 +145,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.snapshots.add(step)
 
     @precondition(lambda self: self.snapshots)
-    @rule(data=st.data(), held=st.sets(st.integers(0, 40), max_size=6))
+    @rule(data=st.data(), held=HELD)
     def drop_snapshot(self, data: st.DataObject, held: set[int]) -> None:
         step = data.draw(st.sampled_from(sorted(self.snapshots)))
         self._publish(self.ledger.plan_drop_snapshot(step, held))
@@ -112,13 +167,15 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def every_visible_step_is_whole(self) -> None:
         assert self.ledger.steps() == sorted(self.maps)
+        assert self.ledger.prepared_step == (None if self.prepared is None else self.prepared[0])
         assert self.ledger.snapshots() == sorted(self.snapshots)
-        for step, content in self.maps.items():
+        for step, content in [*self.maps.items(), *([] if self.prepared is None else [self.prepared])]:
             assert {key: self.ledger.at(key, step) for key in KEYS} == {key: content.get(key) for key in KEYS}
 
     @invariant()
     def exactly_what_a_visible_step_sees_is_kept(self) -> None:
-        seen = {located.extent for content in self.maps.values() for located in content.values()}
+        prepared = {} if self.prepared is None else self.prepared[1]
+        seen = {located.extent for content in (*self.maps.values(), prepared) for located in content.values()}
         assert set(self.ledger.extents()) == seen == self.used
 
     @invariant()
@@ -129,10 +186,17 @@ class LedgerMachine(RuleBasedStateMachine):
     def a_record_counts_exactly_if_its_epoch_s_bound_reaches_it(self) -> None:
         row = self.ledger.namespace
         bounds = {**dict(row.epoch_bounds), row.epoch: row.sequence}
-        for content in self.maps.values():
+        prepared = {} if self.prepared is None else self.prepared[1]
+        for content in (*self.maps.values(), prepared):
             assert all(self.cuts[located] <= bounds[located.identity.epoch] for located in content.values())
         assert all(self.cuts[located] > bounds.get(located.identity.epoch, 0) for located in self.undone)
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
-TestLedgerMachine = pytest.mark.slow(LedgerMachine.TestCase)
+@pytest.mark.slow
+def test_every_visible_step_is_whole_and_nothing_else_is_kept() -> None:
+    run_fixed(LedgerMachine)
+
+
+@pytest.mark.slow
+def test_the_same_in_lives_that_no_run_had_before(capsys: pytest.CaptureFixture[str]) -> None:
+    run_new(LedgerMachine, capsys)

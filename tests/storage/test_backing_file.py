@@ -1,11 +1,13 @@
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paramstore.errors import VolumeError
+from paramstore.storage import backing_file
 from paramstore.storage.backing_file import BackingFile, volume_path
 from paramstore.testing.volumes import page_aligned
 
@@ -71,14 +73,37 @@ def test_an_empty_file_is_no_volume(tmp_path: Path) -> None:
         BackingFile.open(tmp_path, index=0)
 
 
-def test_opened_file_has_the_bytes_and_size_it_was_left_with(tmp_path: Path, file: BackingFile) -> None:
+def test_opened_file_has_the_bytes_and_size_it_was_left_with(tmp_path: Path) -> None:
+    file = BackingFile.create(tmp_path, index=3, size_bytes=SIZE_BYTES)
     data, found = page_aligned(8192, seed=1), page_aligned(8192)
     file.write(4096, [data])
+    file.close()
     again = BackingFile.open(tmp_path, index=3)
     again.read(4096, [found])
     again.close()
     assert again.size_bytes == SIZE_BYTES
     assert found == data
+
+
+def test_an_open_file_is_refused_to_others_and_free_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = BackingFile.create(tmp_path, index=3, size_bytes=SIZE_BYTES)
+    monkeypatch.setattr(backing_file, "LOCK_PAUSE_S", 0.0)
+    with pytest.raises(VolumeError, match=r"volume 3 .* is in use by another process: stop that daemon or fsck first"):
+        BackingFile.open(tmp_path, index=3)
+    file.close()
+    BackingFile.open(tmp_path, index=3).close()
+
+
+def test_whoever_closes_the_file_in_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = BackingFile.create(tmp_path, index=3, size_bytes=SIZE_BYTES)
+
+    class Pause(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            file.close()
+            return True
+
+    monkeypatch.setattr(threading, "Event", Pause)
+    BackingFile.open(tmp_path, index=3).close()
 
 
 @pytest.mark.parametrize("left_bytes", [0, 4096, 6000])

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from paramstore.core.place import Extent
-from paramstore.errors import CatalogError
+from paramstore.errors import CatalogError, VolumeError
 from paramstore.storage.extents import Space
 
 PAGE = 4096
@@ -414,3 +414,71 @@ def test_fifteen_thousand_extents_come_and_go() -> None:
         made.release(held)
     assert made.free_bytes == 15_000 * 4 * PAGE
     assert made.missing_bytes(15_001, 4 * PAGE) == 4 * PAGE
+
+
+# --- fenced volumes
+
+
+def fence(made: Space, volume: int) -> None:
+    made.fences.fail_flush(volume, VolumeError("as planned"))
+
+
+def test_a_fenced_volume_gives_no_extent_and_the_others_do() -> None:
+    made = space(4, volumes=2)
+    fence(made, 0)
+    assert made.reserve_many(4, PAGE) == [extent(page, volume=1) for page in range(4)]
+    assert made.reserve(PAGE) is None
+    assert made.missing_bytes(1, PAGE) == PAGE
+
+
+def test_what_is_free_on_a_fenced_volume_counts_for_nobody() -> None:
+    made = space(4, volumes=2)
+    fence(made, 0)
+    assert (made.free_bytes, made.free_bytes_of(0), made.lost_bytes()) == (4 * PAGE, 0, 4 * PAGE)
+    assert [(stats.free_bytes, stats.fenced) for stats in made.stats()] == [(0, "a flush failed: as planned"), (4 * PAGE, None)]
+    made.entitle("a", 3 * PAGE)
+    assert made.reserve_many(2, PAGE, owner="b") is None, "a's share is on what is left"
+    assert made.reserve(PAGE, owner="b") is not None
+
+
+def test_what_is_missing_counts_nothing_of_a_fenced_volume() -> None:
+    made = space(4, volumes=2)
+    made.entitle("a", 8 * PAGE)
+    fence(made, 0)
+    assert made.missing_bytes(8, PAGE, owner="a") == 4 * PAGE
+
+
+def test_an_extent_of_a_fenced_volume_stays_held_and_is_not_handed_out_again() -> None:
+    made = space(2, volumes=2)
+    held = made.reserve_many(2, PAGE)
+    assert held is not None
+    assert {found.volume for found in held} == {0, 1}
+    fence(made, 0)
+    made.pin(extent(0))
+    made.release(extent(0))
+    made.unpin(extent(0))
+    assert made.freed == 1, "who waits for space looks, and learns that there is none"
+    assert made.reserve_many(2, PAGE) is None
+    assert made.reserve(PAGE) == extent(1, volume=1)
+
+
+def test_an_extent_reserved_before_its_volume_was_fenced_is_given_back() -> None:
+    made = space(2, volumes=2)
+    assert [made.unless_fenced(found) for found in (made.reserve(PAGE, avoid=1), None)] == [extent(0), None]
+    fence(made, 0)
+    assert made.unless_fenced(extent(0)) is None
+    assert made.held_bytes("") == 0
+
+
+def test_a_fenced_volume_has_nothing_to_fill() -> None:
+    made = space(4, volumes=2)
+    fence(made, 1)
+    assert made.next_unwritten(1, PAGE) is None
+    assert made.next_unwritten(0, PAGE) == extent(0)
+
+
+def test_a_volume_to_avoid_comes_last_but_comes() -> None:
+    made = space(2, volumes=2)
+    assert [made.reserve(PAGE, avoid=0) for _ in range(3)] == [
+        extent(0, volume=1), extent(1, volume=1), extent(0, volume=0)
+    ]  # fmt: skip

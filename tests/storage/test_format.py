@@ -38,6 +38,8 @@ from paramstore.storage.format import (
     unpack_note,
     unpack_superblock,
 )
+from paramstore.storage.sealing import seal
+from paramstore.storage.volume import Granularity
 
 STORE = bytes(range(16))
 PART = Schema.adamw({"gate_up": (600, 700), "down": (3, 5)}).stored
@@ -196,10 +198,19 @@ def test_an_image_that_ends_before_its_chunks_is_a_bug() -> None:
 
 
 def test_superblock_fills_a_page_and_comes_back_whole() -> None:
-    superblock = Superblock(STORE, bytes(range(16, 32)), index=3, note_slots=5)
+    superblock = Superblock(STORE, bytes(range(16, 32)), index=3, note_slots=5, granularity=Granularity.CACHE_LINE)
     data = pack_superblock(superblock)
     assert len(data) == SUPERBLOCK_BYTES
     assert unpack_superblock(data) == superblock
+
+
+def test_a_superblock_with_a_granularity_that_nobody_knows_is_refused() -> None:
+    data = bytearray(pack_superblock(Superblock(STORE, STORE, 0)))
+    assert unpack_superblock(data).granularity is Granularity.FILE
+    data[64] = 4
+    seal(data, b"PSVOLUME", len(data))
+    with pytest.raises(CorruptRecord, match="superblock with granularity 4; 0 to 3 are known"):
+        unpack_superblock(data)
 
 
 @pytest.mark.slow
@@ -355,7 +366,7 @@ def test_values_lie_where_the_document_says() -> None:
     assert struct.unpack_from("<6Q", note, 169) == (0, 5, 1, 7, 2, 11)
     assert struct.unpack_from("<qQIB8s", note, 169 + 48) == (90, 11, 7, 1, b"whatmore")
     assert struct.unpack_from("<8sII", note) == (b"PSCOMMIT", 1, 169 + 3 * 16 + 21 + 8)
-    superblock = pack_superblock(Superblock(STORE, bytes(16), index=3, note_slots=5))
+    superblock = pack_superblock(Superblock(STORE, bytes(16), index=3, note_slots=5, granularity=Granularity.BYTE))
     assert superblock[:8] + superblock[24:40] == b"PSVOLUME" + STORE
-    assert struct.unpack_from("<II", superblock, 56) == (3, 5)
+    assert struct.unpack_from("<III", superblock, 56) == (3, 5, 3)
     assert extents_start_bytes(Superblock(STORE, STORE, 0)) == 11 << 20

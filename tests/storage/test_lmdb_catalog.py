@@ -77,6 +77,19 @@ def test_a_flipped_bit_in_any_value_is_found_and_the_row_named(filled: Path) -> 
     LmdbCatalog(filled).load()
 
 
+def test_a_volume_s_row_from_before_its_bytes_were_counted_counts_from_zero(filled: Path) -> None:
+    key = catalog_rows.volume_key(2)
+    rewrite(filled, key, catalog_rows._seal(key, (b"v" * 16, 1 << 30, 4096)))
+    catalog = LmdbCatalog(filled)
+    assert catalog.load().volumes[2] == VolumeRow(2, b"v" * 16, 1 << 30, 4096, 0)
+    counted = VolumeRow(2, b"v" * 16, 1 << 30, 4096, 77)
+    catalog.apply(Change(put_volumes=(counted,)))
+    catalog.close()
+    catalog = LmdbCatalog(filled)
+    assert catalog.load().volumes[2] == counted
+    catalog.close()
+
+
 def test_a_value_under_another_key_is_found(filled: Path) -> None:
     row = catalog_rows.row_key(1, (3, 1), 7)
     rewrite(filled, catalog_rows.row_key(1, (3, 2), 7), values(filled)[row])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -60,6 +61,32 @@ def test_a_link_in_place_of_the_lock_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot open its lock file"):
         StoreLock.take(tmp_path)
     assert victim.read_text() == "precious"
+
+
+def test_another_name_of_a_file_is_not_taken_for_the_lock_file(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "lock").hardlink_to(victim)
+    with pytest.raises(ConfigError, match="2 names"):
+        StoreLock.take(tmp_path)
+    assert victim.read_text() == "precious"
+
+
+def test_a_fifo_in_place_of_the_lock_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        StoreLock.take(tmp_path)
+
+
+def test_a_lock_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, length_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("paramstore.storage.lock.os.ftruncate", refuse)
+    with pytest.raises(ConfigError, match=r"lock: cannot be written: .*No space"):
+        StoreLock.take(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

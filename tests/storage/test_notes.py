@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paramstore.errors import CorruptRecord, VolumeError
@@ -16,7 +18,7 @@ from paramstore.storage.format import (
 )
 from paramstore.storage.notes import copy_notes, format_volume, read_note, read_superblock, write_note
 from paramstore.storage.volume import Volume
-from paramstore.testing.volumes import Fault, FaultyVolume, MemoryVolume, keep_none
+from paramstore.testing.volumes import Fault, FaultyVolume, MemoryVolume, keep_none, keep_random
 
 SUPERBLOCK = Superblock(store_uuid=b"s" * 16, volume_uuid=b"v" * 16, index=0, note_slots=4)
 STRANGER = Superblock(store_uuid=b"t" * 16, volume_uuid=b"w" * 16, index=0, note_slots=4)
@@ -87,6 +89,28 @@ def test_a_half_made_volume_of_this_store_is_formatted_anew_without_its_notes(vo
         read_note(volume, anew, 2)
 
 
+def test_a_volume_whose_superblocks_are_both_damaged_is_not_taken_for_a_blank_one(volume: MemoryVolume) -> None:
+    write_note(volume, SUPERBLOCK, 2, NOTE)
+    for offset_bytes in SUPERBLOCK_COPIES:
+        spoil(volume, offset_bytes)
+    with pytest.raises(VolumeError, match=r"has no superblock, but bytes at .* and on: it is not overwritten"):
+        format_volume(volume, SUPERBLOCK)
+    assert read_note(volume, SUPERBLOCK, 2) == NOTE
+
+
+def test_a_crash_while_a_volume_is_formatted_anew_leaves_one_that_can_be(volume: MemoryVolume) -> None:
+    for seed in range(50):
+        twin = blank()
+        format_volume(twin, SUPERBLOCK)
+        write_note(twin, SUPERBLOCK, 2, NOTE)
+        twin.flush()
+        with pytest.raises(VolumeError, match="write number"):
+            format_volume(FaultyVolume(twin, [Fault("write", 1 + seed % 4)]), SUPERBLOCK)
+        twin.crash(keep_random(seed))
+        format_volume(twin, SUPERBLOCK)
+        assert read_superblock(twin) == SUPERBLOCK
+
+
 def test_a_volume_without_room_for_extents_is_refused() -> None:
     size_bytes = extents_start_bytes(SUPERBLOCK)
     with pytest.raises(VolumeError, match=f"take {size_bytes}"):
@@ -101,6 +125,11 @@ def test_a_note_comes_back_from_its_slot_only(volume: MemoryVolume, slot: int) -
         with pytest.raises(CorruptRecord, match=f"commit note in slot {other}"):
             read_note(volume, SUPERBLOCK, other)
     assert read_superblock(volume) == SUPERBLOCK
+
+
+def test_a_note_tells_how_many_bytes_it_took_whole_pages_of_what_it_says_and_both_copies(volume: MemoryVolume) -> None:
+    assert write_note(volume, SUPERBLOCK, 0, NOTE) == 2 * 4096
+    assert write_note(volume, SUPERBLOCK, 1, replace(NOTE, extra=bytes(10_000))) == 2 * 3 * 4096
 
 
 @pytest.mark.parametrize("copy", range(2))

@@ -6,15 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from paramstore.daemon.assembly import adopt_new_volumes
 from paramstore.errors import VolumeError
 from paramstore.storage.backing_file import volume_path
+from paramstore.storage.notes import read_superblock
 from paramstore.storage.pmem_volume import PmemVolume
+from paramstore.storage.recovery import open_store
+from paramstore.storage.volume import Granularity, granularity_of
+from paramstore.testing.catalogs import MemoryCatalog
+from paramstore.testing.journal import Flushed, Journal, Persisted, Wrote
+from paramstore.testing.pmem_lines import Pmem
 from paramstore.testing.volume_contract import VolumeContract
-from paramstore.testing.volumes import page_aligned
+from paramstore.testing.volumes import MemoryVolume, page_aligned
 from paramstore_native import libpmem2
 
 pytestmark = [pytest.mark.pmem, pytest.mark.skipif(bool(libpmem2.missing_reason()), reason=libpmem2.missing_reason())]
 SIZE_BYTES = 8 << 20
+STORE_BYTES = 16 << 20
 SHARED_MEMORY = Path("/dev/shm")
 
 RUN_CONTRACT = """
@@ -91,6 +99,44 @@ def test_flush_reports_a_failing_device(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(VolumeError, match="flush failed: Input/output error"):
         volume.flush()
     volume.close()
+
+
+def test_where_the_granularity_is_forced_flush_trusts_it_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setenv(libpmem2.FORCE_VARIABLE, "BYTE")
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    volume = PmemVolume.create(tmp_path, index=0, size_bytes=SIZE_BYTES)
+    monkeypatch.setattr(type(volume._mapping), "persists_writes", True)
+    volume.flush()
+    assert len(synced) == 1
+    assert "`flush` makes writes durable" in str(volume.describe()["reason"])
+    volume.close()
+
+
+def test_where_every_write_persists_there_is_nothing_to_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(libpmem2.FORCE_VARIABLE, raising=False)
+    for granularity, is_flushed in (("byte", False), ("cache_line", False), ("page", True)):
+        journal = Journal()
+        volume = Pmem(0, journal, granularity=granularity, size_bytes=SIZE_BYTES).volume()
+        assert granularity_of(volume).persists_writes is not is_flushed
+        volume.write(4096, [page_aligned(4096, seed=1)])
+        volume.flush()
+        kinds = [type(event) for event in journal.events]
+        assert kinds == [Wrote, Flushed if is_flushed else Persisted]
+
+
+def test_a_store_made_on_persistent_memory_is_refused_on_pages_and_opens_as_a_file() -> None:
+    made = Pmem(0, Journal(), granularity="cache_line", size_bytes=STORE_BYTES)
+    catalog = MemoryCatalog()
+    contents = catalog.load()
+    adopt_new_volumes(catalog, contents, {0: made.volume()})
+    assert read_superblock(made.volume()).granularity is Granularity.CACHE_LINE
+    assert open_store(contents, {0: made.volume()}).superblocks[0].granularity is Granularity.CACHE_LINE
+    moved = Pmem(0, Journal(), granularity="page", size_bytes=STORE_BYTES)
+    moved.image[:] = made.image
+    with pytest.raises(VolumeError, match=r"volume 0 .* was made on persistent memory, .* cache_line, and has .* page"):
+        open_store(contents, {0: moved.volume()})
+    open_store(contents, {0: MemoryVolume.of(made.image, index=0)})
 
 
 def test_a_truncated_file_is_an_error_and_no_signal(tmp_path: Path) -> None:

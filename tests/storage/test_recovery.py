@@ -12,6 +12,7 @@ from paramstore.storage.catalog import Contents, NamespaceContents, NamespaceRow
 from paramstore.storage.format import CommitNote, Superblock, extents_start_bytes
 from paramstore.storage.notes import copy_notes, format_volume, write_note
 from paramstore.storage.recovery import Recovered, open_store
+from paramstore.storage.volume import Granularity
 from paramstore.testing.volumes import MemoryVolume
 
 STORE = b"s" * 16
@@ -186,3 +187,45 @@ def test_opening_writes_nothing(store: Store) -> None:
         volume.flush()
     store.open()
     assert all(volume.unflushed == () for volume in store.volumes.values())
+
+
+class MappedVolume(MemoryVolume):
+    """One that says it is mapped, with this granularity."""
+
+    granularity: Granularity
+
+    def describe(self) -> dict[str, object]:
+        return {**super().describe(), "granularity": self.granularity.label}
+
+
+def made_with(store: Store, granularity: Granularity) -> None:
+    """Volume 1 was made so."""
+    format_volume(store.volumes[1], replace(superblock(1), granularity=granularity))
+    write_note(store.volumes[1], superblock(1), 1, note(5, 3))
+
+
+def map_with(store: Store, granularity: Granularity) -> None:
+    """Volume 1 is mapped so now."""
+    volume = MappedVolume.of(bytearray(store.volumes[1]._bytes), index=1)
+    volume.granularity = granularity
+    store.volumes[1] = volume
+
+
+@pytest.mark.parametrize("made", list(Granularity))
+@pytest.mark.parametrize("now", [Granularity.PAGE, Granularity.CACHE_LINE, Granularity.BYTE])
+def test_what_was_made_to_persist_at_each_write_is_not_mapped_where_it_would_not(
+    store: Store, made: Granularity, now: Granularity
+) -> None:
+    made_with(store, made)
+    map_with(store, now)
+    if made in (Granularity.CACHE_LINE, Granularity.BYTE) and now is Granularity.PAGE:
+        with pytest.raises(VolumeError, match=f"volume 1 .* was made .* with granularity {made.label}, and has .* page now: mount"):
+            store.open()
+    else:
+        assert store.open().superblocks[1].granularity is made
+
+
+@pytest.mark.parametrize("made", list(Granularity))
+def test_as_an_ordinary_file_a_volume_opens_whatever_it_was_made_with(store: Store, made: Granularity) -> None:
+    made_with(store, made)
+    assert store.open().superblocks[1].granularity is made

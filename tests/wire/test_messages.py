@@ -7,6 +7,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from paramstore.errors import ProtocolError
 from paramstore.wire import messages
 from paramstore.wire.codec import FRAME_BYTES_MAX, LENGTH, decode_answer, decode_request, encode
 from paramstore.wire.messages import EXTRA_BYTES_MAX, KEYS_MAX, Acquire, Answer, Commit, Granted, Message, Push, Request
@@ -23,7 +24,7 @@ EXAMPLES: dict[object, Any] = {
     "bytes": b"\0x",
     "Any": {"a": [1, 2.5, None]},
     "Key": (3, 4),
-    "list[Key]": [(0, 1), (2, 3)],
+    "Keys": [(0, 1), (2, 3)],
     "list[int]": [1, 2],
     "dict[str, Any]": {"kind": "param"},
     "list[tuple[int, int]]": [(1, 4096)],
@@ -34,8 +35,9 @@ EXAMPLES: dict[object, Any] = {
 def example(kind: type[Message]) -> Message:
     """A message of `kind` with every field set."""
     values = []
+    annotations = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).get("__annotations__", {}).items()}
     for field in kind.__struct_fields__:
-        annotation = kind.__annotations__[field].removesuffix(" | None")
+        annotation = annotations[field].removesuffix(" | None")
         values.append(EXAMPLES[annotation])
     return kind(*values)
 
@@ -84,3 +86,11 @@ def test_the_largest_messages_that_the_limits_allow_fit_a_frame() -> None:
     entries = [(4095, 65535, 1 << 31, 1 << 40)] * KEYS_MAX
     for message in (Push(1 << 40, 1, entries), Granted(1 << 40, entries, []), Commit(1, 1, 1, bytes(EXTRA_BYTES_MAX))):
         assert len(encode(message)) <= FRAME_BYTES_MAX
+
+
+def test_a_request_with_more_keys_than_a_namespace_has_is_refused_before_they_are_made() -> None:
+    frame = encode(messages.Prefetch(1, 2, [(0, expert) for expert in range(messages.KEYS_MAX)], "param"))
+    assert len(decode_request(frame[LENGTH.size :]).keys) == messages.KEYS_MAX  # type: ignore[union-attr]
+    frame = encode(messages.Evict(1, 2, [(0, expert) for expert in range(messages.KEYS_MAX + 1)]))
+    with pytest.raises(ProtocolError, match=str(messages.KEYS_MAX)):
+        decode_request(frame[LENGTH.size :])

@@ -1,0 +1,192 @@
+"""The chain of a namespace's steps: what becomes the newest, what goes with it, going back, keeping a step for good.
+
+Every change is one catalog transaction, planned by the ledger; on its return the planner and the note slots follow. All of
+them are serial with the commits of their namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.planner import Planner
+from paramstore.engine.runner import Runner
+from paramstore.engine.transactions import Transactions
+from paramstore.engine.transfers import Transfers
+from paramstore.engine.waiting import until_woken
+from paramstore.errors import ParamStoreError, StepOutOfOrder, StepPrepared
+from paramstore.storage.ledger import Publication
+from paramstore.storage.note_slots import NoteSlots
+
+
+class Chain:
+    """Steps of all namespaces. Whoever calls `publish_newest` has the turn, or the cut."""
+
+    def __init__(
+        self, planner: Planner, transfers: Transfers, runner: Runner, transactions: Transactions, note_slots: NoteSlots, *,
+        stall_s: float,
+    ) -> None:  # fmt: skip
+        self._planner = planner
+        self._transfers = transfers
+        self._runner = runner
+        self._transactions = transactions
+        self._note_slots = note_slots
+        self._stall_s = stall_s
+
+    async def publish_newest(
+        self, namespace: NamespaceState, step: int, plan: Callable[[frozenset[int]], Publication], *, room_rows: int = 0
+    ) -> Publication:
+        """The transaction that makes `step` the committed one. plan: of the steps that readers hold.
+
+        Which steps go is fixed here first; nobody can open one of them any more.
+        """
+        dropped = self._planner.drop_oldest_readers(namespace, step)
+        held = frozenset(namespace.held_steps())
+        namespace.closing_steps = frozenset(namespace.ledger.steps()) - namespace.ledger.visible_steps(held, published=step)
+        try:
+            return await self._transactions.publish(lambda: plan(held), room_rows=room_rows)
+        except ParamStoreError:
+            for view in dropped:
+                view.is_dropped = False
+            raise
+
+    def settle(self, namespace: NamespaceState, publication: Publication) -> None:
+        namespace.ledger.settle(publication)
+        namespace.closing_steps = frozenset()
+        for extent in publication.freed:
+            self._planner.space.release(extent)
+        for slot in publication.freed_note_slots:
+            self._note_slots.free(slot)
+
+    async def finalize(self, namespace: NamespaceState, step: int, *, check: Callable[[], object]) -> None:
+        """On return `step`, which was prepared, is committed; if it is already, nothing happens.
+
+        check: raises what keeps the caller from it, when its turn has come. Raises StepOutOfOrder if another step, or none, is
+        prepared. If it raises CatalogError, the step is prepared as before.
+        """
+        async with namespace.turn:
+            await self.until_no_cut(namespace)
+            check()
+            prepared, committed = namespace.ledger.prepared_step, namespace.committed_step
+            if prepared == step:
+                await self._finalize(namespace)
+            elif prepared is not None or committed != step:
+                raise StepOutOfOrder(
+                    f"finalize({step}) on {namespace.name!r}: step {prepared} is prepared, {committed} is committed"
+                )
+
+    async def _finalize(self, namespace: NamespaceState) -> None:
+        """The caller has the turn, and no commit is under way."""
+        self._transactions.check_accepting()
+        step = namespace.ledger.prepared_step
+        assert step is not None
+        assert namespace.cut is None
+        try:
+            publication = await self.publish_newest(namespace, step, namespace.ledger.plan_finalize)
+        finally:
+            namespace.closing_steps = frozenset()
+        self.settle(namespace, publication)
+        self._see_less(namespace)
+
+    async def until_no_cut(self, namespace: NamespaceState) -> None:
+        """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins. Raises WaitTimeout
+        where nothing moves any more, CatalogError."""
+        while namespace.cut is not None:
+            self._transactions.check_accepting()
+            future = asyncio.get_running_loop().create_future()
+            namespace.cut_waiters.append(future)
+            what = f"the commit of {namespace.name!r} under way"
+            await until_woken(future, self._runner, stall_s=self._stall_s, what=what)
+
+    async def rollback(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
+        """To `to_step`, or (None) to the newest step when the calls before this one are through; a prepared one stays so.
+
+        An apply under way stops at its next record. Raises StepDropped if there is no such step, StepFailed if a later one is a
+        snapshot; then nothing has changed.
+        """
+        if to_step is not None and namespace.cut is None:
+            namespace.ledger.step(to_step)  # a wrong step stops nobody's apply
+        namespace.stop_requests += 1
+        try:
+            await namespace.turn.acquire()
+        finally:
+            namespace.stop_requests -= 1
+        try:
+            await self.until_no_cut(namespace)
+            newest = namespace.ledger.newest
+            await self._roll_back_to(namespace, newest.step if to_step is None and newest is not None else to_step)
+        finally:
+            namespace.turn.release()
+
+    async def reopen(self, namespace: NamespaceState, *, at: int | None) -> None:
+        """What a new writer starts from: `at`, any step that can be opened, or the prepared one, which it commits; None: the
+        committed one. Raises StepPrepared where None would drop a prepared step, else as `rollback`."""
+        async with namespace.turn:
+            await self.until_no_cut(namespace)
+            prepared = namespace.ledger.prepared_step
+            if prepared is not None and at is None:
+                raise prepared_error(namespace, what="open_namespace")
+            if prepared is not None and at == prepared:
+                await self._finalize(namespace)
+        await self.rollback(namespace, to_step=at)
+
+    async def _roll_back_to(self, namespace: NamespaceState, step: int | None) -> None:
+        """On return the namespace stands at `step` (None: before any commit) in a new, durable epoch, and is not broken.
+
+        No commit is under way. Readers of later steps have lost them.
+        """
+        self._transactions.check_accepting()
+        assert namespace.cut is None
+        publication = namespace.ledger.plan_rollback(step)
+        gone = frozenset(dropped for _, dropped in publication.drop_steps)
+        namespace.closing_steps = gone
+        lost = self._planner.drop_readers(namespace, gone)
+        try:
+            await self._transactions.apply_change(publication.change())
+        except ParamStoreError:
+            for view in lost:
+                view.is_dropped = False
+            raise
+        finally:
+            namespace.closing_steps = frozenset()
+        namespace.ledger.settle(publication)
+        for slot in publication.freed_note_slots:
+            self._note_slots.free(slot)
+        namespace.applies = publication.namespace.applies
+        self._planner.rollback(namespace, epoch=publication.namespace.epoch, freed=publication.freed)
+        self._transfers.drain()
+
+    # --- snapshots
+
+    async def snapshot(self, namespace: NamespaceState, step: int, *, is_kept: bool) -> None:
+        """On return it is durable that `step` stays (`is_kept`), or that it stays no longer than any other.
+
+        Serial with commits and rollbacks of the namespace. Raises StepDropped; then nothing has changed.
+        """
+        async with namespace.turn:
+            await self.until_no_cut(namespace)
+            self._transactions.check_accepting()
+            ledger = namespace.ledger
+            publication = ledger.plan_snapshot(step) if is_kept else ledger.plan_drop_snapshot(step, namespace.held_steps())
+            namespace.closing_steps = frozenset(dropped for _, dropped in publication.drop_steps)
+            try:
+                await self._transactions.apply_change(publication.change())
+            finally:
+                namespace.closing_steps = frozenset()
+            self.settle(namespace, publication)
+            self._see_less(namespace)
+
+    def _see_less(self, namespace: NamespaceState) -> None:
+        """Steps are gone: copies that nobody sees any more retire, and whoever waits for their slots goes on."""
+        self._planner.copies.retire_unseen(namespace)
+        self._planner.leases.pump(namespace)
+        self._transfers.drain()
+
+
+def prepared_error(namespace: NamespaceState, *, what: str) -> StepPrepared:
+    """Why `what` is refused while a step is prepared, or is being prepared."""
+    return StepPrepared(
+        f"{what} on {namespace.name!r}: step {namespace.prepared_step} is prepared: finalize it, or go back to "
+        f"{namespace.committed_step}, first (a new writer does either with at=)"
+    )

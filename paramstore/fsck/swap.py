@@ -1,0 +1,84 @@
+"""The new catalog takes the place of the one that is lost, which stays as `catalog.before-rebuild-N`.
+
+At every moment there is a whole catalog under its name, and wherever this dies, the one that was there first is under some name
+that no later rebuild removes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+from paramstore.errors import CatalogError
+from paramstore.storage.catalog import Catalog, Change
+from paramstore.storage.lmdb_catalog import LmdbCatalog
+
+CATALOG_NAME = "catalog"
+NEW_NAME = "catalog.rebuilding"
+OLD_NAME = "catalog.before-rebuild"
+RENAME_EXCHANGE = 2
+AT_FDCWD = -100
+
+
+def fill(catalog: Catalog, change: Change) -> None:
+    """Puts everything into a new, empty catalog. Raises CatalogError."""
+    catalog.load()
+    catalog.reserve(len(change.put_rows) + len(change.put_steps) + len(change.put_namespaces) + len(change.put_volumes))
+    catalog.apply(change)
+
+
+def replace_catalog(directory: Path, store: bytes, change: Change) -> Path | None:
+    """On return `directory` durably has a catalog of `change` alone. Gives where the old one is now; None if there was none.
+
+    Raises CatalogError; then the old one is in its place.
+    """
+    current, new = directory / CATALOG_NAME, directory / NEW_NAME
+    try:
+        if new.exists():
+            shutil.rmtree(new)  # of a rebuild that did not come to its end
+        catalog = LmdbCatalog(new, store_uuid=store)
+        try:
+            fill(catalog, change)
+        finally:
+            catalog.close()
+        if not current.exists():
+            new.rename(current)
+            _flush(directory)
+            return None
+        old = _free_name(directory)
+        new.rename(old)  # first, so that NEW_NAME is never that of the old one: what is found under it is removed
+        try:
+            _exchange(old, current)
+        except OSError:
+            old.rename(new)
+            raise
+        _flush(directory)
+    except OSError as error:
+        raise CatalogError(f"catalog {current}: cannot be replaced: {error}") from error
+    return old
+
+
+def _free_name(directory: Path) -> Path:
+    number = 1
+    while (directory / f"{OLD_NAME}-{number}").exists():
+        number += 1
+    return directory / f"{OLD_NAME}-{number}"
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchanges two names in one step: there is a whole catalog at every moment. Raises OSError, also where the file system
+    cannot do it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def _flush(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
