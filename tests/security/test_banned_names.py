@@ -1,0 +1,138 @@
+"""Nothing in the source makes code out of data: no call of these names, however it is imported; each exception has its reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCES = (ROOT / "paramstore", ROOT / "client" / "paramstore_client", ROOT / "native" / "paramstore_native")
+BANNED_MODULES = frozenset({
+    "pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "runpy", "code", "codeop", "pty",
+})  # fmt: skip
+BANNED_CALLS = frozenset({
+    "eval", "exec", "compile", "__import__", "builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__",
+    "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "torch.load", "torch.jit.load",
+    "torch.hub.load", "torch.package.PackageImporter", "numpy.load", "pandas.read_pickle", "types.FunctionType", "types.CodeType",
+    "importlib.import_module", "importlib.reload",
+})  # fmt: skip
+BANNED_STARTS = ("os.exec", "os.spawn", "os.posix_spawn")
+BANNED_FLAGS = frozenset({"shell", "allow_pickle"})
+"""Keywords that may be nothing but False."""
+
+ALLOWED = {
+    ("client/paramstore_client/__init__.py", "importlib.import_module"):
+        "public names that need torch are looked up in a table of this file, when they are first used",
+}  # fmt: skip
+
+
+def places() -> dict[str, str]:
+    return {
+        file.relative_to(ROOT).as_posix(): file.read_text() for source in SOURCES for file in sorted(source.rglob("*.py"))
+    }  # fmt: skip
+
+
+def imported_names(tree: ast.AST) -> dict[str, str]:
+    """What each imported name stands for."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def dotted(node: ast.expr, names: dict[str, str]) -> str:
+    """`a.b.c` with its first part resolved; "" for anything else."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value, names)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""
+
+
+def findings(source: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of each use of a banned name."""
+    tree = ast.parse(source)
+    names = imported_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in BANNED_MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in BANNED_MODULES:
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = dotted(node, names)
+            if name in BANNED_CALLS or name.startswith(BANNED_STARTS):
+                yield node.lineno, name
+        elif isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg in BANNED_FLAGS and not is_off:
+                    yield node.lineno, f"{keyword.arg}=..."
+
+
+def refined(source: str) -> list[tuple[int, str]]:
+    """`findings` without imports of modules that the text itself names."""
+    constant = {
+        node.lineno for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Constant)
+    }  # fmt: skip
+    return [(line, name) for line, name in findings(source) if not (name == "importlib.import_module" and line in constant)]
+
+
+@pytest.fixture(scope="module")
+def used() -> dict[tuple[str, str], list[int]]:
+    """(file, name): lines, of all that is banned and used."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for place, source in places().items():
+        for line, name in refined(source):
+            found.setdefault((place, name), []).append(line)
+    return found
+
+
+@pytest.mark.slow
+def test_no_banned_name_is_used_without_a_reason(used: dict[tuple[str, str], list[int]]) -> None:
+    assert {place: lines for place, lines in used.items() if place not in ALLOWED} == {}
+
+
+@pytest.mark.slow
+def test_every_exception_is_still_one(used: dict[tuple[str, str], list[int]]) -> None:
+    assert ALLOWED.keys() - used.keys() == set()
+
+
+def test_all_three_packages_are_read() -> None:
+    found = places()
+    for place in ("paramstore/daemon/session.py", "client/paramstore_client/inbox.py", "native/paramstore_native/statx.py"):
+        assert place in found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from pickle import loads", "import marshal as quick", "import yaml", "eval('1')", "exec(data)",
+        "compile(data, '', 'exec')", "__import__(name)", "from os import system\nsystem('ls')", "import os as o\no.execv('a', [])",
+        "import torch as t\nt.load('f')", "from torch import load as read\nread('f')", "import numpy as np\nnp.load('f')",
+        "import subprocess\nsubprocess.run('ls', shell=True)", "run('ls', shell=is_wanted)", "load('f', allow_pickle=True)",
+        "import importlib\nimportlib.import_module(name)", "import builtins\nbuiltins.exec('')", "run = eval", "map(eval, lines)",
+        "from importlib import import_module\nimport_module(data['kind'])",
+    ],
+)  # fmt: skip
+def test_a_banned_name_is_found_however_it_is_imported(source: str) -> None:
+    assert refined(source) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import re\nre.compile('a')", "import numpy as np\nnp.asarray([1])", "run(['ls'], shell=False)", "self.load(1)",
+        "import importlib\nimportlib.import_module('paramstore_client')", "import json\njson.load(file)", "model.eval",
+        "from paramstore.config import load\nload({})",
+    ],
+)  # fmt: skip
+def test_what_is_harmless_is_let_be(source: str) -> None:
+    assert refined(source) == []
