@@ -1,0 +1,71 @@
+"""Bugs that a replay of block devices must find, planted in the process that lives. Each leaves out what makes something durable.
+
+ext4 makes a new file's name durable with the first flush of the file itself, so that a forgotten flush of the directory alone is
+not seen on it; `forget_creation` leaves out both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paramstore.daemon import assembly
+from paramstore.storage.backing_file import BackingFile
+from paramstore.storage.file_volume import FileVolume
+from paramstore.storage.notes import format_volume
+from paramstore.testing import daemon_bugs
+from paramstore.testing.canaries import canary
+
+
+def plant(name: str) -> None:
+    """Plants the bug of that name, one of these or a canary, in this process, for good."""
+    if name in BUGS:
+        BUGS[name]()
+        return
+    for owner, attribute, replacement in canary(name).patches():
+        setattr(owner, attribute, replacement)
+
+
+def forget_growth() -> None:
+    """A volume's new size is not made durable before the catalog counts on it."""
+    replace_in(BackingFile, _sync_apart=_nothing)
+
+
+def forget_creation() -> None:
+    """A new volume's file, name and first pages are not made durable before the catalog counts on them."""
+    create, flush = FileVolume.create, FileVolume.flush
+    steps = {"_sync_apart": BackingFile._sync_apart, "_make_name_durable": BackingFile._make_name_durable}
+
+    def create_quietly(*arguments: Any, **named: Any) -> FileVolume:
+        replace_in(BackingFile, **dict.fromkeys(steps, _nothing))
+        try:
+            return create(*arguments, **named)
+        finally:
+            replace_in(BackingFile, **steps)
+
+    def format_quietly(*arguments: Any) -> None:
+        replace_in(FileVolume, flush=_nothing)
+        try:
+            format_volume(*arguments)
+        finally:
+            replace_in(FileVolume, flush=flush)
+
+    replace_in(FileVolume, create=staticmethod(create_quietly))
+    replace_in(assembly, format_volume=format_quietly)
+
+
+def replace_in(owner: object, **replacements: Any) -> None:
+    """Puts these in place of the attributes of `owner`, which it has."""
+    for name, replacement in replacements.items():
+        assert hasattr(owner, name), f"{owner} has no {name}"
+        setattr(owner, name, replacement)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """What should have been done here is not."""
+
+
+BUGS = {
+    "acknowledge_early": daemon_bugs.acknowledge_early,
+    "forget_growth": forget_growth,
+    "forget_creation": forget_creation,
+}
