@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from paramstore.core.place import Extent
 from paramstore.storage.extents import Space
+from paramstore.testing.state_machines import run_fixed, run_new
 
 PAGE = 4096
 LENGTHS = st.integers(1, 5)
@@ -199,5 +199,11 @@ class SpaceMachine(RuleBasedStateMachine):
                     assert stats.written_bytes <= page * PAGE
 
 
-SpaceMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestSpaceMachine = pytest.mark.slow(SpaceMachine.TestCase)
+@pytest.mark.slow
+def test_every_page_has_one_holder_and_is_given_to_who_may_take_it() -> None:
+    run_fixed(SpaceMachine)
+
+
+@pytest.mark.slow
+def test_the_same_in_lives_that_no_run_had_before(capsys: pytest.CaptureFixture[str]) -> None:
+    run_new(SpaceMachine, capsys)

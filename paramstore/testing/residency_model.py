@@ -1,0 +1,135 @@
+"""What a planner's callers may expect, kept apart from the planner: who sees which identity of a key, who may lease how much,
+which steps stay. `tests/properties/test_residency_model.py` holds the real planner against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from paramstore.config import HELD_STEPS, RETAINED_STEPS
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Identity
+from paramstore.engine.namespace import ParamCopy, View
+from paramstore.engine.requests import LeaseRequest
+from paramstore.errors import CapacityError, LeaseError, ParamStoreError, StepDropped, StepFailed, WriterFenced
+
+
+@dataclass(eq=False)
+class ModelView:
+    """A view as its owner knows it."""
+
+    view: View
+    step: int | None
+    """None: the writer's."""
+    is_fenced: bool = False
+    is_dropped: bool = False
+    is_closed: bool = False
+
+
+@dataclass(eq=False)
+class ModelLease:
+    """One request. held: the copies it was given, with what must not change of them while it has them."""
+
+    request: LeaseRequest
+    owner: ModelView
+    keys: tuple[ExpertKey, ...]
+    cap: int
+    is_ended: bool = False
+    held: list[tuple[ParamCopy, Identity, int, tuple[int, ...]]] = field(default_factory=list)
+
+    @property
+    def is_waiting(self) -> bool:
+        return not self.is_ended and not self.held
+
+
+class ResidencyModel:
+    """One namespace's identities, steps, views and leases."""
+
+    def __init__(self, keys: Iterable[ExpertKey], first: Identity, *, param_slots: int) -> None:
+        self.keys = list(keys)
+        self.param_slots = param_slots
+        self.epoch = first.epoch
+        self.newest = dict.fromkeys(self.keys, first)
+        """Of the bytes that exist."""
+        self.target = dict(self.newest)
+        """Of the bytes that exist once every apply called so far has run."""
+        self.steps = {0: dict(self.newest)}
+        self.cut: dict[ExpertKey, Identity] | None = None
+        self.is_broken = False
+        self.views: list[ModelView] = []
+        self.leases: list[ModelLease] = []
+
+    # --- views and steps
+
+    def open_views(self) -> list[ModelView]:
+        return [view for view in self.views if not view.is_closed]
+
+    def writer(self) -> ModelView | None:
+        return next((view for view in self.open_views() if view.step is None and not view.is_fenced), None)
+
+    def seen_by(self, view: ModelView, key: ExpertKey) -> Identity | None:
+        if view.step is None:
+            return self.target[key]
+        return self.steps.get(view.step, {}).get(key)
+
+    def is_seen(self, key: ExpertKey, identity: Identity) -> bool:
+        """Whether the writer, or a reader, may ask for exactly these bytes."""
+        readers = [view for view in self.open_views() if view.step is not None]
+        return self.target[key] == identity or any(self.seen_by(view, key) == identity for view in readers)
+
+    def changed(self) -> dict[ExpertKey, Identity]:
+        """What no step has, and no cut under way will give it."""
+        known = {**self.steps[max(self.steps)], **(self.cut or {})}
+        return {key: identity for key, identity in self.newest.items() if known[key] != identity}
+
+    def publish(self, step: int) -> None:
+        assert self.cut is not None
+        self.steps[step] = {**self.steps[max(self.steps)], **self.cut}
+        self.cut = None
+        retained = set(sorted(self.steps)[-RETAINED_STEPS:])
+        old = sorted({view.step for view in self.open_views() if not view.is_dropped and view.step is not None} - retained)
+        kept = retained.union(old[max(0, len(old) - HELD_STEPS) :])
+        self._keep(kept)
+
+    def roll_back(self, step: int) -> None:
+        self._keep({kept for kept in self.steps if kept <= step})
+        self.epoch += 1
+        self.newest = dict(self.steps[step])
+        self.target = dict(self.newest)
+        self.is_broken = False
+
+    def _keep(self, kept: set[int]) -> None:
+        self.steps = {step: content for step, content in self.steps.items() if step in kept}
+        for view in self.open_views():
+            if view.step is not None and view.step not in kept:
+                view.is_dropped = True
+
+    # --- leases
+
+    def cap(self) -> int:
+        """Slots of one view: its share of all but a sixteenth, one at least."""
+        sharing = sum(not view.is_fenced for view in self.open_views())
+        return max(1, (self.param_slots - max(1, self.param_slots // 16)) // max(1, sharing))
+
+    def leased(self, owner: ModelView) -> set[ParamCopy]:
+        return {held[0] for lease in self.leases if lease.owner is owner and not lease.is_ended for held in lease.held}
+
+    def refusal(self, owner: ModelView, keys: Iterable[ExpertKey], found: list[ParamCopy | None]) -> type[ParamStoreError] | None:
+        """What a lease request of `keys` ends with at once; None if it is given, or waits. found: the copies that there are."""
+        if owner.is_closed:
+            return LeaseError
+        if owner.is_fenced:
+            return WriterFenced
+        if owner.is_dropped:
+            return StepDropped
+        if owner.step is None and self.is_broken:
+            unmade = [key for key, copy in zip(keys, found, strict=True) if copy is None and self.newest[key] != self.target[key]]
+            if unmade:
+                return StepFailed
+        leased = self.leased(owner)
+        new = sum(copy not in leased for copy in found)
+        waiting = sum(len(lease.keys) for lease in self.leases if lease.owner is owner and lease.is_waiting)
+        if new > self.cap():
+            return CapacityError
+        return LeaseError if new and new + len(leased) + waiting > self.cap() else None

@@ -1,0 +1,337 @@
+"""Readers on their steps beside a writer: whatever happens, every byte they see is of their step, and the steps that stay are
+exactly those that should."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paramstore.core.key import ExpertKey
+from paramstore.engine.namespace import View
+from paramstore.engine.requests import LeaseRequest
+from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed
+from paramstore.optim.tensors import field_tensor
+from paramstore.testing import small_store
+from paramstore.testing.machine import Machine, PlainSegment
+from paramstore.testing.small_store import EXPERTS, OPTIONS, SCHEMA
+from paramstore.testing.state_machines import run_fixed, run_new
+
+KEYS = [(0, expert) for expert in range(EXPERTS)]
+KEY = st.sampled_from(KEYS)
+SOME = st.lists(KEY, min_size=1, max_size=2, unique=True)
+PICK = st.integers(0, 11)
+READERS_MAX = 4
+SNAPSHOTS_MAX = 3
+LIMIT_S = 20.0
+Updates = tuple[tuple[int, int], ...]
+"""What a record has been through: the gradient of each update, and its number, so that no two are taken for one."""
+State = dict[ExpertKey, Updates]
+T = TypeVar("T")
+
+
+@lru_cache(maxsize=4096)
+def fields_of(expert: int, gradients: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Every stored field of a record after these gradients, as torch's own optimizer makes them."""
+    if not gradients:
+        made = {
+            each.name.removeprefix("master/"): torch.full((each.length_bytes // 4,), float(expert))
+            for each in SCHEMA.initial_fields()
+        }  # fmt: skip
+        zeros = {f"{part}/{name}": torch.zeros_like(made[name]) for part in ("exp_avg", "exp_avg_sq") for name in made}
+        return zeros | {f"master/{name}": value for name, value in made.items()}
+    after = {name: value.clone() for name, value in fields_of(expert, gradients[:-1]).items()}
+    for name in [name.removeprefix("master/") for name in after if name.startswith("master/")]:
+        master = after[f"master/{name}"]
+        torch._fused_adamw_(
+            [master], [torch.full_like(master, float(gradients[-1]))], [after[f"exp_avg/{name}"]], [after[f"exp_avg_sq/{name}"]],
+            [], [torch.tensor(float(len(gradients)))], lr=OPTIONS.lr, beta1=OPTIONS.betas[0], beta2=OPTIONS.betas[1],
+            weight_decay=OPTIONS.weight_decay, eps=OPTIONS.eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+    return after
+
+
+def expected(key: ExpertKey, updates: Updates, name: str) -> torch.Tensor:
+    return fields_of(key[1], tuple(gradient for gradient, _ in updates))[name]
+
+
+@dataclass(eq=False)
+class Lease:
+    """What was leased, and what must be seen there for as long as it is."""
+
+    request: LeaseRequest
+    state: State
+
+
+@dataclass(eq=False)
+class Reader:
+    view: View
+    step: int
+    is_dropped: bool = False
+    leases: list[Lease] = field(default_factory=list)
+
+
+class ReaderMachine(RuleBasedStateMachine):
+    """`steps` is the model: each step that stays, with all its records. `working` is what the writer would commit."""
+
+    @initialize(retained=st.integers(2, 3), held=st.integers(0, 2), volumes=st.integers(1, 2), is_lru=st.booleans())
+    def start(self, retained: int, held: int, volumes: int, is_lru: bool) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.unseen: list[dict[str, Any]] = []
+        self.loop.set_exception_handler(lambda _, context: self.unseen.append(context))
+        self.retained, self.held = retained, held
+        self.machine = Machine(
+            seed=retained, volume_count=volumes, policy="lru" if is_lru else "decayed_lfu", retained_steps=retained,
+            held_steps=held, host_budget_bytes=12 << 20,
+        )  # fmt: skip
+        self.working: State = dict.fromkeys(KEYS, ())
+        self.steps: dict[int, State] = {0: dict(self.working)}
+        self.snapshots: set[int] = set()
+        self.readers: list[Reader] = []
+        self.updates = 0
+        self.commit: tuple[asyncio.Task[dict[str, object]], int, State] | None = None
+        self.run(self._open(is_new=True))
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Until it is over; an error that reached only the loop fails it too."""
+        result = self.loop.run_until_complete(asyncio.wait_for(coroutine, LIMIT_S))
+        assert not self.unseen, self.unseen
+        return result
+
+    async def _open(self, *, is_new: bool = False) -> None:
+        self.store = self.machine.start()
+        if is_new:
+            self.writer = await small_store.create(self.store)
+        else:
+            self.writer = await self.store.admission.open("moe", mode="write", at=None, host_bytes=None)
+
+    async def _crash(self) -> None:
+        crashing = asyncio.current_task()
+        assert crashing is not None
+        self.machine._bystanders.add(crashing)
+        await self.machine.crash()
+
+    # --- the writer
+
+    @rule(keys=st.sets(KEY, min_size=1), gradient=st.sampled_from([1, -2, 5]))
+    def train(self, keys: set[ExpertKey], gradient: int) -> None:
+        memory = PlainSegment(SCHEMA.gradient_bytes)
+        for each in SCHEMA.gradient_fields():
+            field_tensor(memory.view(0, SCHEMA.gradient_bytes), each).fill_(gradient)
+        self.store.push(self.writer, [(key, memory, 0) for key in sorted(keys)])
+        self.run(self.store.apply(self.writer, OPTIONS, 1.0))
+        self.updates += 1
+        for key in keys:
+            self.working[key] = (*self.working[key], (gradient, self.updates))
+
+    @precondition(lambda self: self.commit is None)
+    @rule(gap=st.integers(1, 3), turns=st.integers(0, 60))
+    def begin_commit(self, gap: int, turns: int) -> None:
+        """It goes on beside what comes next, `turns` of the loop ahead."""
+        step = max(self.steps) + gap
+        task = self.loop.create_task(self.store.commit(self.writer, step, str(step).encode()))
+        self.commit = task, step, dict(self.working)
+        self.run(small_store.turns(1 + turns))  # the cut is made in the first: what is trained later is not of this step
+
+    def end_commit(self) -> None:
+        if self.commit is None:
+            return
+        (task, step, state), self.commit = self.commit, None
+        assert self.run(asyncio.wait_for(task, LIMIT_S))["step"] == step
+        self.steps[step] = state
+        self._keep()
+
+    @precondition(lambda self: self.commit is not None)
+    @rule()
+    def wait_for_the_commit(self) -> None:
+        self.end_commit()
+
+    def _keep(self) -> None:
+        """The newest steps stay, snapshots, and those that readers hold, the oldest of too many not."""
+        kept = {*sorted(self.steps)[-self.retained :], *self.snapshots}
+        old = sorted({reader.step for reader in self.readers if not reader.is_dropped} - kept)
+        self._only(kept.union(old[max(0, len(old) - self.held) :]))
+
+    def _only(self, kept: set[int]) -> None:
+        self.steps = {step: state for step, state in self.steps.items() if step in kept}
+        for reader in self.readers:
+            reader.is_dropped = reader.is_dropped or reader.step not in self.steps
+
+    @rule(pick=PICK)
+    def roll_back(self, pick: int) -> None:
+        self.end_commit()
+        step = sorted(self.steps, reverse=True)[pick % min(2, len(self.steps))]
+        if any(snapshot > step for snapshot in self.snapshots):
+            with pytest.raises(StepFailed):
+                self.run(self.store.rollback(self.writer, step))
+            return
+        self.run(self.store.rollback(self.writer, step))
+        self.working = dict(self.steps[step])
+        self._only({kept for kept in self.steps if kept <= step})
+
+    @rule(pick=PICK)
+    def snapshot(self, pick: int) -> None:
+        self.end_commit()
+        if len(self.snapshots) < SNAPSHOTS_MAX:
+            step = sorted(self.steps)[pick % len(self.steps)]
+            self.run(self.store.snapshot(self.writer, step))
+            self.snapshots.add(step)
+
+    @precondition(lambda self: self.snapshots)
+    @rule(pick=PICK)
+    def drop_snapshot(self, pick: int) -> None:
+        self.end_commit()
+        step = sorted(self.snapshots)[pick % len(self.snapshots)]
+        self.run(self.store.drop_snapshot(self.writer, step))
+        self.snapshots.remove(step)
+        kept = {*sorted(self.steps)[-self.retained :], *self.snapshots}
+        self._only(kept | {reader.step for reader in self.readers if not reader.is_dropped})
+
+    @rule(keys=SOME, is_evicted=st.booleans())
+    def clean(self, keys: list[ExpertKey], is_evicted: bool) -> None:
+        self.run(self.store.evict(self.writer, keys, None) if is_evicted else self.store.write_back(self.writer, keys))
+
+    @rule(pick=PICK, is_crash=st.booleans())
+    def begin_anew(self, pick: int, is_crash: bool) -> None:
+        """Another writer, or, rarely, another daemon after a power cut: readers are gone then."""
+        if pick >= 4:
+            return
+        self.end_commit()
+        self.working = dict(self.steps[max(self.steps)])
+        if not is_crash:
+            self.store.close_view(self.writer)
+            self.writer = self.run(self.store.admission.open("moe", mode="write", at=None, host_bytes=None))
+        elif pick == 0:
+            self.loop.run_until_complete(self._crash())
+            self.readers = []
+            self.run(self._open())
+        else:
+            self.run(self.store.rollback(self.writer, max(self.steps)))
+
+    # --- the readers
+
+    @precondition(lambda self: len(self.readers) < READERS_MAX)
+    @rule(pick=PICK)
+    def open_reader(self, pick: int) -> None:
+        """On any step; while a commit goes on, on one that will stay."""
+        steps = sorted(self.steps)
+        step = steps[pick % len(steps)] if self.commit is None else steps[-1]
+        view = self.run(self.store.admission.open("moe", mode="read", at=step, host_bytes=None))
+        assert view.step == step
+        self.readers.append(Reader(view, step))
+
+    @precondition(lambda self: self.readers)
+    @rule(pick=PICK)
+    def refresh(self, pick: int) -> None:
+        self.end_commit()
+        reader = self.readers[pick % len(self.readers)]
+        reader.step, reader.is_dropped = self.store.refresh(reader.view), False
+        assert reader.step == max(self.steps)
+
+    @precondition(lambda self: self.readers)
+    @rule(pick=PICK)
+    def close_reader(self, pick: int) -> None:
+        self.end_commit()  # whose step stays is decided when it ends
+        self.store.close_view(self.readers.pop(pick % len(self.readers)).view)
+
+    @precondition(lambda self: self.readers)
+    @rule(pick=PICK, keys=SOME)
+    def acquire(self, pick: int, keys: list[ExpertKey]) -> None:
+        reader = self.readers[pick % len(self.readers)]
+        if reader.view.is_dropped:
+            with pytest.raises(StepDropped):
+                self.run(small_store.lease(self.store, reader.view, keys))
+            return
+        content = self.steps[reader.step]
+        leased = {each for lease in reader.leases for each in lease.state.items()}
+        wanted = leased.union((key, content[key]) for key in keys)
+        try:
+            request = self.run(small_store.lease(self.store, reader.view, keys))
+        except (CapacityError, LeaseError):
+            assert len(wanted) > self.store.describe_view(reader.view)["lease_slots"]  # type: ignore[operator]
+            return
+        reader.leases.append(Lease(request, {key: content[key] for key in keys}))
+
+    acquire_more = acquire
+
+    @precondition(lambda self: any(reader.leases for reader in self.readers))
+    @rule(pick=PICK)
+    def release(self, pick: int) -> None:
+        reader = [reader for reader in self.readers if reader.leases][pick % sum(bool(reader.leases) for reader in self.readers)]
+        lease = reader.leases.pop(pick % len(reader.leases))
+        self.store.release(reader.view, lease.request.lease_id)
+
+    @rule(pick=PICK, key=KEY)
+    def read(self, pick: int, key: ExpertKey) -> None:
+        """A whole record: the writer's own, or that of a reader's step."""
+        target = PlainSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes)
+        reader = self.readers[pick % len(self.readers)] if self.readers and pick % 3 else None
+        if reader is not None and reader.view.is_dropped:
+            with pytest.raises(StepDropped):
+                self.run(self.store.read(reader.view, key, target))
+            return
+        self.run(self.store.read(reader.view if reader is not None else self.writer, key, target))
+        updates = (self.steps[reader.step] if reader is not None else self.working)[key]
+        for each in SCHEMA.stored.fields:
+            assert torch.equal(field_tensor(target, each).flatten(), expected(key, updates, each.name).flatten()), (key, each.name)
+
+    # --- what holds after every rule
+
+    @invariant()
+    def every_leased_byte_is_of_the_step_it_was_leased_at(self) -> None:
+        part, arena = SCHEMA.part("param"), self.writer.namespace.param_arena
+        assert arena is not None
+        for lease in [lease for reader in self.readers for lease in reader.leases]:
+            for key, copy in zip(lease.state, lease.request.copies, strict=True):
+                for each in part.fields:
+                    seen = field_tensor(arena.view(copy.slot), each).flatten()
+                    assert torch.equal(seen, expected(key, lease.state[key], f"master/{each.name}").flatten()), (key, each.name)
+
+    @invariant()
+    def the_steps_that_stay_are_those_that_should(self) -> None:
+        if self.commit is None:
+            assert self.store.steps(self.writer) == sorted(self.steps)
+            assert self.store.snapshots(self.writer) == sorted(self.snapshots)
+            assert [reader.view.is_dropped for reader in self.readers] == [reader.is_dropped for reader in self.readers]
+            for step in self.steps:
+                assert self.store.extra(self.writer, step) == (str(step).encode() if step else b"")
+
+    def teardown(self) -> None:
+        """All leave: what is held of the volumes is what the steps that stay need, once each, and no slot is leased."""
+        if not hasattr(self, "store"):
+            return
+        try:
+            self.end_commit()
+            self.run(self.store.rollback(self.writer, max(self.steps)))
+            for reader in self.readers:
+                self.store.close_view(reader.view)
+            namespace = self.writer.namespace
+            self.store.close_view(self.writer)
+            self.run(self._until_idle())
+            needed = {(key, updates) for state in self.steps.values() for key, updates in state.items()}
+            assert self.store._planner.space.held_bytes("moe") == len(needed) * SCHEMA.record_bytes
+            assert not any(copy.leases for copies in namespace.copies.values() for copy in copies)
+        finally:
+            self.loop.run_until_complete(self._crash())
+            self.loop.close()
+
+    async def _until_idle(self) -> None:
+        while not self.store._runner.is_idle:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.slow
+def test_a_reader_sees_its_step_and_nothing_else_whatever_the_writer_does() -> None:
+    run_fixed(ReaderMachine)
+
+
+@pytest.mark.slow
+def test_the_same_in_lives_that_no_run_had_before(capsys: pytest.CaptureFixture[str]) -> None:
+    run_new(ReaderMachine, capsys)
