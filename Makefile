@@ -36,7 +36,7 @@ check: lint types contracts unit
 test: lint types contracts
 	$(BIN)/pytest
 
-# Crash states of new seeds, HOURS long, from SEED on.
+# Crash states and simulations of new seeds, HOURS long, from SEED on.
 soak: setup
 	$(BIN)/python -m paramstore.testing.soak --hours $(HOURS) --seed $(SEED)
 

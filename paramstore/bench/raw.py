@@ -70,17 +70,23 @@ class RawFile:
     def read(self, order: Sequence[int]) -> Sample:
         return self._timed(order, os.preadv, is_flushed=False)
 
-    def write(self, order: Sequence[int]) -> Sample:
-        return self._timed(order, os.pwritev, is_flushed=True)
+    def write(self, order: Sequence[int], *, after: Sequence[Piece] = ()) -> Sample:
+        """after: written by the caller's thread, one by one, when the records are there and before the flush."""
+        return self._timed(order, os.pwritev, is_flushed=True, after=after)
 
     def close(self) -> None:
         self._pool.shutdown()
         os.close(self._fd)
 
-    def _timed(self, order: Sequence[int], call: Callable[[int, list[memoryview], int], int], *, is_flushed: bool) -> Sample:
+    def _timed(
+        self, order: Sequence[int], call: Callable[[int, list[memoryview], int], int], *, is_flushed: bool,
+        after: Sequence[Piece] = (),
+    ) -> Sample:  # fmt: skip
         pieces = [piece for record in order for piece in self._pieces(record)]
         cpu_before_s, started_s = cpu_s(os.getpid()), self.clock.now_s()
         self._move(pieces, call)
+        for offset, memory in after:
+            call(self._fd, [memory], offset)
         moved_s = self.clock.now_s()
         if is_flushed:
             os.fdatasync(self._fd)

@@ -157,6 +157,7 @@ class Session:
 
     def _start(self, request_id: int, coroutine: Coroutine[Any, Any, object]) -> None:
         task = self._loop.create_task(self._run(request_id, coroutine))
+        task.add_done_callback(lambda _: coroutine.close())  # one that was stopped before it began was never awaited
         self._tasks[request_id] = task
 
     async def _run(self, request_id: int, coroutine: Coroutine[Any, Any, object]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.planner import Planner
@@ -70,24 +71,25 @@ class Chain:
             check()
             prepared, committed = namespace.ledger.prepared_step, namespace.committed_step
             if prepared == step:
-                await self._finalize(namespace)
+                await self._finalize(namespace, for_writer=False)
+                self._see_less(namespace)
             elif prepared is not None or committed != step:
                 raise StepOutOfOrder(
                     f"finalize({step}) on {namespace.name!r}: step {prepared} is prepared, {committed} is committed"
                 )
 
-    async def _finalize(self, namespace: NamespaceState) -> None:
-        """The caller has the turn, and no commit is under way."""
+    async def _finalize(self, namespace: NamespaceState, *, for_writer: bool) -> None:
+        """The prepared step is committed; for_writer: in a new epoch. The caller has the turn, and no commit is under way."""
         self._transactions.check_accepting()
         step = namespace.ledger.prepared_step
         assert step is not None
         assert namespace.cut is None
         try:
-            publication = await self.publish_newest(namespace, step, namespace.ledger.plan_finalize)
+            plan = partial(namespace.ledger.plan_finalize, for_writer=for_writer)
+            publication = await self.publish_newest(namespace, step, plan)
         finally:
             namespace.closing_steps = frozenset()
         self.settle(namespace, publication)
-        self._see_less(namespace)
 
     async def until_no_cut(self, namespace: NamespaceState) -> None:
         """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins. Raises WaitTimeout
@@ -128,7 +130,10 @@ class Chain:
             if prepared is not None and at is None:
                 raise prepared_error(namespace, what="open_namespace")
             if prepared is not None and at == prepared:
-                await self._finalize(namespace)
+                await self._finalize(namespace, for_writer=True)
+                self._planner.rollback(namespace, epoch=namespace.ledger.namespace.epoch, freed=())
+                self._transfers.drain()
+                return
         await self.rollback(namespace, to_step=at)
 
     async def _roll_back_to(self, namespace: NamespaceState, step: int | None) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from paramstore import __version__
@@ -27,6 +28,7 @@ from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import GradientRange, NamespaceState, UploadMemory, View
+from paramstore.engine.patrol import Patrol
 from paramstore.engine.planner import Planner
 from paramstore.engine.report import namespace_stats, residency, volume_stats
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
@@ -54,8 +56,7 @@ class Store:
     def __init__(
         self, config: Config, *, planner: Planner, runner: Runner, transfers: Transfers, host: HostTier, volumes: VolumeSet,
         loader: Loader, cleaner: Cleaner, updater: Updater, committer: Committer, chain: Chain, transactions: Transactions,
-        scrubber: Scrubber,
-        namespaces: dict[str, NamespaceState], store_uuid: bytes, clock: Clock,
+        scrubber: Scrubber, patrol: Patrol, namespaces: dict[str, NamespaceState], store_uuid: bytes, clock: Clock,
     ) -> None:  # fmt: skip
         self.config = config
         self.host = host
@@ -72,6 +73,7 @@ class Store:
         self._chain = chain
         self._transactions = transactions
         self.scrubber = scrubber
+        self.patrol = patrol
         self.admission = Admission(
             planner, transfers, host, volumes, cleaner, chain, transactions, namespaces, retained_steps=config.retained_steps
         )
@@ -218,26 +220,26 @@ class Store:
 
     async def commit(self, view: View, step: int, extra: bytes) -> dict[str, object]:
         """Durable on return, and committed. See `Committer.commit`."""
-        return await self._committer.commit(view.namespace, step, extra, check=lambda: self.check_writer(view))
+        return await self._committer.commit(view.namespace, step, extra, check=partial(self.check_writer, view))
 
     def prepare(self, view: View, step: int, extra: bytes) -> Coroutine[Any, Any, dict[str, object]]:
         """Durable on return, and not committed before `finalize`: no record changes from now on. Raises StepPrepared too."""
         namespace = self._check_changing(view)
-        namespace.preparing = step
+        namespace.preparing, epoch = step, namespace.epoch
+        check = partial(self.check_writer, view)
 
         async def run() -> dict[str, object]:
             try:
-                return await self._committer.commit(
-                    namespace, step, extra, check=lambda: self.check_writer(view), is_prepared=True
-                )
+                return await self._committer.commit(namespace, step, extra, check=check, is_prepared=True)
             finally:
-                namespace.preparing = None
+                if namespace.epoch == epoch:  # else a rollback has cleared it, and another may prepare by now
+                    namespace.preparing = None
 
         return run()
 
     async def finalize(self, view: View, step: int) -> None:
         """The prepared `step` is committed on return, on a broken namespace too. See `Chain.finalize`."""
-        await self._chain.finalize(view.namespace, step, check=lambda: self._check_writing(view))
+        await self._chain.finalize(view.namespace, step, check=partial(self._check_writing, view))
 
     async def rollback(self, view: View, step: int) -> int:
         """Back to `step`, dropping everything since. Gives the new epoch."""
@@ -379,7 +381,7 @@ class Store:
                 for lane, stats in self._runner.scheduler.stats().items()
             },
             "namespaces": {name: namespace_stats(namespace, now_s) for name, namespace in self.namespaces.items()},
-            "verify": self.scrubber.stats(),
+            "verify": self.scrubber.stats(), "patrol": self.patrol.stats(),
         }  # fmt: skip
 
     # --- the end
@@ -389,7 +391,7 @@ class Store:
         for namespace in self.namespaces.values():
             namespace.stop_requests += 1  # an apply stops at its next record; it was never acknowledged
         stopping = StoreUnavailable("the daemon is stopping")
-        await self.scrubber.close(stopping)
+        await asyncio.gather(self.scrubber.close(stopping), self.patrol.close())
         self._runner.cancel_waiting(Urgency.PREFETCH, stopping)
         self._transfers.drain()
         deadline_s = self._clock.now_s() + self.config.shutdown_timeout_s

@@ -19,7 +19,7 @@ from paramstore.core.residency import MAY_MATERIALISE, Working, WorkingEvent, ne
 from paramstore.engine.moves import Move, MoveKind, Outbox
 from paramstore.engine.namespace import NamespaceState, WorkingCopy
 from paramstore.engine.requests import PrefetchRequest, SlotRequest, Urgency
-from paramstore.errors import ParamStoreError, VolumeError
+from paramstore.errors import ParamStoreError, StepFailed, VolumeError
 from paramstore.storage.extents import Space
 
 WRITE_TRIES = 2
@@ -365,7 +365,7 @@ class WorkingPlanner:
             self._land_prefetch(prefetch, working)
 
     def _fail_requests(self, working: WorkingCopy, error: ParamStoreError | None) -> None:
-        reason = error or ParamStoreError(f"{working.key} was discarded by a rollback")
+        reason = error or StepFailed(f"{working.key} was discarded by a rollback")
         requests, working.requests = working.requests, []
         for request in requests:
             request.error = reason

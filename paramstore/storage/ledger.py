@@ -192,15 +192,17 @@ class Ledger:
             rows_after=rows_after,
         )
 
-    def plan_finalize(self, held_steps: Iterable[int]) -> Publication:
-        """What committing the prepared step means: it can be opened, and what nobody sees any more goes."""
+    def plan_finalize(self, held_steps: Iterable[int], *, for_writer: bool = False) -> Publication:
+        """What committing the prepared step means: it can be opened, and what nobody sees any more goes. for_writer: a new writer
+        goes on from it, in a new epoch.
+        """
         prepared = self.newest
         assert prepared is not None
         assert prepared.is_prepared
         visible = self.visible_steps(held_steps, published=prepared.step)
         rows_after, dropped = self._thinned({}, sorted(visible))
         return self._publication(
-            namespace=self.namespace,
+            namespace=self._next_epoch(prepared) if for_writer else self.namespace,
             added={},
             added_steps=[replace(prepared, is_prepared=False)],
             dropped=dropped,

@@ -247,8 +247,8 @@ def _drop_at_prepare() -> list[Patch]:
 
 
 def _finalize_in_memory() -> list[Patch]:
-    async def finalize(self: Chain, namespace: NamespaceState) -> None:
-        self.settle(namespace, namespace.ledger.plan_finalize(()))
+    async def finalize(self: Chain, namespace: NamespaceState, *, for_writer: bool) -> None:
+        self.settle(namespace, namespace.ledger.plan_finalize((), for_writer=for_writer))
 
     return [(Chain, "_finalize", finalize)]
 

@@ -11,15 +11,9 @@ from paramstore.core.schema import Schema
 from paramstore.engine.moves import Move, MoveKind
 from paramstore.engine.namespace import WorkingCopy
 from paramstore.engine.requests import Urgency
-from paramstore.errors import ParamStoreError, VolumeError
+from paramstore.errors import VolumeError
 from paramstore.testing.small_planner import SmallPlanner
-
-A, B, C, D = ((0, expert) for expert in range(4))
-
-
-def desk(**sizes: int) -> SmallPlanner:
-    return SmallPlanner(**{"param_slots": 4, "working_slots": 2, **sizes})
-
+from paramstore.testing.working_desk import A, B, C, D, desk, in_state
 
 # --- slots and loads
 
@@ -136,26 +130,6 @@ def test_a_prefetch_of_a_working_copy_takes_a_clean_slot_but_has_nothing_written
 
 
 # --- what the states forbid
-
-
-def in_state(state: Working) -> tuple[SmallPlanner, WorkingCopy]:
-    """A desk whose key A is in `state`."""
-    small = desk(working_slots=3)
-    if state in (Working.DIRTY, Working.WRITING):
-        small.update(A)
-        if state is Working.WRITING:
-            small.begin_write(A)
-    elif state is Working.UPDATING:
-        small.begin_apply(A)
-        small.begin_update(A)
-    elif state is Working.LOADING:
-        small.hold(A)
-        small.start()
-    elif state is Working.CLEAN:
-        small.unhold(small.held(A))
-    working = small.namespace.working[A]
-    assert working.state is state
-    return small, working
 
 
 Event = Callable[[SmallPlanner, WorkingCopy], object]
@@ -367,68 +341,3 @@ def test_a_param_schema_s_record_leaves_the_arena_as_soon_as_it_is_written() -> 
     assert small.param_arena.slots.free_count == 2
     assert working.state is Working.ABSENT
     small.check()
-
-
-# --- rollback
-
-
-@pytest.mark.parametrize("error", [None, VolumeError("broken")])
-def test_a_load_under_way_at_a_rollback_is_freed_when_the_worker_returns(error: ParamStoreError | None) -> None:
-    small = desk()
-    request = small.hold(A)
-    (move,) = small.start()
-    small.rollback()
-    assert small.working_arena.slots.free_count == 1
-    assert small.namespace.working[A].state is Working.ABSENT
-    assert not small.namespace.resident
-    small.land(move, error)
-    assert request.error is not None
-    assert small.working_arena.slots.free_count == 2
-    small.check()
-
-
-@pytest.mark.parametrize("error", [None, VolumeError("broken")])
-def test_a_write_under_way_at_a_rollback_frees_slot_and_extent_when_it_returns(error: ParamStoreError | None) -> None:
-    small = desk()
-    small.update(A)
-    write = small.begin_write(A)
-    small.rollback()
-    assert small.working_arena.slots.free_count == 1
-    small.land(write, error)
-    assert small.namespace.working[A].uncommitted is None
-    small.check()
-
-
-@pytest.mark.parametrize("error", [None, VolumeError("broken")])
-def test_an_update_under_way_at_a_rollback_is_discarded_when_it_returns(error: ParamStoreError | None) -> None:
-    small, working = in_state(Working.UPDATING)
-    small.rollback()
-    small.planner.settle_update(small.namespace, working, None, error)
-    assert small.namespace.working[A] is not working
-    assert small.namespace.working[A].identity == (1, 0)
-    assert not small.namespace.changed
-    small.check()
-
-
-def test_a_held_copy_is_freed_by_its_last_holder_after_a_rollback() -> None:
-    small = desk()
-    working = small.held(A)
-    assert small.held(A) is working
-    small.rollback()
-    small.unhold(working)
-    assert small.working_arena.slots.free_count == 1
-    small.unhold(working)
-    assert small.working_arena.slots.free_count == 2
-    small.check()
-
-
-def test_the_slot_of_an_orphan_is_not_taken_for_the_key_s_new_one() -> None:
-    small = desk()
-    old = small.held(A)
-    small.rollback()
-    new = small.held(A)
-    assert new is not old
-    assert new.slot != old.slot
-    small.unhold(old)
-    assert small.namespace.resident == {A: new}
-    assert small.working_arena.slots.free_count == 1

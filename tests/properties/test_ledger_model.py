@@ -107,13 +107,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.prepared = (step, content)
 
     @precondition(lambda self: self.prepared is not None)
-    @rule(held=HELD)
-    def finalize(self, held: set[int]) -> None:
+    @rule(held=HELD, for_writer=st.booleans())
+    def finalize(self, held: set[int], for_writer: bool) -> None:
         assert self.prepared is not None
+        epoch = self.ledger.namespace.epoch
         step, self.maps[step] = self.prepared
         self.prepared = None
-        self._publish(self.ledger.plan_finalize(held))
+        self._publish(self.ledger.plan_finalize(held, for_writer=for_writer))
         self._drop_unseen(held)
+        assert self.ledger.namespace.epoch == epoch + for_writer
 
     @precondition(lambda self: self.prepared is not None)
     @rule()

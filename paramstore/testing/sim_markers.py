@@ -1,0 +1,103 @@
+"""Rare situations that a simulation must have met ("sometimes" markers), and the probes that see them from outside.
+
+A probe wraps a method of the engine, looks, and calls it; it changes nothing. Others are marked by clients and by the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from paramstore.core.residency import Working
+from paramstore.engine.cleaner import Cleaner
+from paramstore.engine.commit import Committer
+from paramstore.engine.copies import CopyPlanner
+from paramstore.engine.requests import Urgency
+from paramstore.engine.scheduler import Scheduler
+from paramstore.engine.transactions import Transactions
+from paramstore.engine.update import Updater
+from paramstore.engine.working import WorkingPlanner
+
+Mark = Callable[[str], object]
+
+MARKERS = (
+    "prefetch promoted by demand", "write promoted by who waits", "eviction refused by a lease", "commit beside apply",
+    "update waited for a cut", "rollback during a commit", "writer came during a commit", "failed write repeated elsewhere",
+    "unknown transaction resolved: it happened", "unknown transaction resolved: it did not", "store stopped",
+    "failed flush broke a namespace", "apply failed half-way", "reader dropped from its step", "reader on an old step",
+    "crash with an unpublished record", "crash during a commit", "crash with unflushed writes",
+    "commit survived without its answer", "snapshot outlived a crash", "lease wait timed out", "lease granted after a wait",
+    "lease above the cap", "own leases in the way", "lease cancelled", "prefetch cancelled", "writer fenced",
+    "writer fenced the one before", "space waited for", "orphaned write", "leased copy superseded", "client died with leases",
+    "client died during its apply", "client died within a frame", "lease outlived its connection", "client that does not read",
+    "read error reached who asked", "daemon stopped in order", "request that must be refused", "step committed again",
+    "verify beside a commit", "all clients left", "step prepared and finalized", "writer died with a prepared step",
+    "writer met a prepared step", "prepared step committed by the next writer",
+)  # fmt: skip
+"""Each must be met LEAST times in a run, or the run proves too little."""
+LEAST = 20
+
+
+@contextmanager
+def probed(mark: Mark) -> Iterator[None]:
+    """Within the block probes call `mark` with a marker's name."""
+    with ExitStack() as stack:
+        for owner, name, probe in _probes(mark):
+            original = vars(owner)[name]
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, probe(original))
+        yield
+
+
+def _probes(mark: Mark) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    return [
+        (Scheduler, "promote", _of_promote(mark)),
+        (Updater, "_until_mine", _before(lambda _, namespace, working, epoch: working.is_cut and mark("update waited for a cut"))),
+        (WorkingPlanner, "settle_write", _of_settle_write(mark)),
+        (WorkingPlanner, "discard", _before(lambda _, ns, working: working.state is Working.WRITING and mark("orphaned write"))),
+        (CopyPlanner, "retire", _before(lambda _, ns, copy: copy.leases and mark("leased copy superseded"))),
+        (Cleaner, "until_space", _before(lambda *_, **__: mark("space waited for"))),
+        (Committer, "_distrust", _before(lambda *_: mark("failed flush broke a namespace"))),
+        (Transactions, "_stop", _before(lambda *_: mark("store stopped"))),
+        (Transactions, "_happened", _of_happened(mark)),
+    ]
+
+
+def _before(look: Callable[..., object]) -> Callable[[Any], Any]:
+    def probe(original: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            look(*arguments, **named)
+            return original(*arguments, **named)
+
+        return call
+
+    return probe
+
+
+def _of_promote(mark: Mark) -> Callable[[Any], Any]:
+    def look(_: Any, transfer: Any, urgency: Urgency) -> None:
+        if urgency < transfer.urgency:
+            mark("prefetch promoted by demand" if transfer.urgency is Urgency.PREFETCH else "write promoted by who waits")
+
+    return _before(look)
+
+
+def _of_settle_write(mark: Mark) -> Callable[[Any], Any]:
+    def look(_: Any, namespace: Any, working: Any, located: Any, error: Any) -> None:
+        if error is None and working.write_failures and not working.is_orphan:
+            mark("failed write repeated elsewhere")
+
+    return _before(look)
+
+
+def _of_happened(mark: Mark) -> Callable[[Any], Any]:
+    def probe(original: Any) -> Any:
+        async def happened(*arguments: Any) -> bool:
+            result = bool(await original(*arguments))
+            mark(f"unknown transaction resolved: it {'happened' if result else 'did not'}")
+            return result
+
+        return happened
+
+    return probe

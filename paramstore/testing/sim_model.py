@@ -1,0 +1,250 @@
+"""What a namespace must contain: the reference model of the simulation. Plain values, no engine.
+
+A record's value is its identity and three numbers, by the rule of `plain_arithmetic`: every element of a field is the same number,
+and all numbers are multiples of 1/8 far below 2**20, so that fp32 holds them exactly. Requests are told when they reach the core,
+answers when the core gives them. The model says which bytes a writer may see, which a reader must, and which steps may or must be
+there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+Key = tuple[int, int]
+
+
+class Broken(AssertionError):
+    """The core contradicts the model."""
+
+
+class Value(NamedTuple):
+    """One record: its identity, its master, sum of gradients and number of updates."""
+
+    epoch: int
+    version: int
+    master: float
+    exp_avg: float
+    updates: int
+
+
+State = Mapping[Key, Value]
+"""All records at one moment; never changed in place."""
+
+
+@lru_cache(maxsize=1 << 14)
+def pattern(number: float, elements: int) -> bytes:
+    """A field of equal fp32 elements."""
+    return struct.pack("<f", number) * elements
+
+
+class NamespaceModel:
+    """One namespace. Owner of what is known of its steps, of the writer's state, and of every identity ever seen."""
+
+    def __init__(self, name: str, keys: Sequence[Key], *, retained_steps: int) -> None:
+        self.name = name
+        self.keys = list(keys)
+        self.retained_steps = retained_steps
+        self.states: dict[int, State] = {}
+        """Every step whose commit was ever asked for. Numbers are never used twice."""
+        self.steps: list[int] = []
+        """Those that are committed and not rolled back, in order."""
+        self.kept: list[int] = []
+        """Those of them that retention keeps: what a commit dropped does not come back with a rollback."""
+        self.started: dict[int, None] = {}
+        """Commits asked for and not answered: they may be there."""
+        self.targets: dict[int, None] = {}
+        """Rollbacks asked for and not answered."""
+        self.prepared: dict[int, None] = {}
+        """Steps that may be prepared and not committed: one at most is."""
+        self.is_prepared_dropped = False
+        """A writer's opening may have dropped it."""
+        self.is_surely_prepared = False
+        self.snapshots: dict[int, None] = {}
+        self.unsure_snapshots: dict[int, None] = {}
+        """Asked for or given up without an answer."""
+        self.epoch = 0
+        self.history: list[State] = []
+        """What the writer's view meant, over time."""
+        self.pending: dict[Key, float] = {}
+        self.identities: dict[tuple[Key, int, int], Value] = {}
+        self.is_broken = False
+        """An apply failed, or may have: identities that were claimed may never be made."""
+        self.writer: object = None
+        """The client's view that writes now, if any."""
+        self.openings = 0
+        """How many openings of writers reached the core: each fences those before it."""
+        self.opening: dict[int, int | None] = {}
+        """Those of them that are not answered, and the step to which they go back, if they name one."""
+        self.next_step = 0
+
+    # --- the writer
+
+    @property
+    def working(self) -> State:
+        return self.history[-1]
+
+    @property
+    def committed(self) -> int | None:
+        return self.steps[-1] if self.steps else None
+
+    def nothing_prepared(self) -> None:
+        """It was committed, or dropped."""
+        self.prepared = {}
+        self.is_surely_prepared = self.is_prepared_dropped = False
+
+    def opening_asked(self, at: int | None) -> int:
+        """Gives its number."""
+        self.openings += 1
+        self.opening[self.openings] = at
+        return self.openings
+
+    def stand_at(self, state: State, epoch: int) -> None:
+        """A writer begins at `state` in a new epoch: nothing is pending."""
+        if epoch <= self.epoch:
+            raise Broken(f"{self.name}: epoch {epoch} comes after {self.epoch}")
+        self.epoch = epoch
+        self.pending = {}
+        self.is_broken = False
+        self.history.append(state)
+
+    def initial(self, key: Key) -> Value:
+        """Different for every key, and for every epoch in which it is set."""
+        number = 1.0 + self.keys.index(key) + 64.0 * (self.epoch % 64)
+        return Value(self.epoch, 0, number, 0.0, 0)
+
+    def initialize(self, key: Key) -> None:
+        value = self.initial(key)
+        self.identities[key, value.epoch, value.version] = value
+        self.history.append({**self.working, key: value})
+
+    def claim(self, grad_scale: float, lr: float) -> tuple[dict[Key, float], int]:
+        """An apply takes what is pending. Gives that, and where the history stood, for `unclaim`."""
+        taken, self.pending = self.pending, {}
+        state = dict(self.working)
+        for key, gradient in taken.items():
+            old = state[key]
+            scaled = gradient * grad_scale
+            new = Value(self.epoch, old.version + 1, old.master - lr * scaled, old.exp_avg + scaled, old.updates + 1)
+            state[key] = new
+            self.identities[key, new.epoch, new.version] = new
+        self.history.append(state)
+        return taken, len(self.history) - 1
+
+    def unclaim(self, taken: dict[Key, float], index: int) -> None:
+        """The apply was refused in the moment in which it was called: nothing happened."""
+        if index != len(self.history) - 1:
+            raise Broken(f"{self.name}: something came between an apply and its refusal")
+        self.history.pop()
+        self.pending = taken
+
+    # --- steps
+
+    def commit_asked(self, step: int) -> None:
+        self.states[step] = self.working
+        self.started[step] = None
+
+    def commit_done(self, step: int) -> None:
+        if step not in self.started:
+            raise Broken(f"{self.name}: step {step} was committed twice")
+        del self.started[step]
+        if self.steps and step <= self.steps[-1]:
+            raise Broken(f"{self.name}: step {step} was acknowledged after {self.steps[-1]}")
+        self._add_step(step)
+
+    def _add_step(self, step: int) -> None:
+        self.steps.append(step)
+        self.kept = [*self.kept, step][-self.retained_steps :]
+
+    def commit_failed(self, step: int) -> None:
+        self.started.pop(step, None)
+
+    def prepare_asked(self, step: int) -> None:
+        self.states[step] = self.working
+        self.prepared[step] = None
+
+    def check_prepared(self, found: int | None) -> None:
+        """After a start. What was prepared is there, unless it was committed, or who asked was not answered."""
+        if found is not None and found not in self.prepared:
+            raise Broken(f"{self.name}: step {found} is prepared; only {list(self.prepared)} may be")
+        if found is None and self.is_surely_prepared and not self.is_prepared_dropped and self.committed not in self.prepared:
+            raise Broken(f"{self.name}: one of {list(self.prepared)} was prepared, and is gone")
+        self.prepared = {} if found is None else {found: None}
+        self.is_surely_prepared, self.is_prepared_dropped = found is not None, False
+
+    def rolled_back(self, step: int) -> None:
+        self.targets.pop(step, None)
+        self._truncate(step)
+        for gone in [snapshot for snapshot in self.snapshots if snapshot > step]:
+            raise Broken(f"{self.name}: rolled back to {step} over snapshot {gone}")
+
+    def _truncate(self, step: int) -> None:
+        """`step` is the newest, whether it was committed before or was prepared."""
+        self.steps = [other for other in self.steps if other < step] + [step]
+        self.kept = ([other for other in self.kept if other < step] + [step])[-self.retained_steps :]
+
+    def observe_committed(self, step: int | None, *, is_resolved: bool) -> None:
+        """The core says that `step` is the newest. is_resolved: nothing that was asked for before can change that any more."""
+        allowed = {self.committed, *self.started, *self.targets}
+        if step not in allowed:
+            raise Broken(f"{self.name}: step {step} is the newest; it may be {allowed}: last acknowledged <= found <= last started")
+        if step != self.committed:
+            assert step is not None
+            if step in self.started:
+                del self.started[step]
+                self._add_step(step)
+            else:
+                self._truncate(step)
+        if is_resolved:
+            if self.targets and self.started:  # they may have been published, and dropped older steps, before they were rolled back
+                self.kept = self.kept[-max(1, self.retained_steps - len(self.started)) :]
+            self.started.clear()
+            self.targets = {at: None for at in self.opening.values() if at is not None}
+
+    def must_have(self) -> set[int]:
+        """Steps that can be opened now, whatever else can. While a rollback's outcome is open, only its target's past."""
+        bound = min(self.targets, default=None)
+        steps = self.kept if bound is None else [step for step in self.kept if step <= bound]
+        count = max(0, self.retained_steps - len(self.started))  # each commit under way may drop one
+        sure = {step for step in self.snapshots if step not in self.unsure_snapshots}
+        return sure | set(steps[len(steps) - min(count, len(steps)) :])
+
+    def check_steps(self, found: Sequence[int]) -> None:
+        """`found` is what the core says can be opened."""
+        known = set(self.steps) | set(self.started)
+        if list(found) != sorted(set(found)) or not set(found) <= known or not self.must_have() <= set(found):
+            raise Broken(f"{self.name}: steps {list(found)}; must have {sorted(self.must_have())}, may have {sorted(known)}")
+
+    def check_snapshots(self, found: Sequence[int]) -> None:
+        sure = set(self.snapshots) - set(self.unsure_snapshots)
+        if not sure <= set(found) <= set(self.snapshots) | set(self.unsure_snapshots):
+            raise Broken(f"{self.name}: snapshots {list(found)}; {sorted(sure)} are kept, {sorted(self.unsure_snapshots)} unsure")
+
+    # --- what is seen
+
+    def check_seen(self, key: Key, identity: tuple[int, int], states: Iterable[State]) -> Value:
+        """Some state of `states` has `key` in this identity: its value."""
+        value = self.identities.get((key, *identity))
+        if value is None:
+            raise Broken(f"{self.name}: {key} in {identity}: nobody ever made that")
+        if not any(state[key] is value or state[key] == value for state in states):
+            raise Broken(f"{self.name}: {key} is seen in {identity}, which is not of the step or moment that was asked for")
+        return value
+
+    def known(self, key: Key, identity: tuple[int, int]) -> Value:
+        """The value of an identity, whoever sees it."""
+        value = self.identities.get((key, *identity))
+        if value is None:
+            raise Broken(f"{self.name}: {key} in {identity}: nobody ever made that")
+        return value
+
+    # --- the end of a life
+
+    def daemon_gone(self) -> None:
+        """Whatever was asked for and not answered may have happened, or not; nothing is pending."""
+        self.writer = None
+        self.opening.clear()
+        self.pending = {}
+        self.is_broken = False
