@@ -119,6 +119,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the drive under each volume may take over its life (its data sheet's TBW); `status` tells how much is used up."""
     prefill: bool = True
     """Zero-fill new volume space in the background: never-written blocks halve the write rate."""
+    scrub_days: float = 14.0
+    """Everything on the volumes is read and checked once in so many days, in the background: fewer find rot sooner and read more.
+    0: only what is asked for with `verify`."""
 
     @property
     def retention(self) -> Retention:
@@ -188,6 +191,7 @@ _RULES = {
     "dirty_limit_bytes": _OPTIONAL_SIZE,
     "volume_endurance_bytes": _OPTIONAL_SIZE,
     "prefill": _SWITCH,
+    "scrub_days": _Rule(float, "a number of days up to 3650; 0 for never", lambda value: 0.0 <= value <= 3650.0),
     "policy.name": _Rule(str, "decayed_lfu or lru", lambda value: value in ("decayed_lfu", "lru")),
     "policy.threshold": _Rule(float, "a number, and not negative", lambda value: 0.0 <= value < math.inf),
     "policy.beta": _Rule(float, "a number from 0 to 1", lambda value: 0.0 <= value <= 1.0),

@@ -153,6 +153,9 @@ def test_socket_and_volume_lie_in_the_directory_unless_given() -> None:
         ({"retained_steps": 1}, "retained_steps=1: must be an integer from 2 to 16"),
         ({"held_steps": 17}, "held_steps=17: must be an integer from 0 to 16"),
         ({"prefill": "perhaps"}, "prefill='perhaps': must be true or false"),
+        ({"scrub_days": -1}, "scrub_days=-1: must be a number of days up to 3650; 0 for never"),
+        ({"scrub_days": "inf"}, "scrub_days='inf': must be a number of days up to 3650; 0 for never"),
+        ({"scrub_days": "nan"}, "scrub_days='nan': must be a number of days up to 3650; 0 for never"),
     ],
 )
 def test_a_wrong_setting_is_named(flags: dict[str, object], reason: str) -> None:

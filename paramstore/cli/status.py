@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import typer
+
+from paramstore.cli.verify import finding_lines
+
+DAY_S = 86_400.0
+FINDINGS_SHOWN = 10
 
 
 def status(
@@ -61,6 +67,35 @@ def _print(stats: dict[str, Any]) -> None:
         if volume["fenced"]:
             console.print(f"volume {index} is fenced, it gets no new records: {volume['fenced']}; {WAY_ON}", soft_wrap=True)
     console.print(_namespaces(stats))
+    for line in patrol_lines(stats.get("patrol")):  # a daemon of an older version has none
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def patrol_lines(patrol: dict[str, Any] | None) -> Iterator[str]:
+    """How far the background's check of everything is, when the last pass ended, and what is damaged."""
+    if patrol is None:
+        return
+    if not patrol["scrub_days"]:
+        yield "patrol: off, scrub_days is 0"
+        return
+    running, last = patrol["running"], patrol["last"]
+    now = "none is under way" if running is None else _progress(running)
+    before = "none has ended yet"
+    if last is not None:
+        ended_days = patrol["last_ended_s"] / DAY_S
+        before = f"the last one ended {ended_days:.1f} days ago, {last['state']}: {last['found'] or 'none'} damaged"
+    yield f"patrol: a pass every {patrol['scrub_days']:g} days; {now}; {before}"
+    lines = list(dict.fromkeys(line for result in (running, last) if result is not None for line in finding_lines(result)))
+    yield from lines[:FINDINGS_SHOWN]
+    if len(lines) > FINDINGS_SHOWN:
+        yield f"and {len(lines) - FINDINGS_SHOWN} more: --json has them"
+
+
+def _progress(scrub: dict[str, Any]) -> str:
+    from paramstore.config import format_size
+
+    read, total = scrub["bytes_read"], scrub["bytes_total"]
+    return f"{format_size(read)} of {format_size(total)} are read: {scrub['found'] or 'none'} damaged"
 
 
 def _endurance(volume: dict[str, Any]) -> str:

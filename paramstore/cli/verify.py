@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -28,7 +29,7 @@ def verify(
     rate: str = typer.Option(None, "--rate", help="Read at most this many bytes a second, as in 100MiB; default no limit."),
     as_json: bool = typer.Option(False, "--json", help="The whole result, as JSON."),
 ) -> None:
-    """Check every record of a running daemon. Exit code 4 if some are damaged or cannot be read."""
+    """Check every record, superblock and commit note of a running daemon. Exit code 4 if some are damaged or cannot be read."""
     import paramstore_client as client
 
     with client.connect(address) as store:
@@ -69,15 +70,30 @@ def _watch(store: Store, ticket: Ticket[dict[str, Any]]) -> None:
 def _print(result: dict[str, Any]) -> None:
     from paramstore.config import format_size
 
+    for line in finding_lines(result):
+        sys.stdout.write(f"{line}\n")
+    copies = f", {result['copies']} copies of superblocks and commit notes" if result.get("copies") else ""
+    sys.stdout.write(
+        f"{result['records']} records{copies}, {format_size(result['bytes_read'])} read in {result['seconds']:.1f} s: "
+        f"{result['found'] or 'none'} damaged\n"
+    )
+
+
+def finding_lines(result: dict[str, Any]) -> Iterator[str]:
+    """One line for each thing that a scrub found damaged, and one for those that it only counted. A daemon of an older version
+    knows nothing of copies."""
+    copies = result.get("copy_findings", [])
+    for finding in copies:
+        what = finding["kind"] if finding["step"] is None else f"{finding['namespace']} commit note of step {finding['step']}"
+        yield f"{what}, copy {finding['copy']}, {_place(finding)}: {finding['reason']}"
     for finding in result["findings"]:
         layer, expert = finding["key"]
         needed = ", ".join(f"step {step}" for step in finding["steps"]) or "uncommitted"
-        place = f"volume {finding['volume']}, offset {finding['offset_bytes']}"
-        sys.stdout.write(f"{finding['namespace']} ({layer}, {expert}), {needed}, {place}: {finding['reason']}\n")
-    beyond = result["found"] - len(result["findings"])
+        yield f"{finding['namespace']} ({layer}, {expert}), {needed}, {_place(finding)}: {finding['reason']}"
+    beyond = result["found"] - len(copies) - len(result["findings"])
     if beyond:
-        sys.stdout.write(f"and {beyond} more\n")
-    sys.stdout.write(
-        f"{result['records']} records, {format_size(result['bytes_read'])} read in {result['seconds']:.1f} s: "
-        f"{result['found'] or 'none'} damaged\n"
-    )
+        yield f"and {beyond} more"
+
+
+def _place(finding: dict[str, Any]) -> str:
+    return f"volume {finding['volume']}, offset {finding['offset_bytes']}"

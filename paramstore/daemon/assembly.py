@@ -26,9 +26,11 @@ from paramstore.engine.commit import Committer
 from paramstore.engine.hashing import Hashing
 from paramstore.engine.host import HostTier, Memory
 from paramstore.engine.load import Loader
+from paramstore.engine.patrol import Patrol, patrol_start
 from paramstore.engine.planner import Planner
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
 from paramstore.engine.scrub import Scrubber
+from paramstore.engine.scrub_notes import NoteScrub
 from paramstore.engine.store import Store
 from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
@@ -310,11 +312,17 @@ def connect(
     transfers.watch_writes = volume_set.record_written
     for namespace in namespaces.values():
         volume_set.entitle(namespace)
-    scrubber = Scrubber(transfers, volumes, namespaces, store_uuid=contents.store_uuid, hashing=hashing, clock=clock)
+    scrubber = Scrubber(
+        transfers, volumes, namespaces, store_uuid=contents.store_uuid, hashing=hashing, clock=clock,
+        notes=NoteScrub(volumes, recovered.superblocks),
+    )  # fmt: skip
+    start_at = patrol_start(contents.store_uuid, clock.now_s())
+    patrol = Patrol(scrubber, scrub_days=config.scrub_days, start_at=start_at, clock=clock)
     if config.prefill:
         volume_set.start_prefill()
+    patrol.start()
     return Store(
         config, planner=planner, runner=runner, transfers=transfers, host=host, volumes=volume_set, loader=loader,
         cleaner=cleaner, updater=updater, committer=committer, chain=chain, transactions=transactions, scrubber=scrubber,
-        namespaces=namespaces, store_uuid=contents.store_uuid, clock=clock,
+        patrol=patrol, namespaces=namespaces, store_uuid=contents.store_uuid, clock=clock,
     )  # fmt: skip

@@ -1,13 +1,15 @@
 """The scrubber: reads records where they lie and checks them, beside everything else, so that damage is found before it matters.
 
-It covers what every step of a namespace names, and the whole records that no step has published yet. Guarantees:
+It covers what every step of a namespace names, and the whole records that no step has published yet; beside them the copies
+of superblocks and commit notes (`scrub_notes.py`). Guarantees:
 
-- It takes the lowest class and one piece at a time through one buffer of its own: BUFFER_BYTES, in no budget and no arena.
+- It takes the lowest class and one piece at a time through a buffer of its own: `buffer_bytes`, in no budget and no arena.
 - It reads at most `bytes_per_s`: each piece is paid for before it is read.
 - An extent is pinned only while a piece of it is read. Before each piece the record is looked up again; one that a commit,
   rollback or newer write-back replaced meanwhile is left out, and was never read as another.
 - What is wrong with one record is a finding, named with its place; it reaches nobody else and the scrub goes on.
-- There is one scrub at a time. Ending it waits for no device: the next one waits for the piece under way.
+- There is one scrub at a time that somebody asked for. The patrol's (`patrol.py`) stands still while it runs: there are never
+  two pieces under way. Ending one waits for no device: the next one waits for the piece under way.
 """
 
 from __future__ import annotations
@@ -17,18 +19,22 @@ import logging
 import mmap
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 from paramstore.clock import Clock
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located
+from paramstore.core.schema import CHUNK_BYTES, PAGE_BYTES, Part
 from paramstore.engine.hashing import Hashing
 from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.requests import Urgency
 from paramstore.engine.routes import Piece, PieceRead, check_pieces, cut_pieces
 from paramstore.engine.runner import volume_lane, wake
 from paramstore.engine.scheduler import Transfer
+from paramstore.engine.scrub_notes import NoteScrub
+from paramstore.engine.scrub_progress import Finding
+from paramstore.engine.scrub_progress import Scrub as Scrub
 from paramstore.engine.transfers import Transfers
 from paramstore.errors import CapacityError, ConfigError, ParamStoreError, TicketCancelled, UnknownNamespace, VolumeError
 from paramstore.storage.format import Header, check_header
@@ -37,11 +43,11 @@ from paramstore.storage.volume import Volume
 logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 4 << 20
-"""All the memory a scrub has for records, whatever their size."""
+"""All the memory a scrub has for records, whatever their size, up to 383 GiB; see `buffer_bytes`."""
 PIECE_BYTES = 2 << 20
 """What it reads at a time, about: a piece ends where a chunk does, so the longest is a chunk and a page longer."""
 FINDINGS_MAX = 1000
-"""Findings that are described; those beyond are counted."""
+"""Findings of each kind that are described; those beyond are counted."""
 PLAN_KEYS = 64
 """Keys looked up between two turns of the loop."""
 
@@ -50,63 +56,14 @@ Planned = tuple[NamespaceState, ExpertKey, int]
 """A key, and how many records of it there were when the scrub was planned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A record that could not be read, or is not what it must be. steps: the committed ones that need it; none if none does yet."""
-
-    namespace: str
-    key: ExpertKey
-    steps: tuple[int, ...]
-    epoch: int
-    version: int
-    volume: int
-    offset_bytes: int
-    reason: str
-
-
-@dataclass(slots=True, eq=False)
-class Scrub:
-    """One run: what was asked, how far it came, what it found. The scrubber writes it."""
-
-    chosen: Sequence[NamespaceState]
-    keys: Sequence[ExpertKey] | None
-    bytes_per_s: int | None
-    started_s: float
-    due_s: float
-    """When the next piece may be read that costs nothing."""
-    state: str = "running"
-    """Then "done", "cancelled" or "failed"."""
-    ended_s: float | None = None
-    records: int = 0
-    records_total: int = 0
-    bytes_read: int = 0
-    bytes_total: int = 0
-    superseded: int = 0
-    """Records that were gone when their turn came."""
-    found: int = 0
-    findings: list[Finding] = field(default_factory=list)
-    error: ParamStoreError | None = None
-    task: asyncio.Task[None] | None = None
-
-    def describe(self, now_s: float) -> dict[str, object]:
-        """Progress, and in the end the result: plain values that travel."""
-        return {
-            "namespaces": [namespace.name for namespace in self.chosen], "bytes_per_s": self.bytes_per_s, "state": self.state,
-            "records": self.records, "records_total": self.records_total, "bytes_read": self.bytes_read,
-            "bytes_total": self.bytes_total, "superseded": self.superseded, "found": self.found,
-            "findings": [asdict(finding) for finding in self.findings],
-            "seconds": (now_s if self.ended_s is None else self.ended_s) - self.started_s,
-        }  # fmt: skip
-
-
 class Scrubber:
     """Owner of the scrub under way, of its task and of its buffer."""
 
     def __init__(
         self, transfers: Transfers, volumes: Mapping[int, Volume], namespaces: Mapping[str, NamespaceState], *,
-        store_uuid: bytes, hashing: Hashing, clock: Clock, pause: Pause = asyncio.sleep,
+        store_uuid: bytes, hashing: Hashing, clock: Clock, pause: Pause = asyncio.sleep, notes: NoteScrub | None = None,
     ) -> None:  # fmt: skip
-        """pause: lets this many seconds of `clock` go by."""
+        """pause: lets this many seconds of `clock` go by. notes: None for records alone."""
         self._transfers = transfers
         self._space = transfers.planner.space
         self._volumes = volumes
@@ -115,6 +72,7 @@ class Scrubber:
         self._hashing = hashing
         self._clock = clock
         self._pause = pause
+        self._notes = notes
         self._running: Scrub | None = None
         self._last: Scrub | None = None
         self._reading: asyncio.Future[None] | None = None
@@ -138,6 +96,14 @@ class Scrubber:
         scrub.task = asyncio.get_running_loop().create_task(self._run(scrub), name="scrub")
         scrub.task.add_done_callback(lambda _: self._finish(scrub))
         return scrub
+
+    def prepare(self, *, bytes_per_s: int, busy_share_max: float, debt_s_max: float) -> Scrub:
+        """A scrub of everything there is now, for the patrol: it goes through `plan` itself, and gives way to what is started."""
+        now_s = self._clock.now_s()
+        return Scrub(
+            list(self._namespaces.values()), None, bytes_per_s, started_s=now_s, due_s=now_s, busy_share_max=busy_share_max,
+            debt_s_max=debt_s_max,
+        )  # fmt: skip
 
     def _choose(self, namespace: str | None, keys: Sequence[ExpertKey] | None) -> list[NamespaceState]:
         if namespace is None:
@@ -199,23 +165,21 @@ class Scrubber:
         else:
             scrub.state = "done"
             log = logger.error if scrub.found else logger.info
-            log("scrub: %d of %d records are damaged or cannot be read", scrub.found, scrub.records)
+            what = "scrub: %d findings in %d records and %d copies of superblocks and commit notes"
+            log(what, scrub.found, scrub.records, scrub.copies)
 
     async def _run(self, scrub: Scrub) -> None:
-        if self._reading is not None:
-            await asyncio.shield(self._reading)  # of a scrub that was cancelled: there are never two buffers
-        buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))
-        for namespace, key, planned in await self._plan(scrub):
-            records = _records_of(namespace, key)
-            self._expect(scrub, namespace, len(records) - planned)
-            for located in records:
-                await self._check_record(scrub, namespace, key, located, buffer)
-            await asyncio.sleep(0)
+        for planned in await self.plan(scrub):
+            await self.check_key(scrub, planned)
+        if scrub.keys is None:
+            await self.check_copies(scrub)
 
-    async def _plan(self, scrub: Scrub) -> list[Planned]:
+    async def plan(self, scrub: Scrub) -> list[Planned]:
         """Every key to look at. The totals are those of now, and are corrected at each key's turn."""
         plan: list[Planned] = []
         for namespace in scrub.chosen:
+            if len(scrub.buffer) < (need_bytes := buffer_bytes(namespace.schema.stored)):
+                scrub.buffer = memoryview(mmap.mmap(-1, need_bytes))
             for key in list(namespace.keys) if scrub.keys is None else scrub.keys:
                 count = len(_records_of(namespace, key))
                 plan.append((namespace, key, count))
@@ -224,18 +188,42 @@ class Scrubber:
                     await asyncio.sleep(0)
         return plan
 
+    async def check_key(self, scrub: Scrub, planned: Planned) -> None:
+        """Every record of one key of the plan. What is wrong with one is a finding of `scrub`."""
+        namespace, key, count = planned
+        records = _records_of(namespace, key)
+        self._expect(scrub, namespace, len(records) - count)
+        for located in records:
+            await self._check_record(scrub, namespace, key, located)
+        await asyncio.sleep(0)
+
+    async def check_copies(self, scrub: Scrub) -> None:
+        """Every copy of the volumes' superblocks and of the notes of what was chosen. What is wrong with one is a finding."""
+        for check in self._notes.checks(scrub.chosen) if self._notes is not None else ():
+            length_bytes = len(check.offsets) * check.length_bytes
+            await self._pay(scrub, length_bytes)
+            outcomes = await self._in_worker(scrub, check.volume.index, lambda check: check.run(), check)
+            traffic = self._transfers.traffic[check.volume.index]
+            traffic.bytes_read += length_bytes
+            if not check.is_current():
+                continue  # the step went while its note was read: the slot may have been another's already
+            scrub.copies += len(outcomes)
+            for finding in check.findings(outcomes):
+                traffic.failures += 1
+                scrub.found += 1
+                if len(scrub.copy_findings) < FINDINGS_MAX:
+                    scrub.copy_findings.append(finding)
+
     @staticmethod
     def _expect(scrub: Scrub, namespace: NamespaceState, count: int) -> None:
         scrub.records_total += count
         scrub.bytes_total += count * namespace.schema.record_bytes
 
-    async def _check_record(
-        self, scrub: Scrub, namespace: NamespaceState, key: ExpertKey, located: Located, buffer: memoryview
-    ) -> None:
+    async def _check_record(self, scrub: Scrub, namespace: NamespaceState, key: ExpertKey, located: Located) -> None:
         """The record is counted as checked, found or superseded; what was not read of it is expected no more."""
         read_bytes, traffic = scrub.bytes_read, self._transfers.traffic[located.extent.volume]
         try:
-            is_whole = await self._check_pieces(scrub, namespace, key, located, buffer)
+            is_whole = await self._check_pieces(scrub, namespace, key, located)
         except VolumeError as error:
             traffic.failures += 1
             scrub.records += 1
@@ -249,9 +237,7 @@ class Scrubber:
                 scrub.records_total -= 1
         scrub.bytes_total -= namespace.schema.record_bytes - (scrub.bytes_read - read_bytes)
 
-    async def _check_pieces(
-        self, scrub: Scrub, namespace: NamespaceState, key: ExpertKey, located: Located, buffer: memoryview
-    ) -> bool:
+    async def _check_pieces(self, scrub: Scrub, namespace: NamespaceState, key: ExpertKey, located: Located) -> bool:
         """True if every piece matches; False if the record was replaced meanwhile. Raises VolumeError, CorruptRecord."""
         part = namespace.schema.stored
         place = f"volume {located.extent.volume}, offset {located.extent.offset_bytes}"
@@ -260,7 +246,7 @@ class Scrubber:
             await self._pay(scrub, piece.end - piece.start)
             if located not in _records_of(namespace, key):
                 return False
-            read = await self._read(located.extent, piece, buffer, part.header_bytes)
+            read = await self._read(scrub, located.extent, piece, part.header_bytes)
             scrub.bytes_read += piece.end - piece.start
             self._transfers.traffic[located.extent.volume].bytes_read += piece.end - piece.start
             if header is None:
@@ -273,28 +259,40 @@ class Scrubber:
         return True
 
     async def _pay(self, scrub: Scrub, length_bytes: int) -> None:
-        """Returns when `length_bytes` more may be read. Time in which nothing was read earns nothing."""
-        if scrub.bytes_per_s is None:
-            return
-        scrub.due_s += length_bytes / scrub.bytes_per_s
-        while (wait_s := scrub.due_s - self._clock.now_s()) > 0:
-            await self._pause(wait_s)
+        """Returns when `length_bytes` more may be read. Time in which nothing was read earns nothing. What somebody asked for
+        goes first."""
+        scrub.paid_s = length_bytes / scrub.bytes_per_s if scrub.bytes_per_s is not None else 0.0
+        scrub.due_s += scrub.paid_s
+        while True:
+            if self._running is not None and self._running is not scrub:
+                assert self._running.task is not None
+                await asyncio.wait([self._running.task])
+            elif self._reading is not None and not self._reading.done():
+                await asyncio.shield(self._reading)  # the patrol's, or of a scrub that was cancelled
+            elif (wait_s := scrub.due_s - self._clock.now_s()) > scrub.debt_s_max:
+                await self._pause(wait_s)
+            else:
+                break
         scrub.due_s = max(scrub.due_s, self._clock.now_s())
 
-    async def _read(self, extent: Extent, piece: Piece, buffer: memoryview, header_bytes: int) -> PieceRead:
+    async def _read(self, scrub: Scrub, extent: Extent, piece: Piece, header_bytes: int) -> PieceRead:
         """One piece, hashed, in a worker of its volume. Raises what the volume raised. The caller has looked the record up in
         this very turn of the loop."""
-        length_bytes = piece.end - piece.start
-        assert length_bytes <= BUFFER_BYTES, f"a piece of {length_bytes} bytes"  # a header that long is of a 256 GiB record
-        run = partial(
-            _read_piece, self._volumes[extent.volume], extent.offset_bytes, buffer[:length_bytes], header_bytes, self._hashing
-        )
+        target = scrub.buffer[: piece.end - piece.start]
+        run = partial(_read_piece, self._volumes[extent.volume], extent.offset_bytes, target, header_bytes, self._hashing)
+        self._space.pin(extent)
+        result: PieceRead = await self._in_worker(scrub, extent.volume, run, piece, pinned=extent)
+        return result
+
+    async def _in_worker(
+        self, scrub: Scrub, volume: int, run: Callable[[Any], Any], piece: object, *, pinned: Extent | None = None
+    ) -> Any:
+        """What `run(piece)` gives in a worker of the volume; then the pin is gone. Raises what it raised."""
         reading = self._reading = asyncio.get_running_loop().create_future()
         transfer = Transfer(
-            lane=volume_lane(extent.volume), urgency=Urgency.WRITE_BACK, run=run, pieces=deque([piece]),
-            settle=partial(self._settle, extent, reading),
+            lane=volume_lane(volume), urgency=Urgency.WRITE_BACK, run=partial(self._timed, run), pieces=deque([piece]),
+            settle=partial(self._settle, pinned, reading),
         )  # fmt: skip
-        self._space.pin(extent)
         self._transfers.runner.submit(transfer)
         try:
             await asyncio.shield(reading)
@@ -303,14 +301,21 @@ class Scrubber:
             raise
         if transfer.error is not None:
             raise transfer.error
-        result: PieceRead = transfer.results[0]
+        result, seconds = transfer.results[0]
+        scrub.due_s += max(0.0, seconds / scrub.busy_share_max - scrub.paid_s)
         return result
 
-    def _settle(self, extent: Extent, reading: asyncio.Future[None], transfer: Transfer) -> None:
-        free_bytes = self._space.free_bytes
-        self._space.unpin(extent)
-        if self._space.free_bytes != free_bytes:  # it was released meanwhile: somebody may wait for the room
-            self._transfers.pump(self._namespaces.values())
+    def _timed(self, run: Callable[[Any], Any], piece: object) -> tuple[Any, float]:
+        """In a worker: what `run` gave, and how long it took; without the time in the queue."""
+        started_s = self._clock.now_s()
+        return run(piece), self._clock.now_s() - started_s
+
+    def _settle(self, pinned: Extent | None, reading: asyncio.Future[None], transfer: Transfer) -> None:
+        if pinned is not None:
+            free_bytes = self._space.free_bytes
+            self._space.unpin(pinned)
+            if self._space.free_bytes != free_bytes:  # it was released meanwhile: somebody may wait for the room
+                self._transfers.pump(self._namespaces.values())
         wake(reading)
 
     @staticmethod
@@ -322,6 +327,12 @@ class Scrubber:
             scrub.findings.append(
                 Finding(namespace.name, key, steps, *located.identity, extent.volume, extent.offset_bytes, reason)
             )
+
+
+def buffer_bytes(part: Part) -> int:
+    """Memory for the longest piece of a record. The first piece has the header, with a checksum for each MiB of the record, and
+    a chunk: from 384 GiB on that is more than any other piece."""
+    return max(BUFFER_BYTES, part.header_bytes + CHUNK_BYTES + PAGE_BYTES)
 
 
 def _read_piece(

@@ -277,8 +277,7 @@ class Store:
     async def initialize_end(self, view: View) -> None:
         """On return every key has a whole record on a volume."""
         namespace = self.check_writer(view)
-        missing = next((key for key, working in namespace.working.items() if working.identity is None), None)
-        if missing is not None:
+        if (missing := next((key for key, working in namespace.working.items() if working.identity is None), None)) is not None:
             raise StepFailed(f"initialize on {namespace.name!r}: {missing} was never given a value")
         await self._cleaner.write_back(namespace, None)
         namespace.is_initializing = False

@@ -237,7 +237,7 @@ class FakeDaemon:
             case m.Namespaces():
                 return m.Done(request.id, [namespace.describe() for namespace in self.namespaces.values()])
             case m.Verify():
-                return m.Done(request.id, {"records": 0, "bytes_read": 0, "found": 0, "findings": []})
+                return m.Done(request.id, {"records": 0, "bytes_read": 0, "found": 0, "findings": [], "copy_findings": []})
             case m.Stats():
                 return m.Done(request.id, {"leases": self.lease_count})
             case m.CreateNamespace() | m.OpenNamespace():

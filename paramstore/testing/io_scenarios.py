@@ -117,8 +117,9 @@ async def scrub_all(trial: Trial) -> None:
     scrub = trial.store.verify(None, None, None)
     result: Any = await trial.ask("scrub", trial.store.scrubber.wait(scrub))
     assert result["records"] == result["records_total"]
-    for finding in result["findings"]:
-        error = VolumeError(f"{finding['namespace']} {finding['key']}, volume {finding['volume']}: {finding['reason']}")
+    for finding in (*result["copy_findings"], *result["findings"]):
+        what = finding.get("key", finding.get("kind"))
+        error = VolumeError(f"{finding['namespace']} {what}, volume {finding['volume']}: {finding['reason']}")
         trial.check_message("scrub", error)
         trial.refusals.append(("scrub", error))
     if trial.script.strikes and not trial.script.lasting_sites:

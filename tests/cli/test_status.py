@@ -123,3 +123,43 @@ def test_an_address_that_cannot_be_one_is_a_usage_error(
 ) -> None:
     assert paramstore("status", address) == 2
     assert "ConfigError" in capsys.readouterr().err
+
+
+SCRUB = {
+    "bytes_read": 3 << 30, "bytes_total": 4 << 30, "found": 1, "state": "done", "copy_findings": [],
+    "findings": [{
+        "namespace": "experts", "key": [1, 2], "steps": [3], "volume": 0, "offset_bytes": 4096,
+        "reason": "chunk 2 has another checksum",
+    }],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("patrol", "lines"),
+    [
+        (None, []),
+        ({"scrub_days": 0.0, "running": None, "last": None, "last_ended_s": None}, ["patrol: off, scrub_days is 0"]),
+        (
+            {"scrub_days": 14.0, "running": None, "last": None, "last_ended_s": None},
+            ["patrol: a pass every 14 days; none is under way; none has ended yet"],
+        ),
+        (
+            {"scrub_days": 0.5, "running": {**SCRUB, "found": 0, "findings": []}, "last": SCRUB, "last_ended_s": 86_400 * 2.5},
+            [
+                "patrol: a pass every 0.5 days; 3 GiB of 4 GiB are read: none damaged; "
+                "the last one ended 2.5 days ago, done: 1 damaged",
+                "experts (1, 2), step 3, volume 0, offset 4096: chunk 2 has another checksum",
+            ],
+        ),
+    ],
+)
+def test_what_the_patrol_did_and_found_is_told(patrol: dict[str, Any] | None, lines: list[str]) -> None:
+    assert list(status.patrol_lines(patrol)) == lines
+
+
+def test_many_findings_of_the_patrol_are_told_in_ten_lines() -> None:
+    findings = [{**SCRUB["findings"][0], "offset_bytes": number} for number in range(15)]  # type: ignore[index]
+    patrol = {"scrub_days": 14.0, "running": None, "last": {**SCRUB, "found": 15, "findings": findings}, "last_ended_s": 1.0}
+    lines = list(status.patrol_lines(patrol))
+    assert len(lines) == 1 + 10 + 1
+    assert lines[-1] == "and 5 more: --json has them"

@@ -60,7 +60,8 @@ def test_a_whole_store_ends_well(daemon: DaemonProcess, paramstore: Run, capsys:
     assert paramstore("verify", daemon.address) == 0
     shown, complaints = capsys.readouterr()
     assert complaints == ""
-    assert re.fullmatch(rf"{RECORDS} records, 96 KiB read in \d+\.\d s: none damaged\n", shown)
+    copies = "4 copies of superblocks and commit notes"
+    assert re.fullmatch(rf"{RECORDS} records, {copies}, 96 KiB read in \d+\.\d s: none damaged\n", shown)
 
 
 @pytest.mark.slow
@@ -115,6 +116,29 @@ def test_findings_are_one_line_each_and_end_with_4(
         "experts (1, 2), step 3, step 4, volume 0, offset 9437184: chunk 2 has another checksum",
         "and 2 more",
         "9 records, 9 MiB read in 1.2 s: 3 damaged",
+    ]
+
+
+def test_damaged_copies_are_lines_of_their_own_and_end_with_4(
+    fake: FakeDaemon, paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = {
+        "kind": "note", "namespace": "experts", "step": 4, "volume": 1, "offset_bytes": 1 << 20, "copy": 0,
+        "reason": "no commit note; the other copy is whole",
+    }  # fmt: skip
+    superblock = {**note, "kind": "superblock", "namespace": None, "step": None, "offset_bytes": 0}
+    result = {
+        "records": 9, "bytes_read": 9 << 20, "copies": 12, "found": 4, "findings": [FINDING], "copy_findings": [superblock, note],
+        "seconds": 1.25,
+    }  # fmt: skip
+    fake.script(m.Verify, lambda session, request: session.send(m.Done(request.id, result)))
+    assert paramstore("verify", str(fake.path)) == 4
+    assert capsys.readouterr().out.splitlines() == [
+        "superblock, copy 0, volume 1, offset 0: no commit note; the other copy is whole",
+        "experts commit note of step 4, copy 0, volume 1, offset 1048576: no commit note; the other copy is whole",
+        "experts (1, 2), step 3, step 4, volume 0, offset 9437184: chunk 2 has another checksum",
+        "and 1 more",
+        "9 records, 12 copies of superblocks and commit notes, 9 MiB read in 1.2 s: 4 damaged",
     ]
 
 

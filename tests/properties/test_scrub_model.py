@@ -114,6 +114,8 @@ async def worked(seed: int, *, is_scrubbed: bool, acts: int) -> tuple[list[objec
     await work.begin()
     for _ in range(acts):
         await work.act()
+    while is_scrubbed and not work.results:
+        await asyncio.sleep(0)
     await work.scrub_off()
     return await work.state(), work
 
@@ -123,7 +125,8 @@ def check_beside_training(seed: int, acts: int) -> None:
         alone, _ = await worked(seed, is_scrubbed=False, acts=acts)
         beside, work = await worked(seed, is_scrubbed=True, acts=acts)
         assert work.results
-        assert [result["findings"] for result in work.results] == [[]] * len(work.results)
+        assert [result["findings"] + result["copy_findings"] for result in work.results] == [[]] * len(work.results)
+        assert all(result["copies"] for result in work.results)
         assert all(result["bytes_read"] == result["bytes_total"] for result in work.results)
         assert all(result["records"] == result["records_total"] for result in work.results)
         assert beside == alone

@@ -1,0 +1,174 @@
+"""The patrol: a scrub of everything, again and again, each pass spread over `scrub_days`, so that rot is found where nobody reads.
+
+- A pass covers what the namespaces hold when it begins, superblocks and commit notes first; the next covers what comes later.
+- It reads one record at a time, then pauses, so that the pass takes `scrub_days`. It never reads more than BYTES_PER_S_MAX, and has
+  a piece under way for at most BUSY_SHARE_MAX of the time, so it takes at most that share of what a volume can read. A pass
+  that this makes longer than `scrub_days` is told in the log.
+- It stands still while a verify runs that somebody asked for, and makes up for it afterwards.
+- Every pass of one daemon begins with the same key, so that two looks at a record are one pass apart. `start_at` is another one in
+  each daemon: those that live shorter than a pass do not look at the same keys again and again.
+- Each damaged place is logged once, as an error, as long as the passes find it; nothing is logged for a whole one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+
+import xxhash
+
+from paramstore.clock import Clock
+from paramstore.engine.scrub import Pause, Scrubber
+from paramstore.engine.scrub_notes import CopyFinding
+from paramstore.engine.scrub_progress import Finding, Scrub
+
+logger = logging.getLogger(__name__)
+
+DAY_S = 86_400.0
+QUIET_S = 60.0
+"""After a daemon's start the patrol keeps still for so long: then clients fill the host tier."""
+BYTES_PER_S_MAX = 64 << 20
+"""77 TB in 14 days; 2 % of what one NVMe drive reads."""
+BUSY_SHARE_MAX = 0.05
+PAUSE_MIN_S = 0.05
+"""Shorter pauses are saved up: between small records there is no timer."""
+RETRY_S = 3600.0
+"""After a pass that found nothing to read, or failed."""
+
+Place = Finding | CopyFinding
+"""A finding without its words, and without the steps, which come and go."""
+
+
+def patrol_start(store_uuid: bytes, started_s: float) -> float:
+    """Where the passes of a daemon that came up at this time begin: from 0 up to 1, about evenly spread over daemons."""
+    return xxhash.xxh3_64_intdigest(store_uuid + struct.pack("<d", started_s)) / (1 << 64) * (1 - 2**-53)
+
+
+class Patrol:
+    """Owner of the task that patrols, and of its scrub."""
+
+    def __init__(
+        self, scrubber: Scrubber, *, scrub_days: float, start_at: float, clock: Clock, pause: Pause = asyncio.sleep
+    ) -> None:
+        """start_at: where in the order of keys a pass begins, from 0 up to 1. pause: lets this many seconds of `clock` go by."""
+        assert 0.0 <= start_at < 1.0, start_at
+        self._scrubber = scrubber
+        self._scrub_days = scrub_days
+        self._start_at = start_at
+        self._clock = clock
+        self._pause = pause
+        self._task: asyncio.Task[None] | None = None
+        self._running: Scrub | None = None
+        self._last: Scrub | None = None
+        self._told: set[Place] = set()
+        """Places that were logged and not found whole since."""
+
+    def start(self) -> None:
+        """Begins to patrol, if the setting says so."""
+        if self._scrub_days:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="patrol")
+
+    async def close(self) -> None:
+        """Ends it; on return nothing more is read, a piece apart that a worker may have."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def stats(self) -> dict[str, object]:
+        """running, last: as of a verify. last_ended_s: how long ago."""
+        now_s, last = self._clock.now_s(), self._last
+        return {
+            "scrub_days": self._scrub_days,
+            "running": self._running.describe(now_s) if self._running is not None else None,
+            "last": last.describe(now_s) if last is not None else None,
+            "last_ended_s": now_s - last.ended_s if last is not None and last.ended_s is not None else None,
+        }
+
+    async def _run(self) -> None:
+        await self._pause(QUIET_S)
+        while True:
+            scrub = self._running = self._scrubber.prepare(
+                bytes_per_s=BYTES_PER_S_MAX, busy_share_max=BUSY_SHARE_MAX, debt_s_max=PAUSE_MIN_S
+            )
+            try:
+                await self._pass(scrub)
+                scrub.state = "done"
+            except Exception:
+                scrub.state = "failed"
+                logger.exception("a pass of the patrol failed")
+            scrub.ended_s = self._clock.now_s()
+            scrub.buffer = memoryview(b"")
+            self._running, self._last = None, scrub
+            self._conclude(scrub)
+            await self._pause(self._rest_s(scrub))
+
+    def _rest_s(self, scrub: Scrub) -> float:
+        """Until the next pass begins, when all that was read is paid for."""
+        assert scrub.ended_s is not None
+        pass_s = self._scrub_days * DAY_S
+        if scrub.state == "failed" or not scrub.bytes_read:
+            return max(PAUSE_MIN_S, min(RETRY_S, pass_s))
+        return max(PAUSE_MIN_S, scrub.started_s + pass_s - scrub.ended_s, scrub.due_s - scrub.ended_s)
+
+    async def _pass(self, scrub: Scrub) -> None:
+        """Every key once. due_s: when the next is due, so that the bytes are spread evenly over what is left of the time."""
+        scrubber, due_s = self._scrubber, scrub.started_s
+        ends_s = scrub.started_s + self._scrub_days * DAY_S
+        plan = await scrubber.plan(scrub)
+        await scrubber.check_copies(scrub)
+        self._tell(scrub)
+        first = int(self._start_at * len(plan))
+        for planned in (*plan[first:], *plan[:first]):
+            while (wait_s := due_s - self._clock.now_s()) > PAUSE_MIN_S:
+                await self._pause(wait_s)
+            found, left_bytes = scrub.found, scrub.bytes_left
+            await scrubber.check_key(scrub, planned)
+            if scrub.found != found:
+                self._tell(scrub)
+            if left_bytes > scrub.bytes_left:
+                due_s += (ends_s - due_s) * (left_bytes - scrub.bytes_left) / left_bytes
+
+    def _tell(self, scrub: Scrub) -> None:
+        """Logs what was found and has not been told."""
+        for place, text in _places(scrub):
+            if place not in self._told:
+                self._told.add(place)
+                logger.error("patrol: %s", text)
+
+    def _conclude(self, scrub: Scrub) -> None:
+        """After a pass: what it did not find again may be told again."""
+        if scrub.state == "done":
+            self._told = {place for place, _ in _places(scrub)}
+            seconds = self._clock.now_s() - scrub.started_s
+            logger.info(
+                "patrol: a pass of %d records and %d copies of superblocks and commit notes took %.1f days: %d findings",
+                scrub.records, scrub.copies, seconds / DAY_S, scrub.found,
+            )  # fmt: skip
+            if seconds > self._scrub_days * DAY_S:
+                logger.warning(
+                    "patrol: the pass took longer than scrub_days=%g: it reads at most %d bytes a second and takes at most "
+                    "%.0f %% of a volume's time", self._scrub_days, BYTES_PER_S_MAX, BUSY_SHARE_MAX * 100,
+                )  # fmt: skip
+
+
+def _places(scrub: Scrub) -> Iterator[tuple[Place, str]]:
+    """Each finding's place, and the finding in words."""
+    for copy in scrub.copy_findings:
+        yield replace(copy, reason=""), describe_copy(copy)
+    for finding in scrub.findings:
+        yield replace(finding, steps=(), reason=""), describe(finding)
+
+
+def describe(finding: Finding) -> str:
+    """A damaged record in words."""
+    steps = ", ".join(f"step {step}" for step in finding.steps) or "uncommitted"
+    return f"{finding.namespace} {finding.key}, {steps}, volume {finding.volume}, offset {finding.offset_bytes}: {finding.reason}"
+
+
+def describe_copy(finding: CopyFinding) -> str:
+    """A damaged copy of a superblock or note in words."""
+    what = finding.kind if finding.step is None else f"{finding.namespace} commit note of step {finding.step}"
+    return f"{what}, copy {finding.copy}, volume {finding.volume}, offset {finding.offset_bytes}: {finding.reason}"
