@@ -50,6 +50,7 @@ class Planner:
             working.target = Identity(namespace.epoch, working.target.version + 1)
             if older is not None:
                 self.copies.supersede(namespace, older)
+        self.leases.pump(namespace)
         return pending
 
     def reserve_extents(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:

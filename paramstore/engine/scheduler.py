@@ -23,8 +23,8 @@ Piece = Any
 """What a transfer's `run` understands; opaque here."""
 BURST_PIECES = 2
 """Pieces one worker takes at once, at most: 32 MiB of the default size, 8 ms of a fast disk."""
-LIGHT_BURST_BYTES = 1 << 20
-"""Light transfers one worker takes at once have no more bytes than this together: a quarter of a millisecond of a fast disk."""
+LIGHT_BURST_BYTES = 4 << 20
+"""Light transfers one worker takes at once have no more bytes than this together: a millisecond of a fast disk."""
 
 
 @dataclass(slots=True, eq=False)

@@ -52,6 +52,8 @@ class FrameMaker:
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if origin in (types.UnionType, typing.Union):
             return self._value(random.choice(arguments), depth)
+        if origin is typing.Annotated:
+            return self._value(arguments[0], depth)
         if origin is list:
             return [self._value(arguments[0], depth + 1) for _ in range(random.randrange(LIST_MAX))]
         if origin is tuple:

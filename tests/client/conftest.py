@@ -51,9 +51,7 @@ def empty_namespace(store: ps.Store) -> ps.Namespace:
 
 
 @pytest.fixture
-def namespace(
-    empty_namespace: ps.Namespace, values: Callable[[tuple[int, int]], dict[str, torch.Tensor]]
-) -> ps.Namespace:
+def namespace(empty_namespace: ps.Namespace, values: Callable[[tuple[int, int]], dict[str, torch.Tensor]]) -> ps.Namespace:
     """A writer's handle; every key has its initial value."""
     empty_namespace.initialize(values)
     return empty_namespace
@@ -63,3 +61,12 @@ def namespace(
 def open_descriptors() -> Callable[[], int]:
     """How many file descriptors this process has open now."""
     return lambda: len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """These tensors are small: threads only wait for each other."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)

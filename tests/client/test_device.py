@@ -1,46 +1,16 @@
 """The device tier on its CPU twin: a cache that never serves a stale copy and never takes a slot in use."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-import paramstore_client as ps
 from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Identity
 from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, UnknownKey
-from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore.testing.memory_namespace import MemoryNamespace, MemoryTicket
-from paramstore.wire import messages as m
-from paramstore_client.device import REPORT_EVERY, DeviceLease, DeviceTier
+from paramstore.testing.small_tier import KEYS, WatchfulCopier, assert_holds, make_namespace, make_tier, update, use
+from paramstore_client.device import REPORT_EVERY
 from paramstore_client.device_copy import HostCopier, Mark
 from paramstore_client.nn import ResidentExperts, StoredExperts
-
-KEYS = [(0, expert) for expert in range(6)]
-
-
-def make_namespace(*, lease_slots: int = 64) -> MemoryNamespace:
-    return MemoryNamespace.of_swiglu(lease_slots=lease_slots)
-
-
-def make_tier(ns: MemoryNamespace, slots: int = 4, *, policy: str = "decayed_lfu") -> DeviceTier:
-    return DeviceTier(ns, slots, device="cpu", policy=policy)
-
-
-def use(tier: DeviceTier, keys: list[tuple[int, int]]) -> None:
-    with tier.fetch(keys):
-        pass
-
-
-def update(ns: MemoryNamespace, keys: list[tuple[int, int]]) -> None:
-    ns.push({key: {name: torch.ones_like(value) for name, value in ns.values(key).items()} for key in keys})
-    ns.apply(AdamW(lr=0.1))
-
-
-def assert_holds(ns: MemoryNamespace, held: DeviceLease, keys: list[tuple[int, int]]) -> None:
-    for key in keys:
-        for name, value in ns.values(key).items():
-            assert torch.equal(held[key][name], value), f"{key} {name}"
 
 
 def test_a_fetch_gives_views_of_the_slots() -> None:
@@ -323,16 +293,6 @@ def test_description_tells_the_way_of_copying_and_the_counts() -> None:
     assert (description["slots"], description["free_slots"], description["misses"]) == (4, 2, 2)
 
 
-class WatchfulCopier(HostCopier):
-    """Notes which memory it was told to forget."""
-
-    def __init__(self) -> None:
-        self.forgotten: list[tuple[int, int]] = []
-
-    def forget_memory(self, address: int, length_bytes: int) -> None:
-        self.forgotten.append((address, length_bytes))
-
-
 def test_memory_is_forgotten_before_it_goes_and_no_more_once_the_tier_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     ns, copier = make_namespace(), WatchfulCopier()
     monkeypatch.setattr("paramstore_client.device.make_copier", lambda *arguments, **options: copier)
@@ -369,55 +329,3 @@ def test_training_through_the_tier_equals_resident_experts(slots: int) -> None:
         ns.apply(AdamW())
         resident = ResidentExperts([ns.values((1, expert)) for expert in range(6)])
     assert ns.leased == []
-
-
-# --- over a connection ---
-
-
-def test_a_hit_over_a_connection_sends_nothing_until_the_view_changes(
-    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Callable[[float], dict[str, torch.Tensor]]
-) -> None:
-    with DeviceTier(namespace, 4, device="cpu") as tier:
-        tier.fetch(KEYS[:3]).release()
-        received = len(daemon.requests(m.Acquire))
-        with tier.fetch(KEYS[:3]) as held:
-            assert held[0, 2]["down"].unique().tolist() == [2.0]
-        namespace.steps()
-        assert len(daemon.requests(m.Acquire)) == received
-        namespace.push({(0, 2): gradient(1.0)})
-        namespace.apply(ps.AdamW(lr=0.5))
-        with tier.fetch(KEYS[:3]) as held:
-            assert held[0, 2]["down"].unique().tolist() == [1.5]
-            assert held[0, 1]["down"].unique().tolist() == [1.0]
-        assert (tier.stats.refetches, tier.stats.hits) == (1, 5)
-
-
-def test_copies_are_compared_again_after_a_rollback_over_a_connection(namespace: ps.Namespace) -> None:
-    namespace.commit(1).wait()
-    with DeviceTier(namespace, 4, device="cpu") as tier:
-        tier.fetch(KEYS[:1]).release()
-        namespace.rollback(1)
-        with tier.fetch(KEYS[:1]) as held:
-            assert held.identity(KEYS[0]).epoch == namespace.epoch == 2
-
-
-def test_segments_asked_back_are_forgotten_before_they_are_acknowledged(
-    daemon: FakeDaemon, namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copier = WatchfulCopier()
-    monkeypatch.setattr("paramstore_client.device.make_copier", lambda *arguments, **options: copier)
-    with DeviceTier(namespace, 4, device="cpu") as tier:
-        tier.fetch(KEYS[:4]).release()
-        daemon.ask_back([daemon.namespaces["moe"].arena])
-        namespace.steps()
-        daemon.wait_for(m.Unmapped)
-        assert [length_bytes for _, length_bytes in copier.forgotten] == [2 << 20]
-
-
-def test_residency_is_reported_over_a_connection(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
-    with DeviceTier(namespace, 4, device="cpu") as tier:
-        tier.fetch(KEYS[:2]).release()
-        tier.report()
-        (report,) = daemon.wait_for(m.DeviceReport)
-        assert (report.resident, report.touched) == (KEYS[:2], KEYS[:2])
-        assert report.bytes_resident == 2 * namespace.schema.part("param").image_bytes

@@ -7,147 +7,27 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from paramstore.core.key import KeySpace
 from paramstore.core.schema import Schema
-from paramstore.engine.admission import make_namespace
-from paramstore.engine.arena import SEGMENT_ALIGNMENT_BYTES, Arena, segment_lengths
-from paramstore.engine.host import SLOTS_MIN, HostTier, Split, least_bytes, split_budget
-from paramstore.engine.namespace import NamespaceState
-from paramstore.engine.runner import BACKGROUND_LANE, Runner
+from paramstore.engine.arena import SEGMENT_ALIGNMENT_BYTES, Arena
 from paramstore.errors import CapacityError
-from paramstore.policy.lru import Lru
-from paramstore.storage.catalog import NamespaceContents, NamespaceRow
-from paramstore.storage.ledger import Ledger
 from paramstore.testing.machine import PlainMemory, PlainSegment
-from paramstore.testing.workers import InlineWorkers
-
-MIB = 1 << 20
-SMALL = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
-LARGE = Schema.adamw({"w": (256, 1024)}, param_dtype="bfloat16")
-"""Records of 3 MiB, `param` of half a MiB."""
-OPAQUE = Schema.param({"w": ((512, 1024), "uint8")})
-SCHEMAS = st.sampled_from([SMALL, LARGE, OPAQUE])
-
-
-# --- the split
-
-
-def used_bytes(split: Split, schema: Schema) -> int:
-    param = sum(segment_lengths(split.param_slots, schema.part("param").image_bytes))
-    working = sum(segment_lengths(split.working_slots, schema.record_bytes)) if schema.is_trainable else 0
-    return split.staging_bytes + param + working
-
-
-@given(
-    schema=SCHEMAS, key_count=st.integers(1, 2000), budget_bytes=st.integers(0, 1 << 31), pipeline_slots=st.integers(2, 20),
-    staging_bytes=st.integers(0, 4).map(lambda count: count * 2 * MIB),
-)  # fmt: skip
-def test_no_split_is_above_its_budget_or_below_what_works(
-    schema: Schema, key_count: int, budget_bytes: int, pipeline_slots: int, staging_bytes: int
-) -> None:
-    split = split_budget(
-        schema, key_count=key_count, budget_bytes=budget_bytes, pipeline_slots=pipeline_slots, staging_bytes=staging_bytes
-    )
-    if split is None:
-        assert budget_bytes < least_bytes(schema, key_count, staging_bytes)
-        return
-    assert used_bytes(split, schema) <= budget_bytes
-    least = min(key_count, SLOTS_MIN)
-    assert least <= split.param_slots <= 2 * key_count
-    if schema.is_trainable:
-        assert least <= split.working_slots <= key_count
-
-
-@given(schema=SCHEMAS, key_count=st.integers(1, 100))
-def test_the_least_budget_is_enough_and_a_byte_less_is_not(schema: Schema, key_count: int) -> None:
-    least = least_bytes(schema, key_count, 0)
-    for budget_bytes, is_enough in ((least, True), (least - 1, False)):
-        split = split_budget(schema, key_count=key_count, budget_bytes=budget_bytes, pipeline_slots=6, staging_bytes=0)
-        assert (split is not None) is is_enough
-
-
-def split_of(budget_mib: int, key_count: int = 64) -> Split:
-    split = split_budget(LARGE, key_count=key_count, budget_bytes=budget_mib * MIB, pipeline_slots=6, staging_bytes=2 * MIB)
-    assert split is not None
-    return split
-
-
-def test_a_training_budget_goes_to_the_pipeline_then_param_then_working_then_spare_param() -> None:
-    assert split_of(12).working_slots < 6, "not even the pipeline: param has the least it needs"
-    assert split_of(12).param_slots >= SLOTS_MIN
-    pipeline = split_of(40)
-    assert pipeline.working_slots == 6
-    assert 6 < pipeline.param_slots < 64
-    all_param = split_of(150)
-    assert all_param.param_slots >= 64
-    assert 6 < all_param.working_slots < 64
-    everything = split_of(250)
-    assert everything.working_slots == 64
-    assert 64 < everything.param_slots < 128
-    assert split_of(4000) == Split(param_slots=128, working_slots=64, staging_bytes=2 * MIB), "no more than can be used"
-
-
-def test_a_param_schema_has_no_working_arena() -> None:
-    assert split_budget(OPAQUE, key_count=8, budget_bytes=100 * MIB, pipeline_slots=6, staging_bytes=0) == Split(8, 0, 0)
-
+from paramstore.testing.small_host import (
+    LARGE,
+    MIB,
+    OPAQUE,
+    SMALL,
+    CountingMemory,
+    grow_all,
+    host_tier,
+    namespace_of,
+)
 
 # --- arenas
 
 
-class CountingMemory(PlainMemory):
-    """Plain memory that counts what is open, and runs out when told to."""
-
-    def __init__(self) -> None:
-        self.open: list[CountedSegment] = []
-        self.touches_left = 1 << 30
-
-    def shared(self, length_bytes: int) -> PlainSegment:
-        return CountedSegment(self, length_bytes)
-
-    private = upload = shared
-
-
-class CountedSegment(PlainSegment):
-    def __init__(self, memory: CountingMemory, length_bytes: int) -> None:
-        super().__init__(length_bytes)
-        self._counted = memory
-        self.fd = 99
-        memory.open.append(self)
-
-    def touch(self) -> None:
-        self._counted.touches_left -= 1
-        if self._counted.touches_left < 0:
-            raise CapacityError("the machine has no more memory")
-
-    def close(self) -> None:
-        self._counted.open.remove(self)
-
-
-def host_tier(memory: PlainMemory, *, budget_bytes: int = 64 * MIB, io_threads: int = 2) -> HostTier:
-    runner = Runner(InlineWorkers(asyncio.get_running_loop()))
-    runner.scheduler.add_lane(BACKGROUND_LANE, 1)
-    return HostTier(
-        runner, memory, budget_bytes=budget_bytes, io_threads=io_threads, piece_bytes=MIB, pipeline_slots=6,
-        make_policy=lambda capacity: Lru(),
-    )  # fmt: skip
-
-
-def namespace_of(schema: Schema, name: str = "moe", experts: int = 8) -> NamespaceState:
-    row = NamespaceRow(name, schema.describe(), KeySpace.of(1, experts).layers, experts, epoch=1, sequence=0)
-    return make_namespace(Ledger(NamespaceContents(row)))
-
-
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 10))
-
-
-async def grow_all(host: HostTier, namespace: NamespaceState) -> None:
-    for arena in (namespace.working_arena, namespace.param_arena):
-        while arena is not None and await host.grow(namespace, arena):
-            pass
 
 
 @pytest.mark.parametrize("schema", [SMALL, LARGE, OPAQUE])

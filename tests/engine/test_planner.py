@@ -1,21 +1,14 @@
-"""What spans the kinds of copies: an apply's claim, the cut and what it publishes, rollback, eviction on request."""
+"""What spans the kinds of copies: an apply's claim, the cut and what it publishes, eviction on request."""
 
 from __future__ import annotations
 
 import pytest
 
-from paramstore.core.place import Identity
 from paramstore.core.residency import Copy, Working
 from paramstore.engine.requests import Urgency
 from paramstore.errors import CapacityError, StepFailed
+from paramstore.testing.cut_desk import A, B, C, desk
 from paramstore.testing.small_planner import SmallPlanner
-
-A, B, C, D = ((0, expert) for expert in range(4))
-
-
-def desk(**sizes: int) -> SmallPlanner:
-    return SmallPlanner(**{"param_slots": 6, "working_slots": 3, **sizes})
-
 
 # --- an apply's claim
 
@@ -267,116 +260,6 @@ def test_readers_of_too_many_old_steps_lose_the_oldest_before_a_commit() -> None
     small.check()
 
 
-# --- rollback
-
-
-def test_a_rollback_resets_everything_to_the_committed_step() -> None:
-    small = desk()
-    view = small.writer()
-    small.update(A, B)
-    small.write(A)
-    small.begin_apply(C)
-    small.namespace.pending[D] = None  # type: ignore[assignment]
-    small.planner.mark_broken(small.namespace, "an apply failed")
-    small.rollback()
-    namespace = small.namespace
-    assert namespace.epoch == 2
-    assert (namespace.broken, namespace.pending, namespace.changed) == (None, {}, set())
-    assert all(working.state is Working.ABSENT for working in namespace.working.values())
-    assert {working.target for working in namespace.working.values()} == {Identity(1, 0)}
-    assert not namespace.resident
-    small.check()
-    request = small.leased(view, A)
-    assert request.copies[0].identity == (1, 0)
-
-
-def test_a_version_made_after_a_rollback_is_never_taken_for_the_one_before() -> None:
-    small = desk()
-    view = small.writer()
-    small.update(A)
-    before = small.leased(view, A).copies[0]
-    small.rollback()
-    small.update(A)
-    after = small.leased(view, A).copies[0]
-    assert (before.identity, after.identity) == ((1, 1), (2, 1))
-    assert before is not after
-
-
-def test_a_rollback_retires_leased_copies_of_what_is_gone_and_keeps_those_of_the_step() -> None:
-    small = desk()
-    view = small.writer()
-    kept = small.leased(view, B)
-    small.update(A)
-    gone = small.leased(view, A)
-    small.rollback()
-    assert gone.copies[0].state is Copy.RETIRED
-    assert kept.copies[0].state is Copy.READY
-    assert small.lease(view, B).is_finished, "still resident, still seen"
-    small.release(gone)
-    assert small.copy(A, version=1) is None
-
-
-def test_a_lease_that_waits_for_what_a_rollback_takes_back_ends_with_the_reason() -> None:
-    small = desk()
-    view = small.writer()
-    small.begin_apply(A)
-    request = small.lease(view, A)
-    small.rollback()
-    assert isinstance(request.error, StepFailed)
-    assert "rolled back" in str(request.error)
-    small.check()
-
-
-@pytest.mark.parametrize("is_writer", [False, True])
-def test_a_lease_of_committed_bytes_survives_a_rollback_even_if_it_waited_for_a_working_copy(is_writer: bool) -> None:
-    small = desk()
-    view = small.writer() if is_writer else small.reader()
-    small.hold(A)
-    (load,) = small.start()
-    request = small.lease(view, A)
-    assert small.start() == []
-    small.rollback()
-    small.land(load)
-    small.land_all()
-    assert request.is_finished
-    assert request.error is None
-    assert request.copies[0].identity == (1, 0)
-    small.release(request)
-    small.check()
-
-
-def test_who_waits_for_a_slot_at_a_rollback_is_told_and_leaves_the_queue() -> None:
-    small = desk(working_slots=1)
-    held = small.held(A)
-    waiting, filling = small.hold(B), small.hold(C, is_fill=True)
-    small.rollback()
-    for request in (waiting, filling):
-        assert isinstance(request.error, StepFailed)
-        assert request.is_finished
-    assert not small.working_arena.waiting
-    small.unhold(held)
-    small.check()
-
-
-def test_a_rollback_frees_the_extents_of_steps_that_are_gone() -> None:
-    small = desk()
-    extent = small.space.reserve(small.namespace.schema.record_bytes)
-    assert extent is not None
-    free = small.space.free_bytes
-    small.planner.rollback(small.namespace, epoch=2, freed=[extent])
-    assert small.space.free_bytes == free + extent.length_bytes
-
-
-def test_a_rollback_before_the_first_commit_leaves_no_value() -> None:
-    small = SmallPlanner(is_committed=False)
-    small.hold(A, is_fill=True)
-    working = small.namespace.working[A]
-    small.planner.working.settle_update(small.namespace, working, Identity(1, 0), None)
-    small.rollback()
-    assert small.namespace.working[A].identity is None
-    small.check()
-
-
 # --- eviction on request
 
 
@@ -405,3 +288,16 @@ def test_slots_that_a_failed_apply_gives_back_go_to_those_who_wait() -> None:
     assert isinstance(lost.error, StepFailed)
     small.land_all()
     assert waiting.is_finished
+
+
+def test_a_slot_that_a_later_apply_frees_reaches_who_waits_for_it() -> None:
+    small = SmallPlanner(param_slots=1, working_slots=1)
+    writer, reader = small.writer(), small.reader()
+    small.begin_apply((0, 0))
+    prefetch = small.prefetch(writer, (0, 0))  # takes the slot, and waits for what the apply will make
+    request = small.lease(reader, (0, 1))
+    small.begin_apply((0, 0))  # nobody wants those bytes any more
+    assert prefetch.is_finished
+    assert not small.param_arena.waiting
+    small.land_all()
+    assert request.is_finished

@@ -3,124 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, Literal
 
 import pytest
 import torch
 
-from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
-from paramstore.engine.namespace import View
-from paramstore.engine.store import Store
 from paramstore.errors import (
     CapacityError,
-    CatalogError,
     LeaseError,
     NamespaceExists,
     SchemaMismatch,
     StepDropped,
-    StepFailed,
     StepOutOfOrder,
     UnknownKey,
     UnknownNamespace,
-    VolumeError,
     WaitTimeout,
     WriterFenced,
 )
 from paramstore.optim.tensors import field_tensor
-from paramstore.storage.format import NOTE_SLOT_BYTES, NOTES_START_BYTES
-from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.volumes import Fault, FaultyVolume
-
-SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
-LAYERS, EXPERTS = 2, 4
-KEYS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 20))
-
-
-def value_of(key: ExpertKey) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(key[0] * 100 + key[1])
-    return {name: torch.randn(shape, generator=generator) for name, shape, _ in SCHEMA.specs}
-
-
-def image_of(value: dict[str, torch.Tensor], fields: Any, length_bytes: int) -> PlainSegment:
-    segment = PlainSegment(-(-length_bytes // 4096) * 4096)
-    for field in fields:
-        field_tensor(segment.view(0, length_bytes), field).copy_(value[field.name].flatten())
-    return segment
-
-
-async def make_writer(store: Store, schema: Schema = SCHEMA, *, commit: bool = True) -> View:
-    view = await store.admission.create("moe", schema.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
-    await store.initialize_begin(view)
-    for key in KEYS:
-        initial = image_of(value_of(key), schema.initial_fields(), schema.initial_bytes)
-        await store.initialize_put(view, key, initial.view(0, schema.initial_bytes))
-    await store.initialize_end(view)
-    if commit:
-        await store.commit(view, 0, b"first")
-    return view
-
-
-_lease_ids = iter(range(1, 1 << 30))
-
-
-Values = dict[ExpertKey, dict[str, torch.Tensor]]
-
-
-async def leased(store: Store, view: View, keys: list[ExpertKey], *, timeout_s: float = 5.0) -> Values:
-    """The `param` values of `keys` as `view` sees them."""
-    lease_id = next(_lease_ids)
-    request = store.acquire(view, lease_id, keys, "param")
-    await store.wait_lease(request, timeout_s)
-    arena = view.namespace.param_arena
-    part = view.namespace.schema.part("param")
-    values = {
-        key: {field.name: field_tensor(arena.view(copy.slot), field).clone() for field in part.fields}
-        for key, copy in zip(keys, request.copies, strict=True)
-    }
-    store.release(view, lease_id)
-    return values
-
-
-def gradient_of(key: ExpertKey, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed * 10_000 + key[0] * 100 + key[1])
-    return {name: torch.randn(shape, generator=generator) for name, shape, _ in SCHEMA.specs}
-
-
-def push(store: Store, view: View, keys: list[ExpertKey], seed: int) -> None:
-    store.push(
-        view,
-        [(key, image_of(gradient_of(key, seed), SCHEMA.gradient_fields(), SCHEMA.gradient_bytes), 0) for key in keys],
-    )
-
-
-class Model:
-    """What the calls mean, in plain tensors with torch's own optimizer."""
-
-    def __init__(self) -> None:
-        self.params = {key: {name: value.clone() for name, value in value_of(key).items()} for key in KEYS}
-        self.optimizers = {
-            key: torch.optim.AdamW([value.requires_grad_() for value in fields.values()], lr=1e-2, fused=True)
-            for key, fields in self.params.items()
-        }
-
-    def apply(self, keys: list[ExpertKey], seed: int) -> None:
-        for key in keys:
-            for name, value in gradient_of(key, seed).items():
-                self.params[key][name].grad = value
-            self.optimizers[key].step()
-
-    def check(self, values: dict[ExpertKey, dict[str, torch.Tensor]]) -> None:
-        for key, fields in values.items():
-            for name, value in fields.items():
-                assert torch.equal(value.view_as(self.params[key][name]), self.params[key][name]), (key, name)
+from paramstore.testing.trained_store import (
+    EXPERTS,
+    KEYS,
+    LAYERS,
+    SCHEMA,
+    Model,
+    image_of,
+    lease_ids,
+    leased,
+    make_writer,
+    push,
+    run,
+)
 
 
 def test_a_trained_store_equals_torch_bitwise_whatever_the_budget() -> None:
@@ -317,9 +232,9 @@ def test_bad_requests_are_refused_and_change_nothing() -> None:
         with pytest.raises(NamespaceExists, match="committed at step 0"):
             await store.admission.create("moe", SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
         with pytest.raises(UnknownKey, match=r"\(9, 0\)"):
-            store.acquire(view, next(_lease_ids), [(0, 0), (9, 0)], "param")
+            store.acquire(view, next(lease_ids), [(0, 0), (9, 0)], "param")
         with pytest.raises(SchemaMismatch, match="optim"):
-            store.acquire(view, next(_lease_ids), KEYS[:1], "optim")
+            store.acquire(view, next(lease_ids), KEYS[:1], "optim")
         with pytest.raises(SchemaMismatch, match="nope"):
             store.prefetch(view, KEYS, "nope", None)
         with pytest.raises(UnknownKey):
@@ -353,11 +268,11 @@ def test_more_keys_than_slots_is_a_capacity_error_and_own_leases_a_lease_error()
         assert cap < 2 * len(KEYS)
         view.namespace.param_arena.planned_slots = 5
         with pytest.raises(CapacityError, match="may lease 4"):
-            store.acquire(view, next(_lease_ids), KEYS[:5], "param")
-        first = next(_lease_ids)
+            store.acquire(view, next(lease_ids), KEYS[:5], "param")
+        first = next(lease_ids)
         await store.wait_lease(store.acquire(view, first, KEYS[:3], "param"), 1.0)
         with pytest.raises(LeaseError, match="release some first"):
-            store.acquire(view, next(_lease_ids), KEYS[3:5], "param")
+            store.acquire(view, next(lease_ids), KEYS[3:5], "param")
         store.release(view, first)
         await leased(store, view, KEYS[1:5])
 
@@ -391,104 +306,12 @@ def test_a_lease_that_waits_times_out_and_leaves_nothing_behind() -> None:
         view = await make_writer(store)
         await store.evict(view, None, None)
         machine.workers.pause()
-        request = store.acquire(view, next(_lease_ids), KEYS[:2], "param")
+        request = store.acquire(view, next(lease_ids), KEYS[:2], "param")
         with pytest.raises(WaitTimeout, match="2 still loading"):
             await store.wait_lease(request, 0.0)
         assert not view.leased
         machine.workers.resume()
         await leased(store, view, KEYS[:2])
-
-    run(scenario())
-
-
-def test_a_failed_read_reaches_the_one_who_asked_and_nobody_else() -> None:
-    async def scenario() -> None:
-        machine = Machine(seed=16)
-        store = machine.start()
-        view, model = await make_writer(store), Model()
-        await store.evict(view, None, None)
-        located = view.namespace.ledger.at(KEYS[1], 0)
-        machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field("master/w").offset_bytes)
-        with pytest.raises(VolumeError, match=r"\(0, 1\)"):
-            await leased(store, view, KEYS[:3])
-        model.check(await leased(store, view, [KEYS[0], KEYS[2]]))
-        assert not view.leased
-
-    run(scenario())
-
-
-def test_an_apply_that_fails_half_way_breaks_the_namespace_until_rollback() -> None:
-    async def scenario() -> None:
-        machine = Machine(seed=17, host_budget_bytes=6 << 20)
-        store = machine.start()
-        view, model = await make_writer(store), Model()
-        await store.evict(view, None, None)
-        located = view.namespace.ledger.at(KEYS[5], 0)
-        machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field("exp_avg/w").offset_bytes)
-        push(store, view, KEYS, 1)
-        with pytest.raises(StepFailed, match=r"\(1, 1\)"):
-            await store.apply(view, AdamW(lr=1e-2), 1.0)
-        with pytest.raises(StepFailed, match="rollback"):
-            push(store, view, KEYS, 2)
-        with pytest.raises(StepFailed, match="rollback"):
-            await store.commit(view, 1, b"")
-        with pytest.raises(StepFailed):
-            await leased(store, view, KEYS[:4])
-        await store.rollback(view, 0)
-        model.check(await leased(store, view, KEYS[:3]))
-
-    run(scenario())
-
-
-def test_a_failed_write_is_repeated_on_another_extent_and_a_second_failure_fails_the_commit() -> None:
-    async def scenario(faults: list[Fault], *, survives: bool) -> None:
-        machine = Machine(seed=18)
-        store = machine.start()
-        view, model = await make_writer(store), Model()
-        await machine.crash()
-        machine.volumes[0] = FaultyVolume(machine.disks[0], faults)
-        store = machine.start()
-        view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
-        push(store, view, KEYS[:1], 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
-        if survives:
-            await store.commit(view, 1, b"")
-            model.apply(KEYS[:1], 1)
-            model.check(await leased(store, view, KEYS[:1]))
-            return
-        with pytest.raises((VolumeError, StepFailed)):
-            await store.commit(view, 1, b"")
-        assert store.steps(view) == [0]
-
-    run(scenario([Fault("write", 1)], survives=True))
-    run(scenario([Fault("write", 1, forever=True)], survives=False))
-
-
-def test_a_failed_flush_fails_the_commit_breaks_the_namespace_and_keeps_the_committed_step() -> None:
-    async def scenario() -> None:
-        machine = Machine(seed=19, volume_count=2)
-        store = machine.start()
-        view, model = await make_writer(store), Model()
-        await machine.crash()
-        machine.volumes[1] = FaultyVolume(machine.disks[1], [Fault("flush", 1)])
-        store = machine.start()
-        view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
-        push(store, view, KEYS, 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
-        with pytest.raises(VolumeError):
-            await store.commit(view, 1, b"")
-        with pytest.raises(StepFailed, match="flush"):
-            push(store, view, KEYS, 2)
-        await store.rollback(view, 0)
-        model.check(await leased(store, view, KEYS[:4]))
-        await machine.kill()  # the volume is fenced: somebody looks at the device, and starts the daemon anew
-        store = machine.start()
-        view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
-        push(store, view, KEYS, 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
-        await store.commit(view, 1, b"")
-        model.apply(KEYS, 1)
-        model.check(await leased(store, view, KEYS[:4]))
 
     run(scenario())
 
@@ -541,154 +364,6 @@ def test_a_param_schema_serves_what_it_was_given_and_takes_no_gradients() -> Non
         for seen_by in (view, reader):
             found = await leased(store, seen_by, KEYS[:3])
             assert all(torch.equal(found[key][name], values[key][name]) for key in found for name in found[key])
-
-    run(scenario())
-
-
-def test_the_first_commit_may_fail_at_its_flush_and_initialize_starts_over() -> None:
-    async def scenario() -> None:
-        machine = Machine(seed=22)
-        faulty = FaultyVolume(machine.disks[0], [])
-        machine.volumes[0] = faulty
-        store = machine.start()
-        view = await make_writer(store, commit=False)
-        faulty.plan = (Fault("flush", faulty.calls["flush"] + 1),)
-        with pytest.raises(VolumeError):
-            await store.commit(view, 0, b"")
-        await machine.kill()
-        store = machine.start()
-        view = await store.admission.create("moe", SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
-        await store.initialize_begin(view)
-        for key in KEYS:
-            initial = image_of(value_of(key), SCHEMA.initial_fields(), SCHEMA.initial_bytes)
-            await store.initialize_put(view, key, initial.view(0, SCHEMA.initial_bytes))
-        await store.initialize_end(view)
-        await store.commit(view, 0, b"")
-        Model().check(await leased(store, view, KEYS[:3]))
-
-    run(scenario())
-
-
-def test_a_note_slot_that_cannot_be_written_fails_one_commit_and_is_left_alone() -> None:
-    class BadBlock(FaultyVolume):
-        def write(self, offset_bytes: int, data: Any) -> None:
-            if NOTES_START_BYTES <= offset_bytes < NOTES_START_BYTES + NOTE_SLOT_BYTES and self.plan:
-                raise VolumeError(f"bad block at {offset_bytes}")
-            self.inner.write(offset_bytes, data)
-
-    async def scenario() -> None:
-        machine = Machine(seed=23)
-        faulty = BadBlock(machine.disks[0], [])
-        machine.volumes[0] = faulty
-        store = machine.start()
-        view = await make_writer(store)
-        await store.commit(view, 1, b"")
-        await store.commit(view, 2, b"")  # step 0 is gone: its note slot, the lowest, is free again
-        faulty.plan = (Fault("flush", 1 << 30),)
-        with pytest.raises(VolumeError, match="bad block"):
-            await store.commit(view, 3, b"")
-        await store.commit(view, 3, b"")
-        assert store.steps(view) == [2, 3]
-
-    run(scenario())
-
-
-def test_a_flush_that_fails_for_one_namespace_fails_the_commit_of_every_other_beside_it() -> None:
-    async def scenario() -> None:
-        machine = Machine(seed=24, volume_bytes=24 << 20)
-        faulty = FaultyVolume(machine.disks[0], [])
-        machine.volumes[0] = faulty
-        store = machine.start()
-        views = []
-        for name in ("a", "b"):
-            view = await store.admission.create(name, SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=8 << 20)
-            await store.initialize_begin(view)
-            for key in KEYS:
-                initial = image_of(value_of(key), SCHEMA.initial_fields(), SCHEMA.initial_bytes)
-                await store.initialize_put(view, key, initial.view(0, SCHEMA.initial_bytes))
-            await store.initialize_end(view)
-            await store.commit(view, 0, b"")
-            push(store, view, KEYS, 1)
-            await store.apply(view, AdamW(lr=1e-2), 1.0)
-            views.append(view)
-        faulty.plan = (Fault("flush", faulty.calls["flush"] + 1),)
-        outcomes = await asyncio.gather(*(store.commit(view, 1, b"") for view in views), return_exceptions=True)
-        assert all(isinstance(outcome, VolumeError | StepFailed) for outcome in outcomes), outcomes
-        assert [view.namespace.committed_step for view in views] == [0, 0]
-
-    run(scenario())
-
-
-def test_after_an_outcome_that_cannot_be_known_nothing_is_written_and_a_restart_resolves_it() -> None:
-    class Dead(FaultyCatalog):
-        def reopen(self) -> None:
-            raise CatalogError("cannot reopen")
-
-    async def scenario(outcome: Literal["lost", "durable"]) -> None:
-        machine = Machine(seed=25)
-        machine.catalog = dead = Dead(machine.durable, fail_at=1 << 30, outcome=outcome)
-        store = machine.start()
-        view, model = await make_writer(store), Model()
-        dead._fail_at = dead.applies + 1
-        push(store, view, KEYS, 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
-        model.apply(KEYS, 1)
-        with pytest.raises(CatalogError, match="restart the daemon"):
-            await store.commit(view, 1, b"")
-        with pytest.raises(StepFailed, match="restart the daemon"):
-            push(store, view, KEYS, 2)
-        with pytest.raises(CatalogError):
-            await store.rollback(view, 0)
-        await machine.crash(keeps_random_writes=True)
-        store = machine.start()
-        view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
-        assert store.steps(view) == ([0, 1] if outcome == "durable" else [0])
-        (model if outcome == "durable" else Model()).check(await leased(store, view, KEYS[:4]))
-
-    run(scenario("durable"))
-    run(scenario("lost"))
-
-
-def test_when_every_write_fails_the_apply_says_why_and_little_space_is_lost() -> None:
-    async def scenario() -> None:
-        machine = Machine(seed=26, host_budget_bytes=6 << 20)
-        faulty = FaultyVolume(machine.disks[0], [])
-        machine.volumes[0] = faulty
-        store = machine.start()
-        view, model = await make_writer(store), Model()
-        arena = view.namespace.working_arena
-        await store.evict(view, None, "optim")
-        while arena.slots.free_count > 2:
-            arena.slots.take()
-        faulty.plan = (Fault("write", faulty.calls["write"] + 1, forever=True),)
-        push(store, view, KEYS, 1)
-        with pytest.raises(StepFailed, match="write number"):
-            await store.apply(view, AdamW(lr=1e-2), 1.0)
-        faulty.plan = ()
-        await store.rollback(view, 0)
-        (space,) = store._planner.space.stats()
-        assert space.quarantined_bytes <= 4 * SCHEMA.record_bytes
-        assert "write number" in str(space.fenced)
-        model.check(await leased(store, view, KEYS[:2]))
-
-    run(scenario())
-
-
-def test_a_failed_flush_breaks_a_namespace_whose_record_is_on_its_way_to_that_volume() -> None:
-    async def scenario() -> None:
-        machine = Machine(seed=27)
-        store = machine.start()
-        view = await make_writer(store)
-        push(store, view, KEYS[:1], 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
-        machine.workers.pause()
-        writing = asyncio.ensure_future(store.write_back(view, None))
-        await asyncio.sleep(0)
-        store._committer._distrust(0, VolumeError("flush failed for somebody else"))
-        machine.workers.resume()
-        await writing
-        with pytest.raises(StepFailed, match="somebody else"):
-            await store.commit(view, 1, b"")
 
     run(scenario())
 

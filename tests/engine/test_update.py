@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -12,77 +11,20 @@ import pytest
 import torch
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.residency import Working
 from paramstore.core.schema import Schema
 from paramstore.engine import arithmetic
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.requests import Urgency
-from paramstore.engine.runner import BACKGROUND_LANE
 from paramstore.engine.store import Store
 from paramstore.engine.update import LOOKAHEAD_RECORDS
-from paramstore.errors import CapacityError, StepFailed, UnknownKey
+from paramstore.errors import StepFailed
 from paramstore.optim.tensors import field_tensor
 from paramstore.testing.machine import Machine, PlainSegment
 from paramstore.testing.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, push, run, train, turns, versions
+from paramstore.testing.update_site import Site, on_site
 
 UPDATE_WORKERS = 2
 """Of the machine."""
-
-
-class Site:
-    """A store with nothing resident; `updated` are the keys in the order in which their updates started."""
-
-    def __init__(self, **machine: Any) -> None:
-        self.machine = Machine(**machine)
-        self.store: Store = self.machine.start()
-        self.view: View
-        self.updated: list[ExpertKey] = []
-        self.in_slots: list[int] = []
-        planner = self.store._planner
-        plan_update = planner.plan_update
-
-        def watched(namespace: NamespaceState, working: Any) -> Any:
-            self.updated.append(working.key)
-            self.in_slots.append(len(namespace.resident))
-            return plan_update(namespace, working)
-
-        planner.plan_update = watched  # type: ignore[method-assign]
-
-    @property
-    def namespace(self) -> NamespaceState:
-        return self.view.namespace
-
-    def pause(self) -> None:
-        assert self.machine.workers is not None
-        self.machine.workers.pause()
-
-    def resume(self) -> None:
-        assert self.machine.workers is not None
-        self.machine.workers.resume()
-
-    async def evict(self, *keys: ExpertKey) -> None:
-        await self.store.evict(self.view, keys or None, None)
-
-    def leave_slots(self, count: int) -> None:
-        """The working arena has only so many slots; nothing is resident."""
-        assert self.namespace.working_arena is not None
-        while self.namespace.working_arena.slots.free_count > count:
-            self.namespace.working_arena.slots.take()
-
-    def corrupt(self, key: ExpertKey, field: str) -> None:
-        located = self.namespace.working_location(key)
-        assert located is not None
-        self.machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field(field).offset_bytes)
-
-
-def on_site(scenario: Callable[[Site], Coroutine[Any, Any, None]], *, experts: int = 12, **machine: Any) -> None:
-    async def prepared() -> None:
-        site = Site(**machine)
-        site.view = await create(site.store, experts=experts)
-        await site.evict()
-        await scenario(site)
-
-    run(prepared())
 
 
 # --- the stream
@@ -353,91 +295,6 @@ def test_a_rollback_stops_an_apply_at_its_next_record() -> None:
 
 
 # --- initial values
-
-
-async def begun(site: Site) -> View:
-    """Another namespace whose initialization has begun."""
-    view = await site.store.admission.create("new", SCHEMA.describe(), layers=[0], experts=3, host_bytes=None)
-    await site.store.initialize_begin(view)
-    return view
-
-
-def initial(value: float = 1.0) -> memoryview:
-    memory = PlainSegment(SCHEMA.initial_bytes).view(0, SCHEMA.initial_bytes)
-    for field in SCHEMA.initial_fields():
-        field_tensor(memory, field).fill_(value)
-    return memory
-
-
-def on_two(scenario: Callable[[Site], Coroutine[Any, Any, None]], **machine: Any) -> None:
-    async def prepared() -> None:
-        await scenario(Site(**machine))
-
-    run(prepared())
-
-
-def test_an_initial_value_is_taken_once_and_its_write_is_under_way_on_return() -> None:
-    async def scenario(site: Site) -> None:
-        site.view = await begun(site)
-        value = initial()
-        await site.store.initialize_put(site.view, (0, 1), value)
-        working = site.namespace.working[0, 1]
-        assert working.state in (Working.WRITING, Working.CLEAN)
-        assert working.identity == (site.namespace.epoch, 0)
-        value[:] = bytes(len(value))
-        with pytest.raises(StepFailed, match=r"\(0, 1\) of 'new' has its initial value already"):
-            await site.store.initialize_put(site.view, (0, 1), value)
-        with pytest.raises(UnknownKey):
-            await site.store.initialize_put(site.view, (0, 3), value)
-        with pytest.raises(StepFailed, match=r"initialize on 'new': \(0, 0\) was never given a value"):
-            await site.store.initialize_end(site.view)
-        assert await first_values(site.store, site.view, [(0, 1)]) == [1.0], "the upload range was free to be used again"
-
-    on_two(scenario)
-
-
-def test_an_initial_value_outside_of_an_initialization_is_refused() -> None:
-    async def scenario(site: Site) -> None:
-        site.view = await create(site.store)
-        with pytest.raises(StepFailed, match="has its initial value already"):
-            await site.store.initialize_put(site.view, (0, 0), initial())
-
-    on_two(scenario)
-
-
-def test_an_initial_value_waits_for_space_that_the_zero_fill_has_just_taken() -> None:
-    async def scenario(site: Site) -> None:
-        site.view = await begun(site)
-        space, runner = site.store._planner.space, site.store._runner
-        extent = space.next_unwritten(0, 1 << 30)
-        assert extent is not None
-        while space.reserve(SCHEMA.record_bytes, owner="new") is not None:
-            pass
-
-        async def fill() -> None:
-            await runner.call(BACKGROUND_LANE, lambda: None)
-            space.finish_prefill(extent)
-
-        filling = asyncio.ensure_future(fill())
-        await turns(1)
-        await site.store.initialize_put(site.view, (0, 1), initial())
-        assert site.namespace.working[0, 1].identity is not None
-        await filling
-
-    on_two(scenario)
-
-
-def test_an_initial_value_that_no_volume_can_hold_is_refused() -> None:
-    async def scenario(site: Site) -> None:
-        site.view = await begun(site)
-        space = site.store._planner.space
-        while space.reserve(SCHEMA.record_bytes, owner="new") is not None:
-            pass
-        with pytest.raises(CapacityError, match="raise volume_size"):
-            await site.store.initialize_put(site.view, (0, 1), initial())
-        assert site.namespace.working[0, 1].state is Working.ABSENT
-
-    on_two(scenario)
 
 
 def test_updates_take_the_demand_class() -> None:

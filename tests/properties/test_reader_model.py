@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import count
 from typing import Any, TypeVar
 
 import pytest
@@ -15,12 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paramstore.core.key import ExpertKey
-from paramstore.engine.namespace import View
+from paramstore.core.residency import Copy
+from paramstore.engine.namespace import ParamCopy
 from paramstore.engine.requests import LeaseRequest
-from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed
+from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, StepPrepared, WaitTimeout
 from paramstore.optim.tensors import field_tensor
 from paramstore.testing import small_store
 from paramstore.testing.machine import Machine, PlainSegment
+from paramstore.testing.reader_model import Lease, Reader, State, expected
 from paramstore.testing.small_store import EXPERTS, OPTIONS, SCHEMA
 from paramstore.testing.state_machines import run_fixed, run_new
 
@@ -31,62 +32,21 @@ PICK = st.integers(0, 11)
 READERS_MAX = 4
 SNAPSHOTS_MAX = 3
 LIMIT_S = 20.0
-Updates = tuple[tuple[int, int], ...]
-"""What a record has been through: the gradient of each update, and its number, so that no two are taken for one."""
-State = dict[ExpertKey, Updates]
+IDLE_TURNS = 20
 T = TypeVar("T")
-
-
-@lru_cache(maxsize=4096)
-def fields_of(expert: int, gradients: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Every stored field of a record after these gradients, as torch's own optimizer makes them."""
-    if not gradients:
-        made = {
-            each.name.removeprefix("master/"): torch.full((each.length_bytes // 4,), float(expert))
-            for each in SCHEMA.initial_fields()
-        }  # fmt: skip
-        zeros = {f"{part}/{name}": torch.zeros_like(made[name]) for part in ("exp_avg", "exp_avg_sq") for name in made}
-        return zeros | {f"master/{name}": value for name, value in made.items()}
-    after = {name: value.clone() for name, value in fields_of(expert, gradients[:-1]).items()}
-    for name in [name.removeprefix("master/") for name in after if name.startswith("master/")]:
-        master = after[f"master/{name}"]
-        torch._fused_adamw_(
-            [master], [torch.full_like(master, float(gradients[-1]))], [after[f"exp_avg/{name}"]], [after[f"exp_avg_sq/{name}"]],
-            [], [torch.tensor(float(len(gradients)))], lr=OPTIONS.lr, beta1=OPTIONS.betas[0], beta2=OPTIONS.betas[1],
-            weight_decay=OPTIONS.weight_decay, eps=OPTIONS.eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
-    return after
-
-
-def expected(key: ExpertKey, updates: Updates, name: str) -> torch.Tensor:
-    return fields_of(key[1], tuple(gradient for gradient, _ in updates))[name]
-
-
-@dataclass(eq=False)
-class Lease:
-    """What was leased, and what must be seen there for as long as it is."""
-
-    request: LeaseRequest
-    state: State
-
-
-@dataclass(eq=False)
-class Reader:
-    view: View
-    step: int
-    is_dropped: bool = False
-    leases: list[Lease] = field(default_factory=list)
 
 
 class ReaderMachine(RuleBasedStateMachine):
     """`steps` is the model: each step that stays, with all its records. `working` is what the writer would commit."""
 
-    @initialize(retained=st.integers(2, 3), held=st.integers(0, 2), volumes=st.integers(1, 2), is_lru=st.booleans())
-    def start(self, retained: int, held: int, volumes: int, is_lru: bool) -> None:
+    @initialize(
+        retained=st.integers(2, 3), held=st.integers(0, 2), volumes=st.integers(1, 2), is_lru=st.booleans(), slots=st.integers(3, 6)
+    )
+    def start(self, retained: int, held: int, volumes: int, is_lru: bool, slots: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.unseen: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: self.unseen.append(context))
-        self.retained, self.held = retained, held
+        self.retained, self.held, self.slots = retained, held, slots
         self.machine = Machine(
             seed=retained, volume_count=volumes, policy="lru" if is_lru else "decayed_lfu", retained_steps=retained,
             held_steps=held, host_budget_bytes=12 << 20,
@@ -96,7 +56,12 @@ class ReaderMachine(RuleBasedStateMachine):
         self.snapshots: set[int] = set()
         self.readers: list[Reader] = []
         self.updates = 0
+        self.lease_ids = count(1)
         self.commit: tuple[asyncio.Task[dict[str, object]], int, State] | None = None
+        self.prepared: tuple[int, State] | None = None
+        """A step that is durable and not committed: nobody reads it, and nothing changes until it is, or is not to be."""
+        self.seen: list[tuple[ParamCopy, Reader, int]] = []
+        """Copies that were there after the last rule, with who saw them, at which step."""
         self.run(self._open(is_new=True))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -110,7 +75,17 @@ class ReaderMachine(RuleBasedStateMachine):
         if is_new:
             self.writer = await small_store.create(self.store)
         else:
-            self.writer = await self.store.admission.open("moe", mode="write", at=None, host_bytes=None)
+            at = self.prepared[0] if self.prepared is not None else None
+            self.writer = await self.store.admission.open("moe", mode="write", at=at, host_bytes=None)
+        self._take_slots()
+
+    def _take_slots(self) -> None:
+        """The arena has fewer slots than there are copies that somebody wants."""
+        arena = self.writer.namespace.param_arena
+        assert arena is not None
+        arena.planned_slots = self.slots
+        while arena.slots.free_count > self.slots:
+            arena.slots.take()
 
     async def _crash(self) -> None:
         crashing = asyncio.current_task()
@@ -120,6 +95,7 @@ class ReaderMachine(RuleBasedStateMachine):
 
     # --- the writer
 
+    @precondition(lambda self: self.prepared is None)
     @rule(keys=st.sets(KEY, min_size=1), gradient=st.sampled_from([1, -2, 5]))
     def train(self, keys: set[ExpertKey], gradient: int) -> None:
         memory = PlainSegment(SCHEMA.gradient_bytes)
@@ -131,7 +107,31 @@ class ReaderMachine(RuleBasedStateMachine):
         for key in keys:
             self.working[key] = (*self.working[key], (gradient, self.updates))
 
-    @precondition(lambda self: self.commit is None)
+    @precondition(lambda self: self.commit is None and self.prepared is None)
+    @rule(gap=st.integers(1, 3))
+    def prepare(self, gap: int) -> None:
+        """No step goes for one that may not come."""
+        step = max(self.steps) + gap
+        assert self.run(self.store.prepare(self.writer, step, str(step).encode()))["step"] == step
+        self.prepared = step, dict(self.working)
+
+    @precondition(lambda self: self.prepared is not None)
+    @rule()
+    def finalize(self) -> None:
+        self.run(self.store.finalize(self.writer, self._prepared_step()))
+        self._settle_prepared()
+
+    def _prepared_step(self) -> int:
+        assert self.prepared is not None
+        return self.prepared[0]
+
+    def _settle_prepared(self) -> None:
+        assert self.prepared is not None
+        (step, state), self.prepared = self.prepared, None
+        self.steps[step] = state
+        self._keep()
+
+    @precondition(lambda self: self.commit is None and self.prepared is None)
     @rule(gap=st.integers(1, 3), turns=st.integers(0, 60))
     def begin_commit(self, gap: int, turns: int) -> None:
         """It goes on beside what comes next, `turns` of the loop ahead."""
@@ -173,7 +173,10 @@ class ReaderMachine(RuleBasedStateMachine):
                 self.run(self.store.rollback(self.writer, step))
             return
         self.run(self.store.rollback(self.writer, step))
-        self.working = dict(self.steps[step])
+        self._back_to(step)
+
+    def _back_to(self, step: int) -> None:
+        self.working, self.prepared = dict(self.steps[step]), None
         self._only({kept for kept in self.steps if kept <= step})
 
     @rule(pick=PICK)
@@ -200,20 +203,37 @@ class ReaderMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, is_crash=st.booleans())
     def begin_anew(self, pick: int, is_crash: bool) -> None:
-        """Another writer, or, rarely, another daemon after a power cut: readers are gone then."""
+        """Another writer, at the prepared step or any other; or, rarely, another daemon after a power cut, and no readers."""
         if pick >= 4:
             return
         self.end_commit()
-        self.working = dict(self.steps[max(self.steps)])
-        if not is_crash:
-            self.store.close_view(self.writer)
-            self.writer = self.run(self.store.admission.open("moe", mode="write", at=None, host_bytes=None))
-        elif pick == 0:
+        if is_crash and pick == 0:
             self.loop.run_until_complete(self._crash())
-            self.readers = []
+            self.readers, self.seen = [], []
             self.run(self._open())
+            if self.prepared is not None:
+                self._settle_prepared()
+            self.working = dict(self.steps[max(self.steps)])
+            return
+        self.open_writer(pick)
+
+    def open_writer(self, pick: int) -> None:
+        ways = [*sorted(self.steps, reverse=True)[:2], None, *([] if self.prepared is None else [self.prepared[0]])]
+        at = ways[pick % len(ways)]
+        if at in self.steps and any(snapshot > at for snapshot in self.snapshots):
+            return  # refused, and the writer fenced: `roll_back` has the refusal
+        opening = self.store.admission.open("moe", mode="write", at=at, host_bytes=None)
+        if at is None and self.prepared is not None:
+            with pytest.raises(StepPrepared):
+                self.run(opening)
+            return
+        self.store.close_view(self.writer)
+        self.writer = self.run(opening)
+        if self.prepared is not None and at == self.prepared[0]:
+            self._settle_prepared()
+            self.working = dict(self.steps[max(self.steps)])
         else:
-            self.run(self.store.rollback(self.writer, max(self.steps)))
+            self._back_to(max(self.steps) if at is None else at)
 
     # --- the readers
 
@@ -253,11 +273,18 @@ class ReaderMachine(RuleBasedStateMachine):
         leased = {each for lease in reader.leases for each in lease.state.items()}
         wanted = leased.union((key, content[key]) for key in keys)
         try:
-            request = self.run(small_store.lease(self.store, reader.view, keys))
+            request = self.store.acquire(reader.view, next(self.lease_ids), keys, "param")
         except (CapacityError, LeaseError):
             assert len(wanted) > self.store.describe_view(reader.view)["lease_slots"]  # type: ignore[operator]
             return
-        reader.leases.append(Lease(request, {key: content[key] for key in keys}))
+        self.run(self._until_idle(or_finished=request))
+        if request.is_finished:
+            assert request.error is None
+            reader.leases.append(Lease(request, {key: content[key] for key in keys}))
+            return
+        taken = {copy for each in self.readers for copy in each.view.leased}
+        assert len(taken) + len(keys) > self.slots, "it waits for slots that nobody has"
+        self.store.cancel_lease(request, WaitTimeout("enough"))
 
     acquire_more = acquire
 
@@ -295,6 +322,21 @@ class ReaderMachine(RuleBasedStateMachine):
                     assert torch.equal(seen, expected(key, lease.state[key], f"master/{each.name}").flatten()), (key, each.name)
 
     @invariant()
+    def a_copy_stays_for_as_long_as_somebody_sees_it_and_no_longer(self) -> None:
+        """It may be evicted; but it retires only if nobody sees its bytes, and then it does."""
+        for copy, reader, step in self.seen:
+            if reader in self.readers and reader.step == step and not reader.is_dropped:
+                assert copy.state is not Copy.RETIRED, f"{copy.key} of step {step}"
+        namespace = self.writer.namespace
+        copies = [copy for found in namespace.copies.values() for copy in found if copy.state is not Copy.RETIRED]
+        views = [(reader, reader.view) for reader in self.readers]
+        seen = [(copy, reader) for reader, view in views for copy in copies if view.locate(copy.key)[0] == copy.identity]
+        if self.commit is None:
+            kept = {copy for copy, _ in seen} | {copy for copy in copies if namespace.working[copy.key].target == copy.identity}
+            assert kept.issuperset(copies)
+        self.seen = [(copy, reader, reader.step) for copy, reader in seen]
+
+    @invariant()
     def the_steps_that_stay_are_those_that_should(self) -> None:
         if self.commit is None:
             assert self.store.steps(self.writer) == sorted(self.steps)
@@ -322,8 +364,11 @@ class ReaderMachine(RuleBasedStateMachine):
             self.loop.run_until_complete(self._crash())
             self.loop.close()
 
-    async def _until_idle(self) -> None:
-        while not self.store._runner.is_idle:
+    async def _until_idle(self, *, or_finished: LeaseRequest | None = None) -> None:
+        """Nothing is under way, nor about to be."""
+        idle_turns = 0
+        while idle_turns < IDLE_TURNS and not (or_finished is not None and or_finished.is_finished):
+            idle_turns = idle_turns + 1 if self.store._runner.is_idle else 0
             await asyncio.sleep(0)
 
 

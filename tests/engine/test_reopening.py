@@ -1,0 +1,252 @@
+"""Where a namespace goes on after a prepared step: at it or before it, over a crash too; and readers that come meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import pytest
+
+from paramstore.engine.namespace import View
+from paramstore.engine.runner import CATALOG_LANE
+from paramstore.engine.store import Store
+from paramstore.errors import CatalogError, StepDropped, StepFailed, StepOutOfOrder, StepPrepared, WriterFenced
+from paramstore.testing.catalogs import FaultyCatalog
+from paramstore.testing.machine import Machine
+from paramstore.testing.prepared_step import committed, prepared, reader, restarted, writer
+from paramstore.testing.small_store import (
+    create,
+    first_values,
+    keys_of,
+    push,
+    run,
+    train,
+    turns,
+    versions,
+)
+
+# --- going to either side of it
+
+
+def test_over_a_crash_a_prepared_step_stays_prepared() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=1)
+        await prepared(machine)
+        for _ in range(2):
+            store = await restarted(machine)
+            row = store.admission.list_namespaces()[0]
+            assert (row["committed_step"], row["prepared_step"]) == (1, 2)
+            assert await versions(store, await reader(store)) == [1] * 4
+
+    run(scenario())
+
+
+def test_a_new_writer_has_to_say_where_it_goes_on_and_fences_nobody_before() -> None:
+    async def scenario() -> None:
+        store, view = await prepared(Machine())
+        with pytest.raises(StepPrepared, match="step 2 is prepared: finalize it, or go back to 1"):
+            await writer(store)
+        assert view.namespace.writer is view
+        assert not view.is_fenced
+        await store.finalize(view, 2)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_new_writer_at_the_prepared_step_commits_it(crashes: bool) -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=2)
+        store, old = await prepared(machine)
+        if crashes:
+            store = await restarted(machine)
+        view = await writer(store, at=2)
+        assert (view.namespace.committed_step, view.namespace.prepared_step) == (2, None)
+        assert await versions(store, view) == [2] * 4
+        if not crashes:
+            with pytest.raises(WriterFenced):
+                await store.finalize(old, 2)
+        await train(store, view)
+        await store.commit(view, 3, b"")
+        store = await restarted(machine)
+        assert await versions(store, await reader(store)) == [3] * 4
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("outcome", ["lost", "durable"])
+def test_opening_at_the_prepared_step_is_one_transaction(outcome: Literal["lost", "durable"]) -> None:
+    async def scenario() -> None:
+        machine = Machine()
+        store, view = await prepared(machine)
+        namespace, epoch = view.namespace, view.namespace.epoch
+        push(store, view, keys_of(view))
+        store._transactions._catalog = FaultyCatalog(machine.durable, fail_at=1, outcome=outcome)
+        if outcome == "lost":
+            with pytest.raises(CatalogError):
+                await writer(store, at=2)
+            assert (namespace.committed_step, namespace.prepared_step, namespace.epoch) == (1, 2, epoch)
+        view = await writer(store, at=2)
+        assert (namespace.committed_step, namespace.prepared_step, namespace.epoch) == (2, None, epoch + 1)
+        assert not namespace.pending
+        assert await versions(store, view) == [2] * 4
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_new_writer_at_an_older_step_drops_the_prepared_one(crashes: bool, at: int) -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=4)
+        store, _ = await prepared(machine)
+        if crashes:
+            store = await restarted(machine)
+        view = await writer(store, at=at)
+        assert (view.namespace.committed_step, view.namespace.prepared_step) == (at, None)
+        assert await versions(store, view) == [at] * 4
+        await train(store, view)
+        await store.commit(view, 2, b"another")
+        store = await restarted(machine)
+        view = await writer(store)
+        assert store.extra(view, 2) == b"another"
+        assert await versions(store, view) == [at + 1] * 4
+
+    run(scenario())
+
+
+def test_a_rollback_drops_the_prepared_step_and_gives_its_space_back() -> None:
+    async def scenario() -> None:
+        store, view = await prepared(Machine())
+        await store.rollback(view, 1)
+        assert view.namespace.prepared_step is None
+        record_bytes = view.namespace.schema.record_bytes
+        assert store._planner.space.held_bytes("moe") == 2 * 4 * record_bytes
+        assert await versions(store, view) == [1] * 4
+        with pytest.raises(StepOutOfOrder):
+            await store.finalize(view, 2)
+        await train(store, view)
+        await store.prepare(view, 2, b"")
+        await store.finalize(view, 2)
+        assert await versions(store, await reader(store)) == [2] * 4
+
+    run(scenario())
+
+
+def test_a_writer_without_a_prepared_step_may_go_on_from_any_step_there_is() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        view = await create(store)
+        await train(store, view)
+        await store.commit(view, 1, b"")
+        view = await writer(store, at=0)
+        assert store.steps(view) == [0]
+        assert await first_values(store, view) == [0.0, 1.0, 2.0, 3.0]
+        with pytest.raises(StepDropped):
+            await writer(store, at=1)
+
+    run(scenario())
+
+
+def test_the_memory_of_a_namespace_that_nobody_has_open_goes_without_its_prepared_step() -> None:
+    async def scenario() -> None:
+        store, view = await prepared(Machine())
+        store.close_view(view)
+        await store.admission._give_up_memory(view.namespace)
+        await turns()
+        assert view.namespace.prepared_step == 2
+        view = await writer(store, at=2)
+        assert await versions(store, view) == [2] * 4
+
+    run(scenario())
+
+
+def test_a_broken_namespace_can_still_finalize_what_was_prepared_before() -> None:
+    async def scenario() -> None:
+        store, view = await prepared(Machine())
+        store._planner.mark_broken(view.namespace, "a flush failed")
+        await store.finalize(view, 2)
+        assert view.namespace.committed_step == 2
+        with pytest.raises(StepFailed):
+            await store.commit(view, 3, b"")
+
+    run(scenario())
+
+
+def test_a_snapshot_and_a_prepared_step_do_not_meet() -> None:
+    async def scenario() -> None:
+        store, view = await prepared(Machine(volume_bytes=32 << 20))
+        with pytest.raises(StepPrepared):
+            await store.snapshot(view, 2)
+        await store.snapshot(view, 1)
+        assert store.snapshots(view) == [1]
+        assert view.namespace.prepared_step == 2
+        await store.drop_snapshot(view, 1)
+        assert store.steps(view) == [0, 1]
+        await store.finalize(view, 2)
+        assert store.steps(view) == [1, 2]
+
+    run(scenario())
+
+
+# --- readers that come while a rollback runs
+
+
+class SlowCatalog:
+    """A committer's runner; what goes to the catalog's lane waits for `is_open`, as a transaction waits for its flush."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.is_open = asyncio.Event()
+
+    async def call(self, lane: Any, work: Any) -> Any:
+        if lane == CATALOG_LANE:
+            await self.is_open.wait()
+        return await self._inner.call(lane, work)
+
+
+async def rolling_back(store: Store, view: View, step: int) -> tuple[asyncio.Task[int], SlowCatalog]:
+    """A rollback whose transaction has not happened yet."""
+    catalog = SlowCatalog(store._transactions._runner)
+    store._transactions._runner = catalog  # type: ignore[assignment]
+    task = asyncio.ensure_future(store.rollback(view, step))
+    await turns()
+    assert view.namespace.closing_steps
+    return task, catalog
+
+
+async def stands(store: Store, view: View, reader: View) -> None:
+    """The reader stands on a step that exists, or is told that its step is gone; and no later commit moves it."""
+    if reader.is_dropped:
+        return
+    assert reader.step in store.steps(view), f"the reader stands on {reader.step}, there are {store.steps(view)}"
+    before = await first_values(store, reader)
+    await train(store, view)
+    await store.commit(view, 3, b"again")
+    assert await first_values(store, reader) == before
+
+
+def test_a_reader_that_opens_during_a_rollback_stands_on_a_step_that_stays() -> None:
+    async def scenario() -> None:
+        store, view = await committed(Machine(retained_steps=3), 3)
+        task, catalog = await rolling_back(store, view, 1)
+        opening = asyncio.ensure_future(store.admission.open("moe", mode="read", at=None, host_bytes=None))
+        await turns()
+        catalog.is_open.set()
+        await task
+        await stands(store, view, await opening)
+
+    run(scenario())
+
+
+def test_a_reader_that_refreshes_during_a_rollback_stands_on_a_step_that_stays() -> None:
+    async def scenario() -> None:
+        store, view = await committed(Machine(retained_steps=3), 3)
+        reader = await store.admission.open("moe", mode="read", at=2, host_bytes=None)
+        task, catalog = await rolling_back(store, view, 1)
+        store.refresh(reader)
+        catalog.is_open.set()
+        await task
+        await stands(store, view, reader)
+
+    run(scenario())
