@@ -41,6 +41,8 @@ FIXED_ROWS = 16
 """What a commit changes in the catalog beside the rows of its records, at most: steps, the namespace."""
 NO_SLOT = -1
 STEP_END = 1 << 62
+QUEUED_AT_ONCE = 64
+"""Writes of a commit that are begun before the event loop turns again: a millisecond's."""
 NOTED_ON_LOOP_MAX = 256
 """Up to so many changed records their note is made at once: that takes less time (0.1 ms) than handing it over."""
 
@@ -140,7 +142,10 @@ class Committer:
     async def _write_unwritten(self, namespace: NamespaceState, cut: Cut) -> None:
         """Writes the records that were dirty at the cut, at DEMAND: all are queued, then waited for together. What met no
         space, or failed, is seen to one by one."""
-        for key in cut.unwritten:
+        for number, key in enumerate(list(cut.unwritten), start=1):
+            if number % QUEUED_AT_ONCE == 0:  # workers that are done have something new to do meanwhile
+                self._transfers.drain()
+                await asyncio.sleep(0)
             working = namespace.working[key]
             if working.state is Working.DIRTY:
                 self._planner.working.begin_write(namespace, working, Urgency.DEMAND)
