@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paramstore.cli.exits import CORRUPT
+from paramstore.cli.signals import held_back
 
 if TYPE_CHECKING:
     from paramstore_client import Store, Ticket
@@ -33,12 +34,15 @@ def verify(
     import paramstore_client as client
 
     with client.connect(address) as store:
-        ticket = store.verify(namespace, bytes_per_s=rate)
+        ticket = None
         try:
+            with held_back():  # one that came while the request goes out would leave nobody to cancel it
+                ticket = store.verify(namespace, bytes_per_s=rate)
             _watch(store, ticket)
         except KeyboardInterrupt:
-            ticket.cancel()
-            ticket.settled_within(END_TIMEOUT_S)
+            if ticket is not None:
+                ticket.cancel()
+                ticket.settled_within(END_TIMEOUT_S)
             raise
         result = ticket.wait()
     if as_json:

@@ -5,6 +5,7 @@ so they are imported where they run, in a worker, and never on the loop's thread
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,13 +52,16 @@ def cut_update(schema: Schema, piece_elements: int = UPDATE_PIECE_ELEMENTS) -> t
 def load() -> None:
     """Imports what the others need, ahead of use.
 
-    The collector of garbage leaves torch's half a million objects alone from here on: looking at them all held the loop for 0.1 s,
-    in one of eight commits of 1,000 records.
+    After the first time the collector of garbage leaves torch's half a million objects alone: looking at them all held the loop for
+    0.1 s, in one of eight commits of 1,000 records. Only then: garbage that is frozen with the rest is never freed.
     """
+    is_first = "torch" not in sys.modules
     import paramstore.optim.adamw
     import paramstore.optim.cast  # noqa: F401
 
-    gc.freeze()
+    if is_first:
+        gc.collect()
+        gc.freeze()
 
 
 def update(

@@ -99,7 +99,7 @@ def test_an_interrupt_ends_the_scrub_in_the_daemon(daemon: DaemonProcess) -> Non
         finally:
             process.kill()
             process.wait()
-        assert process.returncode == 130
+        assert process.returncode == 130, complaints.decode()
         assert (out, complaints) == (b"", b"")
         stats = store.stats()["verify"]
         assert (stats["running"], stats["last"]["state"]) == (None, "cancelled")

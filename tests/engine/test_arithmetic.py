@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -40,3 +42,18 @@ def test_pieces_are_about_equal_and_no_larger_than_asked_for() -> None:
 
 def test_a_small_record_is_one_piece() -> None:
     assert cut_update(Schema.adamw({"w": (3, 5), "v": (7,)})) == ((Span(0, 0, 15), Span(1, 0, 7)),)
+
+
+@pytest.mark.slow
+def test_what_came_with_torch_is_kept_from_the_collector_and_nothing_later_is() -> None:
+    """In a process of its own: garbage that is frozen is never freed."""
+    command = """
+import gc
+from paramstore.engine.arithmetic import load
+load()
+count = gc.get_freeze_count()
+assert count > 10_000, count
+load()
+assert gc.get_freeze_count() == count
+"""
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=60)
