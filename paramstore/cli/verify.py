@@ -16,6 +16,8 @@ from paramstore.cli.exits import CORRUPT
 from paramstore.cli.signals import held_back
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from paramstore_client import Store, Ticket
 
 POLL_S = 0.2
@@ -33,12 +35,13 @@ def verify(
     """Check every record, superblock and commit note of a running daemon. Exit code 4 if some are damaged or cannot be read."""
     import paramstore_client as client
 
+    bar = _bar()  # imported before anything is asked for: an interrupt within an import ends the process as it likes
     with client.connect(address) as store:
         ticket = None
         try:
             with held_back():  # one that came while the request goes out would leave nobody to cancel it
                 ticket = store.verify(namespace, bytes_per_s=rate)
-            _watch(store, ticket)
+            _watch(store, ticket, bar)
         except KeyboardInterrupt:
             if ticket is not None:
                 ticket.cancel()
@@ -53,8 +56,7 @@ def verify(
         raise typer.Exit(CORRUPT)
 
 
-def _watch(store: Store, ticket: Ticket[dict[str, Any]]) -> None:
-    """Returns when the scrub is over; shows how far it is meanwhile."""
+def _bar() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -63,7 +65,12 @@ def _watch(store: Store, ticket: Ticket[dict[str, Any]]) -> None:
         TextColumn("verify"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn(),
         TextColumn("{task.fields[found]} found"),
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _watch(store: Store, ticket: Ticket[dict[str, Any]], bar: Progress) -> None:
+    """Returns when the scrub is over; shows how far it is meanwhile."""
+    with bar:
         task = bar.add_task("", total=None, found=0)
         while not ticket.settled_within(POLL_S):
             running = store.stats()["verify"]["running"]
