@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable
 
 PEER_CREDENTIALS = struct.Struct("3i")
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 SO_PEERPIDFD = 77
 """Linux 6.5: the very process that connected, whoever has its number by now."""
 
@@ -50,15 +51,20 @@ class Peer:
 
 
 def _open_process(sock: socket.socket, pid: int) -> int | None:
-    """A descriptor of the process that connected; None where there is none to be had."""
+    """A descriptor of the process that connected; None if it is gone. Raises OSError where no descriptor is left: a process that
+    lives must not be served unwatched, its leases would end with the connection."""
     try:
         return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError as error:
+        if error.errno in OUT_OF_DESCRIPTORS:
+            raise
         if error.errno != errno.ENOPROTOOPT:
             return None  # the kernel knows the call: the process is gone
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError:
+    except OSError as error:
+        if error.errno in OUT_OF_DESCRIPTORS:
+            raise
         return None
     if _is_hung_up(sock):
         # The process that connected may have ended before the call, and its number be another's.

@@ -80,7 +80,12 @@ class Server:
             logger.warning("refused a client: %d sessions are open, %d in all", open_count, len(self._sessions))
             _refuse(sock, CapacityError(f"the daemon serves {SESSIONS_MAX} sessions, which is its limit: close some"))
             return
-        session = Session(self._store, sock, on_gone=self._sessions.discard)
+        try:
+            session = Session(self._store, sock, on_gone=self._sessions.discard)
+        except OSError as error:  # no descriptor left to watch its process with
+            logger.warning("a client was not let in: %s", error)
+            _refuse(sock, CapacityError(f"the daemon has no descriptor left for another client: {error}"))
+            return
         if session.uid not in (os.getuid(), 0):
             logger.warning("refused pid %d of uid %d", session.pid, session.uid)
             session.close(None)

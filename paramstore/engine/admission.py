@@ -124,9 +124,9 @@ class Admission:
             known = ", ".join(sorted(self._namespaces)) or "none"
             raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
         if mode == "write":
-            prepared = namespace.ledger.prepared_step
+            prepared = namespace.prepared_step  # or about to be
             if at is not None and at != prepared:
-                namespace.ledger.step(at)  # refused before anybody is fenced
+                namespace.ledger.check_rollback(at)  # refused before anybody is fenced
             elif at is None and prepared is not None:
                 raise prepared_error(namespace, what="open_namespace")
             return await self._open_writer(namespace, host_bytes, at=at)

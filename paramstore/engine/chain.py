@@ -7,9 +7,11 @@ them are serial with the commits of their namespace.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from functools import partial
 
+from paramstore.core.place import Extent
 from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.planner import Planner
 from paramstore.engine.runner import Runner
@@ -104,11 +106,34 @@ class Chain:
     async def rollback(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
         """To `to_step`, or (None) to the newest step when the calls before this one are through; a prepared one stays so.
 
-        An apply under way stops at its next record. Raises StepDropped if there is no such step, StepFailed if a later one is a
-        snapshot; then nothing has changed.
+        An apply under way stops at its next record. Raises StepDropped if there is no such step, StepPrepared if it is not
+        committed, StepFailed if a later one is a snapshot; then nothing has changed.
         """
         if to_step is not None and namespace.cut is None:
-            namespace.ledger.step(to_step)  # a wrong step stops nobody's apply
+            namespace.ledger.check_rollback(to_step)  # a wrong step stops nobody's apply
+        async with self._stopped(namespace):
+            if to_step is not None:
+                namespace.ledger.check_rollback(to_step)
+            await self._roll_back_to(namespace, _newest_step(namespace) if to_step is None else to_step)
+
+    async def reopen(self, namespace: NamespaceState, *, at: int | None) -> None:
+        """What a new writer starts from: `at`, any step that can be opened, or the prepared one, which it commits; None: the
+        committed one. Raises StepPrepared where None would drop a prepared step, else as `rollback`."""
+        async with self._stopped(namespace):
+            prepared = namespace.ledger.prepared_step
+            if prepared is not None and at is None:
+                raise prepared_error(namespace, what="open_namespace")
+            if prepared is not None and at == prepared:
+                await self._finalize(namespace, for_writer=True)
+                self._begin_epoch(namespace, freed=())
+                return
+            if at is not None:
+                namespace.ledger.check_rollback(at)
+            await self._roll_back_to(namespace, _newest_step(namespace) if at is None else at)
+
+    @asynccontextmanager
+    async def _stopped(self, namespace: NamespaceState) -> AsyncIterator[None]:
+        """Within the block the caller has the turn, and no commit is under way. An apply before it stops at its next record."""
         namespace.stop_requests += 1
         try:
             await namespace.turn.acquire()
@@ -116,25 +141,9 @@ class Chain:
             namespace.stop_requests -= 1
         try:
             await self.until_no_cut(namespace)
-            newest = namespace.ledger.newest
-            await self._roll_back_to(namespace, newest.step if to_step is None and newest is not None else to_step)
+            yield
         finally:
             namespace.turn.release()
-
-    async def reopen(self, namespace: NamespaceState, *, at: int | None) -> None:
-        """What a new writer starts from: `at`, any step that can be opened, or the prepared one, which it commits; None: the
-        committed one. Raises StepPrepared where None would drop a prepared step, else as `rollback`."""
-        async with namespace.turn:
-            await self.until_no_cut(namespace)
-            prepared = namespace.ledger.prepared_step
-            if prepared is not None and at is None:
-                raise prepared_error(namespace, what="open_namespace")
-            if prepared is not None and at == prepared:
-                await self._finalize(namespace, for_writer=True)
-                self._planner.rollback(namespace, epoch=namespace.ledger.namespace.epoch, freed=())
-                self._transfers.drain()
-                return
-        await self.rollback(namespace, to_step=at)
 
     async def _roll_back_to(self, namespace: NamespaceState, step: int | None) -> None:
         """On return the namespace stands at `step` (None: before any commit) in a new, durable epoch, and is not broken.
@@ -158,8 +167,13 @@ class Chain:
         namespace.ledger.settle(publication)
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
-        namespace.applies = publication.namespace.applies
-        self._planner.rollback(namespace, epoch=publication.namespace.epoch, freed=publication.freed)
+        self._begin_epoch(namespace, freed=publication.freed)
+
+    def _begin_epoch(self, namespace: NamespaceState, *, freed: Iterable[Extent]) -> None:
+        """The ledger stands in a new epoch: so does all that is in memory."""
+        row = namespace.ledger.namespace
+        namespace.applies = row.applies
+        self._planner.rollback(namespace, epoch=row.epoch, freed=freed)
         self._transfers.drain()
 
     # --- snapshots
@@ -187,6 +201,11 @@ class Chain:
         self._planner.copies.retire_unseen(namespace)
         self._planner.leases.pump(namespace)
         self._transfers.drain()
+
+
+def _newest_step(namespace: NamespaceState) -> int | None:
+    newest = namespace.ledger.newest
+    return newest.step if newest is not None else None
 
 
 def prepared_error(namespace: NamespaceState, *, what: str) -> StepPrepared:

@@ -146,6 +146,8 @@ class Committer:
             if number % QUEUED_AT_ONCE == 0:  # workers that are done have something new to do meanwhile
                 self._transfers.drain()
                 await asyncio.sleep(0)
+            if key not in cut.unwritten:
+                continue  # it has landed meanwhile, and may be dirty with a later version by now
             working = namespace.working[key]
             if working.state is Working.DIRTY:
                 self._planner.working.begin_write(namespace, working, Urgency.DEMAND)

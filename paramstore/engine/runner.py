@@ -32,7 +32,8 @@ class Runner:
         self.scheduler = Scheduler()
         self.under_way: set[Transfer] = set()
         self.finished = 0
-        """Bursts that workers have returned from, the background's apart: while it counts up, who waits need not give up."""
+        """Bursts that workers have returned from, the background's and those of scrubs apart: while it counts up, who waits need
+        not give up."""
 
     def submit(self, transfer: Transfer) -> None:
         self.under_way.add(transfer)
@@ -78,7 +79,7 @@ class Runner:
 
     def _done(self, lane: Hashable, burst: Burst, outcomes: list[Outcome], bug: ParamStoreError | None) -> None:
         assert bug is None, bug
-        self.finished += lane != BACKGROUND_LANE
+        self.finished += lane != BACKGROUND_LANE and any(transfer.is_progress for transfer, _ in burst)
         over = self.scheduler.finish_burst(lane, burst, outcomes)
         self._kick(lane)  # first of all: the lane must not idle while we settle
         for transfer in over:

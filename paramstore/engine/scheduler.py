@@ -45,6 +45,8 @@ class Transfer:
     final: Piece | None = None
     deadline_s: float | None = None
     light_bytes: int = 0
+    is_progress: bool = True
+    """Whether its end shows those who wait that the store goes on; not what looks at the volumes beside all work."""
     results: list[Any] = field(default_factory=list)
     error: ParamStoreError | None = None
     running: int = 0

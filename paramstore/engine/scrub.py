@@ -291,7 +291,7 @@ class Scrubber:
         reading = self._reading = asyncio.get_running_loop().create_future()
         transfer = Transfer(
             lane=volume_lane(volume), urgency=Urgency.WRITE_BACK, run=partial(self._timed, run), pieces=deque([piece]),
-            settle=partial(self._settle, pinned, reading),
+            settle=partial(self._settle, pinned, reading), is_progress=False,
         )  # fmt: skip
         self._transfers.runner.submit(transfer)
         try:

@@ -226,7 +226,11 @@ class Store:
         """Durable on return, and not committed before `finalize`: no record changes from now on. Raises StepPrepared too."""
         namespace = self._check_changing(view)
         namespace.preparing, epoch = step, namespace.epoch
-        check = partial(self.check_writer, view)
+
+        def check() -> None:
+            self.check_writer(view)
+            if namespace.epoch != epoch:
+                raise StepFailed(f"prepare({step}) on {namespace.name!r}: it was rolled back meanwhile")
 
         async def run() -> dict[str, object]:
             try:
@@ -318,8 +322,6 @@ class Store:
             self._transfers.drain()
         return identity
 
-    # --- upload areas
-
     def open_upload(self, client: object, length_bytes: int, views: Sequence[View]) -> tuple[int, Any]:
         """A writable segment of at least `length_bytes` for `client`. Raises CapacityError."""
         if length_bytes <= 0:
@@ -337,8 +339,6 @@ class Store:
             if view.is_writer and schema.is_trainable:
                 limit += len(view.namespace.keys) * schema.gradient_bytes
         return limit
-
-    # --- looking at what lies there
 
     def verify(self, namespace: str | None, keys: Sequence[ExpertKey] | None, bytes_per_s: int | None) -> Scrub:
         """Begins a scrub, which `scrubber` waits for and cancels. Raises as `Scrubber.start`."""

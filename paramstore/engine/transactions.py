@@ -66,17 +66,21 @@ class Transactions:
         self.check_accepting()
         planned: list[Change] = []
 
+        room_before, self._room_rows = self._room_rows, 0
+
         def run() -> int:
-            planned.append(plan())
-            self._catalog.apply(planned[0])
+            change = plan()
+            if change.row_count > room_before:
+                self._catalog.reserve(change.row_count)
+            planned.append(change)
+            self._catalog.apply(change)
             return self._make_room(room_rows)
 
-        self._room_rows = 0
         try:
             self._room_rows = await self._runner.call(CATALOG_LANE, run)
-        except CatalogError as error:
-            if not await self._happened(planned[0], error):
-                raise
+        except ParamStoreError as error:
+            if not planned or not await self._happened(planned[0], error):
+                raise  # nothing was begun, or it did not happen
 
     def _make_room(self, row_count: int) -> int:
         """Ahead of the next commit, so that it need not ask. Gives for how many rows; 0 if that is for the next to find out."""
@@ -84,11 +88,12 @@ class Transactions:
             return 0
         try:
             self._catalog.reserve(row_count)
-        except CatalogError:
+        except Exception as error:  # noqa: BLE001 - the transaction before it has happened, whatever this is
+            logger.warning("no room could be made in the catalog for the next commit: %s", error)
             return 0
         return row_count
 
-    async def _happened(self, change: Change, error: CatalogError) -> bool:
+    async def _happened(self, change: Change, error: ParamStoreError) -> bool:
         """Resolves an unknown outcome from disk. Raises CatalogError, and stops all writes, if that fails too."""
         logger.error("a catalog transaction failed, reading it back: %s", error)
 

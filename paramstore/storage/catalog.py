@@ -102,6 +102,12 @@ class Change:
     drop_steps: tuple[tuple[str, int], ...] = ()
     put_volumes: tuple[VolumeRow, ...] = ()
 
+    @property
+    def row_count(self) -> int:
+        """For `Catalog.reserve`."""
+        changed = (self.put_namespaces, self.put_rows, self.drop_rows, self.put_steps, self.drop_steps, self.put_volumes)
+        return sum(map(len, changed))
+
 
 class Catalog(Protocol):
     """LMDB in the daemon, a plain dict in tests; both pass the same contract tests."""

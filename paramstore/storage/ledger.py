@@ -60,11 +60,6 @@ class Publication:
             drop_steps=self.drop_steps,
         )
 
-    @property
-    def row_count(self) -> int:
-        """For `Catalog.reserve`."""
-        return len(self.put_rows) + len(self.drop_rows) + len(self.put_steps) + len(self.drop_steps) + 1
-
 
 class Ledger:
     """Owner of one namespace's rows and steps in memory. contents: becomes the ledger's own. retained_steps: newest steps that
@@ -116,9 +111,12 @@ class Ledger:
         if row is None:
             raise StepDropped(
                 f"step {step} of namespace {self.namespace.name!r} is not retained; "
-                f"there are {', '.join(map(str, self.steps())) or 'none'}"
+                f"the steps are: {', '.join(map(str, self.steps())) or 'none'}{self._and_prepared()}"
             )
         return row
+
+    def _and_prepared(self) -> str:
+        return "" if self.prepared_step is None else f"; step {self.prepared_step} is prepared"
 
     def at(self, key: ExpertKey, step: int) -> Located | None:
         """What is in force for `key` at `step`; None if the key had no record then."""
@@ -256,6 +254,20 @@ class Ledger:
             rows_after=rows_after,
         )
 
+    def check_rollback(self, step: int) -> None:
+        """Returns if one can go back to `step`. Raises StepDropped if there is no such step, StepPrepared if it is not committed,
+        StepFailed if a later one is a snapshot."""
+        self.step(step)
+        self._check_no_later_snapshot(step)
+
+    def _check_no_later_snapshot(self, step: int | None) -> None:
+        later = [snapshot for snapshot in self.snapshots() if step is None or snapshot > step]
+        if later:
+            raise StepFailed(
+                f"rollback({step}) of namespace {self.namespace.name!r}: step {later[-1]} is a snapshot; "
+                f"drop_snapshot({later[-1]}) first"
+            )
+
     def plan_rollback(self, step: int | None) -> Publication:
         """What going back to `step` means, a prepared one too; None: to before the first commit.
 
@@ -265,12 +277,7 @@ class Ledger:
         target = None
         if step is not None:
             target = self.newest if step == self.prepared_step else self.step(step)
-        later = [snapshot for snapshot in self.snapshots() if step is None or snapshot > step]
-        if later:
-            raise StepFailed(
-                f"rollback({step}) of namespace {self.namespace.name!r}: step {later[-1]} is a snapshot; "
-                f"drop_snapshot({later[-1]}) first"
-            )
+        self._check_no_later_snapshot(step)
         dropped = [(key, row) for key, row in self._all_rows() if not _stands(row.first_step, target)]
         touched = self._layered.union(key for key, _ in dropped)
         return self._publication(

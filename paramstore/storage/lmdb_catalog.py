@@ -73,11 +73,12 @@ class LmdbCatalog:
 
     def reserve(self, row_count: int) -> None:
         self._check_thread()
-        info = self._environment.info()
-        used_bytes = (info["last_pgno"] + 1) * self._environment.stat()["psize"]
-        # A transaction copies the pages it touches, at worst all, before the old ones can be used again.
-        needed_bytes = 2 * used_bytes + row_count * rows.ROW_BYTES_BOUND + FIXED_BYTES_BOUND
+        used_bytes = needed_bytes = 0
         try:
+            info = self._environment.info()
+            used_bytes = (info["last_pgno"] + 1) * self._environment.stat()["psize"]
+            # A transaction copies the pages it touches, at worst all, before the old ones can be used again.
+            needed_bytes = 2 * used_bytes + row_count * rows.ROW_BYTES_BOUND + FIXED_BYTES_BOUND
             if needed_bytes > info["map_size"]:
                 self._map_bytes = _doubled(info["map_size"], until=needed_bytes)
                 self._environment.set_mapsize(self._map_bytes)

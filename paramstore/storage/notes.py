@@ -10,6 +10,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from paramstore.core.schema import PAGE_BYTES
 from paramstore.errors import CorruptRecord, VolumeError
 from paramstore.storage.catalog import Contents
 from paramstore.storage.format import (
@@ -36,7 +37,7 @@ _Unpacked = TypeVar("_Unpacked", Superblock, CommitNote)
 def format_volume(volume: Volume, superblock: Superblock) -> None:
     """On return the volume durably bears `superblock`, and no note of an earlier life.
 
-    A volume of another store is refused, and whatever has bytes where notes lie and no superblock. One of the same store is
+    A volume of another store is refused, and one that has commit notes and no superblock. One of the same store is
     formatted anew: it was being made when the store went down, and no catalog row names it. Raises VolumeError.
     """
     start_bytes = extents_start_bytes(superblock)
@@ -56,24 +57,33 @@ def format_volume(volume: Volume, superblock: Superblock) -> None:
                 "remove it there"
             )
         _write_zeros(volume, NOTES_START_BYTES, start_bytes)
-        volume.flush()  # before the superblock goes: what has none is blank
-    _write_zeros(volume, 0, NOTES_START_BYTES)
+        volume.flush()  # before the superblock goes: what has none has no note either
+    _write_zeros(volume, 0, start_bytes)
     _write_copies(volume, SUPERBLOCK_COPIES, pack_superblock(superblock))
     volume.flush()
 
 
 def _check_blank(volume: Volume, start_bytes: int) -> None:
-    """Returns if nothing lies where notes would; else raises VolumeError: both superblocks of somebody's volume are damaged, or it
-    is none."""
+    """Returns if there is no commit note; else raises VolumeError: it is a volume of somebody's, both superblocks of which are
+    damaged. (Anything else may be what a crash left of a volume that was being made.)"""
     buffer = _buffer(ZERO_BYTES)
     for offset_bytes in range(NOTES_START_BYTES, start_bytes, ZERO_BYTES):
         piece = buffer[: start_bytes - offset_bytes]
         volume.read(offset_bytes, [piece])
-        if bytes(piece).count(0) < len(piece):
-            raise VolumeError(
-                f"volume {volume.index} ({volume.describe().get('path')}) has no superblock, but bytes at {offset_bytes} and on: "
-                "it is not overwritten; remove the file if nothing on it is needed, or name another path"
-            )
+        for at in range(0, len(piece), PAGE_BYTES):
+            if _is_note(piece[at:]):
+                raise VolumeError(
+                    f"volume {volume.index} ({volume.describe().get('path')}) has no superblock, but a commit note at "
+                    f"{offset_bytes + at}: it is not overwritten; remove the file if nothing on it is needed, or name another path"
+                )
+
+
+def _is_note(data: memoryview) -> bool:
+    try:
+        unpack_note(data)
+    except CorruptRecord:
+        return False
+    return True
 
 
 def _write_zeros(volume: Volume, start: int, end: int) -> None:

@@ -15,7 +15,7 @@ from paramstore.testing.crash_disk import SMALL
 from paramstore.testing.crash_life import ACTS
 from paramstore.testing.crash_states import Enumeration, Plan, enumerate_seed, enumerate_seeds
 
-SEEDS = range(1, 12)
+SEEDS = range(1, 13)
 DISTINCT_LEAST = 200_000
 """(image, catalog) pairs, all different."""
 AFTER_RECOVERY_LEAST = 100_000

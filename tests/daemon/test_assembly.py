@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import shutil
 import stat
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -18,6 +19,7 @@ from paramstore.daemon import assembly
 from paramstore.daemon.assembly import assemble, take_lock
 from paramstore.engine.store import Store
 from paramstore.errors import CatalogError, ConfigError, StoreLocked, VolumeError
+from paramstore.fsck import check
 from paramstore.storage.backing_file import volume_path
 from paramstore.storage.catalog import Change
 from paramstore.storage.file_volume import FileVolume
@@ -174,6 +176,29 @@ def test_a_volume_of_another_store_is_refused_and_left_as_it_was(tmp_path: Path)
     with pytest.raises(VolumeError, match=r"belongs to store .* its catalog is not in this directory"):
         opens(config(tmp_path / "second", volumes=place))
     assert volume_path(place[0], 0).read_bytes() == before
+
+
+def test_a_start_without_the_catalog_is_refused_names_the_repair_and_makes_no_catalog(tmp_path: Path) -> None:
+    opens(config(tmp_path))
+    shutil.rmtree(tmp_path / "catalog")
+    before = volume_path(tmp_path / "volume", 0).read_bytes()
+    for _ in range(2):
+        with pytest.raises(VolumeError, match="if its catalog was lost: paramstore fsck --dir DIR --rebuild"):
+            opens(config(tmp_path))
+        assert not (tmp_path / "catalog").exists()
+    assert volume_path(tmp_path / "volume", 0).read_bytes() == before
+    assert check.rebuild(tmp_path, [str(tmp_path / "volume")]).is_rebuilt
+    opens(config(tmp_path))
+
+
+def test_a_start_with_a_blank_catalog_is_refused_with_the_repair_too(tmp_path: Path) -> None:
+    opens(config(tmp_path))
+    shutil.rmtree(tmp_path / "catalog")
+    LmdbCatalog(tmp_path / "catalog", store_uuid=bytes(16)).close()
+    with pytest.raises(VolumeError, match="fsck --dir DIR --rebuild"):
+        opens(config(tmp_path))
+    assert check.rebuild(tmp_path, [str(tmp_path / "volume")]).is_rebuilt
+    opens(config(tmp_path))
 
 
 def test_a_volume_left_by_a_crash_before_the_first_transaction_is_taken(tmp_path: Path) -> None:

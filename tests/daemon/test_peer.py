@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -117,5 +118,28 @@ def test_a_process_that_cannot_be_watched_is_known_to_be_one(monkeypatch: pytest
         ours, theirs = socket.socketpair()
         with ours, theirs:
             assert not peer_of(OldKernel(ours)).is_watched
+
+    asyncio.run(scenario())
+
+
+def test_a_process_is_not_taken_for_gone_because_no_descriptor_is_left() -> None:
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken = []
+        with ours, theirs:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (theirs.fileno() + 16, hard))
+            try:
+                while True:
+                    try:
+                        taken.append(os.dup(0))
+                    except OSError:
+                        break
+                with pytest.raises(OSError, match="Too many open files"):
+                    Peer(asyncio.get_running_loop(), ours, on_ended=lambda: None)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for descriptor in taken:
+                    os.close(descriptor)
 
     asyncio.run(scenario())

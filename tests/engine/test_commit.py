@@ -173,7 +173,7 @@ def test_a_rollback_waits_for_the_commit_under_way() -> None:
         await site.store.rollback(site.view, 1)
         assert commit.done()
         assert await versions(site.store, site.view) == [1, 1, 1, 1]
-        with pytest.raises(StepDropped, match="step 7 of namespace 'moe' is not retained; there are 0, 1"):
+        with pytest.raises(StepDropped, match="step 7 of namespace 'moe' is not retained; the steps are: 0, 1"):
             await site.store.rollback(site.view, 7)
 
     on_site(scenario)

@@ -96,7 +96,7 @@ def test_an_initial_value_that_no_volume_can_hold_is_refused() -> None:
         space = site.store._planner.space
         while space.reserve(SCHEMA.record_bytes, owner="new") is not None:
             pass
-        with pytest.raises(CapacityError, match="raise volume_size"):
+        with pytest.raises(CapacityError, match=r"add a volume"):
             await site.store.initialize_put(site.view, (0, 1), initial())
         assert site.namespace.working[0, 1].state is Working.ABSENT
 

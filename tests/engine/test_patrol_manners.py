@@ -7,7 +7,6 @@ import logging
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 
 from paramstore.engine import patrol as patrol_module
@@ -257,7 +256,7 @@ def test_a_bug_ends_the_pass_and_the_next_one_is_tried(caplog: pytest.LogCapture
 
 def test_a_store_patrols_as_it_is_set_and_says_so_in_its_figures() -> None:
     async def scenario() -> None:
-        machine = Machine()
+        machine = Machine(scrub_days=14.0)
         store = machine.start()
         assert store.patrol._task is not None
         stats: Stats = await store.stats()
@@ -270,8 +269,7 @@ def test_a_store_patrols_as_it_is_set_and_says_so_in_its_figures() -> None:
 
 def test_a_store_with_zero_days_does_not_patrol() -> None:
     async def scenario() -> None:
-        machine = Machine()
-        machine.config = msgspec.structs.replace(machine.config, scrub_days=0.0)
+        machine = Machine(scrub_days=0.0)
         store = machine.start()
         assert store.patrol._task is None
         await store.close()

@@ -163,7 +163,7 @@ def test_a_rollback_to_a_step_that_is_not_there_stops_no_apply() -> None:
         store, view = await trained(Machine(), 2)
         training = asyncio.ensure_future(train(store, view))
         await turns(2)
-        with pytest.raises(StepDropped, match="step 0 of namespace 'moe' is not retained; there are 1, 2"):
+        with pytest.raises(StepDropped, match="step 0 of namespace 'moe' is not retained; the steps are: 1, 2"):
             await store.rollback(view, 0)
         await training
         assert await versions(store, view) == [3] * 4
@@ -312,7 +312,7 @@ def test_a_snapshot_takes_room_for_a_step_and_is_refused_where_there_is_none() -
             else:
                 taken.append(len(taken) + 1)
             assert store._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
-        assert "bytes are missing; raise volume_size or add a volume" in str(refusal)
+        assert "bytes are missing; add a volume (--volume)" in str(refusal)
         assert taken, "there was room for some"
         assert store.snapshots(view) == taken
         assert store._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes

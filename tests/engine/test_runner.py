@@ -220,3 +220,18 @@ def test_finished_bursts_are_counted_for_those_who_wait_but_not_those_of_the_bac
         assert bench.runner.finished == 4
 
     run(scenario)
+
+
+def test_what_looks_at_the_volumes_beside_all_work_keeps_nobody_waiting() -> None:
+    async def scenario() -> None:
+        bench = Bench(disk=1)
+        transfer = Transfer(
+            lane="disk", urgency=Urgency.WRITE_BACK, run=bench.ran.append, pieces=deque("ab"), settle=bench.settled.append,
+            is_progress=False,
+        )  # fmt: skip
+        bench.runner.submit(transfer)
+        await bench.finish()
+        assert bench.ran == ["a", "b"]
+        assert bench.runner.finished == 0
+
+    run(scenario)

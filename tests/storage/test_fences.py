@@ -71,6 +71,16 @@ def test_who_lacks_space_is_told_of_every_fenced_volume() -> None:
     )
 
 
+def test_fences_lead_the_message_of_one_who_lacks_space() -> None:
+    fences = Fences()
+    assert fences.first("1 byte is missing") == "1 byte is missing"
+    fences.fail_flush(0, failed(2))
+    assert fences.first("1 byte is missing") == (
+        "volume 0 is fenced (a flush failed: failure 2): restart the daemon after looking at the device. "
+        "Without it: 1 byte is missing"
+    )
+
+
 def test_a_fence_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     fences = Fences()
     with caplog.at_level(logging.ERROR):

@@ -65,7 +65,7 @@ def test_a_step_that_is_not_retained_is_named_with_those_that_are() -> None:
     commit(ledger, 4, a=1)
     commit(ledger, 6, a=2)
     assert ledger.step(6) == step_row(6)
-    with pytest.raises(StepDropped, match="step 5 of namespace 'moe' is not retained; there are 4, 6"):
+    with pytest.raises(StepDropped, match="step 5 of namespace 'moe' is not retained; the steps are: 4, 6"):
         ledger.step(5)
 
 
@@ -142,7 +142,7 @@ def test_a_publication_is_one_transaction_with_the_namespace_s_new_sequence() ->
         put_rows=(("moe", A, Row(7, located(1))),),
         put_steps=(("moe", step_row(7, sequence=3)),),
     )
-    assert publication.row_count == 3
+    assert publication.change().row_count == 3
 
 
 def test_changed_at_tells_what_a_step_changed() -> None:
