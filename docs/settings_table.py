@@ -49,12 +49,19 @@ def page() -> str:
 
 
 def _table(kind: type[msgspec.Struct], texts: dict[str, str], *, prefix: str) -> str:
-    lines = ["| setting | default | variable | what it trades |", "|---|---|---|---|"]
+    lines = ["| setting | default | what it must be | variable | what it trades |", "|---|---|---|---|---|"]
     for field in msgspec.structs.fields(kind):
         name = SHORT_OF.get(field.name, field.name)
         variable = "" if field.name == "policy" else f"`{ENVIRONMENT_PREFIX}{(prefix + name).upper()}`"
-        lines.append(f"| `{field.name}` | {_default(field.name, field.default)} | {variable} | {texts[field.name]} |")
+        words = _words(prefix.replace("__", ".") + field.name)
+        lines.append(f"| `{field.name}` | {_default(field.name, field.default)} | {words} | {variable} | {texts[field.name]} |")
     return "\n".join(lines)
+
+
+def _words(name: str) -> str:
+    """What a value must be, as the error of a wrong one says it."""
+    rule = config._RULES.get(name)
+    return "" if rule is None else rule.words
 
 
 def _default(name: str, value: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import re
 import select
 import socket
 import subprocess
@@ -21,13 +22,17 @@ from pathlib import Path
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.config import ENVIRONMENT_PREFIX, load
 from paramstore.errors import ConfigError, StoreLocked, StoreUnavailable
-from paramstore_client.address import try_connect
+from paramstore_client.address import PEER_CREDENTIALS, try_connect, url
 
 SERVE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "paramstore", "serve")
 LOG_NAME = "daemon.log"
 RETRY_S = 0.02
 """Between two attempts to connect while a daemon starts, which takes about ten times as long."""
 LOG_TAIL_LINES = 12
+ELSEWHERE_TIMEOUT_S = 1.0
+"""How long a daemon that listens at another socket is waited for, to accept."""
+HOLDER = re.compile(rf"{StoreLocked.__name__}.* is in use by process (\d+)")
+"""How a daemon that was refused names the process that holds the directory."""
 LINE_BYTES_MAX = 4096
 
 _started: list[subprocess.Popen[bytes]] = []
@@ -106,8 +111,8 @@ def connect_or_start(
 ) -> socket.socket:
     """A connected socket to the daemon at `path`, started if there was none.
 
-    Raises StoreUnavailable with the end of the daemon's log if it ends before it serves, or is not ready in time; ConfigError
-    if there can be no such directory.
+    Raises StoreUnavailable with the end of the daemon's log if it ends before it serves, or is not ready in time, and at once
+    where another daemon holds the directory and listens elsewhere; ConfigError if there can be no such directory.
     """
     clock = clock or MonotonicClock()
     deadline_s = clock.now_s() + timeout_s
@@ -128,6 +133,8 @@ class _Start:
 
     def __init__(self, options: ServeOptions, path: Path) -> None:
         directory = Path(options.dir)
+        self._path = path
+        self._directory = directory
         self._log = directory / LOG_NAME
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -157,10 +164,28 @@ class _Start:
             threading.Event().wait(pause_s)
         else:
             self._listen(pause_s)
-        if self._process.poll() is not None and not self._lost_the_race():
+        if self._process.poll() is None:
+            return
+        if not self._lost_the_race():
             raise StoreUnavailable(
                 f"the daemon ended with exit code {self._process.returncode} before it served. {self._tail()}"
             )
+        self._check_winner()
+
+    def _check_winner(self) -> None:
+        """Raises StoreUnavailable if the daemon that holds the directory serves already, and another socket than this one."""
+        holder = self._holder()
+        elsewhere = _listens_at(holder) if holder is not None else None
+        if elsewhere is not None and os.path.realpath(elsewhere) != os.path.realpath(self._path):
+            raise StoreUnavailable(
+                f"process {holder} holds {self._directory} and listens at {url(elsewhere)}, not at {url(self._path)}: "
+                "connect to that address, or give ServeOptions its socket"
+            )
+
+    def _holder(self) -> int | None:
+        """The process that holds the directory, as the refused daemon named it."""
+        found = HOLDER.search(self._log_text())
+        return int(found[1]) if found else None
 
     def _listen(self, pause_s: float) -> None:
         """Waits for the whole line `ready`, or the end of a daemon that lost the race: then somebody serves, or will soon."""
@@ -169,7 +194,13 @@ class _Start:
             self.has_spoken = heard == b"" or b"\n" in heard
 
     def not_ready(self, timeout_s: float) -> StoreUnavailable:
-        return StoreUnavailable(f"the daemon was not ready within {timeout_s:g} s; raise timeout_s. {self._tail()}")
+        holder = self._holder()
+        if holder is None:
+            return StoreUnavailable(f"the daemon was not ready within {timeout_s:g} s; raise timeout_s. {self._tail()}")
+        return StoreUnavailable(
+            f"process {holder} holds {self._directory}, and within {timeout_s:g} s nobody listened at {url(self._path)}: connect "
+            f"to the address that it was started with, or raise timeout_s if it is starting. {self._tail()}"
+        )
 
     def __enter__(self) -> _Start:
         return self
@@ -191,6 +222,31 @@ class _Start:
     def _tail(self) -> str:
         lines = self._log_text().splitlines()[-LOG_TAIL_LINES:]
         return f"The end of {self._log}:\n" + "\n".join(lines) if lines else f"{self._log} has nothing new."
+
+
+def _listens_at(process_id: int) -> Path | None:
+    """Where that process listens, if its command line says so and it answers there; None if it does not, or not yet.
+
+    A daemon lets nobody look at its descriptors: its command line is all there is to see.
+    """
+    try:
+        words = Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    given = words[words.index(b"--socket") + 1 :] if b"--socket" in words else []
+    if not given or not given[0]:
+        return None
+    path = Path(os.fsdecode(given[0]))
+    try:
+        sock = try_connect(path, timeout_s=ELSEWHERE_TIMEOUT_S)
+    except StoreUnavailable:
+        return None
+    if sock is None:
+        return None
+    with sock:
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+    listener_id, _, _ = PEER_CREDENTIALS.unpack(credentials)
+    return path if listener_id == process_id else None
 
 
 def _open_private(path: str, flags: int) -> int:

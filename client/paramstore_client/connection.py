@@ -36,7 +36,7 @@ from paramstore.errors import (
 )
 from paramstore.wire.codec import encode
 from paramstore.wire.messages import PROTOCOL_MAJOR, Message, Request, Unmapped
-from paramstore_client.inbox import Inbox
+from paramstore_client.inbox import WAY_ON, Inbox
 from paramstore_client.segments import Segments
 from paramstore_client.ticket import Ticket
 
@@ -195,7 +195,7 @@ class Connection:
         """Returns on a live connection in its own process; else raises ForkedClient or StoreUnavailable."""
         self._check_process()
         if self._failure is not None:
-            raise StoreUnavailable(f"{self._failure}: call store.reconnect(), then open the namespaces again")
+            raise StoreUnavailable(self._failure if self._failure.endswith(WAY_ON) else f"{self._failure}: {WAY_ON}")
 
     @property
     def is_failed(self) -> bool:

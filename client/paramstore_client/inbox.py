@@ -19,6 +19,8 @@ from paramstore_client.segments import Segments, close_all
 READ_BYTES = 64 << 10
 """One read takes this much at most; the answer to 64 keys is a fiftieth of it."""
 FD_BYTES = array.array("i").itemsize
+WAY_ON = "call store.reconnect(), then open the namespaces again"
+"""What a program does after the connection was lost."""
 ANCILLARY_BYTES = socket.CMSG_SPACE(SEGMENTS_PER_FRAME_MAX * FD_BYTES)
 
 Answered = Done | Granted | Uploaded
@@ -53,11 +55,11 @@ class Inbox:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise StoreUnavailable(f"the connection to the daemon broke: {error}") from error
+            raise StoreUnavailable(f"the connection to the daemon broke: {error}; {WAY_ON}") from error
         if ancillary or flags & socket.MSG_CTRUNC:
             self._keep_fds(ancillary, is_cut=bool(flags & socket.MSG_CTRUNC))
         if self._length_bytes == 0:
-            raise StoreUnavailable("the daemon went away: it closed the connection")
+            raise StoreUnavailable(f"the daemon went away: it closed the connection; {WAY_ON}")
         return True
 
     def answers(self) -> Iterator[tuple[int, Answered | ParamStoreError]]:

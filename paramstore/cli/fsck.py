@@ -64,7 +64,7 @@ def lines(report: Report) -> Iterator[str]:
     """The report for people."""
     found = report.found
     name = found.store.hex() if found.store else "unknown"
-    yield f"store {name}: {len(found.disks)} volumes, {len(found.records)} record headers"
+    yield f"store {name}: {_counted(len(found.disks), 'volume')}, {_counted(len(found.records), 'record header')}"
     for name, proof in sorted(report.proofs.items()):
         yield f"namespace {name}: steps proven by the volumes: {_listed(proof.steps)}{_in_catalog(report, name)}"
     for finding in report.findings:
@@ -72,7 +72,9 @@ def lines(report: Report) -> Iterator[str]:
             yield f"wrong: {finding.describe()}"
     if report.is_rebuilt:
         yield from _rebuilt(report)
-    elif not report.findings:
+    elif report.findings:
+        yield from _would_be_lost(report)
+    else:
         yield "clean: the catalog and the volumes agree, and every record of every step is whole"
 
 
@@ -88,14 +90,35 @@ def _listed(steps: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(steps))) or "none"
 
 
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
+
+
+def _would_be_lost(report: Report) -> Iterator[str]:
+    """Per step what a rebuild would not bring back although the catalog has it. Without a catalog it is lost already, and where
+    a rebuild would be refused it takes nothing away."""
+    if report.contents is None or report.refusal is not None:
+        return
+    reasons: dict[tuple[str | None, int | None], list[str]] = {}
+    for finding in report.lost:
+        reasons.setdefault((finding.namespace, finding.step), []).append(finding.describe())
+    for (name, step), of_step in reasons.items():
+        what = f"step {step} of namespace {name}" if step is not None else f"something of namespace {name}"
+        more = f"; and {len(of_step) - 1} more" if len(of_step) > 1 else ""
+        yield f"with --rebuild {what} would be lost: {of_step[0]}{more}"
+
+
 def _rebuilt(report: Report) -> Iterator[str]:
+    for volume, copy in report.restored_superblocks:
+        yield f"restored: superblock copy {copy} of volume {volume}"
     for volume, name, step in report.restored_notes:
         yield f"restored: the commit note of step {step} of namespace {name} on volume {volume}"
     for finding in report.lost:
         yield f"lost: {finding.describe()}"
     steps = sum(len(proof.steps) for proof in report.proofs.values())
     kept = f"; the old one is {report.old_catalog}" if report.old_catalog is not None else ""
-    yield f"rebuilt: a new catalog with {steps} steps of {sum(bool(p.steps) for p in report.proofs.values())} namespaces{kept}"
+    names = sum(bool(proof.steps) for proof in report.proofs.values())
+    yield f"rebuilt: a new catalog with {_counted(steps, 'step')} of {_counted(names, 'namespace')}{kept}"
 
 
 def as_values(report: Report) -> dict[str, object]:
@@ -116,5 +139,6 @@ def as_values(report: Report) -> dict[str, object]:
         "lost": [finding.as_json() for finding in report.lost],
         "is_rebuilt": report.is_rebuilt,
         "old_catalog": str(report.old_catalog) if report.old_catalog is not None else None,
+        "restored_superblocks": [{"volume": volume, "copy": copy} for volume, copy in report.restored_superblocks],
         "restored_notes": [{"volume": volume, "namespace": name, "step": step} for volume, name, step in report.restored_notes],
     }  # fmt: skip

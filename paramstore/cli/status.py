@@ -67,8 +67,30 @@ def _print(stats: dict[str, Any]) -> None:
         if volume["fenced"]:
             console.print(f"volume {index} is fenced, it gets no new records: {volume['fenced']}; {WAY_ON}", soft_wrap=True)
     console.print(_namespaces(stats))
-    for line in patrol_lines(stats.get("patrol")):  # a daemon of an older version has none
+    # a daemon of an older version has no patrol
+    for line in (*namespace_lines(stats["namespaces"]), *verify_lines(stats.get("verify")), *patrol_lines(stats.get("patrol"))):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def namespace_lines(namespaces: dict[str, Any]) -> Iterator[str]:
+    """What somebody must do about namespaces that are broken or have a prepared step."""
+    for name, namespace in namespaces.items():
+        if namespace["broken"]:
+            yield f"namespace {name} is broken: {namespace['broken']}"
+        prepared = namespace.get("prepared_step")
+        if prepared is not None:
+            yield (
+                f"namespace {name}: step {prepared} is prepared: finalize it, or open a writer at={prepared}, which commits it, "
+                f"or at={namespace['committed_step']}, which drops it"
+            )
+
+
+def verify_lines(verify: dict[str, Any] | None) -> Iterator[str]:
+    """How the last `verify` ended, and what it found, if that was anything."""
+    last = verify["last"] if verify is not None else None
+    if last is not None and last["found"]:
+        yield f"verify: the last one ended, {last['state']}: {last['found']} damaged"
+        yield from _bounded(list(finding_lines(last)))
 
 
 def patrol_lines(patrol: dict[str, Any] | None) -> Iterator[str]:
@@ -86,6 +108,11 @@ def patrol_lines(patrol: dict[str, Any] | None) -> Iterator[str]:
         before = f"the last one ended {ended_days:.1f} days ago, {last['state']}: {last['found'] or 'none'} damaged"
     yield f"patrol: a pass every {patrol['scrub_days']:g} days; {now}; {before}"
     lines = list(dict.fromkeys(line for result in (running, last) if result is not None for line in finding_lines(result)))
+    yield from _bounded(lines)
+
+
+def _bounded(lines: list[str]) -> Iterator[str]:
+    """The first few, and how many more there are."""
     yield from lines[:FINDINGS_SHOWN]
     if len(lines) > FINDINGS_SHOWN:
         yield f"and {len(lines) - FINDINGS_SHOWN} more: --json has them"
@@ -138,9 +165,10 @@ def _amplification(namespace: dict[str, Any]) -> str:
 
 def _state(namespace: dict[str, Any]) -> str:
     if namespace["broken"]:
-        return f"broken: {namespace['broken']}"
+        return "broken"
     commit = namespace["commit"]
     if commit is None:
-        return "ok"
+        prepared = namespace.get("prepared_step")
+        return "ok" if prepared is None else f"step {prepared} is prepared"
     rest = f", {commit['eta_s']:.1f} s" if commit["eta_s"] is not None else ""
     return f"committing {commit['step']}: {commit['records_left']} of {commit['records']} records left{rest}"

@@ -6,6 +6,7 @@ Findings on stdout, a bar on stderr where that is a terminal. An interrupt ends 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 """How long between two looks at the daemon's progress."""
+REPEATED = re.compile(r"^record \(\d+, \d+\) of namespace '[^']*', (version \d+ of epoch \d+), at volume \d+, offset \d+: ")
+"""How the reason of a finding begins: with key, namespace and place, which its line has already."""
 END_TIMEOUT_S = 5.0
 """How long an interrupted command waits for the daemon to say that the scrub has ended."""
 
@@ -100,7 +103,8 @@ def finding_lines(result: dict[str, Any]) -> Iterator[str]:
     for finding in result["findings"]:
         layer, expert = finding["key"]
         needed = ", ".join(f"step {step}" for step in finding["steps"]) or "uncommitted"
-        yield f"{finding['namespace']} ({layer}, {expert}), {needed}, {_place(finding)}: {finding['reason']}"
+        reason = REPEATED.sub(r"\1: ", finding["reason"])
+        yield f"{finding['namespace']} ({layer}, {expert}), {needed}, {_place(finding)}: {reason}"
     beyond = result["found"] - len(copies) - len(result["findings"])
     if beyond:
         yield f"and {beyond} more"

@@ -174,6 +174,8 @@ def _one_thread_each() -> None:
 
 def _open_catalog(config: Config) -> tuple[Catalog, Contents]:
     _check_catalog_files(config.dir / CATALOG_NAME)
+    if not (config.dir / CATALOG_NAME / CATALOG_FILES[0]).exists():
+        _check_all_unclaimed(config)  # first: a start that is refused leaves no new catalog in the place of a lost one
     catalog = LmdbCatalog(config.dir / CATALOG_NAME, store_uuid=uuid.uuid4().bytes)  # an existing one keeps its own
     try:
         return catalog, catalog.load()
@@ -259,7 +261,20 @@ def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int
         contents.volumes.update({row.index: row for row in rows})
 
 
-def _check_unclaimed(volume: Volume, store_uuid: bytes) -> None:
+def _check_all_unclaimed(config: Config) -> None:
+    """Where there is no catalog, no volume that is there belongs to a store. Raises VolumeError."""
+    for index, path in enumerate(config.volume_paths):
+        file = volume_path(Path(str(path).removeprefix(PMEM_PREFIX)), index)
+        if not os.path.isfile(file) or os.path.getsize(file) == 0:  # one of no bytes was being made
+            continue
+        volume = _open_volume(config, index, str(path), is_known=True)
+        try:
+            _check_unclaimed(volume, None)
+        finally:
+            volume.close()
+
+
+def _check_unclaimed(volume: Volume, store_uuid: bytes | None) -> None:
     """A new volume bears no superblock, or it belongs to another store (or this one's catalog was lost). One with this
     store's was being made when the store went down: nothing of it counts yet."""
     try:
@@ -270,7 +285,8 @@ def _check_unclaimed(volume: Volume, store_uuid: bytes) -> None:
         return
     raise VolumeError(
         f"volume {volume.index} ({volume.describe().get('path')}) belongs to store {found.store_uuid.hex()}: its catalog is not in "
-        "this directory. Give the directory that has it, or another path as --volume"
+        "this directory. Give the directory that has it, or another path as --volume; or, if its catalog was lost: paramstore "
+        "fsck --dir DIR --rebuild"
     )
 
 

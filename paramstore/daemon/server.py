@@ -225,5 +225,3 @@ def run(config: Config) -> None:
         return
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
-
-

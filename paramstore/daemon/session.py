@@ -100,7 +100,6 @@ class Session:
     def uid(self) -> int:
         return self._process.uid
 
-
     # --- frames
 
     def _on_frame(self, body: bytes) -> None:

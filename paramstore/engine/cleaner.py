@@ -77,8 +77,9 @@ class Cleaner:
         elif not await self.until_space(namespace, for_cut=working.is_cut):
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(
-                f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: raise volume_size or add a volume"
-                f"{self._planner.space.fences.hint()}"
+                self._planner.space.fences.first(
+                    f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: add a volume (--volume)"
+                )
             )
 
     async def until_space(self, namespace: NamespaceState, *, for_cut: bool = False) -> bool:

@@ -208,6 +208,7 @@ class Committer:
                 self._planner.mark_broken(namespace, f"a flush of volume {volume} failed: {error}")
         self._transfers.drain()
 
+
 def is_made(namespace: NamespaceState, step: int, *, is_prepared: bool) -> bool:
     """Whether `step` is committed and nothing happened since. Raises StepOutOfOrder, StepFailed, StepPrepared where it cannot
     be the next."""

@@ -35,6 +35,8 @@ GROWTH_ALIGNMENT_BYTES = 1 << 20
 PREFILL_PIECE_BYTES = 8 << 20
 RECORDED_BYTES = 16 << 30
 """A crash forgets at most so much of what was written to a volume: of an endurance of 600 TB it is a 35,000th."""
+WAY_TO_ROOM = "add a volume (--volume), or restart without --volume-size: volumes grow then"
+"""Where a namespace or a snapshot finds no room on volumes of a fixed size; that size itself is one of new volumes only."""
 PREFILL_PAUSE_S = 0.02
 """How long the zero-fill waits before it looks again whether nothing else moves."""
 
@@ -98,8 +100,10 @@ class VolumeSet:
         if missing_bytes and not self._may_grow:
             self.space.entitle(namespace.name, before_bytes)
             raise CapacityError(
-                f"other namespaces hold {missing_bytes} bytes that namespace {namespace.name!r} needs, until their commits are "
-                "published: try again then, raise volume_size or add a volume"
+                self.space.fences.first(
+                    f"other namespaces hold {missing_bytes} bytes that namespace {namespace.name!r} needs, until their commits are "
+                    f"published: try again then, or {WAY_TO_ROOM}"
+                )
             )
         if missing_bytes:
             await self._grow(missing_bytes)
@@ -119,9 +123,10 @@ class VolumeSet:
             return
         if not self._may_grow:
             raise CapacityError(
-                f"the volumes have {format_size(usable)} for records, namespace {namespace.name!r} and the others need "
-                f"{format_size(needed + slack)}: {missing} bytes are missing; raise volume_size or add a volume"
-                f"{self.space.fences.hint()}"
+                self.space.fences.first(
+                    f"the volumes have {format_size(usable)} for records, namespace {namespace.name!r} and the others need "
+                    f"{format_size(needed + slack)}: {missing} bytes are missing; {WAY_TO_ROOM}"
+                )
             )
         await self._grow(missing)
 
@@ -131,7 +136,7 @@ class VolumeSet:
     async def _grow(self, missing_bytes: int) -> None:
         growing = {index: volume for index, volume in self.volumes.items() if not self.space.fences.is_fenced(index)}
         if not growing:
-            raise CapacityError(f"{missing_bytes} bytes are missing on the volumes, and none may grow{self.space.fences.hint()}")
+            raise CapacityError(self.space.fences.first(f"{missing_bytes} bytes are missing on the volumes, and none may grow"))
         each = round_up(-(-missing_bytes // len(growing)), GROWTH_ALIGNMENT_BYTES)
         for index, volume in growing.items():
             size_bytes = self.space.size_bytes_of(index) + each

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from paramstore.fsck.compare import compare
 from paramstore.fsck.disks import FileDisk, volume_file
 from paramstore.fsck.findings import Finding
 from paramstore.fsck.proof import Proof, prove, settle_slots
-from paramstore.fsck.rebuild import check_rebuildable, new_contents, restore_notes
+from paramstore.fsck.rebuild import check_rebuildable, is_blank, new_contents, restore_notes, restore_superblocks
 from paramstore.fsck.scan import Progress
 from paramstore.fsck.survey import Survey, survey
 from paramstore.fsck.swap import CATALOG_NAME, replace_catalog
@@ -36,7 +37,8 @@ PMEM_PREFIX = "pmem:"
 class Report:
     """What a run found. contents: the catalog's, None if it cannot be read. proofs: by namespace.
 
-    lost: what a rebuild cannot bring back; without a catalog, what none could. restored_notes: (volume, namespace, step).
+    lost: what a rebuild cannot bring back; without a catalog, what none could. refusal: why there would be no rebuild at all.
+    restored_superblocks: (volume, copy). restored_notes: (volume, namespace, step).
     """
 
     found: Survey
@@ -44,8 +46,10 @@ class Report:
     proofs: dict[str, Proof]
     findings: list[Finding]
     lost: list[Finding] = field(default_factory=list)
+    refusal: str | None = None
     is_rebuilt: bool = False
     old_catalog: Path | None = None
+    restored_superblocks: list[tuple[int, int]] = field(default_factory=list)
     restored_notes: list[tuple[int, str, int]] = field(default_factory=list)
 
 
@@ -59,7 +63,15 @@ def examine(found: Survey, contents: Contents | None, catalog_problem: str | Non
         findings += compare(contents, found)
     else:
         findings += [Finding(what=catalog_problem or "there is no catalog"), *lost]
-    return Report(found, contents, proofs, findings, lost)
+    return Report(found, contents, proofs, findings, lost, _refusal(found, proofs, contents))
+
+
+def _refusal(found: Survey, proofs: Mapping[str, Proof], contents: Contents | None) -> str | None:
+    try:
+        check_rebuildable(found, proofs, contents)
+    except CatalogError as error:
+        return str(error)
+    return None
 
 
 def _lost(proofs: Mapping[str, Proof], contents: Contents | None) -> list[Finding]:
@@ -95,13 +107,12 @@ def rebuild(directory: Path, volumes: Sequence[str], progress: Progress = lambda
     try:
         with opened(volumes, is_writable=True) as disks:
             report = _examined(directory, disks, progress)
-            try:
-                check_rebuildable(report.found, report.proofs, report.contents)
-            except CatalogError as error:
-                report.findings.append(Finding(what=str(error)))
+            if report.refusal is not None:
+                report.findings.append(Finding(what=report.refusal))
                 return report
             assert report.found.store is not None
             by_index = {disk.index: disk for disk in disks}
+            report.restored_superblocks = restore_superblocks(report.found, by_index)
             report.restored_notes = restore_notes(report.found, report.proofs, by_index)
             change = new_contents(report.found, report.proofs, report.contents)
             report.old_catalog = replace_catalog(directory, report.found.store, change)
@@ -112,9 +123,12 @@ def rebuild(directory: Path, volumes: Sequence[str], progress: Progress = lambda
 
 
 def _examined(directory: Path, disks: Sequence[FileDisk], progress: Progress) -> Report:
-    contents, problem = None, None
+    contents: Contents | None = None
+    problem: str | None = None
     try:
         contents = read_catalog(directory / CATALOG_NAME)
+        if is_blank(contents):
+            contents, problem = None, f"catalog {directory / CATALOG_NAME}: it is blank, and knows no volume and no namespace"
     except CatalogError as error:
         problem = str(error)
     return examine(survey(disks, progress, layouts=layouts_of(contents)), contents, problem)
@@ -143,9 +157,13 @@ def opened(volumes: Sequence[str], *, is_writable: bool = False) -> Iterator[lis
 
 
 def total_bytes(volumes: Sequence[str]) -> int:
-    """How much there is to read, for a progress bar; volumes that are not there count for nothing."""
-    files = [volume_file(_directory(volume), index) for index, volume in enumerate(volumes)]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    """How much there is to read, for a progress bar; volumes that are not there, or may not be looked at, count for nothing."""
+    total = 0
+    for index, volume in enumerate(volumes):
+        with suppress(OSError):
+            status = volume_file(_directory(volume), index).stat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
 
 
 def _directory(volume: str) -> Path:
@@ -170,7 +188,11 @@ def read_catalog(path: Path) -> Contents:
 
 
 def _check_directory(directory: Path) -> None:
-    if not directory.is_dir():
+    try:
+        is_there = directory.is_dir()
+    except OSError as error:
+        raise ConfigError(f"--dir {directory}: {error.strerror}") from error
+    if not is_there:
         raise ConfigError(f"--dir {directory}: there is no such directory")
 
 

@@ -12,7 +12,7 @@ from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import NOTE_COPIES, combine
 from paramstore.fsck.scan import Found
 from paramstore.fsck.survey import FoundNote, Survey
-from paramstore.storage.catalog import Contents, NamespaceContents, StepRow
+from paramstore.storage.catalog import Contents, NamespaceContents, Row, StepRow
 
 
 def compare(contents: Contents, found: Survey) -> list[Finding]:
@@ -22,7 +22,7 @@ def compare(contents: Contents, found: Survey) -> list[Finding]:
     findings.extend(_overlaps(contents))
     for name, namespace in sorted(contents.namespaces.items()):
         findings.extend(_namespace(name, namespace, found))
-        findings.extend(_records(name, namespace, by_place))
+        findings.extend(_records(name, namespace, by_place, found))
         for step in sorted(namespace.steps):
             findings.extend(_step(name, namespace, namespace.steps[step], found))
     return findings
@@ -36,13 +36,22 @@ def _volumes(contents: Contents, found: Survey) -> Iterator[Finding]:
             yield Finding(volume=index, what=f"it ({row.uuid.hex()}) is missing: give its path as --volume")
             continue
         superblock = found.superblocks.get(index)
-        if superblock is not None and superblock.volume != row.uuid:
+        if superblock is None:
+            count = sum(row.located.extent.volume == index for row in _rows(contents))
+            what = f"it was not read, since it has no whole superblock of its own: nothing is known of its {count} records"
+            yield Finding(volume=index, what=what)
+        elif superblock.volume != row.uuid:
             yield Finding(volume=index, what=f"it is {superblock.volume.hex()}, the catalog has {row.uuid.hex()} there")
         if found.disks[index].size_bytes < row.size_bytes:
             what = f"it was truncated to {found.disks[index].size_bytes} of {row.size_bytes} bytes"
             yield Finding(volume=index, what=what)
     for index in sorted(found.disks.keys() - contents.volumes.keys()):
         yield Finding(volume=index, what="the catalog does not know it")
+
+
+def _rows(contents: Contents) -> Iterator[Row]:
+    """Of every key of every namespace."""
+    return (row for namespace in contents.namespaces.values() for rows in namespace.rows.values() for row in rows)
 
 
 def _overlaps(contents: Contents) -> Iterator[Finding]:
@@ -70,10 +79,14 @@ def _namespace(name: str, contents: NamespaceContents, found: Survey) -> Iterato
         yield Finding(namespace=name, what=f"the volumes have epoch {epoch}, the catalog only {row.epoch}: it is an old copy")
 
 
-def _records(name: str, contents: NamespaceContents, by_place: Mapping[tuple[int, int], Found]) -> Iterator[Finding]:
-    """What is wrong with the records that rows name."""
+def _records(
+    name: str, contents: NamespaceContents, by_place: Mapping[tuple[int, int], Found], found: Survey
+) -> Iterator[Finding]:
+    """What is wrong with the records that rows name, on the volumes that were read."""
     for key, rows in sorted(contents.rows.items()):
         for row in rows:
+            if row.located.extent.volume not in found.superblocks:
+                continue  # that is said of the volume, once
             problem = _differs(name, key, row.located, by_place)
             if problem is not None:
                 extent = row.located.extent
@@ -109,10 +122,20 @@ def _step(name: str, contents: NamespaceContents, row: StepRow, found: Survey) -
     for index, superblock in sorted(found.superblocks.items()):
         for copy in NOTE_COPIES:
             if (index, copy) not in places:
-                at, what = superblock.note_at(row.note_slot, copy), f"copy {copy} of its commit note is not in slot {row.note_slot}"
+                what = f"copy {copy} of its commit note: {_note_there(found, row.note_slot, (index, copy))}"
+                at = superblock.note_at(row.note_slot, copy)
                 yield Finding(volume=index, offset=at, namespace=name, step=row.step, what=what)
     if whole is not None:
         yield from _rows_of_step(name, contents, whole)
+
+
+def _note_there(found: Survey, slot: int, place: tuple[int, int]) -> str:
+    """What lies where a step's note should be."""
+    for one in found.notes:
+        if one.slot == slot and place in one.places:
+            whose = f"step {one.note.step} of {one.note.namespace!r}, sequence {one.note.sequence}"
+            return f"slot {slot} has a note of {whose}, which the catalog does not have like that"
+    return f"there is no whole note in slot {slot}"
 
 
 def _rows_of_step(name: str, contents: NamespaceContents, whole: FoundNote) -> Iterator[Finding]:

@@ -46,7 +46,10 @@ def volume_file(directory: Path, index: int) -> Path:
 
 def _others(directory: Path) -> str:
     """What else lies where a volume was looked for."""
-    names = sorted(path.name for path in directory.glob("volume-*.data"))
+    try:
+        names = sorted(path.name for path in directory.glob("volume-*.data"))
+    except OSError:
+        return ""  # what there is may not be looked at
     return f"; there is {', '.join(names)}: give the --volume paths in their order" if names else ""
 
 

@@ -1,7 +1,8 @@
-"""What a new catalog says, and the notes that it needs: all from what the volumes prove.
+"""What a new catalog says, and the superblocks and notes that it needs: all from what the volumes prove.
 
-Nothing is written before it is known that something comes back. The order is that of a commit: notes that a proven step lacks
-on some volume are written again and every volume is flushed, before `swap` makes a catalog of `new_contents`.
+Nothing is written before it is known that something comes back. The order is that of a commit: copies of superblocks that are
+not whole, and notes that a proven step lacks on some volume, are written again and every volume is flushed, before `swap` makes
+a catalog of `new_contents`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import CatalogError
 from paramstore.fsck.disks import WritableDisk
 from paramstore.fsck.proof import Proof
-from paramstore.fsck.reader import NOTE_COPIES, NOTE_SLOT, PAGE, Note
+from paramstore.fsck.reader import NOTE_COPIES, NOTE_SLOT, PAGE, SUPERBLOCK_AT, Note
 from paramstore.fsck.scan import Found
 from paramstore.fsck.survey import FoundNote, Survey
 from paramstore.storage.catalog import Change, Contents, NamespaceRow, Row, StepRow, VolumeRow
@@ -142,6 +143,23 @@ def _step(proof: Proof, step: int, contents: Contents | None) -> StepRow:
     if known is None or known.sequence != row.sequence:
         return row
     return replace(row, is_snapshot=known.is_snapshot, is_prepared=known.is_prepared and step == max(proof.steps))
+
+
+def is_blank(contents: Contents) -> bool:
+    """Whether it says nothing: as one that was just made, by a start that was refused then. It counts as no catalog."""
+    return not contents.volumes and not contents.namespaces
+
+
+def restore_superblocks(found: Survey, disks: Mapping[int, WritableDisk]) -> list[tuple[int, int]]:
+    """Writes copies that are not whole again, from the other one. Gives (volume, copy) of each; `restore_notes` makes them
+    durable. Raises VolumeError."""
+    written = []
+    for index, copy in found.bad_superblocks:
+        at, whole_at = SUPERBLOCK_AT[copy], SUPERBLOCK_AT[1 - copy]
+        if index in found.superblocks and at + PAGE <= found.disks[index].size_bytes:
+            disks[index].write(at, found.disks[index].read(whole_at, PAGE))
+            written.append((index, copy))
+    return written
 
 
 def restore_notes(found: Survey, proofs: Mapping[str, Proof], disks: Mapping[int, WritableDisk]) -> list[tuple[int, str, int]]:

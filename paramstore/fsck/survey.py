@@ -25,10 +25,12 @@ class FoundNote:
 
 @dataclass(slots=True)
 class Survey:
-    """disks, superblocks: by volume. store: None without any superblock. findings: what is wrong with the volumes alone."""
+    """disks, superblocks: by volume. bad_superblocks: (volume, copy) of those that are not whole while the other copy is.
+    store: None without any superblock. findings: what is wrong with the volumes alone."""
 
     disks: Mapping[int, Disk]
     superblocks: dict[int, Superblock] = field(default_factory=dict)
+    bad_superblocks: list[tuple[int, int]] = field(default_factory=list)
     notes: list[FoundNote] = field(default_factory=list)
     records: list[Found] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -82,7 +84,8 @@ def _take_superblock(result: Survey, disk: Disk) -> None:
     whole = [copy for copy in copies if isinstance(copy, Superblock)]
     for at, copy in zip(SUPERBLOCK_AT, copies, strict=True):
         if isinstance(copy, VolumeError):
-            result.findings.append(Finding(volume=disk.index, offset=at, what=f"no whole superblock: {copy}"))
+            other = "; the other copy is whole" if whole else ""
+            result.findings.append(Finding(volume=disk.index, offset=at, what=f"no whole superblock: {copy}{other}"))
     if not whole:
         return
     if any(copy != whole[0] for copy in whole):
@@ -93,6 +96,8 @@ def _take_superblock(result: Survey, disk: Disk) -> None:
         result.findings.append(Finding(volume=disk.index, what=what))
         return
     result.superblocks[disk.index] = whole[0]
+    bad = (number for number, copy in enumerate(copies) if isinstance(copy, VolumeError))
+    result.bad_superblocks.extend((disk.index, number) for number in bad)
 
 
 def _check_stores(result: Survey) -> None:

@@ -69,6 +69,10 @@ class Fences:
         """What to add to the message of one who lacks space: empty while no volume is fenced."""
         return f"; {self._told(self._reasons)}" if self._reasons else ""
 
+    def first(self, lack: str) -> str:
+        """The message of one who lacks space: the fences and the way on before `lack`, where there are any."""
+        return f"{self._told(self._reasons)}. Without it: {lack}" if self._reasons else lack
+
     def _told(self, volumes: dict[int, str]) -> str:
         told = (f"volume {volume} is fenced ({self.reason(volume)})" for volume in sorted(volumes))
         return f"{', '.join(told)}: {WAY_ON}"

@@ -23,8 +23,8 @@ class NoteSlots:
         """The lowest free slot, now taken. Raises CapacityError if there is none."""
         if not self._free:
             raise CapacityError(
-                f"all {self._count} commit note slots are in use, one per retained step, held step and snapshot "
-                "of every namespace: drop snapshots or namespaces, or close readers"
+                f"all {self._count} commit note slots are in use, one per retained step, held step, prepared step and "
+                "snapshot of every namespace: finalize prepared steps, drop snapshots, or close readers"
             )
         slot = heapq.heappop(self._free)
         self._taken.add(slot)

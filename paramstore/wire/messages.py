@@ -5,8 +5,7 @@ one `Done`, `Granted`, `Uploaded` or `Failed` of the same id, in any order: a re
 `Release`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. `Unmap` and `LeaseSlots` are what the daemon sends unasked,
 and `Failed` of id 0, which says why it hangs up.
 
-File descriptors travel by SCM_RIGHTS attached to the first byte of the frame that names their segments, in that order,
-and only from the daemon to the client.
+Descriptors travel by SCM_RIGHTS at the first byte of the frame that names their segments, in that order, to the client only.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 from paramstore.cli.fsck import lines
 from paramstore.fsck.check import Report, examine
 from paramstore.fsck.disks import volume_file
+from paramstore.fsck.reader import NOTE_COPIES
 from paramstore.storage.catalog import Contents
 from paramstore.storage.format import Superblock
 from paramstore.storage.notes import format_volume
@@ -71,6 +72,64 @@ def test_where_the_catalog_has_other_steps_than_the_volumes_prove_both_are_told(
     said = list(lines(looked_at(forget)))
     assert "namespace moe: steps proven by the volumes: 4, 7, 9; in the catalog: 4, 7" in said
     assert "namespace eval: steps proven by the volumes: 3" in said
+
+
+def spoil_the_newest_note(machine: Machine, contents: Contents) -> None:
+    found = survey_of(machine)
+    for at in (found.superblocks[0].note_at(contents.namespaces["moe"].steps[9].note_slot, copy) for copy in NOTE_COPIES):
+        machine.disks[0].corrupt(at + 300)
+
+
+def test_what_a_rebuild_would_lose_is_said_before_it_is_asked_for() -> None:
+    said = list(lines(looked_at(spoil_the_newest_note)))
+    warned = [line for line in said if line.startswith("with --rebuild")]
+    assert [line.split(": ")[0] for line in warned] == ["with --rebuild step 9 of namespace moe would be lost"]
+    assert sum("there is no whole note in slot" in line for line in said) == len(NOTE_COPIES)
+
+
+def test_reasons_are_told_once_per_step() -> None:
+    def harm(machine: Machine, contents: Contents) -> None:
+        for key in ((0, 2), (0, 3)):
+            machine.disks[0].corrupt(contents.namespaces["moe"].rows[key][-1].located.extent.offset_bytes + 4096)
+
+    (line,) = (line for line in lines(looked_at(harm)) if line.startswith("with --rebuild"))
+    assert line.startswith("with --rebuild step 9 of namespace moe would be lost: ")
+    assert line.endswith("; and 1 more")
+
+
+def test_nothing_would_be_lost_to_a_rebuild_that_would_be_refused_nor_without_a_catalog() -> None:
+    report = looked_at(spoil_the_newest_note)
+    report.refusal = "nothing was rebuilt"
+    assert not any(line.startswith("with --rebuild") for line in lines(report))
+    report = looked_at(spoil_the_newest_note)
+    report.contents = None
+    assert not any(line.startswith("with --rebuild") for line in lines(report))
+
+
+def test_a_healthy_store_has_nothing_to_lose() -> None:
+    said = list(lines(looked_at(lambda *_: None)))
+    assert said[0].split(": ")[1].split(", ")[0] == "1 volume"
+    assert not any(line.startswith("with --rebuild") for line in said)
+
+
+def test_a_volume_that_may_not_be_looked_at_is_one_line(
+    directory: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert paramstore("fsck", "--dir", str(directory), "--volume", str(directory / ("n" * 300))) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "VolumeError: volume 0 " in err
+
+
+def test_a_superblock_that_was_written_again_is_said(
+    directory: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with volume_file(directory / "volume", 0).open("r+b") as file:
+        file.write(b"rot")
+    assert paramstore("fsck", "--dir", str(directory), "--rebuild") == 0
+    assert "restored: superblock copy 0 of volume 0\n" in capsys.readouterr().out
+    assert paramstore("fsck", "--dir", str(directory), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["restored_superblocks"] == []
 
 
 def test_what_a_rebuild_lost_is_said_once() -> None:

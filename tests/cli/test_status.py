@@ -98,6 +98,49 @@ def test_a_fenced_volume_dirty_bytes_and_the_wear_of_drives_are_told(
     assert re.search(r" 1\.\d{3} ", shown), "the write amplification of the namespace"
 
 
+def test_a_prepared_step_is_the_namespaces_state_with_the_way_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
+
+    async def scenario() -> None:
+        store = Machine().start()
+        view = await create(store)
+        await train(store, view)
+        await store.prepare(view, 1, b"")
+        stats: Any = await store.stats()
+        status._print(stats)
+        await store.finalize(view, 1)
+        stats = await store.stats()
+        assert list(status.namespace_lines(stats["namespaces"])) == []
+
+    run(scenario())
+    shown = capsys.readouterr().out
+    assert re.search(r"moe .* step 1 is prepared ", shown)
+    told = "step 1 is prepared: finalize it, or open a writer at=1, which commits it, or at=0, which drops it"
+    assert f"\nnamespace moe: {told}\n" in shown
+
+
+def test_why_a_namespace_is_broken_is_told_below_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    reason = "apply failed: " + "a long story " * 30
+
+    async def scenario() -> None:
+        store = Machine().start()
+        view = await create(store)
+        view.namespace.broken = reason
+        stats: Any = await store.stats()
+        status._print(stats)
+
+    run(scenario())
+    shown = capsys.readouterr().out
+    assert re.search(r"moe .* broken ", shown)
+    assert shown.count("a long story") == 30
+    assert f"\nnamespace moe is broken: {reason}\n" in shown
+
+
 def test_no_daemon_is_unreachable_with_the_way_to_start_one(
     tmp_path: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,3 +206,32 @@ def test_many_findings_of_the_patrol_are_told_in_ten_lines() -> None:
     lines = list(status.patrol_lines(patrol))
     assert len(lines) == 1 + 10 + 1
     assert lines[-1] == "and 5 more: --json has them"
+
+
+@pytest.mark.parametrize("verify", [None, {"running": None, "last": None}, {"last": {**SCRUB, "found": 0, "findings": []}}])
+def test_a_verify_that_found_nothing_is_not_told(verify: dict[str, Any] | None) -> None:
+    assert list(status.verify_lines(verify)) == []
+
+
+def test_what_the_last_verify_found_is_told_in_ten_lines() -> None:
+    findings = [{**SCRUB["findings"][0], "offset_bytes": number} for number in range(15)]  # type: ignore[index]
+    lines = list(status.verify_lines({"running": None, "last": {**SCRUB, "found": 15, "findings": findings}}))
+    assert lines[0] == "verify: the last one ended, done: 15 damaged"
+    assert lines[1] == "experts (1, 2), step 3, volume 0, offset 0: chunk 2 has another checksum"
+    assert len(lines) == 1 + 10 + 1
+    assert lines[-1] == "and 5 more: --json has them"
+
+
+def test_the_screen_has_the_findings_of_the_last_verify(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+    async def scenario() -> None:
+        store = Machine().start()
+        await create(store)
+        stats: Any = await store.stats()
+        status._print({**stats, "verify": {"running": None, "last": SCRUB}})
+
+    run(scenario())
+    assert "experts (1, 2), step 3, volume 0, offset 4096: chunk 2 has another checksum" in capsys.readouterr().out

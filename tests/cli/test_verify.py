@@ -16,9 +16,13 @@ import torch
 
 import paramstore_client
 from paramstore.cli import verify as verify_module
+from paramstore.core.place import Identity
 from paramstore.core.schema import Schema
+from paramstore.errors import CorruptRecord
+from paramstore.storage.format import check_header
 from paramstore.testing.daemon_process import DaemonProcess
 from paramstore.testing.fake_daemon import FakeDaemon
+from paramstore.testing.small_store import SCHEMA
 from paramstore.wire import messages as m
 
 Run = Callable[..., int]
@@ -140,6 +144,20 @@ def test_damaged_copies_are_lines_of_their_own_and_end_with_4(
         "and 1 more",
         "9 records, 12 copies of superblocks and commit notes, 9 MiB read in 1.2 s: 4 damaged",
     ]
+
+
+def test_a_line_names_key_and_place_once() -> None:
+    part = SCHEMA.stored
+    with pytest.raises(CorruptRecord) as caught:
+        check_header(
+            bytes(part.header_bytes), part=part, store_uuid=bytes(16), namespace="experts", key=(1, 2), identity=Identity(2, 5),
+            root=0, place="volume 0, offset 9437184",
+        )  # fmt: skip
+    reason = str(caught.value)
+    assert reason.startswith("record (1, 2) of namespace 'experts', version 5 of epoch 2, at volume 0, offset 9437184: ")
+    (line,) = verify_module.finding_lines({"found": 1, "findings": [{**FINDING, "reason": reason}]})
+    rest = reason.partition("offset 9437184: ")[2]
+    assert line == f"experts (1, 2), step 3, step 4, volume 0, offset 9437184: version 5 of epoch 2: {rest}"
 
 
 def test_findings_as_json_end_with_4_too(fake: FakeDaemon, paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:

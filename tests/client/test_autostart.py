@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import paramstore_client as ps
+from paramstore.testing.daemon_process import DaemonProcess
 from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore_client import autostart
 
@@ -103,6 +104,24 @@ def test_client_whose_daemon_lost_the_race_waits_for_the_winner(tmp_path: Path, 
         thread.join(timeout=30)
         assert [store.stats() for store in stores] == [{"leases": 0}]
         stores[0].close()
+
+
+@pytest.mark.slow
+def test_a_daemon_that_holds_the_directory_and_listens_elsewhere_is_named_at_once(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere.sock"
+    with DaemonProcess(tmp_path / "data", "--socket", str(elsewhere), "--host-budget", "32MiB") as daemon:
+        with pytest.raises(ps.StoreUnavailable) as caught:
+            ps.connect(autostart=ps.ServeOptions(dir=daemon.directory), timeout_s=60.0)
+        message = str(caught.value)
+        assert f"process {daemon.pid} holds {daemon.directory} and listens at unix://{elsewhere}, not at unix://" in message
+        assert "connect to that address" in message
+        ps.connect(elsewhere).close()
+
+
+def test_a_holder_whose_address_is_not_known_is_named_when_the_time_is_over(tmp_path: Path, serve_with: Command) -> None:
+    serve_with(f"import sys; sys.exit('StoreLocked: store directory x is in use by process {os.getpid()}: connect to it')")
+    with pytest.raises(ps.StoreUnavailable, match=rf"^process {os.getpid()} holds .*nobody listened at unix://.*connect to the"):
+        ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"), timeout_s=0.5)
 
 
 def test_daemon_that_ends_before_it_serves_is_reported_with_its_log(tmp_path: Path, serve_with: Command) -> None:

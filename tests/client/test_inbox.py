@@ -151,7 +151,7 @@ def test_segments_asked_back_are_kept_for_the_connection(peer: Peer) -> None:
 
 def test_end_of_the_stream_is_the_daemon_gone(peer: Peer) -> None:
     peer.sock.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(StoreUnavailable, match="closed the connection"):
+    with pytest.raises(StoreUnavailable, match=r"closed the connection; call store\.reconnect\(\), then open"):
         peer.inbox.read()
 
 

@@ -86,7 +86,7 @@ def test_a_disk_too_small_for_a_volume_keeps_the_daemon_from_starting(
 def test_a_volume_of_fixed_size_refuses_what_does_not_fit_and_names_the_missing_bytes(tmp_path: Path, serve: Serve) -> None:
     daemon = serve(tmp_path / "store", "--volume-size", "16MiB", "--host-budget", "64MiB").start()
     with ps.connect(daemon.address) as store:
-        with pytest.raises(ps.CapacityError, match=r"\d+ bytes are missing; raise volume_size or add a volume"):
+        with pytest.raises(ps.CapacityError, match=r"\d+ bytes are missing; add a volume \(--volume\)"):
             store.create_namespace("moe", ps.adamw_schema({"w": (512, 512)}), layers=1, experts=4)
         assert store.namespaces() == []
 

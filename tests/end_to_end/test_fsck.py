@@ -183,6 +183,17 @@ def test_a_lost_catalog_is_rebuilt_and_the_daemon_serves_every_step_bitwise(
     assert fsck()[0] == 0
 
 
+def test_a_start_without_the_catalog_does_not_stand_in_the_way_of_the_rebuild(
+    directory: Path, fsck: Fsck, image: Image
+) -> None:
+    shutil.rmtree(directory / "catalog")
+    with pytest.raises(AssertionError, match="fsck --dir DIR --rebuild"), served(directory):
+        pass
+    code, out, _ = fsck("--rebuild")
+    assert code == 0, out
+    assert_equal(image_of(directory), image)
+
+
 def test_a_rebuild_of_a_healthy_store_keeps_the_old_catalog(directory: Path, fsck: Fsck, image: Image) -> None:
     old = hashes(directory / "catalog")["data.mdb"]
     code, out, _ = fsck("--rebuild")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from paramstore.errors import CatalogError, ConfigError, StoreLocked, VolumeError
-from paramstore.fsck.check import check, examine, layouts_of, read_catalog, rebuild
+from paramstore.fsck.check import check, examine, layouts_of, read_catalog, rebuild, total_bytes
 from paramstore.fsck.disks import volume_file
+from paramstore.fsck.reader import SUPERBLOCK_AT
 from paramstore.fsck.rebuild import new_contents, restore_notes
 from paramstore.fsck.survey import survey
 from paramstore.storage.catalog import Change, Contents, NamespaceContents, NamespaceRow, VolumeRow
@@ -135,13 +136,54 @@ def test_where_nothing_can_be_rebuilt_the_reason_is_a_finding_and_all_is_as_befo
 
 def test_a_catalog_of_another_store_is_not_replaced(directory: Path) -> None:
     catalog = LmdbCatalog(directory / "other", store_uuid=b"o" * 16)
+    catalog.load()
+    catalog.apply(Change(put_volumes=(VolumeRow(0, b"w" * 16, SIZE_BYTES, 0),)))
     catalog.close()
     shutil.rmtree(directory / "catalog")
     (directory / "other").rename(directory / "catalog")
     report = rebuild(directory, volumes(directory))
     assert not report.is_rebuilt
     assert "the catalog that is there is of store 6f6f" in report.findings[-1].what
-    assert list(read_catalog(directory / "catalog").volumes) == []
+    assert read_catalog(directory / "catalog").store_uuid == b"o" * 16
+
+
+def test_a_blank_catalog_counts_as_none_and_is_kept_aside_by_a_rebuild(directory: Path) -> None:
+    """As left by a start on volumes of a lost catalog, which it refused."""
+    shutil.rmtree(directory / "catalog")
+    LmdbCatalog(directory / "catalog", store_uuid=b"o" * 16).close()
+    report = check(directory, volumes(directory))
+    assert report.contents is None
+    assert [one.what for one in report.findings] == [
+        f"catalog {directory / 'catalog'}: it is blank, and knows no volume and no namespace"
+    ]
+    report = rebuild(directory, volumes(directory))
+    assert report.is_rebuilt
+    assert report.old_catalog is not None
+    assert read_catalog(report.old_catalog).store_uuid == b"o" * 16
+    assert read_catalog(directory / "catalog").store_uuid == STORE
+    assert check(directory, volumes(directory)).findings == []
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_a_rebuild_writes_a_superblock_copy_again_and_a_check_finds_nothing_then(directory: Path, copy: int) -> None:
+    with volume_file(directory / "volume", 0).open("r+b") as file:
+        file.seek(SUPERBLOCK_AT[copy] + 40)
+        file.write(b"rot")
+    assert [one.offset for one in check(directory, volumes(directory)).findings] == [SUPERBLOCK_AT[copy]]
+    assert rebuild(directory, volumes(directory)).restored_superblocks == [(0, copy)]
+    assert check(directory, volumes(directory)).findings == []
+
+
+def test_a_volume_that_may_not_be_looked_at_counts_for_nothing_and_is_refused_by_name(directory: Path) -> None:
+    """A name that the system refuses stands for every refusal, also to a user who may open everything."""
+    refused = str(directory / ("n" * 300))
+    assert total_bytes([*volumes(directory), refused]) == SIZE_BYTES
+    assert total_bytes([str(directory / "none")]) == 0
+    for run_it in (check, rebuild):
+        with pytest.raises(VolumeError, match=r"volume 1 .* cannot be opened: File name too long"):
+            run_it(directory, [*volumes(directory), refused])
+        with pytest.raises(ConfigError, match="--dir"):
+            run_it(Path(refused), volumes(directory))
 
 
 def test_nothing_is_rebuilt_without_a_volume_that_the_catalog_names(directory: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from paramstore.core.place import Identity
 from paramstore.fsck.compare import compare
 from paramstore.fsck.findings import Finding
+from paramstore.fsck.reader import SUPERBLOCK_AT
 from paramstore.storage.catalog import Contents, Row, StepRow, VolumeRow
 from paramstore.testing.machine import Machine
 from paramstore.testing.memory_disk import disks_of, eventful, survey_of
@@ -103,7 +104,7 @@ def test_a_torn_copy_of_a_note_is_named(copy: int) -> None:
 
     (found,) = findings(tear)
     assert (found.volume, found.namespace, found.step) == (1, "moe", 7)
-    assert f"copy {copy} of its commit note" in found.what
+    assert f"copy {copy} of its commit note: there is no whole note in slot" in found.what
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,29 @@ def test_a_torn_copy_of_a_note_is_named(copy: int) -> None:
 def test_a_step_that_its_note_contradicts_is_named_on_every_volume(changes: dict[str, object]) -> None:
     found = findings(lambda contents, _: change_step(contents, 7, **changes))
     assert [(one.volume, one.step) for one in found] == [(0, 7), (0, 7), (1, 7), (1, 7)]
+
+
+def test_a_slot_with_the_note_of_another_step_names_that_step() -> None:
+    def exchange(contents: Contents, _: Machine) -> None:
+        change_step(contents, 7, note_slot=contents.namespaces["eval"].steps[3].note_slot)
+
+    assert {one.what.split(": ")[1].split(", ")[0].split("a note of ")[1] for one in findings(exchange)} == {"step 3 of 'eval'"}
+
+
+def test_of_a_volume_without_a_superblock_one_thing_is_said_and_nothing_of_its_records() -> None:
+    counts: list[int] = []
+
+    def erase(contents: Contents, machine: Machine) -> None:
+        rows = [row for moe in contents.namespaces.values() for of_key in moe.rows.values() for row in of_key]
+        counts.append(sum(row.located.extent.volume == 1 for row in rows))
+        for copy in SUPERBLOCK_AT:
+            machine.disks[1].corrupt(copy + 30)
+
+    found = [one for one in findings(erase) if not one.what.startswith("no whole superblock")]
+    assert counts[0] > 0
+    assert [(one.volume, one.key, one.what) for one in found] == [
+        (1, None, f"it was not read, since it has no whole superblock of its own: nothing is known of its {counts[0]} records")
+    ]
 
 
 def test_a_step_without_a_note_is_named() -> None:

@@ -44,12 +44,14 @@ def test_a_lost_superblock_is_named_and_the_other_used(copy: int) -> None:
     volume.corrupt(SUPERBLOCK_COPIES[copy] + 30)
     found = survey([MemoryDisk(volume)])
     assert [(one.volume, one.offset) for one in found.findings] == [(0, SUPERBLOCK_COPIES[copy])]
-    assert list(found.superblocks) == [0]
+    assert "the other copy is whole" in found.findings[0].what
+    assert (list(found.superblocks), found.bad_superblocks) == ([0], [(0, copy)])
 
 
 def test_without_a_superblock_a_volume_is_left_out() -> None:
     found = survey([MemoryDisk(MemoryVolume(SIZE_BYTES))])
-    assert (found.store, found.superblocks, len(found.findings)) == (None, {}, 2)
+    assert (found.store, found.superblocks, found.bad_superblocks, len(found.findings)) == (None, {}, [], 2)
+    assert not any("whole" in one.what.removeprefix("no whole") for one in found.findings)
 
 
 def test_superblocks_that_differ_are_named() -> None:
