@@ -67,11 +67,11 @@ class Planner:
         extents = self.space.reserve_many(count, record_bytes, owner=name)
         if extents is None:
             missing = self.space.missing_bytes(count, record_bytes, owner=name)
-            raise CapacityError(
+            lack = (
                 f"namespace {name!r} holds {self.space.held_bytes(name)} bytes of the volumes and needs {count} more extents of "
-                f"{record_bytes} bytes; {missing} bytes are missing on the volumes: raise volume_size, add a volume, or let "
-                f"readers refresh{self.space.fences.hint()}"
+                f"{record_bytes} bytes; {missing} bytes are missing on the volumes: add a volume (--volume), or let readers refresh"
             )
+            raise CapacityError(self.space.fences.first(lack))
         for working, extent in zip(lacking, extents, strict=False):
             working.reserved = extent
         for extent in extents[len(lacking) :]:

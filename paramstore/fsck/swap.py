@@ -32,7 +32,7 @@ def fill(catalog: Catalog, change: Change) -> None:
 def replace_catalog(directory: Path, store: bytes, change: Change) -> Path | None:
     """On return `directory` durably has a catalog of `change` alone. Gives where the old one is now; None if there was none.
 
-    Raises CatalogError; then the old one is in its place.
+    Raises CatalogError; then the old one is in its place, unless the message says that it was replaced.
     """
     current, new = directory / CATALOG_NAME, directory / NEW_NAME
     try:
@@ -54,9 +54,14 @@ def replace_catalog(directory: Path, store: bytes, change: Change) -> Path | Non
         except OSError:
             old.rename(new)
             raise
-        _flush(directory)
     except OSError as error:
         raise CatalogError(f"catalog {current}: cannot be replaced: {error}") from error
+    try:
+        _flush(directory)
+    except OSError as error:
+        raise CatalogError(
+            f"catalog {current}: it was replaced, the old one is {old}; after a power cut it may be the other way round: {error}"
+        ) from error
     return old
 
 

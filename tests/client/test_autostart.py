@@ -118,10 +118,11 @@ def test_a_daemon_that_holds_the_directory_and_listens_elsewhere_is_named_at_onc
         ps.connect(elsewhere).close()
 
 
+@pytest.mark.slow
 def test_a_holder_whose_address_is_not_known_is_named_when_the_time_is_over(tmp_path: Path, serve_with: Command) -> None:
     serve_with(f"import sys; sys.exit('StoreLocked: store directory x is in use by process {os.getpid()}: connect to it')")
     with pytest.raises(ps.StoreUnavailable, match=rf"^process {os.getpid()} holds .*nobody listened at unix://.*connect to the"):
-        ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"), timeout_s=0.5)
+        ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"), timeout_s=2.0)
 
 
 def test_daemon_that_ends_before_it_serves_is_reported_with_its_log(tmp_path: Path, serve_with: Command) -> None:

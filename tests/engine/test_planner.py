@@ -29,7 +29,7 @@ def test_an_apply_takes_what_is_pending_and_moves_the_working_view_at_once() -> 
 def test_extents_are_reserved_for_all_records_or_for_none() -> None:
     small = desk(extents=6)
     before = small.picture()
-    with pytest.raises(CapacityError, match=r"needs 3 more extents of 28672 bytes; 28672 bytes are missing.*raise volume_size"):
+    with pytest.raises(CapacityError, match=r"needs 3 more extents of 28672 bytes; 28672 bytes are missing.*add a volume"):
         small.planner.reserve_extents(small.namespace, [A, B, C])
     assert small.picture() == before
     small.planner.reserve_extents(small.namespace, [A, B])

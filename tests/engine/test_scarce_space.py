@@ -222,7 +222,7 @@ def test_nothing_is_waited_for_where_no_space_will_come() -> None:
     async def scenario(site: Site) -> None:
         while site.space.reserve(RECORD_BYTES, owner="moe") is not None:
             pass
-        with pytest.raises(StepFailed, match="bytes are missing on the volumes: raise volume_size"):
+        with pytest.raises(StepFailed, match="bytes are missing on the volumes: add a volume"):
             await train(site.store, site.view)
         await site.store.rollback(site.view, 3)
 

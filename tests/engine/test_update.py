@@ -230,7 +230,7 @@ def test_an_apply_that_no_volume_can_hold_says_so_before_it_has_changed_a_record
         space = site.store._planner.space
         while space.reserve(SCHEMA.record_bytes, owner="moe") is not None:
             pass
-        with pytest.raises(StepFailed, match="bytes are missing on the volumes: raise volume_size"):
+        with pytest.raises(StepFailed, match="bytes are missing on the volumes: add a volume"):
             await train(site.store, site.view)
         assert site.updated == []
         with pytest.raises(StepFailed, match=r"rollback\(\) is the way on"):

@@ -89,3 +89,19 @@ def test_a_catalog_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: py
         replace_catalog(tmp_path, STORE, change_of("second"))
     assert names_in(tmp_path / "catalog") == ["first"]
     assert not (tmp_path / "catalog.before-rebuild-1").exists(), "nothing was before this rebuild"
+
+
+def test_a_new_catalog_whose_name_may_not_be_durable_is_not_called_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LmdbCatalog(tmp_path / "catalog", store_uuid=b"a" * 16).close()
+
+    def fail(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(swap, "_flush", fail)
+    with pytest.raises(CatalogError, match=r"it was replaced, the old one is .*catalog\.before-rebuild-1"):
+        replace_catalog(tmp_path, b"b" * 16, Change())
+    catalog = LmdbCatalog(tmp_path / "catalog")
+    assert catalog.load().store_uuid == b"b" * 16
+    catalog.close()
