@@ -203,11 +203,15 @@ class Store:
     def apply(self, view: View, options: AdamW, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
         """Takes what is pending now; the rest happens in turn. Raises StepPrepared; then all of it is pending still."""
         namespace = self._check_changing(view)
-        pending = self._updater.begin(namespace)
+        pending, epoch = self._updater.begin(namespace), namespace.epoch
 
         async def run() -> dict[str, int]:
             async with namespace.turn:
-                self.check_writer(view)
+                try:
+                    self.check_writer(view)
+                except ParamStoreError as error:
+                    self._updater.give_up(namespace, epoch, error)
+                    raise
                 return await self._updater.apply(namespace, pending, options, grad_scale=grad_scale)
 
         return run()
@@ -344,8 +348,6 @@ class Store:
         """Begins a scrub, which `scrubber` waits for and cancels. Raises as `Scrubber.start`."""
         return self.scrubber.start(namespace, keys, bytes_per_s)
 
-    # --- answers
-
     def steps(self, view: View) -> list[int]:
         return view.namespace.ledger.steps()
 
@@ -382,8 +384,6 @@ class Store:
             "namespaces": {name: namespace_stats(namespace, now_s) for name, namespace in self.namespaces.items()},
             "verify": self.scrubber.stats(), "patrol": self.patrol.stats(),
         }  # fmt: skip
-
-    # --- the end
 
     async def close(self) -> None:
         """Waits, within `shutdown_timeout_s`, for what is under way; then volumes, catalog and threads are closed."""

@@ -50,6 +50,12 @@ class Updater:
         self._transfers.drain()
         return pending
 
+    def give_up(self, namespace: NamespaceState, epoch: int, error: ParamStoreError) -> None:
+        """An apply that began in `epoch` never runs, its view is closed or fenced: nobody waits for bytes that it does not make."""
+        if namespace.epoch == epoch:  # else a rollback has seen to it
+            self._planner.mark_broken(namespace, f"an apply was given up: {error}")
+            self._transfers.drain()
+
     async def apply(
         self, namespace: NamespaceState, pending: Mapping[ExpertKey, GradientRange], options: AdamW, *, grad_scale: float
     ) -> dict[str, int]:

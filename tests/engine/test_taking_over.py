@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from paramstore.errors import CatalogError, StepFailed, StepPrepared
+from paramstore.errors import CatalogError, LeaseError, StepFailed, StepPrepared
 from paramstore.testing.machine import Machine
 from paramstore.testing.prepared_step import committed, restarted, writer
 from paramstore.testing.small_store import OPTIONS, create, keys_of, push, run, train, versions
@@ -106,5 +106,23 @@ def test_a_large_rollback_has_the_catalog_s_room_made_before_it() -> None:
         await store.rollback(view, 0)
         assert asked
         assert asked[0] >= 15 * 4
+
+    run(scenario())
+
+
+def test_an_apply_whose_writer_closes_before_its_turn_leaves_nobody_waiting_for_its_bytes() -> None:
+    async def scenario() -> None:
+        store, view = await committed(Machine(wait_timeout_s=1.0), 1)
+        push(store, view, keys_of(view))
+        applying = asyncio.ensure_future(store.apply(view, OPTIONS, 1.0))
+        prefetch = store.prefetch(view, keys_of(view), "param", None)
+        store.close_view(view)
+        with pytest.raises(LeaseError):
+            await applying
+        assert prefetch.is_finished
+        assert isinstance(prefetch.error, StepFailed)
+        view = await writer(store)
+        assert await versions(store, view) == [1] * 4
+        await train(store, view)
 
     run(scenario())
