@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -66,20 +65,11 @@ def run_seed(seed: int, figures: Figures, *, requests: int = REQUESTS, plan: Pla
             with probed(world.mark), asyncio.Runner(loop_factory=lambda: loop) as runner:
                 runner.run(world.run(requests))
         except BaseException as error:
-            _close_unbegun(loop)
             error.add_note("\n".join(world.trace_lines()))
             error.add_note(f"seed {seed}, request {world.done_requests}, {loop.time():.6f} s: repeat it with run_seed({seed})")
             raise
     figures.add(world, time.process_time() - started_s)
     return world
-
-
-def _close_unbegun(loop: VirtualLoop) -> None:
-    """What found something ends in the middle: tasks that were made and never begun are no finding of their own."""
-    for task in list(loop.alive.values()):
-        coroutine = task.get_coro()
-        if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-            coroutine.close()
 
 
 def run_seeds(seeds: Iterable[int], *, requests: int = REQUESTS) -> Figures:
