@@ -56,9 +56,7 @@ def opened(c: SimClient, model: NamespaceModel, result: Any) -> ClientView:
 
 def create(c: SimClient, model: NamespaceModel) -> None:
     """The namespace, and its initial values, one after the other, and its first step."""
-    world, plan = c.world, c.world.plan
-
-    opening = Opening(model)
+    world, plan, opening = c.world, c.world.plan, Opening(model)
 
     def done(result: Any) -> None:
         opening.over()

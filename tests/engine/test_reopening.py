@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
-from paramstore.engine.namespace import View
-from paramstore.engine.runner import CATALOG_LANE
-from paramstore.engine.store import Store
 from paramstore.errors import CatalogError, StepDropped, StepFailed, StepOutOfOrder, StepPrepared, WriterFenced
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.machine import Machine
-from paramstore.testing.prepared_step import committed, prepared, reader, restarted, writer
+from paramstore.testing.prepared_step import prepared, reader, restarted, writer
 from paramstore.testing.small_store import (
     create,
     first_values,
@@ -185,68 +181,5 @@ def test_a_snapshot_and_a_prepared_step_do_not_meet() -> None:
         assert store.steps(view) == [0, 1]
         await store.finalize(view, 2)
         assert store.steps(view) == [1, 2]
-
-    run(scenario())
-
-
-# --- readers that come while a rollback runs
-
-
-class SlowCatalog:
-    """A committer's runner; what goes to the catalog's lane waits for `is_open`, as a transaction waits for its flush."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.is_open = asyncio.Event()
-
-    async def call(self, lane: Any, work: Any) -> Any:
-        if lane == CATALOG_LANE:
-            await self.is_open.wait()
-        return await self._inner.call(lane, work)
-
-
-async def rolling_back(store: Store, view: View, step: int) -> tuple[asyncio.Task[int], SlowCatalog]:
-    """A rollback whose transaction has not happened yet."""
-    catalog = SlowCatalog(store._transactions._runner)
-    store._transactions._runner = catalog  # type: ignore[assignment]
-    task = asyncio.ensure_future(store.rollback(view, step))
-    await turns()
-    assert view.namespace.closing_steps
-    return task, catalog
-
-
-async def stands(store: Store, view: View, reader: View) -> None:
-    """The reader stands on a step that exists, or is told that its step is gone; and no later commit moves it."""
-    if reader.is_dropped:
-        return
-    assert reader.step in store.steps(view), f"the reader stands on {reader.step}, there are {store.steps(view)}"
-    before = await first_values(store, reader)
-    await train(store, view)
-    await store.commit(view, 3, b"again")
-    assert await first_values(store, reader) == before
-
-
-def test_a_reader_that_opens_during_a_rollback_stands_on_a_step_that_stays() -> None:
-    async def scenario() -> None:
-        store, view = await committed(Machine(retained_steps=3), 3)
-        task, catalog = await rolling_back(store, view, 1)
-        opening = asyncio.ensure_future(store.admission.open("moe", mode="read", at=None, host_bytes=None))
-        await turns()
-        catalog.is_open.set()
-        await task
-        await stands(store, view, await opening)
-
-    run(scenario())
-
-
-def test_a_reader_that_refreshes_during_a_rollback_stands_on_a_step_that_stays() -> None:
-    async def scenario() -> None:
-        store, view = await committed(Machine(retained_steps=3), 3)
-        reader = await store.admission.open("moe", mode="read", at=2, host_bytes=None)
-        task, catalog = await rolling_back(store, view, 1)
-        store.refresh(reader)
-        catalog.is_open.set()
-        await task
-        await stands(store, view, reader)
 
     run(scenario())
