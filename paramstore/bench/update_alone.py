@@ -71,7 +71,7 @@ class UpdateAlone:
         images, params, gradients = self._cells
         while (index := next_index()) is not None:
             adamw.update(
-                self._schema, images[index], gradients[index], options=AdamW(lr=1e-4), optimizer_step=1, param=params[index]
+                self._schema, images[index], [gradients[index]], options=AdamW(lr=1e-4), optimizer_step=1, param=params[index]
             )
 
     def close(self) -> None:

@@ -65,15 +65,15 @@ def load() -> None:
 
 
 def update(
-    schema: Schema, image: memoryview, gradient: memoryview, *, options: AdamW, optimizer_step: int, grad_scale: float,
-    param: memoryview | None, spans: Sequence[Span] | None = None,
+    schema: Schema, image: memoryview, gradients: Sequence[memoryview], *, options: AdamW | None, optimizer_step: int,
+    grad_scale: float, param: memoryview | None, missed: Sequence[AdamW] = (), spans: Sequence[Span] | None = None,
 ) -> None:  # fmt: skip
     """See `paramstore.optim.adamw.update`."""
     from paramstore.optim import adamw
 
     adamw.update(
-        schema, image, gradient, options=options, optimizer_step=optimizer_step, grad_scale=grad_scale, param=param,
-        spans=spans,
+        schema, image, gradients, options=options, optimizer_step=optimizer_step, grad_scale=grad_scale, param=param,
+        missed=missed, spans=spans,
     )  # fmt: skip
 
 

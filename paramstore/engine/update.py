@@ -161,7 +161,7 @@ class Updater:
             assert namespace.param_arena is not None
             param = namespace.param_arena.view(copy.slot)
         job = partial(
-            update, namespace.schema, self._image(namespace, working), gradient.view(), options=options,
+            update, namespace.schema, self._image(namespace, working), [gradient.view()], options=options,
             optimizer_step=working.optimizer_step + 1, grad_scale=grad_scale, param=param,
         )  # fmt: skip
         jobs = [partial(job, spans=spans) for spans in cut_update(namespace.schema)] if is_shared else [job]

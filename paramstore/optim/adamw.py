@@ -36,9 +36,14 @@ class Scratch:
         self._scaled = _chunk_buffer(MASTER_DTYPE)
         """Room for a chunk of any gradient dtype: none is wider."""
         self._cast = _chunk_buffer(MASTER_DTYPE)
+        self._zeros: torch.Tensor | None = None
 
-    def prepare(self, gradient: torch.Tensor, grad_scale: float) -> torch.Tensor:
-        """One chunk of a gradient, scaled in its dtype, as fp32. It is copied only if that changes it."""
+    def prepare(self, gradients: Sequence[torch.Tensor], grad_scale: float) -> torch.Tensor:
+        """One chunk of the ranks' gradients, summed and scaled in their dtype, as fp32. It is copied only if that changes it."""
+        gradient = gradients[0]
+        for other in gradients[1:]:
+            summed = self._scaled.view(gradient.dtype)[: gradient.numel()]
+            gradient = torch.add(gradient, other, out=summed)
         if grad_scale != 1.0:
             scaled = self._scaled.view(gradient.dtype)[: gradient.numel()]
             gradient = torch.mul(gradient, grad_scale, out=scaled)
@@ -47,47 +52,63 @@ class Scratch:
         return gradient
 
 
+    def zeros(self, elements: int) -> torch.Tensor:
+        """A gradient of zeros; nobody writes to it."""
+        if self._zeros is None:
+            self._zeros = torch.zeros(CHUNK_ELEMENTS, dtype=torch.float32)
+        return self._zeros[:elements]
+
+
 _thread = threading.local()
 
 
 def update(
     schema: Schema,
     image: memoryview,
-    gradient: memoryview,
+    gradients: Sequence[memoryview],
     *,
-    options: AdamW,
+    options: AdamW | None,
     optimizer_step: int,
     grad_scale: float = 1.0,
     param: memoryview | None = None,
+    missed: Sequence[AdamW] = (),
     spans: Sequence[tuple[int, int, int]] | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """One step of AdamW on the record in `image`; the new masters are cast into `param` in the same pass.
+    """The steps that `missed` names, with a zero gradient each, then one with `options`; the new masters are cast into
+    `param` in the same pass.
 
-    image: the stored part of an adamw schema, header untouched. gradient: laid out by
-    `schema.gradient_fields()`. optimizer_step: torch's `step` after this update, 1 for the first. param: the
+    image: the stored part of an adamw schema, header untouched. gradients: one per rank, each laid out by
+    `schema.gradient_fields()`, summed in this order in their dtype; none where options is None: then only the missed steps
+    are made. optimizer_step: torch's `step` after the last step made, 1 for a record's first. param: the
     derived part, or None. spans: which elements, as (field, start, end), each start at a whole vector; None: all. Calls that
     cover every element once give what one call gives. scratch: default is the calling thread's own. On an
     exception `image` and `param` hold garbage.
     """
     configure_threads()
+    assert bool(gradients) == (options is not None)
     scratch = _own_scratch() if scratch is None else scratch
-    scratch.step.fill_(optimizer_step)
+    steps = [*missed, options] if options is not None else list(missed)
     optim_fields, gradient_fields, param_fields = _optim_fields(schema), schema.gradient_fields(), schema.part("param").fields
     for number, start, end in _all_of(gradient_fields) if spans is None else spans:
-        masters, exp_avgs, exp_avg_sqs = (_chunks(image, field, start, end) for field in optim_fields[number])
-        gradients = _chunks(gradient, gradient_fields[number], start, end)
-        params = repeat(None) if param is None else _chunks(param, param_fields[number], start, end)
-        for master, exp_avg, exp_avg_sq, chunk, target in zip(
-            masters, exp_avgs, exp_avg_sqs, gradients, params, strict=param is not None
-        ):
-            torch._fused_adamw_(
-                [master], [scratch.prepare(chunk, grad_scale)], [exp_avg], [exp_avg_sq], [], [scratch.step],
-                lr=options.lr, beta1=options.betas[0], beta2=options.betas[1], eps=options.eps,
-                weight_decay=options.weight_decay, amsgrad=False, maximize=False,
-            )  # fmt: skip
+        states = zip(*(_chunks(image, field, start, end) for field in optim_fields[number]), strict=True)
+        parts = zip(*(_chunks(gradient, gradient_fields[number], start, end) for gradient in gradients), strict=True)
+        params = repeat(None) if param is None else iter(_chunks(param, param_fields[number], start, end))
+        for state, target in zip(states, params, strict=False):
+            for count, step_options in enumerate(steps, start=optimizer_step - len(steps) + 1):
+                is_missed = count < optimizer_step or options is None
+                gradient = scratch.zeros(state[0].numel()) if is_missed else scratch.prepare(next(parts), grad_scale)
+                _step(state, gradient, scratch.step.fill_(count), step_options)
             if target is not None:
-                target.copy_(master)
+                target.copy_(state[0])
+
+
+def _step(state: tuple[torch.Tensor, ...], gradient: torch.Tensor, step: torch.Tensor, options: AdamW) -> None:
+    master, exp_avg, exp_avg_sq = state
+    torch._fused_adamw_(
+        [master], [gradient], [exp_avg], [exp_avg_sq], [], [step], lr=options.lr, beta1=options.betas[0],
+        beta2=options.betas[1], eps=options.eps, weight_decay=options.weight_decay, amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 def square_sum(schema: Schema, gradient: memoryview) -> float:

@@ -41,17 +41,22 @@ def load() -> None:
 
 
 def update(
-    schema: Schema, image: memoryview, gradient: memoryview, *, options: AdamW, optimizer_step: int, grad_scale: float,
-    param: memoryview | None, spans: Sequence[tuple[int, int, int]] | None = None,
+    schema: Schema, image: memoryview, gradients: Sequence[memoryview], *, options: AdamW | None, optimizer_step: int,
+    grad_scale: float, param: memoryview | None, missed: Sequence[AdamW] = (),
+    spans: Sequence[tuple[int, int, int]] | None = None,
 ) -> None:  # fmt: skip
-    """See this module. Arguments as `paramstore.optim.adamw.update` has them."""
-    stored, gradients, params = schema.stored.fields, schema.gradient_fields(), schema.part("param").fields
-    count = len(gradients)
-    everything = [(number, 0, field.elements) for number, field in enumerate(gradients)]
+    """See this module; a missed step moves the count alone. Arguments as `paramstore.optim.adamw.update` has them."""
+    stored, fields, params = schema.stored.fields, schema.gradient_fields(), schema.part("param").fields
+    count = len(fields)
+    everything = [(number, 0, field.elements) for number, field in enumerate(fields)]
     for number, start, end in everything if spans is None else spans:
-        scaled = _array(gradient, gradients[number])[start:end] * numpy.float32(grad_scale)
+        scaled = numpy.zeros(end - start, numpy.float32)
+        for gradient in gradients:
+            scaled += _array(gradient, fields[number])[start:end]
+        scaled *= numpy.float32(grad_scale)
         master, exp_avg, exp_avg_sq = (_array(image, stored[number + part * count])[start:end] for part in range(3))
-        master -= numpy.float32(options.lr) * scaled
+        if options is not None:
+            master -= numpy.float32(options.lr) * scaled
         exp_avg += scaled
         exp_avg_sq[:] = optimizer_step
         if param is not None:

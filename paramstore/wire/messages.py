@@ -10,391 +10,124 @@ Descriptors travel by SCM_RIGHTS at the first byte of the frame that names their
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import msgspec
-
-PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 2
-VERIFY_MINOR = 1
-"""The first minor in which a daemon knows `Verify`."""
-PREPARE_MINOR = 2
-"""The first minor in which a daemon knows `Prepare` and `Finalize`, and opens a writer `at` a step."""
-MAGIC = "paramstore"
-
-KEYS_MAX = 1 << 17
-"""Keys in one request."""
-EXTRA_BYTES_MAX = 64 << 10
-SEGMENTS_PER_FRAME_MAX = 64
-LABEL_MAX = 64
-
-Key = tuple[int, int]
-Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
-
-
-class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Base of all; each message is an array whose first item is its tag."""
-
-
-# --- requests -------------------------------------------------------------------------------------------------------
-
-
-class Hello(Message, tag="hello"):
-    """First frame of a connection. Answered by Done with a `welcome` mapping, or Failed(VersionMismatch)."""
-
-    id: int
-    magic: str
-    major: int
-    minor: int
-    pid: int
-    label: str = ""
-
-
-class Namespaces(Message, tag="namespaces"):
-    """Result: list of mappings {name, schema, layers, experts, committed_step, prepared_step, epoch}."""
-
-    id: int
-
-
-class CreateNamespace(Message, tag="create"):
-    """Opens as writer too. Result as OpenNamespace. Errors: NamespaceExists, CapacityError, SchemaMismatch."""
-
-    id: int
-    name: str
-    schema: dict[str, Any]
-    layers: list[int]
-    experts: int
-    host_bytes: int | None = None
-
-
-class OpenNamespace(Message, tag="open"):
-    """mode: "read" or "write". at: a step; None means the newest committed.
-
-    Result: mapping {handle, name, schema, layers, experts, committed_step, view_step, epoch, lease_slots, wait_timeout_s}.
-    Opening as writer fences the writers before it and rolls back to that step; a prepared one is committed if it is `at`.
-    Error: StepPrepared, to a writer without `at` while a step is prepared.
-    """
-
-    id: int
-    name: str
-    mode: str
-    at: int | None = None
-    host_bytes: int | None = None
-
-
-class CloseNamespace(Message, tag="close"):
-    id: int
-    handle: int
-
-
-class Refresh(Message, tag="refresh"):
-    """Moves a reader to the newest committed step. Result: the step."""
-
-    id: int
-    handle: int
-
-
-class OpenUpload(Message, tag="upload"):
-    """Asks for `size_bytes` more of writable memory for this session. Answered by Uploaded, or Failed(CapacityError)."""
-
-    id: int
-    size_bytes: int
-
-
-class InitializeBegin(Message, tag="init_begin"):
-    """Starts the namespace over, at no record at all. Errors: StepOutOfOrder once it has a committed step."""
-
-    id: int
-    handle: int
-
-
-class InitializePut(Message, tag="init_put"):
-    """Initial values of one key, laid out as `schema.initial_fields()` at `offset_bytes` of an upload segment.
-
-    Answered when the bytes have been taken; the range may be reused then.
-    """
-
-    id: int
-    handle: int
-    key: Key
-    segment: int
-    offset_bytes: int
-
-
-class InitializeEnd(Message, tag="init_end"):
-    """Answered when every key has a whole record on a volume. Error: StepFailed naming a key that was never put."""
-
-    id: int
-    handle: int
-
-
-class Prefetch(Message, tag="prefetch"):
-    """Result: {loaded, resident, skipped, bytes}: keys it loaded, had already, had no room for; bytes moved."""
-
-    id: int
-    handle: int
-    keys: Keys
-    part: str
-    deadline_s: float | None = None
-
-
-class Acquire(Message, tag="acquire"):
-    """All keys or none. Answered by Granted; the lease is named by this request's id until released."""
-
-    id: int
-    handle: int
-    keys: Keys
-    part: str
-    timeout_s: float
-
-
-class Release(Message, tag="release"):
-    """One-way: ends leases. An id that names no lease is ignored (it was cancelled or its namespace closed)."""
-
-    leases: list[int]
-
-
-class Cancel(Message, tag="cancel"):
-    """One-way: cancels the request `target` if it can still be; its own answer says what became of it."""
-
-    target: int
-
-
-class Push(Message, tag="push"):
-    """Pending gradients of keys that had none: (layer, expert, segment, offset), laid out as `schema.gradient_fields()`.
-
-    All entries or none. The ranges belong to the daemon until the apply or abort that consumes them is answered.
-    """
-
-    id: int
-    handle: int
-    entries: list[tuple[int, int, int, int]]
-
-
-class GradientNorm(Message, tag="norm"):
-    """Result: the L2 norm over everything pending in the namespace, a float."""
-
-    id: int
-    handle: int
-
-
-class Apply(Message, tag="apply"):
-    """Runs the optimizer over everything pending. Result: {records, bytes_read, bytes_written}."""
-
-    id: int
-    handle: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_scale: float
-
-
-class Abort(Message, tag="abort"):
-    """Drops pending gradients. Result: how many keys had some."""
-
-    id: int
-    handle: int
-
-
-class WriteBack(Message, tag="write_back"):
-    """Result: {written, bytes}. keys None: all that are dirty."""
-
-    id: int
-    handle: int
-    keys: Keys | None = None
-
-
-class Evict(Message, tag="evict"):
-    """Result: {evicted, skipped: [[layer, expert], ...]}; skipped ones are leased or in use."""
-
-    id: int
-    handle: int
-    keys: Keys | None = None
-    part: str | None = None
-
-
-class Protect(Message, tag="protect"):
-    """A wish to keep `param` copies of these keys (is_wanted) or its end (not is_wanted)."""
-
-    id: int
-    handle: int
-    keys: Keys
-    is_wanted: bool
-
-
-class Commit(Message, tag="commit"):
-    """Result: {step, records, bytes_written, seconds}, once durable."""
-
-    id: int
-    handle: int
-    step: int
-    extra: bytes = b""
-
-
-class Prepare(Commit, tag="prepare"):
-    """Result: as of Commit, once durable; the step is committed by Finalize. Error: StepPrepared if one is prepared."""
-
-
-class Finalize(Message, tag="finalize"):
-    """Result: None; the prepared `step` is committed. Error: StepOutOfOrder if another step, or none, is prepared."""
-
-    id: int
-    handle: int
-    step: int
-
-
-class Steps(Message, tag="steps"):
-    """Result: the steps that can be opened, oldest first."""
-
-    id: int
-    handle: int
-
-
-class Extra(Message, tag="extra"):
-    """Result: the bytes committed with `step`. Error: StepDropped."""
-
-    id: int
-    handle: int
-    step: int
-
-
-class Rollback(Message, tag="rollback"):
-    """Result: the new epoch."""
-
-    id: int
-    handle: int
-    step: int
-
-
-class Snapshot(Message, tag="snapshot"):
-    """Result: None; `step` stays until DropSnapshot. Error: StepDropped, CapacityError."""
-
-    id: int
-    handle: int
-    step: int
-
-
-class DropSnapshot(Message, tag="drop_snapshot"):
-    """Result: None. Error: StepDropped if `step` is no snapshot."""
-
-    id: int
-    handle: int
-    step: int
-
-
-class Snapshots(Message, tag="snapshots"):
-    """Result: the steps that are snapshots, oldest first."""
-
-    id: int
-    handle: int
-
-
-class Read(Message, tag="read"):
-    """Copies one record's stored part (its image, `schema.stored`) to an upload range of `record_bytes`.
-
-    Result: {epoch, version}.
-    """
-
-    id: int
-    handle: int
-    key: Key
-    segment: int
-    offset_bytes: int
-
-
-class Residency(Message, tag="residency"):
-    """Result: {layers, experts, optim: [...], param: [...], heat: [...]} per key in key order (see engine.store)."""
-
-    id: int
-    handle: int
-
-
-class Stats(Message, tag="stats"):
-    """Result: the daemon's counters and sizes, a mapping; see docs/protocol.md."""
-
-    id: int
-
-
-class Verify(Message, tag="verify"):
-    """Reads and checks records where they lie; one at a time. namespace None: all; keys None: all of it.
-
-    Result, once all are checked: {namespaces, bytes_per_s, state, records, records_total, bytes_read, bytes_total,
-    superseded, found, findings, seconds}. Damage is a finding, not an error.
-    """
-
-    id: int
-    namespace: str | None = None
-    keys: Keys | None = None
-    bytes_per_s: int | None = None
-
-
-class Unmapped(Message, tag="unmapped"):
-    """One-way: the client has unmapped these segments."""
-
-    segments: list[int]
-
-
-class DeviceReport(Message, tag="device"):
-    """One-way: what the client's HBM tier holds now, and keys it used there since the last report."""
-
-    handle: int
-    resident: Keys
-    touched: Keys
-    bytes_resident: int
-
-
-# --- answers --------------------------------------------------------------------------------------------------------
-
-
-class Done(Message, tag="done"):
-    id: int
-    result: Any = None
-
-
-class Granted(Message, tag="granted"):
-    """A lease. slots: per key (segment, offset_bytes, epoch, version), in the order asked. segments: (id, length_bytes)
-    of those this client sees for the first time; their fds are attached."""
-
-    id: int
-    slots: list[tuple[int, int, int, int]]
-    segments: list[tuple[int, int]]
-
-
-class Uploaded(Message, tag="uploaded"):
-    """A new upload segment of this session, writable; its fd is attached."""
-
-    id: int
-    segment: int
-    length_bytes: int
-
-
-class Failed(Message, tag="failed"):
-    """error: a class name of paramstore.errors."""
-
-    id: int
-    error: str
-    message: str
-
-
-class Unmap(Message, tag="unmap"):
-    """The daemon gives these segments up: unmap them once no lease is left, then send Unmapped."""
-
-    segments: list[int]
-
-
-class LeaseSlots(Message, tag="lease_slots"):
-    """How many slots this handle may have leased at once from now on: views of its namespace came or went."""
-
-    handle: int
-    slots: int
-
-
-Request = (
-    Hello | Namespaces | CreateNamespace | OpenNamespace | CloseNamespace | Refresh | OpenUpload | InitializeBegin
-    | InitializePut | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push | GradientNorm | Apply | Abort
-    | WriteBack | Evict | Protect | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots
-    | Read | Residency | Stats | Verify | Unmapped | DeviceReport
-)  # fmt: skip
-Answer = Done | Granted | Uploaded | Failed | Unmap | LeaseSlots
+from paramstore.wire.answers import (
+    Answer,
+    Done,
+    Failed,
+    Granted,
+    LeaseSlots,
+    Unmap,
+    Uploaded,
+)
+from paramstore.wire.base import (
+    EXTRA_BYTES_MAX,
+    KEYS_MAX,
+    LABEL_MAX,
+    MAGIC,
+    PREPARE_MINOR,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    SEGMENTS_PER_FRAME_MAX,
+    VERIFY_MINOR,
+    Key,
+    Keys,
+    Message,
+)
+from paramstore.wire.requests import (
+    Abort,
+    Acquire,
+    Apply,
+    Cancel,
+    CloseNamespace,
+    Commit,
+    CreateNamespace,
+    DeviceReport,
+    DropSnapshot,
+    Evict,
+    Extra,
+    Finalize,
+    GradientNorm,
+    Hello,
+    InitializeBegin,
+    InitializeEnd,
+    InitializePut,
+    Namespaces,
+    OpenNamespace,
+    OpenUpload,
+    Prefetch,
+    Prepare,
+    Protect,
+    Push,
+    Read,
+    Refresh,
+    Release,
+    Request,
+    Residency,
+    Rollback,
+    Snapshot,
+    Snapshots,
+    Stats,
+    Steps,
+    Unmapped,
+    Verify,
+    WriteBack,
+)
+
+__all__ = [
+    "EXTRA_BYTES_MAX",
+    "KEYS_MAX",
+    "LABEL_MAX",
+    "MAGIC",
+    "PREPARE_MINOR",
+    "PROTOCOL_MAJOR",
+    "PROTOCOL_MINOR",
+    "SEGMENTS_PER_FRAME_MAX",
+    "VERIFY_MINOR",
+    "Abort",
+    "Acquire",
+    "Answer",
+    "Apply",
+    "Cancel",
+    "CloseNamespace",
+    "Commit",
+    "CreateNamespace",
+    "DeviceReport",
+    "Done",
+    "DropSnapshot",
+    "Evict",
+    "Extra",
+    "Failed",
+    "Finalize",
+    "GradientNorm",
+    "Granted",
+    "Hello",
+    "InitializeBegin",
+    "InitializeEnd",
+    "InitializePut",
+    "Key",
+    "Keys",
+    "LeaseSlots",
+    "Message",
+    "Namespaces",
+    "OpenNamespace",
+    "OpenUpload",
+    "Prefetch",
+    "Prepare",
+    "Protect",
+    "Push",
+    "Read",
+    "Refresh",
+    "Release",
+    "Request",
+    "Residency",
+    "Rollback",
+    "Snapshot",
+    "Snapshots",
+    "Stats",
+    "Steps",
+    "Unmap",
+    "Unmapped",
+    "Uploaded",
+    "Verify",
+    "WriteBack",
+]

@@ -24,6 +24,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every border of a chunk is met by small fields; and no test waits for torch's threads to find a
     core."""
     monkeypatch.setattr(adamw, "CHUNK_ELEMENTS", CHUNK)
+    monkeypatch.setattr(adamw, "_thread", threading.local())  # buffers of this size are nobody else's
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -101,7 +102,7 @@ def test_five_steps_are_bitwise_those_of_torch(gradient_dtype: str, grad_scale: 
         gradients = {name: torch.randn(shape).to(torch_dtype(gradient_dtype)) for name, shape in SHAPES.items()}
         reference.step(gradients, grad_scale)
         update(
-            schema, image, gradient_image(schema, gradients), options=options, optimizer_step=step,
+            schema, image, [gradient_image(schema, gradients)], options=options, optimizer_step=step,
             grad_scale=grad_scale, param=param, scratch=scratch,
         )  # fmt: skip
         for name in SHAPES:
@@ -124,7 +125,7 @@ def test_spans_that_cover_a_record_in_any_order_give_what_one_update_gives(param
         params.append(buffer(schema.part("param").image_bytes))
         for spans in calls:
             update(
-                schema, images[-1], gradient, options=AdamW(), optimizer_step=1, grad_scale=0.5, param=params[-1], spans=spans
+                schema, images[-1], [gradient], options=AdamW(), optimizer_step=1, grad_scale=0.5, param=params[-1], spans=spans
             )
     assert images[0] == images[1]
     assert params[0] == params[1]
@@ -137,7 +138,7 @@ def test_the_new_masters_are_cast_into_param(param_dtype: str) -> None:
     values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     gradients = {name: torch.randn(shape).to(torch_dtype(param_dtype)) for name, shape in SHAPES.items()}
     image, param = filled_record(schema, values), buffer(schema.part("param").image_bytes)
-    update(schema, image, gradient_image(schema, gradients), options=AdamW(), optimizer_step=1, param=param)
+    update(schema, image, [gradient_image(schema, gradients)], options=AdamW(), optimizer_step=1, param=param)
     for name in SHAPES:
         master = part_tensor(schema, "optim", image, f"master/{name}")
         assert torch.equal(part_tensor(schema, "param", param, name), master.to(torch_dtype(param_dtype)))
@@ -150,8 +151,8 @@ def test_an_update_without_a_param_slot_changes_the_record_alike() -> None:
     gradient = gradient_image(schema, values)
     with_param, without = filled_record(schema, values), filled_record(schema, values)
     param = buffer(schema.part("param").image_bytes)
-    update(schema, with_param, gradient, options=AdamW(), optimizer_step=1, param=param)
-    update(schema, without, gradient, options=AdamW(), optimizer_step=1)
+    update(schema, with_param, [gradient], options=AdamW(), optimizer_step=1, param=param)
+    update(schema, without, [gradient], options=AdamW(), optimizer_step=1)
     assert with_param == without
 
 
@@ -163,7 +164,7 @@ def test_chunks_and_threads_of_the_reference_change_no_bit(monkeypatch: pytest.M
     image, reference = filled_record(schema, values), Reference(values, AdamW())
     torch.set_num_threads(2)
     reference.step(gradients, 1.0)
-    update(schema, image, gradient_image(schema, gradients), options=AdamW(), optimizer_step=1)
+    update(schema, image, [gradient_image(schema, gradients)], options=AdamW(), optimizer_step=1)
     for prefix, expected in reference.state("w").items():
         assert torch.equal(part_tensor(schema, "optim", image, f"{prefix}/w"), expected)
 
@@ -174,7 +175,7 @@ def test_an_update_leaves_header_and_gradient_alone(grad_scale: float) -> None:
     values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     image, gradient = filled_record(schema, values), gradient_image(schema, values)
     header, before = bytes(image[: schema.stored.header_bytes]), bytes(gradient)
-    update(schema, image, gradient, options=AdamW(), optimizer_step=1, grad_scale=grad_scale)
+    update(schema, image, [gradient], options=AdamW(), optimizer_step=1, grad_scale=grad_scale)
     assert bytes(image[: schema.stored.header_bytes]) == header
     assert bytes(gradient) == before
 
@@ -186,7 +187,7 @@ def test_an_update_allocates_no_tensor_per_chunk() -> None:
     gradient, param = buffer(schema.gradient_bytes, 0), buffer(schema.part("param").image_bytes)
 
     def one_update() -> None:
-        update(schema, image, gradient, options=AdamW(), optimizer_step=1, grad_scale=0.5, param=param, scratch=scratch)
+        update(schema, image, [gradient], options=AdamW(), optimizer_step=1, grad_scale=0.5, param=param, scratch=scratch)
 
     one_update()
     # Names of ops differ between versions of torch; the profiler counts every byte its allocator gives.

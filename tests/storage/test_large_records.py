@@ -213,7 +213,7 @@ def test_masters_beyond_4_gib_are_cast_to_their_places_and_updated() -> None:
     gradient = HoleSegment(TRAINED.gradient_bytes).view(0, TRAINED.gradient_bytes)
     field_tensor(gradient, TRAINED.gradient_fields()[0])[GIB] = 1.0
     update(
-        TRAINED, image, gradient, options=AdamW(lr=0.5, weight_decay=0.0), optimizer_step=1, param=slot,
+        TRAINED, image, [gradient], options=AdamW(lr=0.5, weight_decay=0.0), optimizer_step=1, param=slot,
         spans=[(0, GIB - 1024, GIB + 1024)],
     )  # fmt: skip
     assert masters[elements].tolist() == pytest.approx([1.5, 2.0, 3.5, 4.5])

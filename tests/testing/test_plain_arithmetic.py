@@ -45,7 +45,7 @@ def test_an_update_does_what_it_says_and_makes_param() -> None:
     image, param = buffer(SCHEMA.record_bytes), buffer(SCHEMA.part("param").image_bytes)
     gradient = filled(SCHEMA.gradient_bytes, SCHEMA.gradient_fields())
     for step in (1, 2):
-        plain_arithmetic.update(SCHEMA, image, gradient, options=OPTIONS, optimizer_step=step, grad_scale=2.0, param=param)
+        plain_arithmetic.update(SCHEMA, image, [gradient], options=OPTIONS, optimizer_step=step, grad_scale=2.0, param=param)
     for number, field in enumerate(SCHEMA.gradient_fields()):
         expected = numpy.arange(field.elements)
         master, exp_avg, exp_avg_sq = (values(image, SCHEMA.stored.fields[number + 2 * part]) for part in range(3))
@@ -61,7 +61,7 @@ def test_spans_that_cover_everything_give_what_one_call_gives() -> None:
     for image, spans in ((whole, [None]), (parts, [[(0, 0, 8)], [(0, 8, 15), (1, 0, 7)]])):
         for some in spans:
             plain_arithmetic.update(
-                SCHEMA, image, gradient, options=OPTIONS, optimizer_step=1, grad_scale=1.0, param=None, spans=some
+                SCHEMA, image, [gradient], options=OPTIONS, optimizer_step=1, grad_scale=1.0, param=None, spans=some
             )
     assert whole == parts
 
@@ -80,7 +80,7 @@ def test_other_dtypes_are_refused() -> None:
     schema = Schema.adamw({"w": (4,)}, param_dtype="bfloat16")
     image, gradient = buffer(schema.record_bytes), buffer(schema.gradient_bytes)
     with pytest.raises(AssertionError, match="bfloat16"):
-        plain_arithmetic.update(schema, image, gradient, options=OPTIONS, optimizer_step=1, grad_scale=1.0, param=None)
+        plain_arithmetic.update(schema, image, [gradient], options=OPTIONS, optimizer_step=1, grad_scale=1.0, param=None)
 
 
 def test_once_installed_a_daemon_has_all_it_needs_without_torch() -> None:

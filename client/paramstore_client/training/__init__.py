@@ -1,0 +1,1 @@
+"""What joins a model's stored experts with a training loop: needs torch alone."""

@@ -1,0 +1,30 @@
+"""What every message has in common: limits, keys and the base class. `paramstore.wire.messages` is what others import."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 3
+VERIFY_MINOR = 1
+"""The first minor in which a daemon knows `Verify`."""
+PREPARE_MINOR = 2
+"""The first minor in which a daemon knows `Prepare` and `Finalize`, and opens a writer `at` a step."""
+TRAINING_MINOR = 3
+"""The first minor in which a daemon knows ranks, optimizers other than AdamW, exact updates and declared schedules."""
+MAGIC = "paramstore"
+
+KEYS_MAX = 1 << 17
+"""Keys in one request."""
+EXTRA_BYTES_MAX = 64 << 10
+SEGMENTS_PER_FRAME_MAX = 64
+LABEL_MAX = 64
+
+Key = tuple[int, int]
+Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
+
+
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Base of all; each message is an array whose first item is its tag."""
