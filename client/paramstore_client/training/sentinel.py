@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class ExpertSentinel(nn.Module):
-    """The child module `paramstore` of a model whose experts are stored. A child, because DDP's ignore list matches "module.param"."""
+    """The child module `paramstore` of a model whose experts are stored: a child, as DDP ignores by "module.param" only."""
 
     def __init__(self) -> None:
         super().__init__()
