@@ -27,6 +27,7 @@ from paramstore.wire.messages import (
     PREPARE_MINOR,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    TRAINING_MINOR,
     VERIFY_MINOR,
     CreateNamespace,
     Hello,
@@ -34,6 +35,8 @@ from paramstore.wire.messages import (
     OpenNamespace,
     Request,
     Stats,
+    TraceBegin,
+    TraceEnd,
     Verify,
 )  # fmt: skip
 from paramstore_client import answers
@@ -174,6 +177,17 @@ class Store:
         message = Verify(self._connection.next_id(), namespace, chosen, _size(bytes_per_s))
         what = "verify" if namespace is None else f"verify {namespace!r}"
         return self._connection.request(message, what=what, convert=answers.mapping)
+
+    def trace_begin(self) -> None:
+        """From now on the daemon keeps a row of every transfer for this session, which `trace_end` gives. Once more: anew."""
+        self._connection.check_minor(TRAINING_MINOR, "trace_begin")
+        self._ask(TraceBegin(self._connection.next_id()), "trace_begin", answers.nothing)
+
+    def trace_end(self) -> Result:
+        """What moved since `trace_begin`: {transfers, dropped, now_s}, a transfer being [kind, namespace, layer, expert, urgency,
+        bytes, submitted_s, started_s, ended_s] by this node's `time.monotonic`. dropped: rows there was no room for."""
+        self._connection.check_minor(TRAINING_MINOR, "trace_end")
+        return self._ask(TraceEnd(self._connection.next_id()), "trace_end", answers.mapping)
 
     def reconnect(self, timeout_s: float = RECONNECT_TIMEOUT_S) -> None:
         """A new session at the same address, for a daemon that was restarted. Open the namespaces again after it.

@@ -33,6 +33,7 @@ from paramstore.engine.scrub import Scrubber
 from paramstore.engine.scrub_notes import NoteScrub
 from paramstore.engine.store import Store
 from paramstore.engine.transactions import Transactions
+from paramstore.engine.transfer_log import TransferLog
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import LOOKAHEAD_RECORDS, Updater
 from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, VolumeSet
@@ -302,8 +303,9 @@ def connect(
     planner = Planner(recovered.space, config.retention)
     clock, hashing = MonotonicClock(), Hashing(at_once=max(1, core_count() // 2))
     transfers = Transfers(
-        planner, runner, volumes, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes, hashing=hashing
-    )
+        planner, runner, volumes, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes, hashing=hashing,
+        log=TransferLog(clock),
+    )  # fmt: skip
     loader = Loader(planner, transfers, wait_timeout_s=config.wait_timeout_s)
     cleaner = Cleaner(planner, transfers, loader)
     updater = Updater(planner, transfers, loader, cleaner, update_workers=update_workers)

@@ -90,6 +90,8 @@ class Session:
             m.Residency: lambda r: self._store.residency(self._view(r)),
             m.Stats: lambda _: self._store.stats(),
             m.Verify: self._verify,
+            m.TraceBegin: lambda _: self._store.transfer_log.listen(self),
+            m.TraceEnd: lambda _: self._store.transfer_log.end(self),
         }
 
     @property
@@ -356,6 +358,7 @@ class Session:
             return
         self.is_ended = True
         self._hello_timer.cancel()
+        self._store.transfer_log.end(self)
         if reason is not None:
             logger.info("session of pid %d ended: %s", self.pid, reason)
         for cancel in list(self._cancels.values()):

@@ -65,6 +65,7 @@ class Store:
         self._planner = planner
         self._runner = runner
         self._transfers = transfers
+        self.transfer_log = transfers.log
         self._volumes = volumes
         self._loader = loader
         self._cleaner = cleaner

@@ -24,6 +24,7 @@ from paramstore.engine.requests import PrefetchRequest, Urgency
 from paramstore.engine.routes import ImageRead, ImageWrite, MasterRead, PieceRead, check_pieces, cut_for_write, cut_pieces
 from paramstore.engine.runner import CPU_LANE, Runner, call, volume_lane, wake
 from paramstore.engine.scheduler import Transfer
+from paramstore.engine.transfer_log import TransferLog, bytes_of
 from paramstore.errors import ParamStoreError, TicketCancelled
 from paramstore.storage.format import Header, check_header
 from paramstore.storage.volume import Volume
@@ -46,9 +47,10 @@ class Transfers:
 
     def __init__(
         self, planner: Planner, runner: Runner, volumes: Mapping[int, Volume], *, store_uuid: bytes, piece_bytes: int,
-        hashing: Hashing,
+        hashing: Hashing, log: TransferLog,
     ) -> None:  # fmt: skip
         self.planner = planner
+        self.log = log
         self.runner = runner
         self.traffic = {index: VolumeTraffic() for index in volumes}
         self.watch_writes: Callable[[], None] = lambda: None
@@ -154,6 +156,7 @@ class Transfers:
             lane=lane, urgency=move.urgency, run=run, pieces=pieces, final=final, deadline_s=move.deadline_s,
             settle=partial(settle, move), light_bytes=light_bytes,
         )  # fmt: skip
+        self.log.watch(move, move.transfer, bytes_moved=bytes_of(move))
         self.runner.submit(move.transfer)
 
     # --- settling
@@ -195,9 +198,7 @@ class Transfers:
         traffic = self.traffic[located.extent.volume]
         if error is not None and not isinstance(error, TicketCancelled):
             traffic.failures += 1
-        schema = move.namespace.schema
-        is_master = move.kind is MoveKind.LOAD_PARAM and schema.is_trainable
-        moved = schema.stored.fields[len(schema.specs)].offset_bytes if is_master else schema.record_bytes
+        moved = bytes_of(move)
         if transfer.error is None:
             traffic.bytes_read += moved
             traffic.reads += 1

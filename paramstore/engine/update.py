@@ -185,6 +185,7 @@ class Updater:
         transfer = Transfer(lane=CPU_LANE, urgency=Urgency.DEMAND, run=call, pieces=deque(jobs), settle=settle)
         if working.move is not None:
             working.move.transfer = transfer
+            self._transfers.log.watch(working.move, transfer, bytes_moved=working.move.namespace.schema.record_bytes)
         self._transfers.drain()
         self._transfers.runner.submit(transfer)
         await asyncio.shield(future)

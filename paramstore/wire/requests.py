@@ -298,6 +298,19 @@ class Verify(Message, tag="verify"):
     bytes_per_s: int | None = None
 
 
+class TraceBegin(Message, tag="trace_begin"):
+    """From now on the daemon logs transfers for this session. Result: None."""
+
+    id: int
+
+
+class TraceEnd(Message, tag="trace_end"):
+    """Result: {transfers, dropped, now_s}: those submitted since `TraceBegin` that have ended, as [kind, namespace, layer, expert,
+    urgency, bytes, submitted_s, started_s, ended_s]; times are CLOCK_MONOTONIC."""
+
+    id: int
+
+
 class Unmapped(Message, tag="unmapped"):
     """One-way: the client has unmapped these segments."""
 
@@ -317,5 +330,5 @@ Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CloseNamespace | Refresh | OpenUpload | InitializeBegin
     | InitializePut | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push | GradientNorm | Apply | Abort
     | WriteBack | Evict | Protect | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots
-    | Read | Residency | Stats | Verify | Unmapped | DeviceReport
+    | Read | Residency | Stats | Verify | TraceBegin | TraceEnd | Unmapped | DeviceReport
 )  # fmt: skip
