@@ -38,9 +38,10 @@ from paramstore.errors import (
     WriterFenced,
 )
 from paramstore_client.autostart import ServeOptions
-from paramstore_client.client import Store, adamw_schema, connect, param_schema
+from paramstore_client.client import Store, connect
 from paramstore_client.lease import Lease
 from paramstore_client.namespace import Namespace
+from paramstore_client.schemas import adamw_schema, param_schema
 from paramstore_client.ticket import Ticket
 
 if TYPE_CHECKING:

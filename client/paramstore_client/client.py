@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -55,21 +55,6 @@ RECONNECT_TIMEOUT_S = 10.0
 
 Dial = Callable[[float], socket.socket]
 """timeout_s -> a connected socket, or StoreUnavailable."""
-
-
-def adamw_schema(
-    fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None
-) -> Schema:
-    """A training schema: fp32 master weights and Adam moments on the volume, `param_dtype` weights made from them.
-
-    fields: name -> shape. dtypes: torch's, or their names. gradient_dtype: default `param_dtype`. Raises SchemaMismatch.
-    """
-    return Schema.adamw(fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype)
-
-
-def param_schema(fields: Mapping[str, tuple[Sequence[int], object]]) -> Schema:
-    """An inference schema: the checkpoint's own bytes. fields: name -> (shape, dtype). Raises SchemaMismatch."""
-    return Schema.param(fields)
 
 
 def connect(

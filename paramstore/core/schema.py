@@ -32,6 +32,9 @@ PARAM_DTYPES = ("float32", "bfloat16", "float16")
 MASTER_DTYPE = "float32"
 OPTIM_PREFIXES = ("master", "exp_avg", "exp_avg_sq")
 """The order in which an adamw record stores its fields; `master` first, so that forward reads a third."""
+UPDATE_RULES = ("touched", "exact")
+"""What an apply does to records without a gradient: nothing, or what the optimizer does with a gradient of zeros (later, when the
+record is needed)."""
 FIELDS_MAX = 64
 RANK_MAX = 8
 
@@ -116,28 +119,33 @@ class Schema:
     kind: "adamw" (parts `optim`, stored, and `param`, derived) or "param" (one stored part `param`).
     specs: the parameter fields as the user gave them, (name, shape, dtype).
     gradient_dtype: dtype of pushed gradients; "" for kind "param".
+    updates: one of UPDATE_RULES; "touched" for kind "param", which has none.
     """
 
     kind: str
     specs: FieldSpecs
     gradient_dtype: str
     parts: tuple[Part, ...]
+    updates: str = "touched"
 
     @classmethod
     def adamw(
-        cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None
-    ) -> Schema:
+        cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
+        updates: str = "touched",
+    ) -> Schema:  # fmt: skip
         """A training schema: fp32 `master`, `exp_avg`, `exp_avg_sq` (12 bytes a parameter, the 12·S of SE-MoE, section 3.1).
 
         fields: name -> shape. param_dtype: float32, bfloat16 or float16. gradient_dtype: default `param_dtype`.
-        Raises SchemaMismatch.
+        updates: what an apply does to records without a gradient, one of UPDATE_RULES. Raises SchemaMismatch.
         """
+        if updates not in UPDATE_RULES:
+            raise SchemaMismatch(f"updates={updates!r}: an adamw schema takes {', '.join(UPDATE_RULES)}")
         param = _check_param_dtype(param_dtype, "param_dtype")
         gradient = _check_param_dtype(param if gradient_dtype is None else gradient_dtype, "gradient_dtype")
         specs = _check_specs({name: (shape, param) for name, shape in fields.items()})
         optim_specs = [(f"{prefix}/{name}", shape, MASTER_DTYPE) for prefix in OPTIM_PREFIXES for name, shape, _ in specs]
         parts = (_stored_part("optim", optim_specs), _derived_part("param", specs))
-        return cls(kind="adamw", specs=specs, gradient_dtype=gradient, parts=parts)
+        return cls(kind="adamw", specs=specs, gradient_dtype=gradient, parts=parts, updates=updates)
 
     @classmethod
     def param(cls, fields: Mapping[str, tuple[Sequence[int], object]]) -> Schema:
@@ -159,15 +167,22 @@ class Schema:
                 if len(dtypes) != 1:
                     raise SchemaMismatch(f"an adamw schema has one param dtype, got {sorted(map(str, dtypes))}")
                 shapes = {name: shape for name, (shape, _) in fields.items()}
-                return cls.adamw(shapes, param_dtype=dtypes.pop(), gradient_dtype=description["gradient_dtype"])
+                return cls.adamw(
+                    shapes, param_dtype=dtypes.pop(), gradient_dtype=description["gradient_dtype"],
+                    updates=str(description.get("updates", "touched")),
+                )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise SchemaMismatch(f"not a schema description: {error!r}") from error
         raise SchemaMismatch(f"schema kind {kind!r} is unknown; this version knows 'adamw' and 'param'")
 
     def describe(self) -> dict[str, object]:
-        """Plain values that travel and are kept in the catalog."""
+        """Plain values that travel and are kept in the catalog. What has its default is left out: catalogs and notes of an
+        earlier version describe equal schemas in equal bytes."""
         fields = [[name, list(shape), dtype] for name, shape, dtype in self.specs]
-        return {"kind": self.kind, "fields": fields, "gradient_dtype": self.gradient_dtype}
+        described: dict[str, object] = {"kind": self.kind, "fields": fields, "gradient_dtype": self.gradient_dtype}
+        if self.updates != "touched":
+            described["updates"] = self.updates
+        return described
 
     def part(self, name: str) -> Part:
         for part in self.parts:

@@ -13,6 +13,7 @@ from paramstore.core.schema import (
     ITEM_BYTES,
     PAGE_BYTES,
     RANK_MAX,
+    UPDATE_RULES,
     Part,
     Schema,
     dtype_name,
@@ -29,7 +30,8 @@ def schemas() -> st.SearchStrategy[Schema]:
     names = st.text("abc", min_size=1, max_size=8)
     stored = st.dictionaries(names, st.tuples(SHAPES, dtypes), min_size=1, max_size=5).map(Schema.param)
     param_dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
-    trained = st.builds(Schema.adamw, FIELDS, param_dtype=param_dtypes, gradient_dtype=st.none() | param_dtypes)
+    gradient_dtypes, updates = st.none() | param_dtypes, st.sampled_from(UPDATE_RULES)
+    trained = st.builds(Schema.adamw, FIELDS, param_dtype=param_dtypes, gradient_dtype=gradient_dtypes, updates=updates)
     return stored | trained
 
 
@@ -156,6 +158,19 @@ def test_a_schema_comes_back_from_its_description(schema: Schema) -> None:
     assert Schema.from_description(schema.describe()) == schema
 
 
+def test_what_has_its_default_is_not_in_a_description() -> None:
+    """Catalogs of an earlier version hold such descriptions, and `create_namespace` compares what they describe."""
+    fields = [["w", [4], "bfloat16"]]
+    assert Schema.adamw({"w": (4,)}).describe() == {"kind": "adamw", "fields": fields, "gradient_dtype": "bfloat16"}
+    assert Schema.adamw({"w": (4,)}, updates="exact").describe()["updates"] == "exact"
+    assert Schema.adamw({"w": (4,)}, updates="exact") != Schema.adamw({"w": (4,)})
+
+
+def test_an_unknown_rule_of_updates_is_refused() -> None:
+    with pytest.raises(SchemaMismatch, match="updates='lazy'"):
+        Schema.adamw({"w": (4,)}, updates="lazy")
+
+
 @pytest.mark.parametrize(
     "description",
     [
@@ -170,6 +185,7 @@ def test_a_schema_comes_back_from_its_description(schema: Schema) -> None:
         {"kind": "param", "fields": [["w", [4], ["uint8"]]]},
         {"kind": "adamw", "fields": [["w", [4], "float32"]]},
         {"kind": "adamw", "fields": [["w", [4], []]], "gradient_dtype": None},
+        {"kind": "adamw", "fields": [["w", [4], "float32"]], "gradient_dtype": "float32", "updates": 7},
         {"kind": "adamw", "fields": [["v", [4], "float32"], ["w", [4], "float16"]], "gradient_dtype": None},
     ],
 )
