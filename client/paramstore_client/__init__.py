@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from paramstore.core.optimizers import AdamW
+from paramstore.core.optimizers import SGD, Adagrad, AdamW
 from paramstore.core.schema import Schema
 from paramstore.errors import (
     CapacityError,
@@ -41,7 +41,7 @@ from paramstore_client.autostart import ServeOptions
 from paramstore_client.client import Store, connect
 from paramstore_client.lease import Lease
 from paramstore_client.namespace import Namespace
-from paramstore_client.schemas import adamw_schema, param_schema
+from paramstore_client.schemas import adagrad_schema, adamw_schema, param_schema, sgd_schema
 from paramstore_client.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from paramstore_client.ring import RingMemory
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "AdamW",
     "CapacityError",
     "CatalogError",
@@ -86,10 +88,12 @@ __all__ = [
     "VolumeError",
     "WaitTimeout",
     "WriterFenced",
+    "adagrad_schema",
     "adamw_schema",
     "connect",
     "nn",
     "param_schema",
+    "sgd_schema",
 ]
 
 _TORCH_NAMES = {

@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramstore.core.key import ExpertKey, KeySpace
-from paramstore.core.optimizers import AdamW
+from paramstore.core.optimizers import AdamW, Options
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, ProtocolError, UnknownNamespace
 from paramstore.wire import messages
 from paramstore.wire.messages import KEYS_MAX, Granted, Request
+from paramstore.wire.options import apply_message
 from paramstore_client import answers
 from paramstore_client.answers import Opened, Result
 from paramstore_client.connection import Connection
@@ -212,16 +213,17 @@ class Namespace(Steps):
         """The L2 norm over everything pending."""
         return self._send(messages.GradientNorm(self._next_id(), self._handle), "gradient_norm", answers.real).wait()
 
-    def apply(self, options: AdamW, *, grad_scale: float = 1.0) -> Ticket[Result]:
+    def apply(self, options: Options, *, grad_scale: float = 1.0) -> Ticket[Result]:
         """One optimizer step over every key with pending gradients, which it consumes. Cannot be cancelled.
 
-        Result: {records, bytes_read, bytes_written}. An error half-way leaves the namespace broken: push, apply and
-        commit raise StepFailed until `rollback`.
+        options: of the optimizer that the schema is for. Result: {records, bytes_read, bytes_written}. An error half-way leaves the
+        namespace broken: push, apply and commit raise StepFailed until `rollback`. Raises SchemaMismatch for options of another
+        optimizer, VersionMismatch where the daemon knows AdamW alone; then what is pending stays so.
         """
-        beta1, beta2 = options.betas
-        message = messages.Apply(
-            self._next_id(), self._handle, options.lr, beta1, beta2, options.eps, options.weight_decay, grad_scale
-        )
+        self.schema.check_options(options)
+        if not isinstance(options, AdamW):
+            self._connection.check_minor(messages.TRAINING_MINOR, f"apply({type(options).__name__})")
+        message = apply_message(self._next_id(), self._handle, options, grad_scale)
         try:
             return self._consume(message, "apply", answers.mapping)
         finally:

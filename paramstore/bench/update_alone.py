@@ -23,8 +23,8 @@ from paramstore.clock import Clock
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema, dtype_name
 from paramstore.memory.arena import Segment, allocate_private, allocate_shared, allocate_upload, probe_pages
-from paramstore.optim import adamw
 from paramstore.optim.tensors import flat_tensor
+from paramstore.optim.update import update
 
 MEGA = 1e6
 WARM_UP_ROUNDS = 2
@@ -70,9 +70,8 @@ class UpdateAlone:
     def _work(self, next_index: Callable[[], int | None]) -> None:
         images, params, gradients = self._cells
         while (index := next_index()) is not None:
-            adamw.update(
-                self._schema, images[index], [gradients[index]], options=AdamW(lr=1e-4), optimizer_step=1, param=params[index]
-            )
+            options = AdamW(lr=1e-4)
+            update(self._schema, images[index], [gradients[index]], options=options, optimizer_step=1, param=params[index])
 
     def close(self) -> None:
         self._cells.clear()

@@ -1,11 +1,25 @@
-"""Options of the optimizers that the daemon runs. The update itself is in `paramstore.optim`."""
+"""The optimizers that the daemon runs: their options, as torch names them, and the states that each keeps of a parameter.
+
+The update itself is in `paramstore.optim`. Options are plain values: `describe` gives them as such, to travel or to be kept,
+and `options_from_description` takes them back.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from math import isfinite
+from typing import Any, ClassVar
 
 from paramstore.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor of the parameter's shape that an optimizer keeps, under torch's name. is_signed: whether it may be below 0."""
+
+    name: str
+    is_signed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +29,9 @@ class AdamW:
     Raises ConfigError on a value that torch refuses too.
     """
 
+    kind: ClassVar[str] = "adamw"
+    states: ClassVar[tuple[State, ...]] = (State("exp_avg", is_signed=True), State("exp_avg_sq", is_signed=False))
+
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -22,8 +39,99 @@ class AdamW:
 
     def __post_init__(self) -> None:
         beta1, beta2 = self.betas
-        for name, value in (("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)):
-            if not (isfinite(value) and value >= 0):
-                raise ConfigError(f"AdamW {name}={value}: must be finite and not negative")
+        _check_not_negative(self, "lr", "eps", "weight_decay")
         if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
             raise ConfigError(f"AdamW betas={self.betas}: each must be in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True)
+class SGD:
+    """Stochastic gradient descent with momentum; names, defaults and arithmetic of `torch.optim.SGD(fused=True)`.
+
+    As in torch the first step takes the gradient itself for `momentum_buffer`, whatever `dampening` says. Where the first steps had
+    no momentum, torch does so at the first one that has some; here the buffer starts from 0 then, which is the same without
+    dampening. Raises ConfigError on a value that torch refuses too.
+    """
+
+    kind: ClassVar[str] = "sgd"
+    states: ClassVar[tuple[State, ...]] = (State("momentum_buffer", is_signed=True),)
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "lr", "momentum", "weight_decay")
+        if not isfinite(self.dampening):
+            raise ConfigError(f"SGD dampening={self.dampening}: must be finite")
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ConfigError(
+                f"SGD nesterov=True with momentum={self.momentum}, dampening={self.dampening}: it requires a momentum and zero "
+                "dampening"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Adagrad:
+    """Adagrad; names, defaults and arithmetic of `torch.optim.Adagrad(fused=True)`.
+
+    A record's first step starts its `sum` from `initial_accumulator_value`; later ones do not look at it. Raises ConfigError on a
+    value that torch refuses too.
+    """
+
+    kind: ClassVar[str] = "adagrad"
+    states: ClassVar[tuple[State, ...]] = (State("sum", is_signed=False),)
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+
+
+Options = AdamW | SGD | Adagrad
+"""What one step of a trainable namespace is made with."""
+
+OPTIMIZERS: Mapping[str, type[Options]] = {options.kind: options for options in (AdamW, SGD, Adagrad)}
+"""By the kind of schema that each updates."""
+
+
+def describe(options: Options) -> dict[str, object]:
+    """`kind` and every option, as plain values that msgpack and JSON know."""
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    return {"kind": options.kind, **{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}}
+
+
+def options_from_description(description: Mapping[str, object]) -> Options:
+    """The options that `describe` described; one that is left out has its default. Raises ConfigError if they are none."""
+    values = dict(description)
+    kind = values.pop("kind", None)
+    if not isinstance(kind, str) or kind not in OPTIMIZERS:
+        raise ConfigError(f"optimizer {kind!r:.64} is unknown; this version knows {', '.join(OPTIMIZERS)}")
+    known = {field.name: field.default for field in fields(OPTIMIZERS[kind])}
+    for name, value in values.items():
+        if name not in known or not _has_type_of(known[name], value):
+            raise ConfigError(f"{OPTIMIZERS[kind].__name__} has no option {name:.64}={value!r:.64}; it has {', '.join(known)}")
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return OPTIMIZERS[kind](**given)
+
+
+def _has_type_of(default: object, value: object) -> bool:
+    """Whether `value` is a flag, a number or a list of as many numbers, as `default` is."""
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, tuple):
+        return isinstance(value, list | tuple) and len(value) == len(default) and all(_has_type_of(0.0, each) for each in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_not_negative(options: Options, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if not (isfinite(value) and value >= 0):
+            raise ConfigError(f"{type(options).__name__} {name}={value}: must be finite and not negative")

@@ -1,7 +1,7 @@
 """What a record is made of: parts, fields, shapes, dtypes and where each byte lies.
 
 A *stored* part's image is exactly what lies in its extent and in its slot: `header | field | field | ...`, each field
-aligned to 4 KiB. A *derived* part (`param` of an adamw schema) has no header and is never on a volume: it is made from
+aligned to 4 KiB. A *derived* part (`param` of a training schema) has no header and is never on a volume: it is made from
 the `master` fields. Checksums are one per CHUNK_BYTES; chunks restart at each field, so `master` can be read and
 verified without the moments. The header's size is fixed by the schema.
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from operator import index
 
+from paramstore.core.optimizers import OPTIMIZERS, Options, State
 from paramstore.errors import SchemaMismatch
 
 PAGE_BYTES = 4096
@@ -28,10 +29,16 @@ ITEM_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
-"""What an adamw schema's `param` and gradients may be."""
+"""What a training schema's `param` and gradients may be."""
 MASTER_DTYPE = "float32"
-OPTIM_PREFIXES = ("master", "exp_avg", "exp_avg_sq")
-"""The order in which an adamw record stores its fields; `master` first, so that forward reads a third."""
+MASTER_PREFIX = "master"
+"""The masters come first in a record, so that forward reads them alone."""
+BLOCKWISE = "int8_blockwise"
+STATE_DTYPES = ("float32", "bfloat16", BLOCKWISE)
+"""How a training schema's optimizer states may be stored; `optim/states.py` says what each means."""
+STATE_BLOCK_ELEMENTS = 256
+"""Elements of a blockwise state that share one scale; blocks restart at each field."""
+SCALE_DTYPE = "float32"
 UPDATE_RULES = ("touched", "exact")
 """What an apply does to records without a gradient: nothing, or what the optimizer does with a gradient of zeros (later, when the
 record is needed)."""
@@ -113,13 +120,24 @@ FieldSpecs = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
-    """Parts and layout of a namespace's records. Make one with `adamw` or `param`; equal schemas have equal layouts.
+class StateFields:
+    """Where one optimizer state of one parameter field is stored. scales: None where `values` are the state itself."""
 
-    kind: "adamw" (parts `optim`, stored, and `param`, derived) or "param" (one stored part `param`).
+    state: State
+    values: Field
+    scales: Field | None
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """Parts and layout of a namespace's records. Make one with `adamw`, `sgd`, `adagrad` or `param`; equal schemas have equal
+    layouts.
+
+    kind: an optimizer's (parts `optim`, stored, and `param`, derived) or "param" (one stored part `param`).
     specs: the parameter fields as the user gave them, (name, shape, dtype).
     gradient_dtype: dtype of pushed gradients; "" for kind "param".
     updates: one of UPDATE_RULES; "touched" for kind "param", which has none.
+    state_dtype: one of STATE_DTYPES; "float32" for kind "param", which has no states.
     """
 
     kind: str
@@ -127,25 +145,59 @@ class Schema:
     gradient_dtype: str
     parts: tuple[Part, ...]
     updates: str = "touched"
+    state_dtype: str = "float32"
+
+    @classmethod
+    def trained(
+        cls, kind: str, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
+        updates: str = "touched", state_dtype: object = "float32",
+    ) -> Schema:  # fmt: skip
+        """The schema of parameters that the optimizer `kind` trains: fp32 `master` and the optimizer's states.
+
+        fields: name -> shape. param_dtype: float32, bfloat16 or float16. gradient_dtype: default `param_dtype`.
+        updates: what an apply does to records without a gradient, one of UPDATE_RULES. state_dtype: one of STATE_DTYPES.
+        Raises SchemaMismatch.
+        """
+        if updates not in UPDATE_RULES:
+            raise SchemaMismatch(f"updates={updates!r}: a training schema takes {', '.join(UPDATE_RULES)}")
+        stored_as = str(state_dtype).removeprefix("torch.")
+        if stored_as not in STATE_DTYPES:
+            raise SchemaMismatch(f"state_dtype={stored_as}: a training schema takes {', '.join(STATE_DTYPES)}")
+        param = _check_param_dtype(param_dtype, "param_dtype")
+        gradient = _check_param_dtype(param if gradient_dtype is None else gradient_dtype, "gradient_dtype")
+        specs = _check_specs({name: (shape, param) for name, shape in fields.items()})
+        parts = (_stored_part("optim", _optim_specs(kind, specs, stored_as)), _derived_part("param", specs))
+        return cls(kind=kind, specs=specs, gradient_dtype=gradient, parts=parts, updates=updates, state_dtype=stored_as)
 
     @classmethod
     def adamw(
         cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
-        updates: str = "touched",
+        updates: str = "touched", state_dtype: object = "float32",
     ) -> Schema:  # fmt: skip
-        """A training schema: fp32 `master`, `exp_avg`, `exp_avg_sq` (12 bytes a parameter, the 12·S of SE-MoE, section 3.1).
+        """`master`, `exp_avg`, `exp_avg_sq`: in fp32 12 bytes a parameter, the 12·S of SE-MoE, section 3.1. See `trained`."""
+        return cls.trained(
+            "adamw", fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype, updates=updates, state_dtype=state_dtype
+        )
 
-        fields: name -> shape. param_dtype: float32, bfloat16 or float16. gradient_dtype: default `param_dtype`.
-        updates: what an apply does to records without a gradient, one of UPDATE_RULES. Raises SchemaMismatch.
-        """
-        if updates not in UPDATE_RULES:
-            raise SchemaMismatch(f"updates={updates!r}: an adamw schema takes {', '.join(UPDATE_RULES)}")
-        param = _check_param_dtype(param_dtype, "param_dtype")
-        gradient = _check_param_dtype(param if gradient_dtype is None else gradient_dtype, "gradient_dtype")
-        specs = _check_specs({name: (shape, param) for name, shape in fields.items()})
-        optim_specs = [(f"{prefix}/{name}", shape, MASTER_DTYPE) for prefix in OPTIM_PREFIXES for name, shape, _ in specs]
-        parts = (_stored_part("optim", optim_specs), _derived_part("param", specs))
-        return cls(kind="adamw", specs=specs, gradient_dtype=gradient, parts=parts, updates=updates)
+    @classmethod
+    def sgd(
+        cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
+        updates: str = "touched", state_dtype: object = "float32",
+    ) -> Schema:  # fmt: skip
+        """`master`, `momentum_buffer`: in fp32 8 bytes a parameter. See `trained`."""
+        return cls.trained(
+            "sgd", fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype, updates=updates, state_dtype=state_dtype
+        )
+
+    @classmethod
+    def adagrad(
+        cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
+        updates: str = "touched", state_dtype: object = "float32",
+    ) -> Schema:  # fmt: skip
+        """`master`, `sum`: in fp32 8 bytes a parameter. See `trained`."""
+        return cls.trained(
+            "adagrad", fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype, updates=updates, state_dtype=state_dtype
+        )
 
     @classmethod
     def param(cls, fields: Mapping[str, tuple[Sequence[int], object]]) -> Schema:
@@ -162,18 +214,19 @@ class Schema:
             fields = {str(name): (tuple(shape), dtype) for name, shape, dtype in raw}  # type: ignore[attr-defined]
             if kind == "param":
                 return cls.param(fields)
-            if kind == "adamw":
+            if kind in OPTIMIZERS:
                 dtypes = {dtype for _, dtype in fields.values()}
                 if len(dtypes) != 1:
-                    raise SchemaMismatch(f"an adamw schema has one param dtype, got {sorted(map(str, dtypes))}")
+                    raise SchemaMismatch(f"a training schema has one param dtype, got {sorted(map(str, dtypes))}")
                 shapes = {name: shape for name, (shape, _) in fields.items()}
-                return cls.adamw(
-                    shapes, param_dtype=dtypes.pop(), gradient_dtype=description["gradient_dtype"],
+                return cls.trained(
+                    str(kind), shapes, param_dtype=dtypes.pop(), gradient_dtype=description["gradient_dtype"],
                     updates=str(description.get("updates", "touched")),
+                    state_dtype=description.get("state_dtype", "float32"),
                 )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise SchemaMismatch(f"not a schema description: {error!r}") from error
-        raise SchemaMismatch(f"schema kind {kind!r} is unknown; this version knows 'adamw' and 'param'")
+        raise SchemaMismatch(f"schema kind {kind!r} is unknown; this version knows {', '.join(('param', *OPTIMIZERS))}")
 
     def describe(self) -> dict[str, object]:
         """Plain values that travel and are kept in the catalog. What has its default is left out: catalogs and notes of an
@@ -182,6 +235,8 @@ class Schema:
         described: dict[str, object] = {"kind": self.kind, "fields": fields, "gradient_dtype": self.gradient_dtype}
         if self.updates != "touched":
             described["updates"] = self.updates
+        if self.state_dtype != "float32":
+            described["state_dtype"] = self.state_dtype
         return described
 
     def part(self, name: str) -> Part:
@@ -201,7 +256,38 @@ class Schema:
 
     @property
     def is_trainable(self) -> bool:
-        return self.kind == "adamw"
+        return self.kind != "param"
+
+    def check_options(self, options: Options) -> None:
+        """Raises SchemaMismatch if they are of another optimizer than the one whose states the records hold."""
+        if options.kind != self.kind:
+            states = "none" if self.kind == "param" else ", ".join(state.name for state in OPTIMIZERS[self.kind].states)
+            raise SchemaMismatch(
+                f"{type(options).__name__} cannot update a namespace of schema kind {self.kind!r}, whose optimizer states are "
+                f"{states}: give the options of {self.kind!r}, or create the namespace with a schema of kind {options.kind!r}"
+            )
+
+    def state_fields(self) -> tuple[tuple[StateFields, ...], ...]:
+        """For each parameter field, in order, where its optimizer states are stored; its master is the stored field of the same
+        number. Training schemas only."""
+        count, states = len(self.specs), OPTIMIZERS[self.kind].states
+        fields = self.stored.fields
+        first_scale = count * (1 + len(states))
+        return tuple(
+            tuple(
+                StateFields(
+                    state, fields[count * (place + 1) + number],
+                    fields[first_scale + count * place + number] if self.state_dtype == BLOCKWISE else None,
+                )
+                for place, state in enumerate(states)
+            )
+            for number in range(count)
+        )  # fmt: skip
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of the record's fields for each parameter, without header and padding."""
+        return sum(field.length_bytes for field in self.stored.fields) / self.parameter_elements
 
     @property
     def parameter_elements(self) -> int:
@@ -209,7 +295,7 @@ class Schema:
         return sum(prod(shape) for _, shape, _ in self.specs)
 
     def initial_fields(self) -> tuple[Field, ...]:
-        """Where each field of an initial value lies in an upload range: fp32 for adamw (it becomes `master`), else as stored."""
+        """Where each field of an initial value lies in an upload range: fp32 for training (it becomes `master`), else as stored."""
         return self._initial_layout()[0]
 
     @property
@@ -235,7 +321,7 @@ class Schema:
 def _check_param_dtype(dtype: object, argument: str) -> str:
     name = dtype_name(dtype)
     if name not in PARAM_DTYPES:
-        raise SchemaMismatch(f"{argument}={name}: an adamw schema takes {', '.join(PARAM_DTYPES)}")
+        raise SchemaMismatch(f"{argument}={name}: a training schema takes {', '.join(PARAM_DTYPES)}")
     return name
 
 
@@ -254,6 +340,21 @@ def _check_specs(fields: Mapping[str, tuple[Sequence[int], object]]) -> FieldSpe
             raise SchemaMismatch(f"field {name!r} has shape {dimensions}: give 1 to {RANK_MAX} sizes, each at least 1")
         specs.append((name, dimensions, dtype_name(dtype)))
     return tuple(specs)
+
+
+def _optim_specs(kind: str, specs: FieldSpecs, state_dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
+    """The stored fields of a training schema: all masters, all of each state, then all scales of each state."""
+    dtype = "int8" if state_dtype == BLOCKWISE else state_dtype
+    states = [state.name for state in OPTIMIZERS[kind].states]
+    stored = [(f"{MASTER_PREFIX}/{name}", shape, MASTER_DTYPE) for name, shape, _ in specs]
+    stored += [(f"{state}/{name}", shape, dtype) for state in states for name, shape, _ in specs]
+    if state_dtype == BLOCKWISE:
+        stored += [
+            (f"{state}_scale/{name}", (-(-prod(shape) // STATE_BLOCK_ELEMENTS),), SCALE_DTYPE)
+            for state in states
+            for name, shape, _ in specs
+        ]
+    return stored
 
 
 def _layout(specs: Sequence[tuple[str, tuple[int, ...], str]], *, start_bytes: int) -> tuple[tuple[Field, ...], int]:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from paramstore.core.optimizers import AdamW
 from paramstore.daemon.channel import Channel
 from paramstore.daemon.peer import Peer
 from paramstore.daemon.uploads import Uploads
@@ -29,6 +28,7 @@ from paramstore.engine.store import Store
 from paramstore.errors import LeaseError, ParamStoreError, ProtocolError, StoreUnavailable, TicketCancelled
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FRAME_BYTES_MAX, decode_request
+from paramstore.wire.options import options_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Session:
             m.Prefetch: self._prefetch,
             m.Push: self._push,
             m.GradientNorm: lambda r: self._store.gradient_norm(self._view(r)),
-            m.Apply: self._apply,
+            m.Apply: lambda r: self._store.apply(self._view(r), options_of(r), r.grad_scale),
             m.Abort: lambda r: self._store.abort(self._view(r)),
             m.WriteBack: lambda r: self._store.write_back(self._view(r), r.keys),
             m.Evict: lambda r: self._store.evict(self._view(r), r.keys, r.part),
@@ -326,10 +326,6 @@ class Session:
     def _push(self, r: m.Push) -> None:
         view = self._view(r)
         self._store.push(view, self._uploads.ranges(r.entries, view.namespace.schema.gradient_bytes))
-
-    def _apply(self, r: m.Apply) -> object:
-        options = AdamW(lr=r.lr, betas=(r.beta1, r.beta2), eps=r.eps, weight_decay=r.weight_decay)
-        return self._store.apply(self._view(r), options, r.grad_scale)
 
     def _read(self, r: m.Read) -> object:
         view = self._view(r)

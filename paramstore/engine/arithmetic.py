@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from paramstore.core.optimizers import AdamW
+    from paramstore.core.key import ExpertKey
+    from paramstore.core.optimizers import Options
     from paramstore.core.schema import Schema
 
 
@@ -56,8 +57,9 @@ def load() -> None:
     0.1 s, in one of eight commits of 1,000 records. Only then: garbage that is frozen with the rest is never freed.
     """
     is_first = "torch" not in sys.modules
-    import paramstore.optim.adamw
-    import paramstore.optim.cast  # noqa: F401
+    import paramstore.optim.cast
+    import paramstore.optim.initial
+    import paramstore.optim.update  # noqa: F401
 
     if is_first:
         gc.collect()
@@ -65,30 +67,31 @@ def load() -> None:
 
 
 def update(
-    schema: Schema, image: memoryview, gradients: Sequence[memoryview], *, options: AdamW | None, optimizer_step: int,
-    grad_scale: float, param: memoryview | None, missed: Sequence[AdamW] = (), spans: Sequence[Span] | None = None,
+    schema: Schema, image: memoryview, gradients: Sequence[memoryview], *, options: Options | None, optimizer_step: int,
+    grad_scale: float, param: memoryview | None, missed: Sequence[Options] = (), spans: Sequence[Span] | None = None,
+    key: ExpertKey = (0, 0),
 ) -> None:  # fmt: skip
-    """See `paramstore.optim.adamw.update`."""
-    from paramstore.optim import adamw
+    """See `paramstore.optim.update.update`."""
+    from paramstore.optim import update as optim
 
-    adamw.update(
+    optim.update(
         schema, image, gradients, options=options, optimizer_step=optimizer_step, grad_scale=grad_scale, param=param,
-        missed=missed, spans=spans,
+        missed=missed, spans=spans, key=key,
     )  # fmt: skip
 
 
-def square_sum(schema: Schema, gradient: memoryview) -> float:
-    """See `paramstore.optim.adamw.square_sum`."""
-    from paramstore.optim import adamw
+def square_sum(schema: Schema, gradients: Sequence[memoryview]) -> float:
+    """See `paramstore.optim.gradients.square_sum`."""
+    from paramstore.optim import gradients as optim
 
-    return adamw.square_sum(schema, gradient)
+    return optim.square_sum(schema, gradients)
 
 
 def fill_initial(schema: Schema, initial: memoryview, image: memoryview) -> None:
-    """See `paramstore.optim.adamw.fill_initial`."""
-    from paramstore.optim import adamw
+    """See `paramstore.optim.initial.fill_initial`."""
+    from paramstore.optim import initial as optim
 
-    adamw.fill_initial(schema, initial, image)
+    optim.fill_initial(schema, initial, image)
 
 
 def materialise(schema: Schema, image: memoryview, param: memoryview) -> None:

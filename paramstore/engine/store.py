@@ -18,7 +18,7 @@ from paramstore import __version__
 from paramstore.clock import Clock
 from paramstore.config import Config
 from paramstore.core.key import ExpertKey
-from paramstore.core.optimizers import AdamW
+from paramstore.core.optimizers import Options
 from paramstore.core.place import Identity
 from paramstore.core.residency import MAY_MATERIALISE
 from paramstore.engine.admission import Admission
@@ -201,9 +201,10 @@ class Store:
     async def gradient_norm(self, view: View) -> float:
         return await self._updater.norm(self.check_writer(view))
 
-    def apply(self, view: View, options: AdamW, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
-        """Takes what is pending now; the rest happens in turn. Raises StepPrepared; then all of it is pending still."""
+    def apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
+        """Takes what is pending now; the rest happens in turn. Raises StepPrepared, SchemaMismatch; then all is pending still."""
         namespace = self._check_changing(view)
+        namespace.schema.check_options(options)
         pending, epoch = self._updater.begin(namespace), namespace.epoch
 
         async def run() -> dict[str, int]:

@@ -15,7 +15,7 @@ from itertools import islice
 from math import fsum, sqrt
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.optimizers import AdamW
+from paramstore.core.optimizers import Options
 from paramstore.engine.arithmetic import cut_update, fill_initial, square_sum, update
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.load import Loader
@@ -57,7 +57,7 @@ class Updater:
             self._transfers.drain()
 
     async def apply(
-        self, namespace: NamespaceState, pending: Mapping[ExpertKey, GradientRange], options: AdamW, *, grad_scale: float
+        self, namespace: NamespaceState, pending: Mapping[ExpertKey, GradientRange], options: Options, *, grad_scale: float
     ) -> dict[str, int]:
         """On return every record of `pending` has had one optimizer step. If that fails half-way the namespace is broken:
         raises StepFailed, and rollback is the way on."""
@@ -108,7 +108,7 @@ class Updater:
 
     async def _update_some(
         self, namespace: NamespaceState, epoch: int, queue: deque[ExpertKey], pending: Mapping[ExpertKey, GradientRange],
-        options: AdamW, grad_scale: float,
+        options: Options, grad_scale: float,
     ) -> None:  # fmt: skip
         while queue:
             if namespace.stop_requests or namespace.epoch != epoch:
@@ -151,7 +151,7 @@ class Updater:
         return True
 
     async def _update_one(
-        self, namespace: NamespaceState, working: WorkingCopy, gradient: GradientRange, options: AdamW, grad_scale: float,
+        self, namespace: NamespaceState, working: WorkingCopy, gradient: GradientRange, options: Options, grad_scale: float,
         *, is_shared: bool,
     ) -> None:  # fmt: skip
         """is_shared: too few records are left for one per worker, so that this one is worked on by several."""
@@ -162,7 +162,7 @@ class Updater:
             param = namespace.param_arena.view(copy.slot)
         job = partial(
             update, namespace.schema, self._image(namespace, working), [gradient.view()], options=options,
-            optimizer_step=working.optimizer_step + 1, grad_scale=grad_scale, param=param,
+            optimizer_step=working.optimizer_step + 1, grad_scale=grad_scale, param=param, key=working.key,
         )  # fmt: skip
         jobs = [partial(job, spans=spans) for spans in cut_update(namespace.schema)] if is_shared else [job]
         future = asyncio.get_running_loop().create_future()
@@ -200,7 +200,7 @@ class Updater:
 
     async def norm(self, namespace: NamespaceState) -> float:
         """L2 norm over everything pending now."""
-        jobs = [partial(square_sum, namespace.schema, gradient.view()) for gradient in namespace.pending.values()]
+        jobs = [partial(square_sum, namespace.schema, [gradient.view()]) for gradient in namespace.pending.values()]
         sums = await asyncio.gather(*(self._transfers.runner.call(CPU_LANE, job) for job in jobs))
         return sqrt(fsum(sums))
 

@@ -10,7 +10,7 @@ from paramstore.optim.tensors import configure_threads, field_tensor, flat_tenso
 
 
 def materialise(schema: Schema, image: memoryview, param: memoryview) -> None:
-    """Makes the part `param` out of the masters in `image`, a record's image of an adamw schema. Nobody
+    """Makes the part `param` out of the masters in `image`, a record's image of a training schema. Nobody
     updates it meanwhile. On return every field of `param` is written."""
     configure_threads()
     fields = schema.part("param").fields

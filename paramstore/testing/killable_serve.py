@@ -59,7 +59,7 @@ def main() -> None:
     if PLAIN in sys.argv[1:]:
         plain_arithmetic.install()
     else:
-        import paramstore.optim.adamw  # noqa: F401 - loads torch for every child at once
+        import paramstore.optim.update  # noqa: F401 - loads torch for every child at once
     logging.basicConfig(level=logging.WARNING)
     kill_points.instrument()
     vars(assembly).update(FileVolume=kill_points.KillableVolume, LmdbCatalog=kill_points.KillableCatalog)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from paramstore.core.optimizers import AdamW
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW, Options
 from paramstore.core.schema import MASTER_DTYPE, Field, Schema
 from paramstore.daemon import assembly
 from paramstore.engine import admission, transfers
@@ -41,11 +42,12 @@ def load() -> None:
 
 
 def update(
-    schema: Schema, image: memoryview, gradients: Sequence[memoryview], *, options: AdamW | None, optimizer_step: int,
-    grad_scale: float, param: memoryview | None, missed: Sequence[AdamW] = (),
-    spans: Sequence[tuple[int, int, int]] | None = None,
+    schema: Schema, image: memoryview, gradients: Sequence[memoryview], *, options: Options | None, optimizer_step: int,
+    grad_scale: float, param: memoryview | None, missed: Sequence[Options] = (),
+    spans: Sequence[tuple[int, int, int]] | None = None, key: ExpertKey = (0, 0),
 ) -> None:  # fmt: skip
-    """See this module; a missed step moves the count alone. Arguments as `paramstore.optim.adamw.update` has them."""
+    """See this module; a missed step moves the count alone. Arguments as `paramstore.optim.update.update` has them."""
+    assert schema.kind == AdamW.kind
     stored, fields, params = schema.stored.fields, schema.gradient_fields(), schema.part("param").fields
     count = len(fields)
     everything = [(number, 0, field.elements) for number, field in enumerate(fields)]
@@ -63,10 +65,15 @@ def update(
             _array(param, params[number])[start:end] = master
 
 
-def square_sum(schema: Schema, gradient: memoryview) -> float:
-    """The sum of the squares of a record's gradient."""
-    fields = (_array(gradient, field).astype(numpy.float64) for field in schema.gradient_fields())
-    return float(sum(numpy.square(field).sum() for field in fields))
+def square_sum(schema: Schema, gradients: Sequence[memoryview]) -> float:
+    """The sum of the squares of a record's gradient, the ranks' summed first."""
+    total = 0.0
+    for field in schema.gradient_fields():
+        summed = numpy.zeros(field.elements, numpy.float32)
+        for gradient in gradients:
+            summed += _array(gradient, field)
+        total += float(numpy.square(summed.astype(numpy.float64)).sum())
+    return total
 
 
 def fill_initial(schema: Schema, initial: memoryview, image: memoryview) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -27,4 +27,10 @@ Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Base of all; each message is an array whose first item is its tag."""
+    """Base of all; each message is an array whose first item is its tag.
+
+    ADDED_FIELDS: how many fields at its end an older peer of this major does not know. While all of them have their defaults
+    they are not sent, so that such a peer understands the rest.
+    """
+
+    ADDED_FIELDS: ClassVar[int] = 0

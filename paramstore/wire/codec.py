@@ -29,7 +29,7 @@ def encode(message: Message) -> bytearray:
     """The frame of `message`. Raises ProtocolError if it would exceed FRAME_BYTES_MAX, or a value cannot travel."""
     frame = bytearray(LENGTH.size)
     try:
-        _encoder.encode_into(message, frame, LENGTH.size)
+        _encoder.encode_into(_shortened(message) if message.ADDED_FIELDS else message, frame, LENGTH.size)
     except (OverflowError, UnicodeEncodeError) as error:
         raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
     body_bytes = len(frame) - LENGTH.size
@@ -37,6 +37,15 @@ def encode(message: Message) -> bytearray:
         raise ProtocolError(f"{type(message).__name__} takes {body_bytes} bytes, the limit is {FRAME_BYTES_MAX}: ask in parts")
     LENGTH.pack_into(frame, 0, body_bytes)
     return frame
+
+
+def _shortened(message: Message) -> object:
+    """What is sent of a message that has grown: without the added fields if all of them have their defaults."""
+    values = [getattr(message, name) for name in message.__struct_fields__]
+    added = message.ADDED_FIELDS
+    if tuple(values[-added:]) != message.__struct_defaults__[-added:]:
+        return message
+    return [message.__struct_config__.tag, *values[:-added]]
 
 
 def decode_request(body: bytes | bytearray | memoryview) -> Request:

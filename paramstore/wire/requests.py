@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from paramstore.wire.base import Key, Keys, Message
 
@@ -147,7 +147,13 @@ class GradientNorm(Message, tag="norm"):
 
 
 class Apply(Message, tag="apply"):
-    """Runs the optimizer over everything pending. Result: {records, bytes_read, bytes_written}."""
+    """Runs the optimizer over everything pending. Result: {records, bytes_read, bytes_written}.
+
+    options: None for AdamW, whose options are the fields before; else the optimizer's, as `core.optimizers.describe` gives
+    them, and of the fields before `grad_scale` alone counts. Since TRAINING_MINOR.
+    """
+
+    ADDED_FIELDS: ClassVar[int] = 1
 
     id: int
     handle: int
@@ -157,6 +163,7 @@ class Apply(Message, tag="apply"):
     eps: float
     weight_decay: float
     grad_scale: float
+    options: dict[str, Any] | None = None
 
 
 class Abort(Message, tag="abort"):

@@ -1,0 +1,73 @@
+"""Gradients of ranks: summed in rank order in their own dtype, scaled in it, then fp32; and their norm.
+
+They lie in memory that another process can write. Each element is read once, so whatever happens to it meanwhile, a
+record's new state is one that some gradient gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paramstore.core.schema import MASTER_DTYPE, Schema
+from paramstore.optim import chunks
+from paramstore.optim.tensors import configure_threads, torch_dtype
+
+
+class GradientBuffers:
+    """Room of one thread for a chunk's gradient."""
+
+    def __init__(self) -> None:
+        self._elements = chunks.CHUNK_ELEMENTS
+        self._summed: dict[torch.dtype, Tensor] = {}
+        self._cast = torch.empty(self._elements, dtype=torch_dtype(MASTER_DTYPE))
+        self._zeros: Tensor | None = None
+
+    def join(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The ranks' gradients of one chunk, summed in this order in their dtype."""
+        gradient = gradients[0]
+        if len(gradients) > 1:
+            summed = self._room(gradient)
+            for other in gradients[1:]:
+                gradient = torch.add(gradient, other, out=summed)
+        return gradient
+
+    def prepare(self, gradients: Sequence[Tensor], grad_scale: float) -> Tensor:
+        """The sum, scaled in its dtype, as fp32. It is copied only if that changes it."""
+        gradient = self.join(gradients)
+        if grad_scale != 1.0:
+            gradient = torch.mul(gradient, grad_scale, out=self._room(gradient))
+        if gradient.dtype is not torch.float32:
+            gradient = self._cast[: gradient.numel()].copy_(gradient)
+        return gradient
+
+    def zeros(self, elements: int) -> Tensor:
+        """A gradient of zeros; nobody writes to it."""
+        if self._zeros is None:
+            self._zeros = torch.zeros(self._elements, dtype=torch_dtype(MASTER_DTYPE))
+        return self._zeros[:elements]
+
+    def _room(self, like: Tensor) -> Tensor:
+        room = self._summed.get(like.dtype)
+        if room is None:
+            room = self._summed[like.dtype] = torch.empty(self._elements, dtype=like.dtype)
+        return room[: like.numel()]
+
+
+def square_sum(schema: Schema, gradients: Sequence[memoryview]) -> float:
+    """The sum of the squares of a record's gradient, accumulated in float64: equal bytes give equal bits.
+
+    gradients: one per rank, each laid out by `schema.gradient_fields()`; they are summed in this order in their dtype first, as
+    an update sums them.
+    """
+    configure_threads()
+    buffers = GradientBuffers()
+    wide = torch.empty(chunks.CHUNK_ELEMENTS, dtype=torch.float64)
+    total = 0.0
+    for field in schema.gradient_fields():
+        sizes = chunks.chunk_sizes(0, field.elements, chunks.CHUNK_ELEMENTS)
+        for parts in zip(*(chunks.cut(gradient, field, 0, sizes) for gradient in gradients), strict=True):
+            total += wide[: parts[0].numel()].copy_(buffers.join(parts)).square_().sum().item()
+    return total

@@ -1,0 +1,22 @@
+"""How an optimizer's options travel in an `Apply`: AdamW's as fields of their own, which every minor of the protocol knows."""
+
+from __future__ import annotations
+
+from paramstore.core.optimizers import AdamW, Options, describe, options_from_description
+from paramstore.wire.requests import Apply
+
+
+def apply_message(request_id: int, handle: int, options: Options, grad_scale: float) -> Apply:
+    """The request for one step. Other options than AdamW's need a daemon of TRAINING_MINOR."""
+    if isinstance(options, AdamW):
+        beta1, beta2 = options.betas
+        return Apply(request_id, handle, options.lr, beta1, beta2, options.eps, options.weight_decay, grad_scale)
+    return Apply(request_id, handle, options.lr, 0.0, 0.0, 0.0, 0.0, grad_scale, describe(options))
+
+
+def options_of(message: Apply) -> Options:
+    """What `apply_message` was given. Raises ConfigError where the message has none that any optimizer takes."""
+    if message.options is not None:
+        return options_from_description(message.options)
+    betas = message.beta1, message.beta2
+    return AdamW(lr=message.lr, betas=betas, eps=message.eps, weight_decay=message.weight_decay)

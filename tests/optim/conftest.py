@@ -1,0 +1,27 @@
+"""What tests of updates share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from paramstore.optim import chunks
+from paramstore.optim import update as update_module
+
+CHUNK = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every border of a chunk is met by small fields; and no test waits for torch's threads to find a
+    core."""
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", CHUNK)
+    monkeypatch.setattr(chunks, "REDUCED_CHUNK_ELEMENTS", CHUNK)
+    monkeypatch.setattr(update_module, "_thread", threading.local())  # buffers of this size are nobody else's
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
