@@ -10,7 +10,7 @@ import sys
 import typer
 
 from paramstore import __version__
-from paramstore.cli import bench, demo, fsck, serve, status, verify
+from paramstore.cli import bench, demo, fsck, plan, serve, status, verify
 from paramstore.cli.exits import exit_code
 from paramstore.errors import ParamStoreError
 
@@ -22,6 +22,7 @@ app.command("serve")(serve.serve)
 app.command("status")(status.status)
 app.command("verify")(verify.verify)
 app.command("fsck")(fsck.fsck)
+app.command("plan")(plan.plan)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
 

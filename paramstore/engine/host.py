@@ -88,6 +88,20 @@ def least_bytes(schema: Schema, key_count: int, staging_bytes: int) -> int:
     return staging_bytes + working + _used(least, schema.part("param").image_bytes)
 
 
+def staging_bytes_of(schema: Schema, *, io_threads: int, piece_bytes: int) -> int:
+    """What the staging buffers of a namespace take: one for each worker thread of all volumes."""
+    if not schema.is_trainable:
+        return 0
+    return -(-io_threads * _buffer_bytes(schema, piece_bytes) // SEGMENT_ALIGNMENT_BYTES) * SEGMENT_ALIGNMENT_BYTES
+
+
+def _buffer_bytes(schema: Schema, piece_bytes: int) -> int:
+    """One worker's buffer: the header where master and param agree byte for byte, else the largest piece."""
+    if schema.part("param").fields[0].dtype == schema.stored.fields[0].dtype:
+        return schema.stored.header_bytes
+    return max(piece.end - piece.start for piece in cut_pieces(schema.stored, piece_bytes, len(schema.specs)))
+
+
 @dataclass(slots=True)
 class _Segment:
     memory: SegmentMemory
@@ -140,7 +154,7 @@ class HostTier:
         if namespace.param_arena is not None:
             return
         schema, key_count = namespace.schema, len(namespace.keys)
-        staging_bytes = self._staging_bytes(schema)
+        staging_bytes = staging_bytes_of(schema, io_threads=self._io_threads, piece_bytes=self._piece_bytes)
         left = self.budget_bytes - self.used_bytes
         granted = left if host_bytes is None else min(left, host_bytes)
         split = split_budget(
@@ -228,22 +242,11 @@ class HostTier:
     async def _make_staging(self, namespace: NamespaceState, staging_bytes: int) -> Staging:
         _, memory = self._new_segment(namespace, staging_bytes, is_shared=False)
         await self._runner.call(BACKGROUND_LANE, memory.touch)
-        each = self._buffer_bytes(namespace.schema)
+        each = _buffer_bytes(namespace.schema, self._piece_bytes)
         staging = Staging()
         for index in range(self._io_threads):
             staging.add(memory.view(index * each, each))
         return staging
-
-    def _staging_bytes(self, schema: Schema) -> int:
-        if not schema.is_trainable:
-            return 0
-        return -(-self._io_threads * self._buffer_bytes(schema) // SEGMENT_ALIGNMENT_BYTES) * SEGMENT_ALIGNMENT_BYTES
-
-    def _buffer_bytes(self, schema: Schema) -> int:
-        """One worker's buffer: the header where master and param agree byte for byte, else the largest piece."""
-        if schema.part("param").fields[0].dtype == schema.stored.fields[0].dtype:
-            return schema.stored.header_bytes
-        return max(piece.end - piece.start for piece in cut_pieces(schema.stored, self._piece_bytes, len(schema.specs)))
 
     def close_arenas(self, namespace: NamespaceState) -> dict[object, list[int]]:
         """Gives up a namespace's memory; nothing in it is in use. Clients that mapped a segment are returned with the ids

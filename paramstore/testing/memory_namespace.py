@@ -4,7 +4,7 @@
 - Every lease gets its own slots: one mapping per key, fields at the schema's offsets. A release fills them with NaN (or
   the largest integer), so that use after release is seen, after checking that nobody wrote into them; whoever asked
   (`before_unmap`) is told of them then.
-- `apply` is torch's own fused AdamW on fp32 masters, over the keys that were pushed; it counts their version.
+- `apply` is torch's own fused optimizer on fp32 masters and states, over the keys that were pushed; it counts their version.
 - `events` lists acquire, release, prefetch, push and apply with their keys, in the order they happened.
 """
 
@@ -12,37 +12,23 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from types import TracebackType
 
 import numpy
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from paramstore.core.key import ExpertKey, KeySpace
-from paramstore.core.optimizers import AdamW
+from paramstore.core.optimizers import Options
 from paramstore.core.place import Identity
 from paramstore.core.schema import Field, Part, Schema
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, UnknownKey
+from paramstore.testing.optim_records import torch_optimizer
 
 EVENTS_MAX = 100_000
 
 Fields = dict[str, Tensor]
-
-
-@dataclass(slots=True)
-class _Moments:
-    """What AdamW keeps of one expert, per field."""
-
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-
-    @classmethod
-    def like(cls, masters: Fields) -> _Moments:
-        zeros = [torch.zeros_like(master) for master in masters.values()]
-        return cls(zeros, [zero.clone() for zero in zeros], [torch.zeros(()) for _ in zeros])
 
 
 class MemoryTicket:
@@ -135,7 +121,7 @@ class MemoryNamespace:
         self.view_change_count = 0
         self.watchers: dict[object, Callable[[int, int], None]] = {}
         self._masters: dict[ExpertKey, Fields] = {}
-        self._moments: dict[ExpertKey, _Moments] = {}
+        self._optimizers: dict[ExpertKey, torch.optim.Optimizer] = {}
         self._versions: dict[ExpertKey, int] = {}
 
     @classmethod
@@ -180,6 +166,7 @@ class MemoryNamespace:
             fields = {f.name: getattr(torch, f.dtype) for f in self.schema.initial_fields()}
             given = fn(key)
             self._masters[key] = {name: given[name].detach().to(dtype).clone() for name, dtype in fields.items()}
+            self._optimizers.pop(key, None)
             self._versions[key] = 0
 
     def identity(self, key: ExpertKey) -> Identity:
@@ -237,8 +224,9 @@ class MemoryNamespace:
                 self._add(key, field.name, values[field.name])
         self._note("push", tuple(gradients))
 
-    def apply(self, options: AdamW, grad_scale: float = 1.0) -> MemoryTicket:
+    def apply(self, options: Options, grad_scale: float = 1.0) -> MemoryTicket:
         """Runs the optimizer over everything pending, and forgets it."""
+        self.schema.check_options(options)
         for key, gradients in self.pending.items():
             self._update(key, {name: (gradient * grad_scale).float() for name, gradient in gradients.items()}, options)
             self._versions[key] += 1
@@ -260,26 +248,19 @@ class MemoryNamespace:
         """The events of these kinds, in order."""
         return (event for event in self.events if event[0] in kinds)
 
-    def _update(self, key: ExpertKey, gradients: Fields, options: AdamW) -> None:
+    def _update(self, key: ExpertKey, gradients: Fields, options: Options) -> None:
         masters = self._masters[key]
-        moments = self._moments.setdefault(key, _Moments.like(masters))
-        beta1, beta2 = options.betas
-        adamw(
-            list(masters.values()),
-            [gradients[name] for name in masters],
-            moments.exp_avgs,
-            moments.exp_avg_sqs,
-            [],
-            moments.steps,
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            eps=options.eps,
-            maximize=False,
-        )
+        optimizer = self._optimizers.get(key)
+        if optimizer is None:
+            # Over the masters themselves: what a step makes of them is seen at once.
+            parameters = [torch.nn.Parameter(master) for master in masters.values()]
+            optimizer = self._optimizers[key] = torch_optimizer(parameters, options, fused=True)
+        (group,) = optimizer.param_groups
+        group.update(asdict(options))
+        for parameter, name in zip(group["params"], masters, strict=True):
+            parameter.grad = gradients[name]
+        optimizer.step()
+        optimizer.zero_grad()
 
     def _add(self, key: ExpertKey, name: str, gradient: Tensor) -> None:
         pending = self.pending.setdefault(key, {})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paramstore.core.optimizers import SGD, Adagrad, AdamW, Options
+from paramstore.core.optimizers import Options
 from paramstore.core.schema import Schema
 from paramstore.optim.initial import fill_initial
 from paramstore.optim.tensors import field_tensor
@@ -55,7 +56,7 @@ class TorchOptimizer:
         """how: torch's `fused`, `foreach`; fused without."""
         self.params = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
         self._options = options
-        self.optimizer: Any = _torch_optimizer(list(self.params.values()), options, how or {"fused": True})
+        self.optimizer: Any = torch_optimizer(list(self.params.values()), options, **(how or {"fused": True}))
 
     def step(self, gradients: Tensors, grad_scale: float = 1.0) -> None:
         for name, param in self.params.items():
@@ -69,18 +70,7 @@ class TorchOptimizer:
         return {"master": self.params[name].detach(), **states}
 
 
-def _torch_optimizer(params: list[torch.nn.Parameter], options: Options, how: dict[str, bool]) -> torch.optim.Optimizer:
-    if isinstance(options, AdamW):
-        return torch.optim.AdamW(
-            params, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, **how
-        )
-    if isinstance(options, SGD):
-        return torch.optim.SGD(
-            params, lr=options.lr, momentum=options.momentum, dampening=options.dampening, weight_decay=options.weight_decay,
-            nesterov=options.nesterov, **how,
-        )  # fmt: skip
-    assert isinstance(options, Adagrad)
-    return torch.optim.Adagrad(
-        params, lr=options.lr, lr_decay=options.lr_decay, weight_decay=options.weight_decay,
-        initial_accumulator_value=options.initial_accumulator_value, eps=options.eps, **how,
-    )  # fmt: skip
+def torch_optimizer(params: list[torch.nn.Parameter], options: Options, **how: bool) -> torch.optim.Optimizer:
+    """torch's optimizer of the same name; ours has torch's names of options and none of its own."""
+    made: torch.optim.Optimizer = getattr(torch.optim, type(options).__name__)(params, **asdict(options), **how)
+    return made

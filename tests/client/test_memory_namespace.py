@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from paramstore.core.optimizers import AdamW
+from paramstore.core.optimizers import SGD, Adagrad, AdamW, Options
 from paramstore.core.place import Identity
+from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, UnknownKey
 from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore.testing.optim_records import TorchOptimizer
 
 KEYS = [(0, expert) for expert in range(6)]
 
@@ -56,6 +58,23 @@ def test_apply_updates_what_was_pushed_and_counts_its_version() -> None:
     assert torch.equal(ns.values((0, 2))["down"], before[0, 2])
     assert (ns.identity((0, 1)), ns.identity((0, 2))) == (Identity(0, 1), Identity(0, 0))
     assert ns.pending == {}
+
+
+@pytest.mark.parametrize("options", [AdamW(lr=0.1), SGD(lr=0.1, momentum=0.9), Adagrad(lr=0.1)])
+def test_apply_is_torchs_optimizer_of_the_schemas_kind(options: Options) -> None:
+    schema = Schema.trained(options.kind, {"w": (64,)}, param_dtype="float32")
+    ns = MemoryNamespace(schema, layers=1, experts=1, lease_slots=1)
+    values = {"w": torch.randn(64)}
+    ns.initialize(lambda _: values)
+    reference = TorchOptimizer(values, options)
+    for _ in range(3):
+        gradients = {"w": torch.randn(64)}
+        ns.push({(0, 0): gradients})
+        ns.apply(options)
+        reference.step(gradients)
+        assert torch.equal(ns.values((0, 0))["w"], reference.state("w")["master"])
+    with pytest.raises(SchemaMismatch, match="schema kind"):
+        ns.apply(SGD() if options.kind != "sgd" else AdamW())
 
 
 def test_a_push_with_a_wrong_field_is_refused_and_changes_nothing() -> None:

@@ -217,6 +217,33 @@ def test_apply_sends_the_options_of_the_optimizer(daemon: FakeDaemon, namespace:
     assert sent == (0.1, 0.8, 0.95, 1e-6, 0.2, 0.5)
 
 
+def test_options_of_another_optimizer_are_refused_before_anything_is_sent(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    namespace.push({(0, 0): gradient(1.0)})
+    with pytest.raises(ps.SchemaMismatch, match="SGD cannot update a namespace of schema kind 'adamw'"):
+        namespace.apply(ps.SGD())
+    assert not daemon.requests(m.Apply)
+    assert namespace.apply(ps.AdamW()).wait()["records"] == 1, "what was pushed is pending still"
+
+
+def test_another_optimizer_needs_a_daemon_that_knows_it(daemon: FakeDaemon, store: ps.Store) -> None:
+    with store.create_namespace("sgd", ps.sgd_schema({"w": (4,)}), layers=1, experts=1) as namespace:
+        namespace.apply(ps.SGD(lr=0.5, momentum=0.9), grad_scale=0.5).wait()
+    (request,) = daemon.requests(m.Apply)
+    assert request.options == {
+        "kind": "sgd", "lr": 0.5, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
+    }  # fmt: skip
+    assert request.grad_scale == 0.5
+    daemon.minor = m.TRAINING_MINOR - 1
+    store.reconnect()
+    with (
+        store.create_namespace("old", ps.sgd_schema({"w": (4,)}), layers=1, experts=1) as namespace,
+        pytest.raises(ps.VersionMismatch, match=r"apply\(SGD\) needs 1\.3"),
+    ):
+        namespace.apply(ps.SGD())
+
+
 def test_wishes_and_moves_name_their_keys(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
     namespace.protect(KEYS)
     namespace.unprotect(KEYS)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paramstore.core.optimizers import OPTIMIZERS, SGD, Adagrad, AdamW
 from paramstore.core.schema import (
     CHUNK_BYTES,
     FIELDS_MAX,
@@ -13,6 +17,7 @@ from paramstore.core.schema import (
     ITEM_BYTES,
     PAGE_BYTES,
     RANK_MAX,
+    STATE_DTYPES,
     UPDATE_RULES,
     Part,
     Schema,
@@ -30,8 +35,10 @@ def schemas() -> st.SearchStrategy[Schema]:
     names = st.text("abc", min_size=1, max_size=8)
     stored = st.dictionaries(names, st.tuples(SHAPES, dtypes), min_size=1, max_size=5).map(Schema.param)
     param_dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
-    gradient_dtypes, updates = st.none() | param_dtypes, st.sampled_from(UPDATE_RULES)
-    trained = st.builds(Schema.adamw, FIELDS, param_dtype=param_dtypes, gradient_dtype=gradient_dtypes, updates=updates)
+    trained = st.builds(
+        Schema.trained, st.sampled_from(sorted(OPTIMIZERS)), FIELDS, param_dtype=param_dtypes,
+        gradient_dtype=st.none() | param_dtypes, updates=st.sampled_from(UPDATE_RULES), state_dtype=st.sampled_from(STATE_DTYPES),
+    )  # fmt: skip
     return stored | trained
 
 
@@ -86,6 +93,63 @@ def test_a_dtype_that_adamw_cannot_train_is_refused(argument: str) -> None:
 def test_initial_values_of_adamw_are_float32_and_of_param_as_stored() -> None:
     assert [field.dtype for field in Schema.adamw({"w": (8,)}).initial_fields()] == ["float32"]
     assert [field.dtype for field in Schema.param({"w": ((8,), "uint8")}).initial_fields()] == ["uint8"]
+
+
+# --- other optimizers, other states
+
+
+@pytest.mark.parametrize(
+    ("make", "state_dtype", "names", "bytes_per_parameter"),
+    [
+        (Schema.adamw, "float32", ["master", "exp_avg", "exp_avg_sq"], 12),
+        (Schema.adamw, "bfloat16", ["master", "exp_avg", "exp_avg_sq"], 8),
+        (Schema.adamw, "int8_blockwise", ["master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"], 6.03125),
+        (Schema.sgd, "float32", ["master", "momentum_buffer"], 8),
+        (Schema.sgd, "bfloat16", ["master", "momentum_buffer"], 6),
+        (Schema.sgd, "int8_blockwise", ["master", "momentum_buffer", "momentum_buffer_scale"], 5.015625),
+        (Schema.adagrad, "float32", ["master", "sum"], 8),
+        (Schema.adagrad, "bfloat16", ["master", "sum"], 6),
+        (Schema.adagrad, "int8_blockwise", ["master", "sum", "sum_scale"], 5.015625),
+    ],
+)
+def test_what_a_record_stores_and_takes(
+    make: Callable[..., Schema], state_dtype: str, names: list[str], bytes_per_parameter: float
+) -> None:
+    schema = make({"w": (1024, 1024), "v": (1024,)}, state_dtype=state_dtype)
+    assert [field.name for field in schema.stored.fields] == [f"{name}/{field}" for name in names for field in ("w", "v")]
+    assert schema.bytes_per_parameter == bytes_per_parameter
+    assert schema.record_bytes >= bytes_per_parameter * schema.parameter_elements
+    assert {field.dtype for field in schema.stored.fields if field.name.startswith("master/")} == {"float32"}
+
+
+def test_each_state_is_found_with_its_scales() -> None:
+    schema = Schema.adamw({"w": (100, 3), "v": (513,)}, state_dtype="int8_blockwise")
+    first, second = schema.state_fields()
+    found = [(each.values.name, each.scales.name, each.state.is_signed) for each in (*first, *second) if each.scales]
+    assert found == [
+        ("exp_avg/w", "exp_avg_scale/w", True), ("exp_avg_sq/w", "exp_avg_sq_scale/w", False),
+        ("exp_avg/v", "exp_avg_scale/v", True), ("exp_avg_sq/v", "exp_avg_sq_scale/v", False),
+    ]  # fmt: skip
+    assert [each.scales.shape for each in (first[0], second[0]) if each.scales] == [(2,), (3,)]
+    assert {each.scales for each in Schema.sgd({"w": (4,)}, state_dtype="bfloat16").state_fields()[0]} == {None}
+
+
+def test_a_torch_dtype_names_the_states() -> None:
+    assert Schema.adamw({"w": (4,)}, state_dtype=torch.bfloat16).state_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("state_dtype", ["float16", "int8", torch.float64, None])
+def test_states_that_nobody_can_keep_are_refused(state_dtype: object) -> None:
+    with pytest.raises(SchemaMismatch, match=r"state_dtype=.*: a training schema takes float32, bfloat16, int8_blockwise"):
+        Schema.sgd({"w": (4,)}, state_dtype=state_dtype)
+
+
+def test_options_of_another_optimizer_are_refused_with_both_named() -> None:
+    Schema.sgd({"w": (4,)}).check_options(SGD())
+    with pytest.raises(SchemaMismatch, match=r"AdamW cannot update a namespace of schema kind 'sgd', .* are momentum_buffer: "):
+        Schema.sgd({"w": (4,)}).check_options(AdamW())
+    with pytest.raises(SchemaMismatch, match=r"Adagrad cannot update a namespace of schema kind 'param', .* are none: "):
+        Schema.param({"w": ((4,), "uint8")}).check_options(Adagrad())
 
 
 # --- param
@@ -176,7 +240,11 @@ def test_an_unknown_rule_of_updates_is_refused() -> None:
     [
         {},
         {"kind": "param"},
+        {"kind": "adam", "fields": [], "gradient_dtype": ""},
+        {"kind": ["sgd"], "fields": [], "gradient_dtype": ""},
         {"kind": "sgd", "fields": [], "gradient_dtype": ""},
+        {"kind": "sgd", "fields": [["w", [4], "float32"]], "gradient_dtype": "float32", "state_dtype": "int8"},
+        {"kind": "sgd", "fields": [["w", [4], "float32"]], "gradient_dtype": "float32", "state_dtype": None},
         {"kind": "param", "fields": 7},
         {"kind": "param", "fields": []},
         {"kind": "param", "fields": ["abc"]},

@@ -45,7 +45,7 @@ MEMORY_BYTES_MAX = 512 << 20
 
 
 def fill_holes(schema: Schema, initial: memoryview, image: memoryview) -> None:
-    """As `optim.adamw.fill_initial` of a param schema, into a slot of zeros."""
+    """As `optim.initial.fill_initial` of a param schema, into a slot of zeros."""
     for source, target in zip(schema.initial_fields(), schema.stored.fields, strict=True):
         end = source.offset_bytes + source.length_bytes
         copy(initial[source.offset_bytes : end], image[target.offset_bytes : target.offset_bytes + target.length_bytes])

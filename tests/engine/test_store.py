@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from paramstore.core.optimizers import AdamW
+from paramstore.core.optimizers import SGD, AdamW
 from paramstore.core.schema import Schema
 from paramstore.errors import (
     CapacityError,
@@ -120,6 +120,22 @@ def test_readers_of_too_many_old_steps_lose_the_oldest() -> None:
         await leased(store, readers[-1], KEYS[:1])
         store.refresh(readers[0])
         await leased(store, readers[0], KEYS[:1])
+
+    run(scenario())
+
+
+def test_options_of_another_optimizer_change_nothing() -> None:
+    async def scenario() -> None:
+        store = Machine(seed=9).start()
+        view, model = await make_writer(store), Model()
+        push(store, view, KEYS[:2], 1)
+        with pytest.raises(SchemaMismatch, match="SGD cannot update"):
+            await store.apply(view, SGD(lr=1e-2), 1.0)
+        assert view.namespace.broken is None
+        assert len(view.namespace.pending) == 2
+        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        model.apply(KEYS[:2], 1)
+        model.check(await leased(store, view, KEYS[:2]))
 
     run(scenario())
 

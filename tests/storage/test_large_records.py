@@ -20,8 +20,8 @@ from paramstore.engine.routes import ImageRead, ImageWrite, MasterRead, Piece, S
 from paramstore.errors import CorruptRecord
 from paramstore.fsck.disks import FileDisk
 from paramstore.fsck.scan import read_record
-from paramstore.optim.adamw import update
 from paramstore.optim.tensors import field_tensor
+from paramstore.optim.update import update
 from paramstore.storage.backing_file import volume_path
 from paramstore.storage.catalog import Change, Row
 from paramstore.storage.extents import Space

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
-from typing import get_args
+from typing import ClassVar, get_args
 
 import msgspec
 import pytest
@@ -48,6 +48,32 @@ def decodes_or_refuses(data: bytes) -> None:
 
 
 # --- encode
+
+
+class Grown(Message, tag="grown"):
+    """A message that two fields were added to."""
+
+    ADDED_FIELDS: ClassVar[int] = 2
+
+    id: int
+    kept: int = 5
+    first: int | None = None
+    second: int = 3
+
+
+@pytest.mark.parametrize(
+    ("message", "sent"),
+    [
+        (Grown(1), ["grown", 1, 5]),
+        (Grown(1, 6), ["grown", 1, 6]),
+        (Grown(1, 5, 0), ["grown", 1, 5, 0, 3]),
+        (Grown(1, 5, None, 4), ["grown", 1, 5, None, 4]),
+    ],
+)
+def test_added_fields_are_sent_only_where_they_say_something(message: Grown, sent: list[object]) -> None:
+    """A peer of an older minor knows the others, and takes no more."""
+    assert msgspec.msgpack.decode(body(message)) == sent
+    assert msgspec.msgpack.decode(body(message), type=Grown) == message
 
 
 def test_a_frame_is_the_length_of_the_body_and_the_body() -> None:

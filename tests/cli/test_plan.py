@@ -1,0 +1,83 @@
+"""`paramstore plan`: sizes of a model's experts before there is a store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from paramstore.core.schema import Schema
+
+Run = Callable[..., int]
+QWEN3_30B = ("--layers", "48", "--experts", "128", "--field", "gate_up=1536x2048", "--field", "down=2048x768")
+
+
+def test_json_has_every_size_in_bytes(paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*QWEN3_30B, "--host-budget", "64GiB", "--retained-steps", "3", "--held-steps", "0", "--json")
+    assert paramstore("plan", *words) == 0
+    found = json.loads(capsys.readouterr().out)
+    schema = Schema.from_description(found["schema"])
+    assert schema == Schema.adamw({"gate_up": (1536, 2048), "down": (2048, 768)})
+    assert found["parameter_elements"] == 28_991_029_248
+    assert found["bytes_per_parameter"] == 12
+    assert found["state_bytes"] == 6144 * schema.record_bytes
+    assert found["volume_bytes"] == pytest.approx(4.05 * found["state_bytes"], rel=0.001)
+    assert found["split"]["param_slots"] == 6144
+    assert found["split"]["working_slots"] > 100
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state_dtype", "bytes_per_parameter"),
+    [("adamw", "bfloat16", 8), ("adamw", "int8_blockwise", 6.03125), ("sgd", "float32", 8), ("adagrad", "bfloat16", 6)],
+)
+def test_bytes_per_parameter_follow_optimizer_and_state_dtype(
+    paramstore: Run, capsys: pytest.CaptureFixture[str], optimizer: str, state_dtype: str, bytes_per_parameter: float
+) -> None:
+    assert paramstore("plan", *QWEN3_30B, "--optimizer", optimizer, "--state-dtype", state_dtype, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes_per_parameter"] == bytes_per_parameter
+
+
+def test_people_read_what_fits_and_what_does_not(paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert paramstore("plan", *QWEN3_30B, "--host-budget", "64GiB") == 0
+    out = capsys.readouterr().out
+    assert "6,144 experts, 28,991,029,248 parameters: adamw, states in float32" in out
+    assert "bytes per parameter  12\n" in out
+    assert "64 GiB: " in out
+    assert "optim slots, 6,144 param slots" in out
+    assert paramstore("plan", *QWEN3_30B, "--host-budget", "64MiB") == 0
+    assert "64 MiB: too small" in capsys.readouterr().out
+
+
+def test_inference_needs_no_optimizer(paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert paramstore("plan", *QWEN3_30B, "--optimizer", "none") == 0
+    out = capsys.readouterr().out
+    assert "inference" in out
+    assert "gradients" not in out
+    assert "optim slots" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--field", "w"), "--field 'w': write NAME=AxB"),
+        (("--field", "w=4xb"), "--field 'w=4xb': write NAME=AxB"),
+        (("--field", "w=4", "--field", "w=5"), "a name is given twice"),
+        (("--field", "w=4", "--optimizer", "lion"), "--optimizer 'lion': use adamw, sgd, adagrad or none"),
+        (("--field", "w=4", "--state-dtype", "int4"), "state_dtype=int4"),
+        (("--field", "w=4x0"), "field 'w' has shape"),
+        (("--field", "w=4", "--host-budget", "much"), "host_budget"),
+    ],
+)
+def test_wrong_words_are_refused_with_what_is_right(
+    paramstore: Run, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    assert paramstore("plan", "--layers", "2", "--experts", "4", *words) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_loads_no_torch_and_asks_no_daemon(modules_of: Callable[..., set[str]]) -> None:
+    modules = modules_of("plan", *QWEN3_30B)
+    assert "paramstore.engine.estimate" in modules
+    assert not modules & {"torch", "lmdb", "paramstore_client"}
