@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-NOISE_BLOCK_ELEMENTS = 1 << 16
+NOISE_BLOCK_ELEMENTS = 1 << 17
 """Elements that share m and c. Part of what a record's bits are: another size would be another noise."""
 TABLE_SEED = 0x70617261
 MASK_64 = (1 << 64) - 1

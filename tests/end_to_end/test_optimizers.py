@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from paramstore.testing.optim_records import TorchOptimizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_time")]
 
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 SHAPES = {"up": (96, 64), "down": (64, 33)}
 KEYS = [(0, expert) for expert in range(3)]
 OPTIONS: list[Options] = [
@@ -69,6 +74,31 @@ def test_a_step_made_again_after_a_crash_gives_the_same_record(
             namespace.commit(2).wait()
             assert_torch_made(made, options, exact=state_dtype == "float32")
         assert store.verify().wait()["found"] == 0
+
+
+def test_the_program_of_the_page_runs(store: ps.Store) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, object] = {"ps": ps, "torch": torch, "store": store}
+    exec(compile(program, str(PAGE), "exec"), names)
+    assert isinstance(names["schema"], ps.Schema)
+    assert names["schema"].bytes_per_parameter == 6
+
+
+def test_a_store_of_reduced_states_is_checked_byte_by_byte(serve: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    daemon = serve(directory).start()
+    with ps.connect(daemon.address) as store:
+        for options, state_dtype in zip(OPTIONS, STATE_DTYPES, strict=True):
+            schema = ps.Schema.trained(options.kind, SHAPES, state_dtype=state_dtype, gradient_dtype="float32")
+            with store.create_namespace(options.kind, schema, layers=1, experts=len(KEYS)) as namespace:
+                namespace.initialize(lambda key: random_value(0, key))
+                train(namespace, options, 1)
+                namespace.commit(1).wait()
+    daemon.stop()
+    command = [sys.executable, "-m", "paramstore", "fsck", "--dir", str(directory), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads(done.stdout)["namespaces"]) == len(OPTIONS)
 
 
 def assert_equal(found: dict[ExpertKey, Value], expected: dict[ExpertKey, Value]) -> None:

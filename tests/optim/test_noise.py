@@ -67,6 +67,6 @@ def test_the_noise_of_an_element_does_not_depend_on_what_is_rounded_with_it() ->
 
 def test_the_noise_is_the_same_on_every_machine_and_in_every_version() -> None:
     """What was committed with other noise could not be made again from its gradients."""
-    found = rounded(torch.linspace(0.001, 1.0, 64), stream=mix(1, 2, 3), start=65536 + 128)
+    found = rounded(torch.linspace(0.001, 1.0, 64), stream=mix(1, 2, 3), start=NOISE_BLOCK_ELEMENTS + 128)
     assert mix(1, 2, 3) == 7702586659592502839
     assert found.view(torch.int16).sum().item() == 1027625

@@ -185,12 +185,12 @@ def test_chunks_and_threads_of_the_reference_change_no_bit(monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES[1:])
 def test_chunks_of_any_size_change_no_bit_of_reduced_states(monkeypatch: pytest.MonkeyPatch, state_dtype: str) -> None:
-    schema = Schema.adamw({"w": ((1 << 16) + 5000,)}, state_dtype=state_dtype)
+    schema = Schema.adamw({"w": ((1 << 17) + 5000,)}, state_dtype=state_dtype)
     values = random_values({"w": (schema.parameter_elements,)})
     gradient, images = gradient_image(schema, values), []
-    for elements in (1 << 10, 1 << 13, 1 << 16):
+    for elements in (1 << 10, 1 << 13, 1 << 17):
         monkeypatch.setattr(chunks, "REDUCED_CHUNK_ELEMENTS", elements)
-        monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 1 << 16)
+        monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 1 << 17)
         images.append(filled_record(schema, values))
         for step in (1, 2):
             update(schema, images[-1], [gradient], options=AdamW(), optimizer_step=step, scratch=Scratch())
