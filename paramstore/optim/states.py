@@ -17,7 +17,7 @@ A block with an infinity or a NaN becomes NaN as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -66,17 +66,19 @@ def chunk_elements(schema: Schema) -> int:
 
 
 def open_states(
-    schema: Schema, image: memoryview, number: int, start: int, sizes: list[int], *, key: ExpertKey, buffers: StateBuffers
-) -> States:
-    """The states of the schema's field `number` in a record's `image`, from element `start` on, in chunks of these sizes."""
+    schema: Schema, image: memoryview, number: int, start: int, sizes: list[int], *, key: ExpertKey,
+    buffers: Callable[[], StateBuffers],
+) -> States:  # fmt: skip
+    """The states of the schema's field `number` in a record's `image`, from element `start` on, in chunks of these sizes.
+    buffers: gives the calling thread's; fp32 states ask for none."""
     fields = schema.state_fields()[number]
     values = [chunks.cut(image, field.values, start, sizes) for field in fields]
     if schema.state_dtype == "float32":
         return Float32States(values)
     if schema.state_dtype == BLOCKWISE:
         scales = [chunks.cut_blocks(image, field.scales, start, sizes) for field in fields if field.scales is not None]
-        return BlockwiseStates(fields, values, scales, buffers)
-    return BFloat16States(values, start, sizes, mix(*key, number), buffers)
+        return BlockwiseStates(fields, values, scales, buffers())
+    return BFloat16States(values, start, sizes, mix(*key, number), buffers())
 
 
 class Float32States:

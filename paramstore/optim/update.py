@@ -33,7 +33,13 @@ class Scratch:
 
     def __init__(self) -> None:
         self.gradients = GradientBuffers()
-        self.states = StateBuffers()
+        self._states: StateBuffers | None = None
+
+    def states(self) -> StateBuffers:
+        """Made when first asked for: fp32 states need none."""
+        if self._states is None:
+            self._states = StateBuffers()
+        return self._states
 
 
 _thread = threading.local()

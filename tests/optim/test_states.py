@@ -99,7 +99,7 @@ def test_states_are_kept_from_load_to_load_and_neighbours_are_left_alone(state_d
     image = filled_record(schema, {"w": torch.zeros(3000), "v": torch.zeros(10)})
     before = bytes(image)
     sizes = chunks.chunk_sizes(1024, 3000, 1024)
-    states = open_states(schema, image, 0, 1024, sizes, key=(1, 2), buffers=StateBuffers())
+    states = open_states(schema, image, 0, 1024, sizes, key=(1, 2), buffers=StateBuffers)
     for tensor in states.load(1):
         assert (tensor == 0).all()
         tensor.fill_(0.75)
