@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy
@@ -24,11 +24,25 @@ from paramstore.core.optimizers import Options
 from paramstore.core.place import Identity
 from paramstore.core.schema import Field, Part, Schema
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, UnknownKey
-from paramstore.testing.optim_records import torch_optimizer
+from paramstore.optim.rule import Step
+from paramstore.optim.update import RULES
 
 EVENTS_MAX = 100_000
 
 Fields = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class _Moments:
+    """What the optimizer keeps of one expert: its steps, and flat states by field."""
+
+    count: int
+    states: dict[str, tuple[Tensor, ...]]
+
+    @classmethod
+    def of(cls, options: Options, masters: Fields) -> _Moments:
+        zeros = {name: tuple(torch.zeros(master.numel()) for _ in options.states) for name, master in masters.items()}
+        return cls(0, zeros)
 
 
 class MemoryTicket:
@@ -121,7 +135,7 @@ class MemoryNamespace:
         self.view_change_count = 0
         self.watchers: dict[object, Callable[[int, int], None]] = {}
         self._masters: dict[ExpertKey, Fields] = {}
-        self._optimizers: dict[ExpertKey, torch.optim.Optimizer] = {}
+        self._moments: dict[ExpertKey, _Moments] = {}
         self._versions: dict[ExpertKey, int] = {}
 
     @classmethod
@@ -165,8 +179,8 @@ class MemoryNamespace:
         for key in self.space:
             fields = {f.name: getattr(torch, f.dtype) for f in self.schema.initial_fields()}
             given = fn(key)
-            self._masters[key] = {name: given[name].detach().to(dtype).clone() for name, dtype in fields.items()}
-            self._optimizers.pop(key, None)
+            self._masters[key] = {name: given[name].detach().to(dtype).contiguous().clone() for name, dtype in fields.items()}
+            self._moments.pop(key, None)
             self._versions[key] = 0
 
     def identity(self, key: ExpertKey) -> Identity:
@@ -250,17 +264,11 @@ class MemoryNamespace:
 
     def _update(self, key: ExpertKey, gradients: Fields, options: Options) -> None:
         masters = self._masters[key]
-        optimizer = self._optimizers.get(key)
-        if optimizer is None:
-            # Over the masters themselves: what a step makes of them is seen at once.
-            parameters = [torch.nn.Parameter(master) for master in masters.values()]
-            optimizer = self._optimizers[key] = torch_optimizer(parameters, options, fused=True)
-        (group,) = optimizer.param_groups
-        group.update(asdict(options))
-        for parameter, name in zip(group["params"], masters, strict=True):
-            parameter.grad = gradients[name]
-        optimizer.step()
-        optimizer.zero_grad()
+        moments = self._moments.setdefault(key, _Moments.of(options, masters))
+        moments.count += 1
+        made = Step(options, moments.count, torch.tensor(float(moments.count)), is_missed=False)
+        for name, master in masters.items():
+            RULES[options.kind](master.view(-1), gradients[name].reshape(-1), moments.states[name], made)
 
     def _add(self, key: ExpertKey, name: str, gradient: Tensor) -> None:
         pending = self.pending.setdefault(key, {})
