@@ -18,7 +18,8 @@
     ├── WriterFenced             another writer opened the namespace
     ├── StepError
     │   ├── StepOutOfOrder       a commit's step is not above the committed one
-    │   ├── StepMismatch         ranks called a collective operation with unequal arguments
+    │   ├── StepMismatch         ranks called different things together, or one did not call in time
+    │   ├── RankLost             a rank of the group is gone; all ranks open the namespace again
     │   ├── StepFailed           an apply or commit failed; `rollback` is the way on
     │   ├── StepPrepared         a step is prepared: finalize it, or go back, before anything else changes
     │   └── StepDropped          the step is not retained any more
@@ -106,7 +107,11 @@ class StepOutOfOrder(StepError):
 
 
 class StepMismatch(StepError):
-    """Ranks called a collective operation with unequal arguments."""
+    """Ranks called different things together, or one of them did not call in time; nothing ran."""
+
+
+class RankLost(StepError):
+    """A rank of the group is gone: its collective calls fail until all ranks have opened the namespace again."""
 
 
 class StepFailed(StepError):

@@ -30,9 +30,11 @@ from paramstore.wire.messages import (
     TRAINING_MINOR,
     VERIFY_MINOR,
     CreateNamespace,
+    CreateRank,
     Hello,
     Namespaces,
     OpenNamespace,
+    OpenRank,
     Request,
     Stats,
     TraceBegin,
@@ -44,7 +46,8 @@ from paramstore_client.address import Address, default_path, nobody_listens, par
 from paramstore_client.answers import Opened, Result, Welcome
 from paramstore_client.autostart import ServeOptions, connect_or_start
 from paramstore_client.connection import Connection
-from paramstore_client.namespace import Namespace
+from paramstore_client.namespace import ANSWER_GRACE_S, Namespace
+from paramstore_client.ranks import ALONE, Rank, this_rank
 from paramstore_client.ticket import Ticket
 from paramstore_client.upload import UploadArea
 
@@ -103,38 +106,45 @@ class Store:
         return self._connection.timeout_s
 
     def create_namespace(
-        self, name: str, schema: Schema, *, layers: int | Iterable[int], experts: int, host_bytes: int | str | None = None
-    ) -> Namespace:
+        self, name: str, schema: Schema, *, layers: int | Iterable[int], experts: int, host_bytes: int | str | None = None,
+        rank: int = 0, world_size: int = 1, group: str = "",
+    ) -> Namespace:  # fmt: skip
         """A new namespace, opened as its writer; or an equal one that has no commit yet.
 
         layers: a count, or the indices of the layers that have experts. host_bytes: its share of the host budget.
-        Raises NamespaceExists, CapacityError naming the missing bytes, SchemaMismatch, ConfigError.
+        rank, world_size, group: as for `open_namespace`.
+        Raises NamespaceExists, CapacityError naming the missing bytes, SchemaMismatch, ConfigError; of ranks also StepMismatch.
         """
-        space = KeySpace.of(layers, experts)
-        message = CreateNamespace(
-            self._connection.next_id(), check_name(name), schema.describe(), list(space.layers), space.experts,
-            _size(host_bytes),
+        space, ours = KeySpace.of(layers, experts), this_rank(rank, world_size, group)
+        arguments = (
+            self._connection.next_id(), check_name(name), schema.describe(), list(space.layers), space.experts, _size(host_bytes),
         )  # fmt: skip
-        return self._open(message, f"create_namespace {name!r}", mode="write")
+        message = CreateNamespace(*arguments) if ours.is_alone else CreateRank(*arguments, ours.rank, ours.world_size, ours.group)
+        return self._open(message, f"create_namespace {name!r}", mode="write", ours=ours)
 
     def open_namespace(
-        self, name: str, mode: str = "read", at: int | None = None, rank: int = 0, world_size: int = 1, *,
+        self, name: str, mode: str = "read", at: int | None = None, rank: int = 0, world_size: int = 1, group: str = "", *,
         host_bytes: int | str | None = None,
     ) -> Namespace:  # fmt: skip
         """A reader standing on step `at`, or the writer, who fences the writers before it and goes on from `at`: later steps are
         gone, unless one is a snapshot. None: the newest committed one. A writer with `at` the prepared step commits it.
 
+        rank, world_size: of the processes of this node that write together. All open it with equal arguments, and it is opened
+        once, when the last has come; it must within `wait_timeout_s`. Their later calls are collective: see docs/client.md.
+        Readers come one by one, whatever their rank. group: names this start of the job; "" means torchrun's run and restart count.
         Raises UnknownNamespace, StepDropped, CapacityError, ConfigError; StepPrepared to a writer without `at` while a step is
-        prepared, StepFailed before the first commit or a snapshot.
+        prepared, StepFailed before the first commit or a snapshot; StepMismatch to ranks that did not come together.
         """
         if mode not in ("read", "write"):
             raise ConfigError(f"open_namespace {name!r}: mode={mode!r}; use 'read' or 'write'")
-        if world_size != 1 or rank != 0:
-            raise ConfigError(f"open_namespace {name!r}: rank={rank}, world_size={world_size}: this version has one writer")
         if mode == "write" and at is not None:
             self._connection.check_minor(PREPARE_MINOR, "open_namespace(mode='write', at=...)")
-        message = OpenNamespace(self._connection.next_id(), check_name(name), mode, at, _size(host_bytes))
-        return self._open(message, f"open_namespace {name!r}", mode=mode)
+        ours = this_rank(rank, world_size, group)
+        arguments = self._connection.next_id(), check_name(name), mode, at, _size(host_bytes)
+        if mode == "read" or ours.is_alone:
+            return self._open(OpenNamespace(*arguments), f"open_namespace {name!r}", mode=mode)
+        message = OpenRank(*arguments, ours.rank, ours.world_size, ours.group)
+        return self._open(message, f"open_namespace {name!r}", mode=mode, ours=ours)
 
     def namespaces(self) -> list[Result]:
         """One mapping {name, schema, layers, experts, committed_step, prepared_step, epoch} per namespace."""
@@ -199,10 +209,21 @@ class Store:
     def __repr__(self) -> str:
         return f"<Store {self.address}{', closed' if self._connection.is_failed else ''}>"
 
-    def _open(self, message: Request, what: str, *, mode: str) -> Namespace:
+    def _open(self, message: Request, what: str, *, mode: str, ours: Rank = ALONE) -> Namespace:
         connection, area = self._connection, self._area
-        opened = self._ask(message, what, partial(answers.result_of, kind=Opened))
-        return Namespace(connection, area, opened, mode=mode, is_debug=self._is_debug)
+        limit_s = None
+        if not ours.is_alone:
+            connection.check_minor(TRAINING_MINOR, f"{what} of several ranks")
+            limit_s = connection.timeout_s + ANSWER_GRACE_S
+        convert = partial(answers.result_of, kind=Opened)
+        ticket = connection.request(message, what=what, convert=convert, timeout_s=limit_s)
+        try:
+            opened = ticket.wait()
+        except BaseException:
+            if not ours.is_alone:
+                ticket.abandon()  # the other ranks must not be opened with one that has given up
+            raise
+        return Namespace(connection, area, opened, mode=mode, is_debug=self._is_debug, ours=ours)
 
     def _ask(self, message: Request, what: str, convert: Callable[[Any], T]) -> T:
         return self._connection.request(message, what=what, convert=convert).wait()

@@ -6,10 +6,10 @@ The caller's function runs while the daemon writes what it returned before; at m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError
 from paramstore.wire.messages import InitializeBegin, InitializeEnd, InitializePut
@@ -29,9 +29,12 @@ PUTS_IN_FLIGHT = 8
 
 
 def put_initial_values(
-    connection: Connection, area: UploadArea, handle: int, *, schema: Schema, space: KeySpace, fn: InitialValue
-) -> None:
-    """Puts `fn(key)` for every key, in key order, and returns when every record is whole on a volume.
+    connection: Connection, area: UploadArea, handle: int, *, schema: Schema, keys: Iterable[ExpertKey], fn: InitialValue,
+    timeout_s: float | None = None,
+) -> None:  # fmt: skip
+    """Puts `fn(key)` for every one of `keys`, in their order, and returns when every record is whole on a volume.
+
+    keys: all of the namespace; of a rank, its share. timeout_s: for the begin and the end, which ranks make together.
 
     Raises what `fn` raises, SchemaMismatch, CapacityError or the daemon's error; the namespace then has no whole value
     and `initialize` may start over.
@@ -41,9 +44,9 @@ def put_initial_values(
     fields = schema.initial_fields()
     flying: deque[Ticket[None]] = deque()
     begin = InitializeBegin(connection.next_id(), handle)
-    connection.request(begin, what="initialize", convert=answers.nothing).wait()
+    connection.request(begin, what="initialize", convert=answers.nothing, timeout_s=timeout_s).wait()
     try:
-        for key in space:
+        for key in keys:
             values = fn(key)
             tensors.check_values(key, values, fields, schema=schema)
             place = _place(area, schema.initial_bytes, flying)
@@ -55,7 +58,7 @@ def put_initial_values(
         for ticket in flying:
             ticket.abandon()
     end = InitializeEnd(connection.next_id(), handle)
-    connection.request(end, what="initialize, its end", convert=answers.nothing).wait()
+    connection.request(end, what="initialize, its end", convert=answers.nothing, timeout_s=timeout_s).wait()
 
 
 def _place(area: UploadArea, length_bytes: int, flying: deque[Ticket[None]]) -> Range:

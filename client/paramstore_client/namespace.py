@@ -1,6 +1,7 @@
 """An open namespace: what a trainer or a reader does with its experts.
 
-Calls take effect in call order, even if their tickets are not awaited. A handle belongs to the connection it was opened
+Calls take effect in call order, even if their tickets are not awaited. Where several ranks write together, those that change
+records run once, when all ranks have made them with equal arguments. A handle belongs to the connection it was opened
 on: after the daemon went away it raises StoreUnavailable for good, and is opened again after `store.reconnect()`.
 """
 
@@ -25,6 +26,7 @@ from paramstore_client.connection import Connection
 from paramstore_client.gradients import Gradients, PendingGradients
 from paramstore_client.initial_values import InitialValue, put_initial_values
 from paramstore_client.lease import Lease
+from paramstore_client.ranks import ALONE, Rank
 from paramstore_client.segments import BeforeUnmap
 from paramstore_client.steps import Steps
 from paramstore_client.ticket import Ticket
@@ -42,8 +44,11 @@ ANSWER_GRACE_S = 1.0
 class Namespace(Steps):
     """One opening of a namespace. Owner of its pending gradients and of what it knows of the chain of commits."""
 
-    def __init__(self, connection: Connection, area: UploadArea, opened: Opened, *, mode: str, is_debug: bool) -> None:
+    def __init__(
+        self, connection: Connection, area: UploadArea, opened: Opened, *, mode: str, is_debug: bool, ours: Rank = ALONE
+    ) -> None:
         self.name = opened.name
+        self._ours = ours
         self.mode = mode
         self.schema = Schema.from_description(opened.schema)
         self.space = KeySpace.of(opened.layers, opened.experts)
@@ -93,6 +98,16 @@ class Namespace(Steps):
     def epoch(self) -> int:
         """Counts reopenings as writer and rollbacks."""
         return self._epoch
+
+    @property
+    def rank(self) -> int:
+        """Which of the `world_size` processes this is that write together; 0 where it writes alone."""
+        return self._ours.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes write together: with more than one, calls that change records are collective."""
+        return self._ours.world_size
 
     @property
     def view_change_count(self) -> int:
@@ -188,11 +203,15 @@ class Namespace(Steps):
         """Gives every key its first value, version 0, and returns when all are whole on the volumes.
 
         fn: called with each (layer, expert) in key order; returns {field: tensor}, in fp32 or the param dtype. Starts
-        over from nothing. Raises StepOutOfOrder after the first commit, SchemaMismatch, CapacityError, VolumeError.
+        over from nothing. Of several ranks each is asked for its share: the keys whose place in key order, modulo `world_size`,
+        is its `rank`. Raises StepOutOfOrder after the first commit, SchemaMismatch, CapacityError, VolumeError.
         """
         self._check_open()
+        ours = self.keys()[self.rank :: self.world_size]
         try:
-            put_initial_values(self._connection, self._area, self._handle, schema=self.schema, space=self.space, fn=fn)
+            put_initial_values(
+                self._connection, self._area, self._handle, schema=self.schema, keys=ours, fn=fn, timeout_s=self._limit_s
+            )
         finally:
             self._count_view_change()
 
@@ -306,6 +325,11 @@ class Namespace(Steps):
 
     # --- sending ---
 
+    @property
+    def _limit_s(self) -> float:
+        """How long an answer is waited for; of ranks a little longer than the daemon waits for the others: it says who lacks."""
+        return self.wait_timeout_s + (0.0 if self._ours.is_alone else ANSWER_GRACE_S)
+
     def _next_id(self) -> int:
         return self._connection.next_id()
 
@@ -318,7 +342,7 @@ class Namespace(Steps):
             message,
             what=f"{call} on {self.name!r}",
             convert=convert,
-            timeout_s=self.wait_timeout_s if timeout_s is None else timeout_s,
+            timeout_s=self._limit_s if timeout_s is None else timeout_s,
             on_settled=on_settled,
             is_cancellable=is_cancellable,
         )

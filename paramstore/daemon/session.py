@@ -14,21 +14,20 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 from paramstore.daemon.channel import Channel
+from paramstore.daemon.handlers import ORDERED, Handler, Handlers, Sent
+from paramstore.daemon.held import HeldRequests
 from paramstore.daemon.peer import Peer
 from paramstore.daemon.uploads import Uploads
 from paramstore.daemon.welcome import refusal_of, welcome_to
-from paramstore.engine.arena import SegmentMemory
 from paramstore.engine.namespace import View
 from paramstore.engine.requests import LeaseRequest
 from paramstore.engine.store import Store
 from paramstore.errors import LeaseError, ParamStoreError, ProtocolError, StoreUnavailable, TicketCancelled
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FRAME_BYTES_MAX, decode_request
-from paramstore.wire.options import options_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,6 @@ TASKS_MAX = 1 << 16
 """Requests of one session under way at once."""
 HELLO_TIMEOUT_S = 2.0
 
-Handler = Callable[[Any], object]
-"""Gives the result at once, or a coroutine that gives it."""
 
 
 class Session:
@@ -59,44 +56,23 @@ class Session:
         """The connection is gone; leases may be left until the process is, too."""
         self._channel = Channel(self._loop, sock, on_frame=self._on_frame, on_end=self._on_end)
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_is_late)
+        self._requests = Handlers(
+            store, self._channel, client=self, views=self._views, uploads=self._uploads, cancels=self._cancels
+        )
         self._handlers: dict[type[m.Message], Handler] = {
-            m.Namespaces: lambda _: self._store.admission.list_namespaces(),
-            m.CreateNamespace: self._create,
-            m.OpenNamespace: self._open,
+            **self._requests.table(),
+            m.CreateNamespace: self._open, m.OpenNamespace: self._open, m.CreateRank: self._open, m.OpenRank: self._open,
             m.CloseNamespace: self._close_namespace,
-            m.Refresh: lambda r: self._store.refresh(self._view(r)),
-            m.OpenUpload: self._open_upload,
-            m.InitializeBegin: lambda r: self._store.initialize_begin(self._view(r)),
-            m.InitializePut: self._initialize_put,
-            m.InitializeEnd: lambda r: self._store.initialize_end(self._view(r)),
-            m.Prefetch: self._prefetch,
-            m.Push: self._push,
-            m.GradientNorm: lambda r: self._store.gradient_norm(self._view(r)),
-            m.Apply: lambda r: self._store.apply(self._view(r), options_of(r), r.grad_scale),
-            m.Abort: lambda r: self._store.abort(self._view(r)),
-            m.WriteBack: lambda r: self._store.write_back(self._view(r), r.keys),
-            m.Evict: lambda r: self._store.evict(self._view(r), r.keys, r.part),
-            m.Protect: lambda r: self._store.protect(self._view(r), r.keys, is_wanted=r.is_wanted),
-            m.Commit: lambda r: self._store.commit(self._view(r), r.step, r.extra),
-            m.Prepare: lambda r: self._store.prepare(self._view(r), r.step, r.extra),
-            m.Finalize: lambda r: self._store.finalize(self._view(r), r.step),
-            m.Steps: lambda r: self._store.steps(self._view(r)),
-            m.Extra: lambda r: self._store.extra(self._view(r), r.step),
-            m.Rollback: lambda r: self._store.rollback(self._view(r), r.step),
-            m.Snapshot: lambda r: self._store.snapshot(self._view(r), r.step),
-            m.DropSnapshot: lambda r: self._store.drop_snapshot(self._view(r), r.step),
-            m.Snapshots: lambda r: self._store.snapshots(self._view(r)),
-            m.Read: self._read,
-            m.Residency: lambda r: self._store.residency(self._view(r)),
-            m.Stats: lambda _: self._store.stats(),
-            m.Verify: self._verify,
-            m.TraceBegin: lambda _: self._store.transfer_log.listen(self),
-            m.TraceEnd: lambda _: self._store.transfer_log.end(self),
-        }
+        }  # fmt: skip
+        self._held = HeldRequests(self._loop, run=self._take_up, fail=self._fail)
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def _ended_how(self) -> str:
+        return f"is gone: the session of its process (pid {self.pid}) ended"
 
     @property
     def uid(self) -> int:
@@ -138,15 +114,19 @@ class Session:
         self._channel.refuse(ProtocolError(f"no hello within {HELLO_TIMEOUT_S} s"))
 
     def _check_admissible(self, request_id: int) -> None:
-        if request_id <= 0 or request_id in self._tasks or request_id in self._leases:
+        if request_id <= 0 or request_id in self._tasks or request_id in self._leases or request_id in self._held:
             raise ProtocolError(f"request id {request_id} is in use, or not above 0")
-        if len(self._tasks) >= TASKS_MAX:
+        if len(self._tasks) + len(self._held) >= TASKS_MAX:
             raise ProtocolError(f"more than {TASKS_MAX} requests under way")
 
     def _answer(self, request: Any) -> None:
         """Runs the handler now; if it gave a coroutine, in a task of its own."""
         try:
             self._check_admissible(request.id)
+            view = self._views.get(request.handle) if type(request) in ORDERED else None
+            if view is not None and self._held.stops(view):
+                self._held.add(view, request)
+                return
             result = self._handlers[type(request)](request)
         except Exception as error:  # noqa: BLE001 - belongs to whoever asked, `_told` logs what nobody foresaw
             self._fail(request.id, self._told(request.id, error))
@@ -155,6 +135,13 @@ class Session:
             self._start(request.id, result)
         else:
             self._done(request.id, result)
+
+    def _take_up(self, request: Any) -> None:
+        """A request that was held back."""
+        if isinstance(request, m.Acquire):
+            self._acquire(request)
+        else:
+            self._answer(request)
 
     def _start(self, request_id: int, coroutine: Coroutine[Any, Any, object]) -> None:
         task = self._loop.create_task(self._run(request_id, coroutine))
@@ -167,7 +154,7 @@ class Session:
         except Exception as error:  # noqa: BLE001 - as in `_answer`
             self._fail(request_id, self._told(request_id, error))
         else:
-            if not isinstance(result, _Sent):
+            if not isinstance(result, Sent):
                 self._done(request_id, result)
         finally:
             self._tasks.pop(request_id, None)
@@ -192,18 +179,8 @@ class Session:
 
     # --- namespaces
 
-    def _view(self, request: Any) -> View:
-        view = self._views.get(request.handle)
-        if view is None:
-            raise LeaseError(f"namespace handle {request.handle} is not open in this session")
-        return view
-
-    def _create(self, r: m.CreateNamespace) -> Coroutine[Any, Any, object]:
-        opening = self._store.admission.create(r.name, r.schema, layers=r.layers, experts=r.experts, host_bytes=r.host_bytes)
-        return self._opened(opening)
-
-    def _open(self, r: m.OpenNamespace) -> Coroutine[Any, Any, object]:
-        return self._opened(self._store.admission.open(r.name, mode=r.mode, at=r.at, host_bytes=r.host_bytes))
+    def _open(self, r: Any) -> Coroutine[Any, Any, object]:
+        return self._opened(self._requests.opening(r))
 
     async def _opened(self, opening: Coroutine[Any, Any, View]) -> object:
         view = await opening
@@ -218,9 +195,10 @@ class Session:
         return {"handle": handle, **self._store.describe_view(view)}
 
     def _close_namespace(self, r: m.CloseNamespace) -> None:
-        view = self._view(r)
+        view = self._requests.view(r)
         del self._views[r.handle]
         self._end_view(view)
+        self._held.go_on(view)  # to their end: their handle is open no more
 
     def lease_slots_changed(self, view: View, slots: int) -> None:
         """Another session opened or closed the view's namespace."""
@@ -228,8 +206,12 @@ class Session:
             if open_view is view:
                 self._channel.send(m.LeaseSlots(handle, slots))
 
-    def _end_view(self, view: View) -> None:
-        self._store.close_view(view)
+    def calls_go_on(self, view: View) -> None:
+        """What the view's rank asked for after a collective call may take effect: in its turn, not within that call."""
+        self._loop.call_soon(self._held.go_on, view)
+
+    def _end_view(self, view: View, *, reason: str = "closed the namespace") -> None:
+        self._store.close_view(view, reason=reason)
         self._store.tell_lease_slots(view.namespace)
         self._leases = {lease_id: lease for lease_id, lease in self._leases.items() if lease.view is not view}
 
@@ -238,7 +220,11 @@ class Session:
     def _acquire(self, r: m.Acquire) -> None:
         try:
             self._check_admissible(r.id)
-            lease = self._store.acquire(self._view(r), r.id, r.keys, r.part)
+            view = self._requests.view(r)
+            if self._held.stops(view):
+                self._held.add(view, r)
+                return
+            lease = self._store.acquire(view, r.id, r.keys, r.part)
         except ParamStoreError as error:
             self._fail(r.id, error)
             return
@@ -255,7 +241,7 @@ class Session:
             self._leases.pop(r.id, None)
             raise
         self._grant(r.id, lease)
-        return _Sent()
+        return Sent()
 
     def _grant(self, request_id: int, lease: LeaseRequest) -> None:
         if request_id not in self._leases:
@@ -271,7 +257,7 @@ class Session:
 
     def _release(self, r: m.Release) -> None:
         for lease_id in r.leases:
-            if lease_id in self._tasks:
+            if lease_id in self._tasks or lease_id in self._held:
                 continue  # not granted yet: there is nothing to release, and `Cancel` is what ends it
             lease = self._leases.pop(lease_id, None)
             if lease is not None:
@@ -284,7 +270,7 @@ class Session:
             elif isinstance(request, m.Unmapped):
                 self._store.host.unmapped(self, request.segments)
             elif isinstance(request, m.DeviceReport):
-                self._store.report_device(self._view(request), request.resident, request.touched, request.bytes_resident)
+                self._store.report_device(self._requests.view(request), request.resident, request.touched, request.bytes_resident)
         except ParamStoreError:
             logger.warning("pid %d: one-way message ignored", self.pid, exc_info=True)
 
@@ -294,48 +280,8 @@ class Session:
             self._store.cancel_lease(lease, TicketCancelled("the lease request was cancelled"))
         elif cancel is not None:
             cancel()
-
-    # --- requests with memory
-
-    def _prefetch(self, r: m.Prefetch) -> object:
-        request = self._store.prefetch(self._view(r), r.keys, r.part, r.deadline_s)
-        self._cancels[r.id] = partial(self._store.cancel_prefetch, request)
-        return self._store.wait_prefetch(request)
-
-    def _verify(self, r: m.Verify) -> object:
-        scrub = self._store.verify(r.namespace, r.keys, r.bytes_per_s)
-        self._cancels[r.id] = partial(self._store.scrubber.cancel, scrub, TicketCancelled("the verify was cancelled"))
-        return self._store.scrubber.wait(scrub)
-
-    def _open_upload(self, r: m.OpenUpload) -> object:
-        segment, memory = self._store.open_upload(self, r.size_bytes, list(self._views.values()))
-        self._uploads.add(segment, memory)
-        return self._sent_upload(r.id, segment, memory)
-
-    async def _sent_upload(self, request_id: int, segment: int, memory: SegmentMemory) -> object:
-        assert memory.fd is not None
-        self._channel.send(m.Uploaded(request_id, segment, memory.length_bytes), [memory.fd])
-        return _Sent()
-
-    def _initialize_put(self, r: m.InitializePut) -> object:
-        view = self._view(r)
-        length_bytes = view.namespace.schema.initial_bytes
-        memory = self._uploads.holding(r.segment, r.offset_bytes, length_bytes)
-        return self._store.initialize_put(view, r.key, memory.view(r.offset_bytes, length_bytes))
-
-    def _push(self, r: m.Push) -> None:
-        view = self._view(r)
-        self._store.push(view, self._uploads.ranges(r.entries, view.namespace.schema.gradient_bytes))
-
-    def _read(self, r: m.Read) -> object:
-        view = self._view(r)
-        length_bytes = view.namespace.schema.record_bytes
-        memory = self._uploads.holding(r.segment, r.offset_bytes, length_bytes)
-        return self._read_record(view, r, memory.view(r.offset_bytes, length_bytes))
-
-    async def _read_record(self, view: View, r: m.Read, target: memoryview) -> dict[str, int]:
-        identity = await self._store.read(view, r.key, target)
-        return {"epoch": identity.epoch, "version": identity.version}
+        else:
+            self._held.cancel(target)
 
     # --- the end
 
@@ -357,6 +303,7 @@ class Session:
         self._store.transfer_log.end(self)
         if reason is not None:
             logger.info("session of pid %d ended: %s", self.pid, reason)
+        self._held.clear()
         for cancel in list(self._cancels.values()):
             cancel()
         for lease in list(self._leases.values()):
@@ -365,9 +312,9 @@ class Session:
         for handle, view in list(self._views.items()):
             if not (self._process.is_watched and view.leased):
                 del self._views[handle]
-                self._end_view(view)
+                self._end_view(view, reason=self._ended_how)
             else:
-                view.end_writing()
+                self._store.end_writing(view, reason=self._ended_how)
         self._close_uploads_if_ended()
         if not self._views:
             self._gone()
@@ -392,7 +339,3 @@ class Session:
         self._process.close()
         self._store.host.unmapped(self)
         self._on_gone(self)
-
-
-class _Sent:
-    """What a handler gives when it has sent its answer itself."""

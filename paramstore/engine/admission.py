@@ -15,7 +15,7 @@ from paramstore.engine.arithmetic import load
 from paramstore.engine.chain import Chain, prepared_error
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.host import HostTier
-from paramstore.engine.namespace import NamespaceState, View
+from paramstore.engine.namespace import NamespaceState, View, WriterGroup
 from paramstore.engine.planner import Planner, fresh_working
 from paramstore.engine.runner import CPU_LANE
 from paramstore.engine.transactions import Transactions
@@ -72,10 +72,11 @@ class Admission:
         ]  # fmt: skip
 
     async def create(
-        self, name: str, description: dict[str, Any], *, layers: Sequence[int], experts: int, host_bytes: int | None
-    ) -> View:
-        """A writer's view of a new namespace, or of an uncommitted one of equal schema. Raises NamespaceExists,
-        SchemaMismatch, CapacityError naming what is missing; nothing is left behind then."""
+        self, name: str, description: dict[str, Any], *, layers: Sequence[int], experts: int, host_bytes: int | None,
+        group: WriterGroup | None = None,
+    ) -> View:  # fmt: skip
+        """A writer's view of a new namespace, or of an uncommitted one of equal schema; of `group`, where several ranks come.
+        Raises NamespaceExists, SchemaMismatch, CapacityError naming what is missing; nothing is left behind then."""
         check_name(name)
         schema = Schema.from_description(description)
         keys = KeySpace.of(tuple(layers), experts)
@@ -84,10 +85,12 @@ class Admission:
             if existing is not None:
                 self._check_reusable(existing, schema, keys)
             else:
-                return await self._create(name, schema, keys, host_bytes)
-        return await self._open_writer(existing, host_bytes, at=None)
+                return await self._create(name, schema, keys, host_bytes, group)
+        return await self._open_writer(existing, host_bytes, at=None, group=group)
 
-    async def _create(self, name: str, schema: Schema, keys: KeySpace, host_bytes: int | None) -> View:
+    async def _create(
+        self, name: str, schema: Schema, keys: KeySpace, host_bytes: int | None, group: WriterGroup | None
+    ) -> View:
         self._host.check_least(name, schema, len(keys), host_bytes)
         pack_description(schema, keys)  # refused now, not at the first commit
         row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
@@ -102,7 +105,7 @@ class Admission:
             self._host.close_arenas(namespace)
             raise
         self._namespaces[name] = namespace
-        return self._planner.leases.open_view(namespace, is_writer=True, step=None)
+        return self._planner.leases.open_view(namespace, is_writer=True, step=None, group=group)
 
     @staticmethod
     def _check_reusable(existing: NamespaceState, schema: Schema, keys: KeySpace) -> None:
@@ -113,7 +116,9 @@ class Admission:
         if existing.schema != schema or existing.keys != keys:
             raise NamespaceExists(f"namespace {existing.name!r} exists with another schema, layers or experts")
 
-    async def open(self, name: str, *, mode: str, at: int | None, host_bytes: int | None) -> View:
+    async def open(
+        self, name: str, *, mode: str, at: int | None, host_bytes: int | None, group: WriterGroup | None = None
+    ) -> View:
         """A view of `name`. mode "write" fences the writers before it and rolls back to `at`, or to the committed step; a prepared
         step is committed if it is `at`. "read" stands on `at`, or on the committed step. Raises UnknownNamespace, StepDropped,
         StepFailed before the first commit, StepPrepared to a writer without `at` while a step is prepared."""
@@ -129,7 +134,7 @@ class Admission:
                 namespace.ledger.check_rollback(at)  # refused before anybody is fenced
             elif at is None and prepared is not None:
                 raise prepared_error(namespace, what="open_namespace")
-            return await self._open_writer(namespace, host_bytes, at=at)
+            return await self._open_writer(namespace, host_bytes, at=at, group=group)
         self._reader_step(namespace, at)  # refused before any memory moves
         async with self._lock:
             await self._open_memory(namespace, host_bytes)
@@ -147,20 +152,22 @@ class Admission:
             raise StepDropped(f"step {at} of {namespace.name!r} is being dropped")
         return namespace.ledger.step(at).step
 
-    async def _open_writer(self, namespace: NamespaceState, host_bytes: int | None, *, at: int | None) -> View:
+    async def _open_writer(
+        self, namespace: NamespaceState, host_bytes: int | None, *, at: int | None, group: WriterGroup | None
+    ) -> View:
         """Fences the writer there is and rolls back, which waits for a commit of this namespace: outside the lock, so that
         others open theirs meanwhile. If another writer came in between, it is fenced in its turn."""
         while True:
-            if namespace.writer is not None:
-                namespace.writer.is_fenced = True
+            if namespace.group is not None:
+                namespace.group.fence()
             await self._chain.reopen(namespace, at=at)
-            if namespace.writer is not None and not namespace.writer.is_fenced:
+            if namespace.group is not None and not namespace.group.is_fenced:
                 continue
             epoch = namespace.epoch
             async with self._lock:
                 await self._open_memory(namespace, host_bytes)
                 if namespace.epoch == epoch:  # else another rolled back after us: it may have opened, written and been fenced
-                    return self._planner.leases.open_view(namespace, is_writer=True, step=None)
+                    return self._planner.leases.open_view(namespace, is_writer=True, step=None, group=group)
 
     async def snapshot(self, namespace: NamespaceState, step: int) -> None:
         """Makes room for one more step and keeps `step` durably; nothing to do if it is kept. Raises StepDropped, CapacityError."""

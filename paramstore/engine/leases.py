@@ -14,10 +14,10 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Copy
 from paramstore.engine.copies import CopyPlanner
 from paramstore.engine.moves import Outbox
-from paramstore.engine.namespace import NamespaceState, ParamCopy, View, WorkingCopy
+from paramstore.engine.namespace import NamespaceState, ParamCopy, View, WorkingCopy, WriterGroup, fenced_error
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
 from paramstore.engine.working import WorkingPlanner
-from paramstore.errors import CapacityError, LeaseError, ParamStoreError, StepDropped, StepFailed, UnknownKey, WriterFenced
+from paramstore.errors import CapacityError, LeaseError, ParamStoreError, StepDropped, StepFailed, UnknownKey
 
 
 class LeasePlanner:
@@ -30,13 +30,26 @@ class LeasePlanner:
 
     # --- views
 
-    def open_view(self, namespace: NamespaceState, *, is_writer: bool, step: int | None) -> View:
-        view = View(namespace, is_writer=is_writer, step=step)
+    def open_view(
+        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, group: WriterGroup | None = None
+    ) -> View:
+        """A reader's view, or the writer's, who fences those before it. group: of several ranks; then it is rank 0's."""
+        if not is_writer:
+            view = View(namespace, is_writer=False, step=step)
+            namespace.views.append(view)
+            return view
+        if namespace.group is not None:
+            namespace.group.fence()
+        namespace.group = WriterGroup() if group is None else group
+        return self.open_rank(namespace, namespace.group, 0)
+
+    @staticmethod
+    def open_rank(namespace: NamespaceState, group: WriterGroup, rank: int) -> View:
+        """The view of one rank of those that write."""
+        view = View(namespace, is_writer=True, step=None, group=group, rank=rank)
+        view.is_fenced = group.is_fenced
         namespace.views.append(view)
-        if is_writer:
-            if namespace.writer is not None:
-                namespace.writer.is_fenced = True
-            namespace.writer = view
+        group.join(view)
         return view
 
     def close_view(self, view: View) -> None:
@@ -47,9 +60,7 @@ class LeasePlanner:
             self.cancel_lease(request, LeaseError("the session ended"))
         if view in namespace.views:
             namespace.views.remove(view)
-        if namespace.writer is view:
-            namespace.writer = None
-            namespace.pending.clear()
+        view.leave_group()
         self._copies.retire_unseen(namespace)
         self.pump(namespace)
 
@@ -67,12 +78,13 @@ class LeasePlanner:
         reserve = max(1, arena.planned_slots // 16)
         return max(1, (arena.planned_slots - reserve) // max(1, _sharing(namespace)))
 
-    def check_view(self, view: View) -> None:
+    @staticmethod
+    def check_view(view: View) -> None:
         """Raises what keeps this view from new leases and writes."""
         if view.is_closed:
             raise LeaseError(f"namespace {view.namespace.name!r} was closed")
         if view.is_fenced:
-            raise WriterFenced(f"another writer opened namespace {view.namespace.name!r}; open it again to write on")
+            raise fenced_error(view.namespace)
         if view.is_dropped:
             raise StepDropped(f"step {view.step} of {view.namespace.name!r} was dropped: newer commits needed its room; refresh()")
 

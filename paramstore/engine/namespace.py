@@ -16,10 +16,12 @@ from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.residency import Copy, Working
 from paramstore.core.schema import Schema
 from paramstore.engine.arena import Arena
+from paramstore.errors import WriterFenced
 from paramstore.storage.ledger import Ledger
 
 if TYPE_CHECKING:
     from paramstore.engine.moves import Move
+    from paramstore.engine.ranks import Gathering
     from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
     from paramstore.engine.routes import Staging
 
@@ -32,11 +34,12 @@ class UploadMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradientRange:
-    """Where one key's pending gradient lies: in its session's upload area, `length_bytes` from `offset_bytes`."""
+    """Where a rank's pending gradient of one key lies: in its session's upload area, `length_bytes` from `offset_bytes`."""
 
     memory: UploadMemory
     offset_bytes: int
     length_bytes: int
+    rank: int = 0
 
     def view(self) -> memoryview:
         return self.memory.view(self.offset_bytes, self.length_bytes)
@@ -126,14 +129,76 @@ class ViewClient(Protocol):
 
     def lease_slots_changed(self, view: View, slots: int) -> None: ...
 
+    def calls_go_on(self, view: View) -> None: ...
+
+
+class WriterGroup:
+    """Who writes a namespace: one view, or those of the ranks that opened it together. `calls` only then."""
+
+    def __init__(self, name: str = "", world_size: int = 1) -> None:
+        self.name = name
+        self.world_size = world_size
+        self.members: dict[int, View] = {}
+        """By rank; those that are gone are not there."""
+        self.calls: Gathering | None = None
+        self.is_fenced = False
+        self._first: View | None = None
+
+    @property
+    def first(self) -> View:
+        """Of the first rank, also when it is gone: it stands for all in calls that run once."""
+        assert self._first is not None
+        return self._first
+
+    def join(self, view: View) -> None:
+        self._first = self._first or view
+        self.members[view.rank] = view
+
+    def fence(self) -> None:
+        """Another opened the namespace: none of these views writes any more, and what waits for other ranks is over."""
+        self.is_fenced = True
+        for view in self.members.values():
+            view.is_fenced = True
+        if self.calls is not None:
+            self.calls.end(fenced_error(self.first.namespace))
+
+    def check_whole(self) -> None:
+        """Raises RankLost if a rank is gone."""
+        if self.calls is not None:
+            self.calls.collective.check_whole()
+
+    def check_in_step(self) -> None:
+        """Raises RankLost, and StepMismatch while the ranks are out of step."""
+        if self.calls is not None:
+            self.calls.collective.check_in_step()
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ranks whose call waits for others."""
+        return () if self.calls is None else self.calls.collective.waiting
+
+    def is_waiting(self, rank: int) -> bool:
+        return self.calls is not None and self.calls.collective.is_waiting(rank)
+
+
+def fenced_error(namespace: NamespaceState) -> WriterFenced:
+    return WriterFenced(f"another writer opened namespace {namespace.name!r}; open it again to write on")
+
 
 class View:
     """What one session sees of a namespace through one handle: working (the writer) or a step. Counts its leases."""
 
-    def __init__(self, namespace: NamespaceState, *, is_writer: bool, step: int | None) -> None:
+    def __init__(
+        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, group: WriterGroup | None = None, rank: int = 0
+    ) -> None:
         self.namespace = namespace
         self.is_writer = is_writer
         self.step = step
+        self.group = group
+        """Of a writer: those it writes with."""
+        self.rank = rank
+        self.is_ranked = group is not None and group.world_size > 1
+        """Whether it is one of several ranks that write together."""
         self.is_fenced = False
         self.is_closed = False
         self.is_dropped = False
@@ -152,9 +217,18 @@ class View:
     def end_writing(self) -> None:
         """The connection is gone, its process may still read what it leased: the view writes no more."""
         self.is_fenced = True
-        if self.namespace.writer is self:
-            self.namespace.writer = None
+        self.leave_group()
+
+    def leave_group(self) -> None:
+        """Gradients that wait for an apply go with any of the ranks: none can be applied any more."""
+        group = self.group
+        if group is None or group.members.get(self.rank) is not self:
+            return
+        del group.members[self.rank]
+        if self.namespace.group is group:
             self.namespace.pending.clear()
+            if not group.members:
+                self.namespace.group = None
 
     def locate(self, key: ExpertKey) -> tuple[Identity | None, Located | None]:
         """The identity this view sees of `key`, and its extent if the identity is a committed one."""
@@ -240,9 +314,11 @@ class NamespaceState:
         self.copies: dict[ExpertKey, list[ParamCopy]] = {}
         self.changed: set[ExpertKey] = set()
         """Keys whose newest identity no step has published."""
-        self.pending: dict[ExpertKey, GradientRange] = {}
+        self.pending: dict[ExpertKey, tuple[GradientRange, ...]] = {}
+        """Per key what ranks pushed for it, in rank order."""
         self.views: list[View] = []
-        self.writer: View | None = None
+        self.group: WriterGroup | None = None
+        """Who writes."""
         self.cut: Cut | None = None
         self.cut_waiters: list[object] = []
         """Futures of those who wait for the commit under way to end."""
@@ -259,6 +335,11 @@ class NamespaceState:
         """Rollbacks that want the turn, and the store's end: while there is one, an apply stops at its next record."""
         self.unused_prefetches = 0
         self.stats = NamespaceStats()
+
+    @property
+    def writer(self) -> View | None:
+        """The writing view, of several ranks the first; None where nobody writes."""
+        return None if self.group is None else self.group.first
 
     @property
     def committed_step(self) -> int | None:

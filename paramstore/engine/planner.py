@@ -40,7 +40,7 @@ class Planner:
 
     # --- apply
 
-    def begin_apply(self, namespace: NamespaceState) -> dict[ExpertKey, GradientRange]:
+    def begin_apply(self, namespace: NamespaceState) -> dict[ExpertKey, tuple[GradientRange, ...]]:
         """Takes what is pending. From here on the working view means the bytes this apply will make."""
         pending, namespace.pending = namespace.pending, {}
         for key in pending:

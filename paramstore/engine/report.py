@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from paramstore.core.residency import Copy
 from paramstore.engine.arena import Arena
-from paramstore.engine.namespace import NamespaceState, PartStats
+from paramstore.engine.namespace import NamespaceState, PartStats, WriterGroup
 from paramstore.engine.transfers import VolumeTraffic
 from paramstore.engine.volumes import VolumeSet
 
@@ -28,7 +28,7 @@ def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object
         "epoch": namespace.epoch, "committed_step": namespace.committed_step,
         "prepared_step": namespace.ledger.prepared_step, "sequence": namespace.sequence,
         "steps": namespace.ledger.steps(), "broken": namespace.broken, "views": len(namespace.views),
-        "has_writer": namespace.writer is not None, "pending_gradients": len(namespace.pending),
+        "has_writer": namespace.writer is not None, "ranks": _ranks(namespace), "pending_gradients": len(namespace.pending),
         "changed": len(namespace.changed), "keys": len(namespace.keys), "record_bytes": namespace.schema.record_bytes,
         "state_bytes": len(namespace.keys) * namespace.schema.record_bytes,
         "optimizer": namespace.schema.kind if namespace.is_trainable() else None,
@@ -47,6 +47,12 @@ def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object
                   "retired": sum(copy.state is Copy.RETIRED for copy in copies)},
         "optim": {**_part(stats.optim, namespace.working_arena), "resident": len(namespace.resident), **states},
     }  # fmt: skip
+
+
+def _ranks(namespace: NamespaceState) -> dict[str, object]:
+    """Of those that write now: how many there should be, which are open, and whose call waits for the others."""
+    group = namespace.group or WriterGroup(world_size=0)
+    return {"group": group.name, "world_size": group.world_size, "open": sorted(group.members), "waiting": list(group.waiting)}
 
 
 def commit_progress(namespace: NamespaceState, now_s: float) -> dict[str, object] | None:

@@ -20,9 +20,8 @@ from paramstore.config import Config
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.core.place import Identity
-from paramstore.core.residency import MAY_MATERIALISE
 from paramstore.engine.admission import Admission
-from paramstore.engine.chain import Chain, prepared_error
+from paramstore.engine.chain import Chain
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier
@@ -30,14 +29,17 @@ from paramstore.engine.load import Loader
 from paramstore.engine.namespace import GradientRange, NamespaceState, UploadMemory, View
 from paramstore.engine.patrol import Patrol
 from paramstore.engine.planner import Planner
+from paramstore.engine.ranks import Ranks
 from paramstore.engine.report import namespace_stats, residency, volume_stats
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
-from paramstore.engine.runner import CPU_LANE, Runner
+from paramstore.engine.runner import Runner
 from paramstore.engine.scrub import Scrub, Scrubber
 from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import Updater
+from paramstore.engine.values import Values
 from paramstore.engine.volumes import VolumeSet
+from paramstore.engine.writing import check_changing, check_pushing, check_writer, check_writing
 from paramstore.errors import (
     ConfigError,
     ParamStoreError,
@@ -45,7 +47,6 @@ from paramstore.errors import (
     SchemaMismatch,
     StepDropped,
     StepFailed,
-    StepOutOfOrder,
     StoreUnavailable,
 )
 
@@ -78,16 +79,24 @@ class Store:
         self.admission = Admission(
             planner, transfers, host, volumes, cleaner, chain, transactions, namespaces, retained_steps=config.retained_steps
         )
+        self.ranks = Ranks(planner, wait_timeout_s=config.wait_timeout_s)
+        self._values = Values(planner, runner, transfers, loader, cleaner, updater, chain)
         self._clock = clock
         self._started_s = clock.now_s()
 
     # --- views
 
-    def close_view(self, view: View) -> None:
-        """Ends a view: its leases, waits and, of a writer, its pending gradients."""
+    def close_view(self, view: View, *, reason: str = "closed the namespace") -> None:
+        """Ends a view: its leases, waits and, of a writer, its pending gradients. reason: what other ranks are told of it."""
         if not view.is_closed:
+            self.ranks.leave(view, reason)
             self._planner.leases.close_view(view)
             self._transfers.drain()
+
+    def end_writing(self, view: View, *, reason: str) -> None:
+        """The view's session is gone; its process, which may still read what it leased, is not."""
+        self.ranks.leave(view, reason)
+        view.end_writing()
 
     def tell_lease_slots(self, namespace: NamespaceState) -> None:
         """After views came or went: every client learns how many slots it may lease from now on."""
@@ -162,55 +171,39 @@ class Store:
 
     # --- the writer's calls
 
-    def _check_writing(self, view: View) -> NamespaceState:
-        """The namespace, if the view is its writer's; what rolls back may do so on a broken one."""
-        self._planner.leases.check_view(view)
-        if not view.is_writer:
-            raise SchemaMismatch(f"namespace {view.namespace.name!r} is open for reading: open it with mode='write'")
-        return view.namespace
-
-    def check_writer(self, view: View) -> NamespaceState:
-        """Raises what keeps this view from changing records."""
-        namespace = self._check_writing(view)
-        if namespace.broken is not None:
-            raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
-        return namespace
-
-    def _check_changing(self, view: View) -> NamespaceState:
-        """Raises what keeps this view's records from changing now."""
-        namespace = self.check_writer(view)
-        if namespace.prepared_step is not None:
-            raise prepared_error(namespace, what="apply or prepare")
-        return namespace
-
     def push(self, view: View, entries: Sequence[tuple[ExpertKey, UploadMemory, int]]) -> None:
         """Makes the gradients at these places pending. All of them, or none and an error."""
-        namespace = self.check_writer(view)
+        namespace = check_pushing(view)
         if not namespace.is_trainable():
             raise SchemaMismatch(f"namespace {namespace.name!r} has a param schema: it takes no gradients")
         namespace.keys.check((key for key, _, _ in entries), namespace=namespace.name)
         length_bytes = namespace.schema.gradient_bytes
-        ranges = {key: GradientRange(memory, offset, length_bytes) for key, memory, offset in entries}
-        if len(ranges) != len(entries) or not namespace.pending.keys().isdisjoint(ranges):
+        ranges = {key: GradientRange(memory, offset, length_bytes, view.rank) for key, memory, offset in entries}
+        pending = namespace.pending
+        has_some = (key for key in ranges if any(other.rank == view.rank for other in pending.get(key, ())))
+        if len(ranges) != len(entries) or next(has_some, None) is not None:
             raise ProtocolError("a key was pushed that has a pending gradient; a client adds to it in place")
         for key in ranges:
             if namespace.working[key].target is None:
                 raise StepFailed(f"{key} of {namespace.name!r} has no value yet: call initialize")
-        namespace.pending.update(ranges)
+        for key, pushed in ranges.items():
+            pending[key] = tuple(sorted((*pending.get(key, ()), pushed), key=_rank_of))
 
-    async def gradient_norm(self, view: View) -> float:
-        return await self._updater.norm(self.check_writer(view))
+    def gradient_norm(self, view: View) -> Coroutine[Any, Any, float]:
+        """Of what is pending at the moment of the call."""
+        namespace = check_writer(view)
+        return self._updater.norm(namespace, dict(namespace.pending))
 
     def apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
         """Takes what is pending now; the rest happens in turn. Raises StepPrepared, SchemaMismatch; then all is pending still."""
-        namespace = self._check_changing(view)
+        namespace = check_changing(view)
         namespace.schema.check_options(options)
         pending, epoch = self._updater.begin(namespace), namespace.epoch
 
         async def run() -> dict[str, int]:
             async with namespace.turn:
                 try:
-                    self.check_writer(view)
+                    check_writer(view)
                 except ParamStoreError as error:
                     self._updater.give_up(namespace, epoch, error)
                     raise
@@ -219,22 +212,22 @@ class Store:
         return run()
 
     def abort(self, view: View) -> int:
-        namespace = self.check_writer(view)
+        namespace = check_writer(view)
         count = len(namespace.pending)
         namespace.pending.clear()
         return count
 
     async def commit(self, view: View, step: int, extra: bytes) -> dict[str, object]:
         """Durable on return, and committed. See `Committer.commit`."""
-        return await self._committer.commit(view.namespace, step, extra, check=partial(self.check_writer, view))
+        return await self._committer.commit(view.namespace, step, extra, check=partial(check_writer, view))
 
     def prepare(self, view: View, step: int, extra: bytes) -> Coroutine[Any, Any, dict[str, object]]:
         """Durable on return, and not committed before `finalize`: no record changes from now on. Raises StepPrepared too."""
-        namespace = self._check_changing(view)
+        namespace = check_changing(view)
         namespace.preparing, epoch = step, namespace.epoch
 
         def check() -> None:
-            self.check_writer(view)
+            check_writer(view)
             if namespace.epoch != epoch:
                 raise StepFailed(f"prepare({step}) on {namespace.name!r}: it was rolled back meanwhile")
 
@@ -249,11 +242,11 @@ class Store:
 
     async def finalize(self, view: View, step: int) -> None:
         """The prepared `step` is committed on return, on a broken namespace too. See `Chain.finalize`."""
-        await self._chain.finalize(view.namespace, step, check=partial(self._check_writing, view))
+        await self._chain.finalize(view.namespace, step, check=partial(check_writing, view))
 
     async def rollback(self, view: View, step: int) -> int:
         """Back to `step`, dropping everything since. Gives the new epoch."""
-        namespace = self._check_writing(view)
+        namespace = check_writing(view)
         if namespace.committed_step is None:
             raise StepDropped(f"namespace {namespace.name!r} has no committed step: initialize() starts it over")
         await self._chain.rollback(namespace, to_step=step)
@@ -270,63 +263,16 @@ class Store:
     # --- initial values and reading back
 
     async def initialize_begin(self, view: View) -> None:
-        """Starts over: no key has a value. Raises StepOutOfOrder once there is a committed step."""
-        namespace = self._check_writing(view)
-        if namespace.committed_step is not None:
-            raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")
-        await self._chain.rollback(namespace)
-        if namespace.committed_step is not None:
-            raise StepOutOfOrder(f"namespace {namespace.name!r} was committed meanwhile")
-        for working in namespace.working.values():
-            working.target = Identity(namespace.epoch, 0)
-        namespace.is_initializing = True
+        await self._values.begin(view)
 
     async def initialize_put(self, view: View, key: ExpertKey, initial: memoryview) -> None:
-        await self._updater.fill(self.check_writer(view), key, initial)
+        await self._values.put(view, key, initial)
 
     async def initialize_end(self, view: View) -> None:
-        """On return every key has a whole record on a volume."""
-        namespace = self.check_writer(view)
-        if (missing := next((key for key, working in namespace.working.items() if working.identity is None), None)) is not None:
-            raise StepFailed(f"initialize on {namespace.name!r}: {missing} was never given a value")
-        await self._cleaner.write_back(namespace, None)
-        namespace.is_initializing = False
+        await self._values.end(view)
 
     async def read(self, view: View, key: ExpertKey, target: memoryview) -> Identity:
-        """Copies the stored part's image, as `view` sees it, to `target` (record_bytes, page-aligned). Raises CorruptRecord."""
-        namespace = view.namespace
-        self._planner.leases.check_view(view)
-        namespace.keys.check([key], namespace=namespace.name)
-        if not view.is_writer:
-            identity, located = view.locate(key)
-            if identity is None or located is None:
-                raise StepDropped(f"{key} of {namespace.name!r} has no record at step {view.step}")
-            await self._transfers.read_into(namespace, key, located, target)
-            return identity
-        async with namespace.turn:
-            return await self._read_working(namespace, key, target)
-
-    async def _read_working(self, namespace: NamespaceState, key: ExpertKey, target: memoryview) -> Identity:
-        working = namespace.working[key]
-        if working.identity is None:
-            raise StepFailed(f"{key} of {namespace.name!r} has no value yet: call initialize")
-        identity = working.identity
-        if working.state not in MAY_MATERIALISE:
-            located = namespace.working_location(key)
-            if located is None or located.identity != identity:  # an update tore the newest bytes
-                raise StepFailed(f"{key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
-            await self._transfers.read_into(namespace, key, located, target)
-            return located.identity
-        held = await self._loader.hold(namespace, key)
-        try:
-            assert held.slot is not None
-            assert namespace.working_arena is not None
-            image = namespace.working_arena.view(held.slot)
-            await self._runner.call(CPU_LANE, lambda: target.__setitem__(slice(None), image))
-        finally:
-            self._planner.working.unhold(namespace, held)
-            self._transfers.drain()
-        return identity
+        return await self._values.read(view, key, target)
 
     def open_upload(self, client: object, length_bytes: int, views: Sequence[View]) -> tuple[int, Any]:
         """A writable segment of at least `length_bytes` for `client`. Raises CapacityError."""
@@ -398,5 +344,9 @@ class Store:
         deadline_s = self._clock.now_s() + self.config.shutdown_timeout_s
         while not self._runner.is_idle and self._clock.now_s() < deadline_s:
             await asyncio.sleep(0.01)
-        await self.admission.close()
+        await asyncio.gather(self.ranks.close(), self.admission.close())
         await self._volumes.close()
+
+
+def _rank_of(gradient: GradientRange) -> int:
+    return gradient.rank

@@ -27,6 +27,8 @@ from paramstore.engine.scheduler import Transfer
 from paramstore.engine.transfers import Transfers
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
 
+Pending = Mapping[ExpertKey, tuple[GradientRange, ...]]
+"""Per key the gradients of the ranks that pushed one, in rank order."""
 LOOKAHEAD_RECORDS = 4
 """Records loading or waiting beside those being updated: enough to hide a read behind an update."""
 
@@ -44,7 +46,7 @@ class Updater:
         self._update_workers = update_workers
         self._depth = update_workers + LOOKAHEAD_RECORDS
 
-    def begin(self, namespace: NamespaceState) -> dict[ExpertKey, GradientRange]:
+    def begin(self, namespace: NamespaceState) -> Pending:
         """Takes everything pending; from here on the working view means what the apply will make."""
         pending = self._planner.begin_apply(namespace)
         self._transfers.drain()
@@ -57,7 +59,7 @@ class Updater:
             self._transfers.drain()
 
     async def apply(
-        self, namespace: NamespaceState, pending: Mapping[ExpertKey, GradientRange], options: Options, *, grad_scale: float
+        self, namespace: NamespaceState, pending: Pending, options: Options, *, grad_scale: float
     ) -> dict[str, int]:
         """On return every record of `pending` has had one optimizer step. If that fails half-way the namespace is broken:
         raises StepFailed, and rollback is the way on."""
@@ -101,13 +103,13 @@ class Updater:
                 return
 
     @staticmethod
-    def _ordered(namespace: NamespaceState, pending: Mapping[ExpertKey, GradientRange]) -> list[ExpertKey]:
+    def _ordered(namespace: NamespaceState, pending: Pending) -> list[ExpertKey]:
         resident = [key for key in namespace.resident if key in pending]
         absent = sorted((key for key in pending if key not in namespace.resident), reverse=True)
         return resident + absent
 
     async def _update_some(
-        self, namespace: NamespaceState, epoch: int, queue: deque[ExpertKey], pending: Mapping[ExpertKey, GradientRange],
+        self, namespace: NamespaceState, epoch: int, queue: deque[ExpertKey], pending: Pending,
         options: Options, grad_scale: float,
     ) -> None:  # fmt: skip
         while queue:
@@ -151,8 +153,8 @@ class Updater:
         return True
 
     async def _update_one(
-        self, namespace: NamespaceState, working: WorkingCopy, gradient: GradientRange, options: Options, grad_scale: float,
-        *, is_shared: bool,
+        self, namespace: NamespaceState, working: WorkingCopy, gradients: Sequence[GradientRange], options: Options,
+        grad_scale: float, *, is_shared: bool,
     ) -> None:  # fmt: skip
         """is_shared: too few records are left for one per worker, so that this one is worked on by several."""
         copy = self._planner.plan_update(namespace, working)
@@ -161,7 +163,7 @@ class Updater:
             assert namespace.param_arena is not None
             param = namespace.param_arena.view(copy.slot)
         job = partial(
-            update, namespace.schema, self._image(namespace, working), [gradient.view()], options=options,
+            update, namespace.schema, self._image(namespace, working), [each.view() for each in gradients], options=options,
             optimizer_step=working.optimizer_step + 1, grad_scale=grad_scale, param=param, key=working.key,
         )  # fmt: skip
         jobs = [partial(job, spans=spans) for spans in cut_update(namespace.schema)] if is_shared else [job]
@@ -198,9 +200,9 @@ class Updater:
         assert working.slot is not None
         return namespace.working_arena.view(working.slot)
 
-    async def norm(self, namespace: NamespaceState) -> float:
-        """L2 norm over everything pending now."""
-        jobs = [partial(square_sum, namespace.schema, [gradient.view()]) for gradient in namespace.pending.values()]
+    async def norm(self, namespace: NamespaceState, pending: Pending) -> float:
+        """L2 norm over `pending`, each key's gradient summed over its ranks."""
+        jobs = [partial(square_sum, namespace.schema, [each.view() for each in gradients]) for gradients in pending.values()]
         sums = await asyncio.gather(*(self._transfers.runner.call(CPU_LANE, job) for job in jobs))
         return sqrt(fsum(sums))
 

@@ -112,7 +112,7 @@ class SmallPlanner:
     def begin_apply(self, *keys: ExpertKey) -> None:
         """An apply is called with gradients of `keys`; nothing of it has run."""
         memory = PlainSegment(4096)
-        self.namespace.pending = {key: GradientRange(memory, 0, 4096) for key in keys}
+        self.namespace.pending = {key: (GradientRange(memory, 0, 4096),) for key in keys}
         self.planner.begin_apply(self.namespace)
         self.planner.reserve_extents(self.namespace, keys)
 

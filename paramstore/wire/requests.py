@@ -50,6 +50,25 @@ class OpenNamespace(Message, tag="open"):
     host_bytes: int | None = None
 
 
+class CreateRank(CreateNamespace, tag="create_rank"):
+    """As CreateNamespace, by one of `world_size` ranks that write together. `group` names this start of the job.
+
+    Answered when all ranks have sent it with equal arguments. Error: StepMismatch if they differ, or one does not come in time.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    group: str = ""
+
+
+class OpenRank(OpenNamespace, tag="open_rank"):
+    """As OpenNamespace of mode "write", by one of `world_size` ranks that write together; see CreateRank."""
+
+    rank: int = 0
+    world_size: int = 1
+    group: str = ""
+
+
 class CloseNamespace(Message, tag="close"):
     id: int
     handle: int
@@ -334,8 +353,8 @@ class DeviceReport(Message, tag="device"):
 
 
 Request = (
-    Hello | Namespaces | CreateNamespace | OpenNamespace | CloseNamespace | Refresh | OpenUpload | InitializeBegin
-    | InitializePut | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push | GradientNorm | Apply | Abort
+    Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | OpenUpload
+    | InitializeBegin | InitializePut | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push | GradientNorm | Apply | Abort
     | WriteBack | Evict | Protect | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots
     | Read | Residency | Stats | Verify | TraceBegin | TraceEnd | Unmapped | DeviceReport
 )  # fmt: skip

@@ -89,7 +89,7 @@ def test_a_writer_whose_connection_ended_writes_no_more_but_keeps_its_leases() -
     small = SmallPlanner()
     view = small.writer()
     held = small.leased(view, A)
-    small.namespace.pending[A] = GradientRange(PlainSegment(4096), 0, 4096)
+    small.namespace.pending[A] = (GradientRange(PlainSegment(4096), 0, 4096),)
     view.end_writing()
     assert view.is_fenced
     assert small.namespace.writer is None
@@ -100,7 +100,7 @@ def test_a_writer_whose_connection_ended_writes_no_more_but_keeps_its_leases() -
 def test_the_end_of_a_fenced_writer_takes_nothing_from_the_one_after_it() -> None:
     small = SmallPlanner()
     old, new = small.writer(), small.writer()
-    small.namespace.pending[A] = GradientRange(PlainSegment(4096), 0, 4096)
+    small.namespace.pending[A] = (GradientRange(PlainSegment(4096), 0, 4096),)
     old.end_writing()
     small.planner.leases.close_view(old)
     assert small.namespace.writer is new

@@ -1,0 +1,45 @@
+"""The ranks of a job that write a namespace together: what one of them says when it opens it, and how its start is called.
+
+`group` names one start of the job, the same on every rank and another after a restart: arrivals of two starts never meet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paramstore.errors import ConfigError
+
+RUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of `world_size` processes of this node that write together; alone, if that is 1."""
+
+    rank: int = 0
+    world_size: int = 1
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank={self.rank}, world_size={self.world_size}: ranks are 0 to world_size - 1")
+
+    @property
+    def is_alone(self) -> bool:
+        return self.world_size == 1
+
+
+ALONE = Rank()
+
+
+def this_rank(rank: int, world_size: int, group: str, environment: Mapping[str, str] | None = None) -> Rank:
+    """What the caller said; without a group, the one that torchrun's variables name. Raises ConfigError."""
+    if world_size == 1:
+        return Rank(rank, world_size)
+    found = os.environ if environment is None else environment
+    if not group and RUN_VARIABLE in found:
+        group = f"{found[RUN_VARIABLE]}/{found.get(RESTART_VARIABLE, '0')}"
+    return Rank(rank, world_size, group)

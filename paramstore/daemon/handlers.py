@@ -1,0 +1,182 @@
+"""What each request of a known client runs: the one table from messages to methods of the store.
+
+A handler gives its result at once, or a coroutine that gives it. A call that the ranks of a group make together goes to
+`Ranks`, which runs it once for all of them; with one rank it is the store's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from paramstore.daemon.channel import Channel
+from paramstore.daemon.uploads import Uploads
+from paramstore.engine.arena import SegmentMemory
+from paramstore.engine.collective import Argument, Call
+from paramstore.engine.namespace import View
+from paramstore.engine.ranks import Arrival
+from paramstore.engine.store import Store
+from paramstore.errors import ConfigError, LeaseError, TicketCancelled
+from paramstore.wire import messages as m
+from paramstore.wire.options import options_of
+
+Handler = Callable[[Any], object]
+"""Gives the result at once, or a coroutine that gives it."""
+COLLECTIVE: dict[type[m.Message], str] = {
+    m.CreateRank: "create_namespace", m.OpenRank: "open_namespace", m.InitializeBegin: "initialize",
+    m.InitializeEnd: "initialize, its end", m.GradientNorm: "gradient_norm", m.Apply: "apply", m.Abort: "abort", m.Commit: "commit",
+    m.Prepare: "prepare", m.Finalize: "finalize", m.Rollback: "rollback",
+}  # fmt: skip
+"""What all ranks of a group call together, by the name that its users know."""
+OPENING = frozenset({m.CreateRank, m.OpenRank})
+ORDERED = frozenset(
+    {*COLLECTIVE, m.Acquire, m.Prefetch, m.Push, m.Read, m.WriteBack, m.Evict, m.InitializePut}
+) - OPENING  # fmt: skip
+"""On a handle: what a rank asks for after a collective call of its own takes effect after it."""
+NOT_COMPARED = frozenset({"id", "handle", "rank"})
+
+
+class Sent:
+    """What a handler gives when it has sent its answer itself."""
+
+
+class Handlers:
+    """The requests of one session. views, uploads, cancels are the session's own; cancels: what ends a request under way.
+
+    client: names the session to the store.
+    """
+
+    def __init__(
+        self, store: Store, channel: Channel, *, client: object, views: dict[int, View], uploads: Uploads,
+        cancels: dict[int, Callable[[], None]],
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._channel = channel
+        self._client = client
+        self._views = views
+        self._uploads = uploads
+        self._cancels = cancels
+
+    def table(self) -> dict[type[m.Message], Handler]:
+        store, view = self._store, self.view
+        return {
+            m.Namespaces: lambda _: store.admission.list_namespaces(),
+            m.Refresh: lambda r: store.refresh(view(r)),
+            m.OpenUpload: self._open_upload,
+            m.InitializeBegin: lambda r: self._together(r, store.initialize_begin),
+            m.InitializePut: self._initialize_put,
+            m.InitializeEnd: lambda r: self._together(r, store.initialize_end),
+            m.Prefetch: self._prefetch,
+            m.Push: self._push,
+            m.GradientNorm: lambda r: self._together(r, store.gradient_norm),
+            m.Apply: lambda r: self._together(r, lambda one: store.apply(one, options_of(r), r.grad_scale)),
+            m.Abort: lambda r: self._together(r, store.abort),
+            m.WriteBack: lambda r: store.write_back(view(r), r.keys),
+            m.Evict: lambda r: store.evict(view(r), r.keys, r.part),
+            m.Protect: lambda r: store.protect(view(r), r.keys, is_wanted=r.is_wanted),
+            m.Commit: lambda r: self._together(r, lambda one: store.commit(one, r.step, r.extra)),
+            m.Prepare: lambda r: self._together(r, lambda one: store.prepare(one, r.step, r.extra)),
+            m.Finalize: lambda r: self._together(r, lambda one: store.finalize(one, r.step)),
+            m.Steps: lambda r: store.steps(view(r)),
+            m.Extra: lambda r: store.extra(view(r), r.step),
+            m.Rollback: lambda r: self._together(r, lambda one: store.rollback(one, r.step)),
+            m.Snapshot: lambda r: store.snapshot(view(r), r.step),
+            m.DropSnapshot: lambda r: store.drop_snapshot(view(r), r.step),
+            m.Snapshots: lambda r: store.snapshots(view(r)),
+            m.Read: self._read,
+            m.Residency: lambda r: store.residency(view(r)),
+            m.Stats: lambda _: store.stats(),
+            m.Verify: self._verify,
+            m.TraceBegin: lambda _: store.transfer_log.listen(self._client),
+            m.TraceEnd: lambda _: store.transfer_log.end(self._client),
+        }
+
+    def view(self, request: Any) -> View:
+        """What the request's handle stands for. Raises LeaseError."""
+        view = self._views.get(request.handle)
+        if view is None:
+            raise LeaseError(f"namespace handle {request.handle} is not open in this session")
+        return view
+
+    # --- ranks
+
+    def _together(self, r: Any, begin: Callable[[View], object]) -> object:
+        """Runs `begin` with the view of the request; of several ranks, once for all, when all have called."""
+        view = self.view(r)
+        if not view.is_ranked:
+            return begin(view)
+        return _result(self._store.ranks.call(view, call_of(r), begin))
+
+    def opening(self, r: Any) -> Coroutine[Any, Any, View]:
+        """The view that an open or a create asks for. Raises ConfigError."""
+        open_one: Callable[..., Coroutine[Any, Any, View]]
+        if isinstance(r, m.CreateNamespace):
+            create = self._store.admission.create
+            open_one = partial(create, r.name, r.schema, layers=r.layers, experts=r.experts, host_bytes=r.host_bytes)
+        else:
+            open_one = partial(self._store.admission.open, r.name, mode=r.mode, at=r.at, host_bytes=r.host_bytes)
+        if not isinstance(r, m.CreateRank | m.OpenRank) or r.world_size == 1:
+            return open_one()
+        if isinstance(r, m.OpenRank) and r.mode != "write":
+            raise ConfigError(f"mode={r.mode!r}: ranks open a namespace together with mode='write'; readers open it one by one")
+        arrival = Arrival(r.name, r.group, r.rank, r.world_size)
+        future = self._store.ranks.open(arrival, call_of(r), lambda group: open_one(group=group))
+        self._cancels[r.id] = partial(self._store.ranks.withdraw, arrival)
+        return _view_of(future, r.rank)
+
+    # --- requests with memory
+
+    def _prefetch(self, r: m.Prefetch) -> object:
+        request = self._store.prefetch(self.view(r), r.keys, r.part, r.deadline_s)
+        self._cancels[r.id] = partial(self._store.cancel_prefetch, request)
+        return self._store.wait_prefetch(request)
+
+    def _verify(self, r: m.Verify) -> object:
+        scrub = self._store.verify(r.namespace, r.keys, r.bytes_per_s)
+        self._cancels[r.id] = partial(self._store.scrubber.cancel, scrub, TicketCancelled("the verify was cancelled"))
+        return self._store.scrubber.wait(scrub)
+
+    def _open_upload(self, r: m.OpenUpload) -> object:
+        segment, memory = self._store.open_upload(self._client, r.size_bytes, list(self._views.values()))
+        self._uploads.add(segment, memory)
+        return self._sent_upload(r.id, segment, memory)
+
+    async def _sent_upload(self, request_id: int, segment: int, memory: SegmentMemory) -> object:
+        assert memory.fd is not None
+        self._channel.send(m.Uploaded(request_id, segment, memory.length_bytes), [memory.fd])
+        return Sent()
+
+    def _initialize_put(self, r: m.InitializePut) -> object:
+        view = self.view(r)
+        length_bytes = view.namespace.schema.initial_bytes
+        memory = self._uploads.holding(r.segment, r.offset_bytes, length_bytes)
+        return self._store.initialize_put(view, r.key, memory.view(r.offset_bytes, length_bytes))
+
+    def _push(self, r: m.Push) -> None:
+        view = self.view(r)
+        self._store.push(view, self._uploads.ranges(r.entries, view.namespace.schema.gradient_bytes))
+
+    def _read(self, r: m.Read) -> object:
+        view = self.view(r)
+        length_bytes = view.namespace.schema.record_bytes
+        memory = self._uploads.holding(r.segment, r.offset_bytes, length_bytes)
+        return self._read_record(view, r, memory.view(r.offset_bytes, length_bytes))
+
+    async def _read_record(self, view: View, r: m.Read, target: memoryview) -> dict[str, int]:
+        identity = await self._store.read(view, r.key, target)
+        return {"epoch": identity.epoch, "version": identity.version}
+
+
+def call_of(request: m.Message) -> Call:
+    """A collective request as the ranks compare it."""
+    names = [name for name in request.__struct_fields__ if name not in NOT_COMPARED]
+    return Call(COLLECTIVE[type(request)], tuple(Argument(name, getattr(request, name)) for name in names))
+
+
+async def _result(future: Awaitable[object]) -> object:
+    return await future
+
+
+async def _view_of(future: Awaitable[dict[int, View]], rank: int) -> View:
+    return (await future)[rank]

@@ -1,0 +1,202 @@
+"""Calls that the ranks of one group make together: which of them match, what is refused, and who is missing.
+
+Plain decisions: no clock, no future, no I/O. Whoever owns a `Collective` says when the deadline has passed and which rank is gone,
+runs what begins, and tells the ranks what became of the calls that a decision settles.
+
+- A rank has at most one call that waits; its owner holds back what the rank asks for after it. So the n-th call of one rank
+  always meets the n-th calls of the others.
+- A call begins once, when all ranks have made it with equal arguments (floats bit for bit); else nothing runs.
+- After a call that was refused the ranks are *out of step*: what one of them had sent behind it must not run as if it had been
+  made. Every call is refused until all have made one that starts over (rollback, initialize) and that has succeeded.
+- A rank that is gone ends the group for good.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paramstore.errors import ConfigError, ParamStoreError, RankLost, StepMismatch
+
+WORLD_SIZE_MAX = 256
+"""Ranks of one group: no daemon serves more sessions."""
+GROUP_NAME_MAX = 256
+SHOWN_MAX = 60
+"""Characters of an argument that an error shows."""
+MENDING = frozenset({"rollback", "initialize"})
+"""Calls that start over from what is committed: they bring ranks that are out of step together again."""
+
+
+class Argument(NamedTuple):
+    name: str
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one rank called. Two match if they have one name and their arguments the same bits."""
+
+    name: str
+    arguments: tuple[Argument, ...] = ()
+
+    def matches(self, other: Call) -> bool:
+        return self.name == other.name and bits_of(self.arguments) == bits_of(other.arguments)
+
+    def shown(self, names: Iterable[str]) -> str:
+        """The call with these of its arguments, for people."""
+        chosen = set(names)
+        return f"{self.name}({', '.join(f'{name}={_short(value)}' for name, value in self.arguments if name in chosen)})"
+
+
+def bits_of(value: object) -> object:
+    """Equals another's exactly where both are made of the same types and the same bits: nan is itself, -0.0 is not 0.0."""
+    if isinstance(value, float):
+        return struct.pack("<d", value)
+    if isinstance(value, Mapping):
+        return {name: bits_of(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits_of(item) for item in value]
+    return type(value), value
+
+
+def check_rank(rank: int, world_size: int, group: str) -> None:
+    """Raises ConfigError on what no rank of a group may say."""
+    if not 1 <= world_size <= WORLD_SIZE_MAX or not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank}, world_size={world_size}: ranks are 0 to world_size - 1, and at most {WORLD_SIZE_MAX}")
+    if len(group) > GROUP_NAME_MAX:
+        raise ConfigError(f"a group's name of {len(group)} characters: {GROUP_NAME_MAX} are allowed")
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """These ranks' calls wait no longer. error: None if the call begins now, else what each of them is told."""
+
+    ranks: tuple[int, ...]
+    error: ParamStoreError | None = None
+
+
+class Collective:
+    """Owner of the calls of one group that wait. what: names the group in errors; way_on: what helps after a refusal."""
+
+    def __init__(self, world_size: int, *, what: str, way_on: str) -> None:
+        self.world_size = world_size
+        self._what = what
+        self._way_on = way_on
+        self._waiting: dict[int, Call] = {}
+        self._refusal: str | None = None
+        """Why the ranks are out of step."""
+        self._loss: str | None = None
+        """Why the group is at its end."""
+
+    # --- what it is
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ranks whose call has not begun, ascending."""
+        return tuple(sorted(self._waiting))
+
+    def is_waiting(self, rank: int) -> bool:
+        return rank in self._waiting
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that the waiting calls wait for; all while none waits."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self._waiting)
+
+    @property
+    def is_in_step(self) -> bool:
+        return self._refusal is None
+
+    @property
+    def is_lost(self) -> bool:
+        return self._loss is not None
+
+    def check_whole(self) -> None:
+        """Raises RankLost if a rank is gone."""
+        if self._loss is not None:
+            raise RankLost(self._loss)
+
+    def check_in_step(self) -> None:
+        """Raises RankLost, and StepMismatch while the ranks are out of step."""
+        self.check_whole()
+        if self._refusal is not None:
+            raise StepMismatch(self._refusal)
+
+    # --- what happens
+
+    def arrive(self, rank: int, call: Call) -> Settled | None:
+        """`rank` has made `call`: it waits (None), begins with all others, or is refused with them.
+
+        Raises RankLost, StepMismatch while the ranks are out of step and `call` does not start over, or if the rank has a call
+        that waits; then nothing has changed.
+        """
+        self.check_whole()
+        if call.name not in MENDING:
+            self.check_in_step()
+        if rank in self._waiting:
+            raise StepMismatch(f"{self._what}: rank {rank} waits for the others in {self._waiting[rank].name} already")
+        others = list(self._waiting.values())
+        self._waiting[rank] = call
+        if any(not call.matches(other) for other in others):
+            return self._refuse(f"{self._what}: {self._differences()}: nothing ran. {self._way_on}")
+        if len(self._waiting) < self.world_size:
+            return None
+        return Settled(self._taken())
+
+    def expire(self) -> Settled:
+        """The deadline of the calls that wait has passed: they are refused, with the names of those who are missing."""
+        assert self._waiting
+        name = next(iter(self._waiting.values())).name
+        missing, waited = _ranks(self.missing), _ranks(self.waiting)
+        return self._refuse(f"{self._what}: {name} of {waited}: {missing} did not call in time: nothing ran. {self._way_on}")
+
+    def lose(self, rank: int, reason: str) -> Settled:
+        """`rank` is gone, for `reason`: calls that wait fail, and so does every later one."""
+        if self._loss is None:
+            self._loss = f"{self._what}: rank {rank} {reason}: the group is broken. All ranks open the namespace again"
+        return Settled(self._taken(), RankLost(self._loss))
+
+    def withdraw(self, rank: int) -> bool:
+        """`rank` waits no longer, as if it had never called; False if it does not wait."""
+        return self._waiting.pop(rank, None) is not None
+
+    def end(self, error: ParamStoreError) -> Settled:
+        """Calls that wait fail with `error`; whoever ends them sees to it that no other comes."""
+        return Settled(self._taken(), error)
+
+    def mend(self) -> None:
+        """A call that starts over has succeeded: the ranks are in step."""
+        self._refusal = None
+
+    def _refuse(self, refusal: str) -> Settled:
+        self._refusal = refusal
+        return Settled(self._taken(), StepMismatch(refusal))
+
+    def _taken(self) -> tuple[int, ...]:
+        ranks = self.waiting
+        self._waiting.clear()
+        return ranks
+
+    def _differences(self) -> str:
+        """Who called what, as far as it differs."""
+        calls = list(self._waiting.values())
+        if len({call.name for call in calls}) > 1:
+            names: set[str] = set()
+        else:
+            values = [{name: bits_of(value) for name, value in call.arguments} for call in calls]
+            names = {name for name in values[0] if any(other.get(name) != values[0][name] for other in values)}
+        called = ", ".join(f"rank {rank} called {self._waiting[rank].shown(names)}" for rank in self.waiting)
+        return called + (f", {_ranks(self.missing)} had not called" if self.missing else "")
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes, {value[:8].hex()}..."
+    text = repr(value)
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."
