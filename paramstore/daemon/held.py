@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from paramstore.engine.collective import ranks_named
 from paramstore.engine.namespace import View
 from paramstore.errors import ParamStoreError, TicketCancelled, WaitTimeout
 from paramstore.wire import messages as m
@@ -95,8 +96,8 @@ class HeldRequests:
         group = view.group
         assert group is not None
         assert group.calls is not None
-        lease, missing = f"lease of {len(held.request.keys)} keys of {view.namespace.name!r}", group.calls.collective.missing
-        why = f"it waits for rank {view.rank}'s own call before it, and that for ranks {missing}"
+        lease = f"lease of {len(held.request.keys)} keys of {view.namespace.name!r}"
+        why = f"it waits for rank {view.rank}'s own call before it, and that for {ranks_named(group.calls.collective.missing)}"
         self._end(view, held, WaitTimeout(f"{lease}: {why}"))
 
     def _end(self, view: View, held: _Held, error: ParamStoreError) -> None:

@@ -149,7 +149,7 @@ class Collective:
         """The deadline of the calls that wait has passed: they are refused, with the names of those who are missing."""
         assert self._waiting
         name = next(iter(self._waiting.values())).name
-        missing, waited = _ranks(self.missing), _ranks(self.waiting)
+        missing, waited = ranks_named(self.missing), ranks_named(self.waiting)
         return self._refuse(f"{self._what}: {name} of {waited}: {missing} did not call in time: nothing ran. {self._way_on}")
 
     def lose(self, rank: int, reason: str) -> Settled:
@@ -188,10 +188,11 @@ class Collective:
             values = [{name: bits_of(value) for name, value in call.arguments} for call in calls]
             names = {name for name in values[0] if any(other.get(name) != values[0][name] for other in values)}
         called = ", ".join(f"rank {rank} called {self._waiting[rank].shown(names)}" for rank in self.waiting)
-        return called + (f", {_ranks(self.missing)} had not called" if self.missing else "")
+        return called + (f", {ranks_named(self.missing)} had not called" if self.missing else "")
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def ranks_named(ranks: tuple[int, ...]) -> str:
+    """Ranks, for people."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

@@ -163,7 +163,9 @@ class WriterGroup:
             self.calls.end(fenced_error(self.first.namespace))
 
     def check_whole(self) -> None:
-        """Raises RankLost if a rank is gone."""
+        """Raises WriterFenced, and RankLost if a rank is gone."""
+        if self.is_fenced:
+            raise fenced_error(self.first.namespace)
         if self.calls is not None:
             self.calls.collective.check_whole()
 
