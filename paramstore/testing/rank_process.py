@@ -87,7 +87,7 @@ class _Commands:
     def push(self, keys: list[list[int]], seed: int) -> None:
         fields = {name: tuple(shape) for name, shape, _ in self.namespace.schema.specs}
         value = {name: gradient(seed, shape) for name, shape in fields.items()}
-        self.namespace.push({(layer, expert): value for layer, expert in keys})
+        self.namespace.push(dict.fromkeys([(layer, expert) for layer, expert in keys], value))
 
     def apply(self, lr: float = 0.1) -> int:
         return int(self.namespace.apply(ps.AdamW(lr=lr)).wait()["records"])

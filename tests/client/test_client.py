@@ -109,11 +109,11 @@ def test_open_namespace_is_a_reader_by_default(daemon: FakeDaemon, store: ps.Sto
     ("arguments", "message"),
     [
         ({"mode": "append"}, "append"),
-        ({"mode": "write", "world_size": 2}, "world_size=2"),
         ({"mode": "write", "rank": 1}, "rank=1"),
+        ({"mode": "write", "rank": 2, "world_size": 2}, "rank=2, world_size=2"),
     ],
 )
-def test_open_refuses_what_this_version_has_not(
+def test_open_refuses_what_cannot_be(
     daemon: FakeDaemon, store: ps.Store, arguments: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ps.ConfigError, match=message):

@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 
+from paramstore.core.schema import Schema
 from paramstore.daemon.handlers import COLLECTIVE, OPENING, ORDERED, call_of
 from paramstore.engine.collective import Argument, Call
-from paramstore.errors import ConfigError, LeaseError, ParamStoreError, ProtocolError, RankLost, StepMismatch, TicketCancelled, WaitTimeout
+from paramstore.errors import (
+    ConfigError,
+    LeaseError,
+    ParamStoreError,
+    ProtocolError,
+    RankLost,
+    StepMismatch,
+    TicketCancelled,
+    WaitTimeout,
+)
 from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
 
@@ -89,8 +99,6 @@ def test_every_collective_message_is_ordered_and_compared_without_what_is_a_rank
 
 def test_ranks_create_initialize_and_train_a_namespace_together(at_desk: AtDesk) -> None:
     async def scenario(desk: Any) -> None:
-        from paramstore.core.schema import Schema
-
         schema = Schema.adamw({"w": (16, 16)}, param_dtype="float32")
         clients = [await desk.client() for _ in range(2)]
         asked = []

@@ -156,7 +156,7 @@ def test_a_rank_that_is_killed_is_named_to_the_others_and_the_job_starts_again_a
     assert len(old[0].ask("values", key=OTHER)) == SHAPE[0] * SHAPE[1], "leases go on"
     new = [processes[1], processes[2]]
     assert started(daemon, new, restart=1) == [epoch + 1] * 2, "one rollback for both"
-    for what, arguments in (("push", {"keys": [KEY], "seed": 9}), ("commit", {"step": 9}), ("norm", {})):
+    for what, arguments in (("push", {"keys": [OTHER], "seed": 9}), ("commit", {"step": 9}), ("norm", {})):
         with pytest.raises(ps.WriterFenced):
             old[0].ask(what, **arguments)
     oracle = Oracle(value_of(KEY)["w"])

@@ -90,6 +90,7 @@ EVENTS: dict[str, Callable[[Collective], object]] = {
     "another group fences it": lambda group: group.end(WriterFenced("fenced")),
     "a rollback succeeds": lambda group: group.mend(),
 }
+WAITING = ("gathering", "mending")
 BOTH, ALL = (0, 1), (0, 1, 2)
 WAITS: Outcome = ("waits", ())
 REFUSED_ALONE: Outcome = ("raises StepMismatch", ())
@@ -100,24 +101,28 @@ TABLE: dict[tuple[str, str], Outcome] = {
         (2, "apply"), (2, "another apply"), (2, "commit"), (2, "rollback"), (2, "another rollback"), (0, "apply"), (0, "rollback")
     )},
     ("gathering", "rank 2 calls apply"): ("begins", ALL),
-    **{("gathering", f"rank 2 calls {what}"): ("StepMismatch", ALL) for what in ("another apply", "commit", "rollback", "another rollback")},
+    **{("gathering", f"rank 2 calls {what}"): ("StepMismatch", ALL) for what in (
+        "another apply", "commit", "rollback", "another rollback"
+    )},
     ("gathering", "rank 0 calls apply"): REFUSED_ALONE,
     ("gathering", "rank 0 calls rollback"): REFUSED_ALONE,
     **{(state, f"rank {rank} calls {what}"): REFUSED_ALONE for state in ("out of step", "mending") for rank, what in (
         (2, "apply"), (2, "another apply"), (2, "commit"), (0, "apply")
     )},
-    **{("out of step", event): WAITS for event in ("rank 2 calls rollback", "rank 2 calls another rollback", "rank 0 calls rollback")},
+    **{("out of step", f"rank {rank} calls {what}"): WAITS for rank, what in (
+        (2, "rollback"), (2, "another rollback"), (0, "rollback")
+    )},
     ("mending", "rank 2 calls rollback"): ("begins", ALL),
     ("mending", "rank 2 calls another rollback"): ("StepMismatch", ALL),
     ("mending", "rank 0 calls rollback"): REFUSED_ALONE,
     **{("lost", f"rank {rank} calls {what}"): IS_LOST for rank, what in (
         (2, "apply"), (2, "another apply"), (2, "commit"), (2, "rollback"), (2, "another rollback"), (0, "apply"), (0, "rollback")
     )},
-    **{(state, f"rank {rank} is lost"): ("RankLost", BOTH if state in ("gathering", "mending") else ()) for state in STATES for rank in (0, 2)},
-    **{(state, "rank 0 is withdrawn"): ("withdrawn", ()) if state in ("gathering", "mending") else NOTHING for state in STATES},
+    **{(state, f"rank {rank} is lost"): ("RankLost", BOTH if state in WAITING else ()) for state in STATES for rank in (0, 2)},
+    **{(state, "rank 0 is withdrawn"): ("withdrawn", ()) if state in WAITING else NOTHING for state in STATES},
     **{(state, "rank 2 is withdrawn"): NOTHING for state in STATES},
-    **{(state, "the deadline passes"): ("StepMismatch", BOTH) for state in ("gathering", "mending")},
-    **{(state, "another group fences it"): ("WriterFenced", BOTH if state in ("gathering", "mending") else ()) for state in STATES},
+    **{(state, "the deadline passes"): ("StepMismatch", BOTH) for state in WAITING},
+    **{(state, "another group fences it"): ("WriterFenced", BOTH if state in WAITING else ()) for state in STATES},
     **{(state, "a rollback succeeds"): NOTHING for state in STATES},
 }  # fmt: skip
 
@@ -151,7 +156,7 @@ def test_everything_that_happens_in_every_state_has_one_outcome(state: str, even
     expected = TABLE[state, event]
     assert outcome(group, EVENTS[event]) == expected
     what, settled = expected
-    if what.startswith("raises") or expected == NOTHING and event != "a rollback succeeds":
+    if what.startswith("raises") or (expected == NOTHING and event != "a rollback succeeds"):
         assert figures(group) == before, "a refusal changes nothing"
     if settled:
         assert group.waiting == (), "what was settled waits no longer"

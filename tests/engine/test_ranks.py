@@ -305,7 +305,8 @@ def test_an_error_at_the_beginning_of_a_call_is_every_rank_s_and_leaves_them_in_
         await outcomes(apply(store, view) for view in views)
         await outcomes(call(store, view, "prepare", lambda one: store.prepare(one, 1, b""), step=1) for view in views)
         assert {type(error) for error in await outcomes(apply(store, view) for view in views)} == {StepPrepared}
-        assert await outcomes(call(store, view, "finalize", lambda one: store.finalize(one, 1), step=1) for view in views) == [None, None]
+        finalized = [call(store, view, "finalize", lambda one: store.finalize(one, 1), step=1) for view in views]
+        assert await outcomes(finalized) == [None, None]
         assert store.namespaces[NAME].committed_step == 1
 
     run_ranks(scenario)
