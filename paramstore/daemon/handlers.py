@@ -13,7 +13,7 @@ from typing import Any
 from paramstore.daemon.channel import Channel
 from paramstore.daemon.uploads import Uploads
 from paramstore.engine.arena import SegmentMemory
-from paramstore.engine.collective import Argument, Call
+from paramstore.engine.collective import Argument, Call, check_rank
 from paramstore.engine.namespace import View
 from paramstore.engine.ranks import Arrival
 from paramstore.engine.store import Store
@@ -116,7 +116,10 @@ class Handlers:
             open_one = partial(create, r.name, r.schema, layers=r.layers, experts=r.experts, host_bytes=r.host_bytes)
         else:
             open_one = partial(self._store.admission.open, r.name, mode=r.mode, at=r.at, host_bytes=r.host_bytes)
-        if not isinstance(r, m.CreateRank | m.OpenRank) or r.world_size == 1:
+        if not isinstance(r, m.CreateRank | m.OpenRank):
+            return open_one()
+        check_rank(r.rank, r.world_size, r.group)
+        if r.world_size == 1:
             return open_one()
         if isinstance(r, m.OpenRank) and r.mode != "write":
             raise ConfigError(f"mode={r.mode!r}: ranks open a namespace together with mode='write'; readers open it one by one")

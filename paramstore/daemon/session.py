@@ -185,7 +185,7 @@ class Session:
     async def _opened(self, opening: Coroutine[Any, Any, View]) -> object:
         view = await opening
         if self.is_ended:
-            self._store.close_view(view)
+            self._store.close_view(view, reason=self._ended_how)
             raise StoreUnavailable("the session ended")
         handle = self._next_handle
         self._next_handle += 1

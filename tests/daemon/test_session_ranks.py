@@ -155,8 +155,9 @@ def test_a_rank_that_reads_or_cannot_be_is_refused_and_a_single_one_opens_alone(
         client = await desk.client()
         with pytest.raises(ConfigError, match="readers open it one by one"):
             await client.request(m.OpenRank, "moe", "read", None, None, 0, 2, "g")
-        with pytest.raises(ConfigError, match="world_size=2"):
-            await client.request(m.OpenRank, "moe", "write", None, None, 2, 2, "g")
+        for rank, size in ((2, 2), (1, 1), (0, 0)):
+            with pytest.raises(ConfigError, match=f"rank={rank}, world_size={size}"):
+                await client.request(m.OpenRank, "moe", "write", None, None, rank, size, "g")
         handle = (await client.request(m.OpenRank, "moe", "write", None, None, 0, 1, "g"))["handle"]
         assert await client.request(m.GradientNorm, handle) == 0.0
 

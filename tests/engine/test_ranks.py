@@ -203,6 +203,17 @@ def test_every_rank_gets_the_same_norm_of_the_summed_gradients() -> None:
     run_ranks(scenario)
 
 
+def test_the_norm_is_of_what_was_pending_when_the_last_rank_asked_for_it() -> None:
+    async def scenario(store: Store) -> None:
+        views = await open_ranks(store, 2)
+        asked = [norm(store, view) for view in views]
+        push(store, views[0], [A])
+        assert await outcomes(asked) == [0.0, 0.0]
+        assert (await outcomes(norm(store, view) for view in views))[0] > 0.0
+
+    run_ranks(scenario)
+
+
 def test_a_rank_pushes_a_key_once_and_each_push_counts_once() -> None:
     async def scenario(store: Store) -> None:
         one, two = await open_ranks(store, 2)
