@@ -198,7 +198,6 @@ class Session:
         view = self._requests.view(r)
         del self._views[r.handle]
         self._end_view(view)
-        self._held.go_on(view)  # to their end: their handle is open no more
 
     def lease_slots_changed(self, view: View, slots: int) -> None:
         """Another session opened or closed the view's namespace."""

@@ -47,7 +47,6 @@ class LeasePlanner:
     def open_rank(namespace: NamespaceState, group: WriterGroup, rank: int) -> View:
         """The view of one rank of those that write."""
         view = View(namespace, is_writer=True, step=None, group=group, rank=rank)
-        view.is_fenced = group.is_fenced
         namespace.views.append(view)
         group.join(view)
         return view

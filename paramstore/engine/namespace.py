@@ -146,7 +146,7 @@ class WriterGroup:
 
     @property
     def first(self) -> View:
-        """Of the first rank, also when it is gone: it stands for all in calls that run once."""
+        """Of the first rank, also when it is gone."""
         assert self._first is not None
         return self._first
 

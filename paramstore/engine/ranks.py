@@ -201,7 +201,7 @@ class Ranks:
     # --- calling
 
     def call(self, view: View, call: Call, begin: Callable[[View], object]) -> asyncio.Future[Any]:
-        """What `begin` comes to, which is called once, with the view of the group's first rank, when all have made `call`.
+        """What `begin` comes to, which is called once, with the view of the last rank to come, when all have made `call`.
 
         Raises LeaseError, WriterFenced, RankLost, StepMismatch; then this rank's call counts as never made.
         """
@@ -209,7 +209,7 @@ class Ranks:
         assert group is not None
         assert group.calls is not None
         self._planner.leases.check_view(view)
-        return group.calls.call(view.rank, call, lambda: begin(group.first))
+        return group.calls.call(view.rank, call, partial(begin, view))
 
     @staticmethod
     def _go_on(group: WriterGroup, ranks: tuple[int, ...]) -> None:

@@ -337,6 +337,24 @@ def test_when_a_rank_s_connection_ends_the_others_hear_of_it_at_once_and_go_on_r
     at_desk(scenario)
 
 
+def test_a_lease_that_was_held_for_a_session_that_ended_is_never_granted(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        await prepared(desk)
+        one, two = await open_ranks(desk)
+        granted = await one.ask(m.Acquire, KEYS[:1], "param", 5.0)
+        await one.send(m.Apply, *ADAMW)
+        await one.send(m.Acquire, KEYS[1:], "param", 5.0)
+        gone = desk.sessions[-2]
+        await desk.until(lambda: len(gone._held) == 1)
+        one.client.close()  # its process lives, and may read what it has leased
+        await desk.until(lambda: gone.is_ended and not gone._tasks)
+        with pytest.raises(RankLost):
+            await two.ask(m.GradientNorm)
+        assert (desk.figures()["leased_slots"], gone._leases.keys(), len(gone._held)) == (1, {granted.id}, 0)
+
+    at_desk(scenario)
+
+
 def test_a_rank_that_closes_its_handle_answers_what_it_still_held(at_desk: AtDesk) -> None:
     async def scenario(desk: Any) -> None:
         await prepared(desk)

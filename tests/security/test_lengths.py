@@ -35,7 +35,7 @@ TRUE: dict[str, Any] = {
     "keys": [(0, 0)], "part": "param", "segment": 1, "offset_bytes": 0, "entries": [], "deadline_s": None, "timeout_s": 0.05,
     "leases": [], "target": 0, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "grad_scale": 1.0,
     "is_wanted": True, "step": 1, "extra": b"", "segments": [], "resident": [], "touched": [], "bytes_resident": 0,
-    "namespace": NAME, "host_bytes": None, "at": None, "bytes_per_s": None,
+    "namespace": NAME, "host_bytes": None, "at": None, "bytes_per_s": None, "rank": 0, "world_size": 1, "group": "g",
 }  # fmt: skip
 """A value of each field that no one would object to."""
 REQUESTS: tuple[type[m.Message], ...] = tuple(
