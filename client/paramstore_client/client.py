@@ -130,7 +130,7 @@ class Store:
         gone, unless one is a snapshot. None: the newest committed one. A writer with `at` the prepared step commits it.
 
         rank, world_size: of the processes of this node that write together. All open it with equal arguments, and it is opened
-        once, when the last has come; it must within `wait_timeout_s`. Their later calls are collective: see docs/client.md.
+        once, when the last has come; it must within `wait_timeout_s`. Their later calls are collective: see docs/ranks.md.
         Readers come one by one, whatever their rank. group: names this start of the job; "" means torchrun's run and restart count.
         Raises UnknownNamespace, StepDropped, CapacityError, ConfigError; StepPrepared to a writer without `at` while a step is
         prepared, StepFailed before the first commit or a snapshot; StepMismatch to ranks that did not come together.

@@ -1,4 +1,4 @@
-"""The program that docs/client.md spreads over its blocks runs as it stands, against a daemon that it starts itself."""
+"""The programs of docs/client.md and docs/ranks.md run as they stand, against a daemon that they start themselves."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from paramstore_client.ticket import Ticket
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "client.md"
+RANKS = ROOT / "docs" / "ranks.md"
 LINES_MAX = 200
 END_TIMEOUT_S = 30.0
 
@@ -35,10 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert is_over, f"the page's daemon did not end within {END_TIMEOUT_S:g} s"
 
 
-def program() -> str:
+def program(page: Path) -> str:
     """The blocks of the page, one after the other, on the lines they have there: a failure names the page's line."""
     lines, is_code = [], False
-    for line in PAGE.read_text().splitlines():
+    for line in page.read_text().splitlines():
         is_fence = line.startswith("```")
         lines.append(line if is_code and not is_fence else "")
         is_code = line == "```python" if is_fence else is_code
@@ -50,9 +51,10 @@ def client_source(*names: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_pages_program_runs(folder: Path) -> None:
+@pytest.mark.parametrize("page", [PAGE, RANKS], ids=lambda page: page.stem)
+def test_the_pages_program_runs(page: Path, folder: Path) -> None:
     script = folder / "client_page.py"
-    script.write_text(program())
+    script.write_text(program(page))
     paths = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PARAMSTORE_")}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
