@@ -91,7 +91,9 @@ def test_every_collective_message_is_ordered_and_compared_without_what_is_a_rank
     assert call_of(m.Commit(7, 3, 5, b"x")) == Call("commit", (Argument("step", 5), Argument("extra", b"x")))
     names = [argument.name for argument in call_of(m.OpenRank(1, "moe", "write", 4, None, 1, 2, "g")).arguments]
     assert names == ["name", "mode", "at", "host_bytes", "world_size", "group"]
-    assert len(call_of(m.Apply(1, 2, *ADAMW)).arguments) == len(ADAMW)
+    first, second = (call_of(m.Apply(number, number, *ADAMW, {"kind": "sgd", "momentum": number * 0.0})) for number in (1, -1))
+    assert first.shown(["options"]) == "apply(options={'kind': 'sgd', 'momentum': 0.0})"
+    assert not first.matches(second), "0.0 and -0.0, wherever they are"
 
 
 # --- opening
