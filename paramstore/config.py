@@ -68,8 +68,9 @@ def format_size(size_bytes: int) -> str:
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which slots go first. The parameters are those of Algorithm 2 of MoESys; `lru` takes none of them."""
 
-    name: str = "decayed_lfu"
-    """`decayed_lfu` keeps what is often used, `lru` what was used last."""
+    name: str = "schedule"
+    """`schedule` keeps what is needed soonest once a client declares its order of visits, and is `decayed_lfu` without;
+    `decayed_lfu` keeps what is often used, `lru` what was used last."""
     threshold: float = 1.0
     """Hits below which a copy is a first-choice victim: higher forgets sooner."""
     beta: float = 0.5
@@ -192,7 +193,7 @@ _RULES = {
     "volume_endurance_bytes": _OPTIONAL_SIZE,
     "prefill": _SWITCH,
     "scrub_days": _Rule(float, "a number of days up to 3650; 0 for never", lambda value: 0.0 <= value <= 3650.0),
-    "policy.name": _Rule(str, "decayed_lfu or lru", lambda value: value in ("decayed_lfu", "lru")),
+    "policy.name": _Rule(str, "schedule, decayed_lfu or lru", lambda value: value in ("schedule", "decayed_lfu", "lru")),
     "policy.threshold": _Rule(float, "a number, and not negative", lambda value: 0.0 <= value < math.inf),
     "policy.beta": _Rule(float, "a number from 0 to 1", lambda value: 0.0 <= value <= 1.0),
     "policy.decay_steps": _Rule(int, "an integer, at least 1", lambda value: value >= 1),

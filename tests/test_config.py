@@ -143,7 +143,7 @@ def test_socket_and_volume_lie_in_the_directory_unless_given() -> None:
         ({"shutdown_timeout_s": -1}, "shutdown_timeout_s=-1"),
         ({"pmem_granularity": "bit"}, "pmem_granularity='bit'"),
         ({"policy": 3}, "^flag: policy=3: must be a table"),
-        ({"policy": {"name": "belady"}}, "^flag --policy: policy.name='belady': must be decayed_lfu or lru"),
+        ({"policy": {"name": "belady"}}, "^flag --policy: policy.name='belady': must be schedule, decayed_lfu or lru"),
         ({"policy": {"beta": 1.5}}, "policy.beta=1.5: must be a number from 0 to 1"),
         ({"policy": {"beta": "nan"}}, "policy.beta='nan': must be a number from 0 to 1"),
         ({"policy": {"threshold": "nan"}}, "policy.threshold='nan': must be a number, and not negative"),

@@ -21,6 +21,15 @@ class Policy(Protocol):
         """`record` for each of `names`, in order."""
         ...
 
+    def hold(self, name: Hashable) -> None:
+        """`name` is held from here on, or held anew, and nobody uses it now: it was prefetched, or an update made it."""
+        ...
+
+    def expect(self, names: Iterable[Hashable]) -> None:
+        """Each of `names`, held or not, is used at the next visit of its layer: a client prefetched it, or an apply that begins
+        is to change it. Only a policy that looks ahead does something with it."""
+        ...
+
     def forget(self, name: Hashable) -> None:
         """`name` is held no more (evicted, retired). Unknown names are ignored."""
         ...

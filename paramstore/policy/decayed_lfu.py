@@ -83,6 +83,13 @@ class DecayedLfu:
         if len(moved) > MOVED_MAX:
             self._place_moved()
 
+    def hold(self, name: Hashable) -> None:
+        """Counts as a use."""
+        self.record(name)
+
+    def expect(self, names: Iterable[Hashable]) -> None:
+        """Nothing: the past alone counts."""
+
     def forget(self, name: Hashable) -> None:
         self._moved.pop(name, None)
         self._take_out(name)

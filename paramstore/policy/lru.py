@@ -32,6 +32,13 @@ class Lru:
             move_to_end(name)
         self._accesses = accesses
 
+    def hold(self, name: Hashable) -> None:
+        """Counts as a use."""
+        self.record(name)
+
+    def expect(self, names: Iterable[Hashable]) -> None:
+        """Nothing: the past alone counts."""
+
     def forget(self, name: Hashable) -> None:
         self._used_at.pop(name, None)
 

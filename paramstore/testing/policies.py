@@ -85,6 +85,19 @@ class PolicyContract:
             policy.record(name)
         assert policy.victims(4, nothing) == [2, 0, 3, 1]
 
+    def test_a_name_held_ahead_of_its_use_is_held(self) -> None:
+        policy = self.filled(3)
+        policy.hold("ahead")
+        assert set(policy.victims(4, nothing) or ()) == {0, 1, 2, "ahead"}
+        policy.forget("ahead")
+        assert policy.victims(4, nothing) is None
+
+    def test_what_is_expected_is_not_held_by_that(self) -> None:
+        policy = self.filled(3)
+        policy.expect([1, "stranger"])
+        assert set(policy.victims(3, nothing) or ()) == {0, 1, 2}
+        assert policy.victims(4, nothing) is None
+
     def test_heat_is_higher_for_what_is_used_and_zero_for_strangers(self) -> None:
         policy = self.filled(2)
         policy.record(1)

@@ -9,11 +9,13 @@ from paramstore.errors import ConfigError
 from paramstore.policy.decayed_lfu import DecayedLfu
 from paramstore.policy.lru import Lru
 from paramstore.policy.make import make_policy
+from paramstore.policy.schedule import Schedule
 from paramstore.testing.policies import nothing
 
 
 def test_each_name_makes_its_policy() -> None:
-    assert isinstance(make_policy(PolicyConfig(), 4), DecayedLfu)
+    assert isinstance(make_policy(PolicyConfig(), 4), Schedule)
+    assert isinstance(make_policy(PolicyConfig(name="decayed_lfu"), 4), DecayedLfu)
     assert isinstance(make_policy(PolicyConfig(name="lru"), 4), Lru)
 
 

@@ -1,0 +1,101 @@
+"""The order in which a step visits the layers: what a client declares, so that the service knows what is needed next.
+
+A *visit* is one pass over one layer's experts. A declared order is a cycle: after its last visit comes the first again.
+What a visit says of the copies in an arena:
+
+- ROUTED: the gate chooses anew which of the layer's experts are used.
+- REPEATED: used are exactly those of the layer's last routed visit (a backward after its forward).
+- GATHERED: as ROUTED, but of all layers at once, as an apply takes its records: in which order is not known beforehand.
+- UPDATED: nothing is used; copies that were used since the visit before of this kind are superseded (an update makes new ones).
+- REPLACED: nothing is used; all of the layer's copies are superseded (`updates="exact"`: untouched experts change too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from paramstore.core.key import LAYERS_MAX
+from paramstore.errors import ConfigError
+
+VISITS_MAX = 1 << 14
+"""Of one cycle: 64 layers forward and backward for 127 micro-batches. It is looked at visit by visit, on the event loop."""
+
+
+class VisitKind(StrEnum):
+    """What happens to a layer's copies at a visit. See the module docstring."""
+
+    ROUTED = "routed"
+    REPEATED = "repeated"
+    GATHERED = "gathered"
+    UPDATED = "updated"
+    REPLACED = "replaced"
+
+
+CHOSEN = frozenset({VisitKind.ROUTED, VisitKind.GATHERED})
+"""The kinds at which it is chosen anew what is used."""
+USES = CHOSEN | {VisitKind.REPEATED}
+"""The kinds that use copies; the others end them."""
+
+
+class Visit(NamedTuple):
+    """One pass over the experts of `layer`."""
+
+    layer: int
+    kind: VisitKind
+
+
+Visits = tuple[Visit, ...]
+"""One cycle, in order; empty: nothing is declared."""
+
+
+def training_visits(layers: Iterable[int], *, micro_batches: int = 1, is_exact: bool = False) -> Visits:
+    """A training step over `layers`, as the arena of `param` sees it: forward and backward for each of `micro_batches`, then
+    the update, in backward order. is_exact: the update changes untouched experts too."""
+    order = _ordered(layers, micro_batches)
+    forward = tuple(Visit(layer, VisitKind.ROUTED) for layer in order)
+    backward = tuple(Visit(layer, VisitKind.REPEATED) for layer in reversed(order))
+    ending = VisitKind.REPLACED if is_exact else VisitKind.UPDATED
+    return (forward + backward) * micro_batches + tuple(Visit(layer, ending) for layer in reversed(order))
+
+
+def apply_visits(layers: Iterable[int], *, is_exact: bool = False) -> Visits:
+    """The same step as the arena of `optim` sees it: the update, in backward order; is_exact: before it the forward, which
+    has the records that missed steps catch up."""
+    order = _ordered(layers, 1)
+    catching_up = order if is_exact else ()
+    return (
+        *(Visit(layer, VisitKind.ROUTED) for layer in catching_up),
+        *(Visit(layer, VisitKind.GATHERED) for layer in reversed(order)),
+    )
+
+
+def ring_visits(layers: Iterable[int]) -> Visits:
+    """One token's pass over `layers`, as a ring or any other generation makes it."""
+    return tuple(Visit(layer, VisitKind.ROUTED) for layer in _ordered(layers, 1))
+
+
+def check_visits(pairs: Sequence[tuple[int, str]], layers: Sequence[int], *, what: str) -> Visits:
+    """`pairs` of (layer, kind) as a cycle over some of `layers`. Raises ConfigError naming `what` and the first wrong one."""
+    if len(pairs) > VISITS_MAX:
+        raise ConfigError(f"{what}: {len(pairs)} visits; a cycle has at most {VISITS_MAX}")
+    known, kinds = frozenset(layers), frozenset(VisitKind)
+    for index, (layer, kind) in enumerate(pairs):
+        if layer not in known or kind not in kinds:
+            raise ConfigError(
+                f"{what}[{index}] = ({layer}, {kind!r}): give a layer of the namespace and one of {', '.join(VisitKind)}"
+            )
+    visits = tuple(Visit(layer, VisitKind(kind)) for layer, kind in pairs)
+    if visits and not any(visit.kind in CHOSEN for visit in visits):
+        raise ConfigError(f"{what}: no visit of {len(visits)} is routed or gathered; without one nothing is ever chosen")
+    return visits
+
+
+def _ordered(layers: Iterable[int], micro_batches: int) -> tuple[int, ...]:
+    order = tuple(layers)
+    if not 1 <= len(order) <= LAYERS_MAX or len(set(order)) != len(order):
+        raise ConfigError(f"layers={list(order)[:16]}: give 1 to {LAYERS_MAX} distinct layers, in the order of forward")
+    if micro_batches < 1 or (2 * micro_batches + 1) * len(order) > VISITS_MAX:
+        raise ConfigError(f"micro_batches={micro_batches}: give at least 1, and a cycle of at most {VISITS_MAX} visits")
+    return order

@@ -1,0 +1,243 @@
+"""What the `schedule` policy knows of one layer: when it is visited, which of its names are held, and how likely each is used.
+
+The chance of a name is its share of the layer's routed visits, older ones counted less: each visit multiplies what was
+counted before by `beta` (the decayed hits of MoESys, arXiv 2205.10034, Algorithm 2, per visit of the layer). As there, a
+count is kept as a weight whose unit grows, so that a decay touches no name.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from paramstore.core.visits import CHOSEN, USES, Visit, VisitKind
+
+UNIT_MAX = 1e150
+"""Weights are scaled back before they leave the range of a float."""
+NEVER = 1e300
+"""Visits until the next use of a name that has never been used: further than any other, nearer than one that has ended."""
+
+BETA = 0.98
+"""How much of a count survives a routed visit of its layer: habits last for many visits (0.8 to 0.995 were tried)."""
+BETA_GATHERED = 0.3
+"""The same of a gathered one: what matters is how lately an expert was trained (0.1 to 0.95 were tried)."""
+Ranked = tuple[float, int, Hashable]
+"""(minus the visits until its next use, number of its last use, name): the least goes first."""
+
+
+class Outlook(NamedTuple):
+    """Visits from one position of the cycle to the layer's next use, to its next routed visit, to its next ending."""
+
+    use: float
+    routed: float
+    ending: float
+
+
+class DecayedCounts:
+    """How often each name was used, older uses counted less. Owner of the counts: at most one for each of a layer's names."""
+
+    __slots__ = ("_full", "_unit", "_weights")
+
+    def __init__(self) -> None:
+        self._weights: dict[Hashable, float] = {}
+        self._unit = 1.0
+        self._full = 0.0
+        """The weight of a name that was used every time."""
+
+    def decay(self, beta: float) -> None:
+        """A visit begins: what was counted before is worth `beta` of what it was."""
+        self._unit /= beta
+        self._full += self._unit
+        if self._unit > UNIT_MAX:
+            self._weights = {name: weight / self._unit for name, weight in self._weights.items()}
+            self._full /= self._unit
+            self._unit = 1.0
+
+    def add(self, name: Hashable) -> None:
+        """The visit uses `name`."""
+        self._weights[name] = self._weights.get(name, 0.0) + self._unit
+
+    def share(self, name: Hashable) -> float:
+        """Of the visits, older ones counted less, that used `name`: 0 to 1."""
+        weight = self._weights.get(name)
+        return 0.0 if weight is None else weight / self._full
+
+
+class LayerUses:
+    """Owner of one layer's counts and held names. Positions count the cycle's visits from 0."""
+
+    __slots__ = (
+        "_ascending", "_counts", "cycle", "done", "endings", "fresh", "gap", "held", "is_gathered", "kinds", "last",
+        "position", "replaces_all", "routed", "touched", "uses", "visits", "wave",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.held: dict[Hashable, int] = {}
+        """Names, with the number of their last use or arrival, ascending."""
+        self._counts = DecayedCounts()
+        self._ascending: list[Hashable] | None = None
+        self.place((), cycle=1)
+
+    def place(self, visits: Sequence[tuple[int, Visit]], *, cycle: int) -> None:
+        """The layer's visits, with their positions in a cycle of so many; what was counted stays."""
+        self.cycle = cycle
+        self.kinds = {position: visit.kind for position, visit in visits}
+        self.uses = [position for position, visit in visits if visit.kind in USES]
+        self.routed = [position for position, visit in visits if visit.kind in CHOSEN]
+        self.endings = [position for position, visit in visits if visit.kind not in USES]
+        self.replaces_all = VisitKind.REPLACED in self.kinds.values()
+        self.gap = cycle / max(1, len(self.routed))
+        """Visits from one routed visit of the layer to the next, on average."""
+        self.is_gathered = VisitKind.GATHERED in self.kinds.values()
+        self.position = -1
+        """Of the visit that was begun last."""
+        self.visits = 0
+        self.wave = 0
+        self.done: set[Hashable] = set()
+        """Used in the visit begun last."""
+        self.last: set[Hashable] = set()
+        """Used in the last routed visit: what a repeated one uses."""
+        self.touched: set[Hashable] = set()
+        """Used since the last ending: what the next one supersedes, where it is an update."""
+        self.fresh: dict[Hashable, int] = {}
+        """Held ahead of use: visits begun when they came."""
+
+    # --- what happens
+
+    def begin(self, position: int) -> None:
+        """A visit begins at `position`; -1 for a layer that is not in the declared order."""
+        if self.position >= 0 and self.endings and _ahead(self.endings, self.position, self.cycle) <= self._steps_to(position):
+            self.touched.clear()
+        self.position = position
+        self.fresh = {name: visits for name, visits in self.fresh.items() if visits == self.visits}
+        self.visits += 1
+        self.done = set()
+        if self.is_routed:
+            self.last = set()
+            self._counts.decay(BETA_GATHERED if self.is_gathered else BETA)
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the visit begun last is a routed one."""
+        return self.kinds.get(self.position, VisitKind.ROUTED) in CHOSEN
+
+    def use(self, name: Hashable, number: int) -> None:
+        """`name` is used in the visit begun last."""
+        if name not in self.done:
+            self.done.add(name)
+            if self.is_routed:
+                self.last.add(name)
+                self._counts.add(name)
+        self.touched.add(name)
+        self.fresh.pop(name, None)
+        self._arrive(name, number)
+
+    def hold(self, name: Hashable, number: int) -> None:
+        """`name` is held anew, ahead of its use."""
+        self.fresh[name] = self.visits
+        self.touched.discard(name)
+        self._arrive(name, number)
+
+    def _arrive(self, name: Hashable, number: int) -> None:
+        self.held.pop(name, None)
+        self.held[name] = number
+        self._ascending = None
+
+    def forget(self, name: Hashable) -> None:
+        """`name` is held no more; its count stays."""
+        if self.held.pop(name, None) is not None:
+            self.fresh.pop(name, None)
+            self.touched.discard(name)
+
+    def _steps_to(self, position: int) -> int:
+        return (position - self.position) % self.cycle or self.cycle
+
+    # --- what is known
+
+    def chance(self, name: Hashable) -> float:
+        """Of a use at a routed visit; 0 for a name never used."""
+        return self._counts.share(name)
+
+    def next_use(self, cursor: int) -> int:
+        """The position of the layer's next use after `cursor`, which may be the same."""
+        return (cursor + _ahead(self.uses, cursor, self.cycle)) % self.cycle
+
+    def outlook(self, cursor: int) -> Outlook:
+        """From `cursor` on, the visit there not counted. A layer that is not in the order is expected one cycle on; layers that
+        are gathered come in an order of the moment, so that none is nearer than another."""
+        if not self.uses:
+            return Outlook(self.cycle, self.cycle, inf)
+        if self.is_gathered:
+            return Outlook(0, 0, inf)
+        ending = _ahead(self.endings, cursor, self.cycle) if self.endings else inf
+        return Outlook(_ahead(self.uses, cursor, self.cycle), _ahead(self.routed, cursor, self.cycle), ending)
+
+    def worst_first(self, cursor: int) -> Iterator[Ranked]:
+        """The held names, those first whose next use is furthest, `cursor` being at another layer's visit.
+
+        First what has ended, then by chance, the least first, then what is sure to be used at the layer's next visit.
+        """
+        outlook = self.outlook(cursor)
+        may_end = outlook.ending < outlook.routed
+        if may_end:
+            for name, number in self.held.items():
+                if self._is_ended(name) and not self._is_sure(name, outlook):
+                    yield (-inf, number, name)
+        held = self.held
+        for name in self._by_chance():
+            if name not in held or self._is_sure(name, outlook) or (may_end and self._is_ended(name)):
+                continue
+            yield (-self._by_chance_from(outlook.routed, name), held[name], name)
+        for name, number in held.items():
+            if self._is_sure(name, outlook):
+                yield (-outlook.use, number, name)
+
+    def worst_first_now(self, cursor: int) -> Iterator[Ranked]:
+        """The same during the layer's own visit at `cursor`: what it has not used yet may still be used now."""
+        return iter(sorted((-self.visits_until(name, cursor, is_current=True), number, name) for name, number in self.held.items()))
+
+    def visits_until(self, name: Hashable, cursor: int, *, is_current: bool) -> float:
+        """How many visits after `cursor` the next use of `name` is expected. is_current: the layer's own visit is there."""
+        if is_current and name not in self.done:
+            if not self.is_routed:
+                if name in self.last:
+                    return 0.0
+            elif name in self.fresh:
+                return 0.0
+            else:
+                return self._by_chance_from(0, name)
+        outlook = self.outlook(cursor)
+        if self._is_sure(name, outlook):
+            return outlook.use
+        if outlook.ending < outlook.routed and self._is_ended(name):
+            return inf
+        return self._by_chance_from(outlook.routed, name)
+
+    def _by_chance_from(self, distance: float, name: Hashable) -> float:
+        """A use whose chance is c at each routed visit from `distance` on comes, on average, 1/c - 1 of them later."""
+        chance = self.chance(name)
+        return distance + (1.0 / chance - 1.0) * self.gap if chance else NEVER
+
+    def _is_sure(self, name: Hashable, outlook: Outlook) -> bool:
+        """Whether the layer's next visit uses `name`: it came ahead of that, or the visit repeats one that used it."""
+        if self.fresh.get(name) == self.visits:
+            return True
+        return outlook.use < outlook.routed and outlook.use < outlook.ending and name in self.last
+
+    def _is_ended(self, name: Hashable) -> bool:
+        """Whether the layer's next ending, which comes before its next routed visit, supersedes the copy of `name`."""
+        return self.replaces_all or name in self.touched
+
+    def _by_chance(self) -> list[Hashable]:
+        """Held names (and some that are no more), the least likely first, then the least recently used."""
+        if self._ascending is None:
+            self._ascending = sorted(self.held, key=self.chance)
+        return self._ascending
+
+
+def _ahead(positions: list[int], cursor: int, cycle: int) -> int:
+    """Visits from `cursor` to the first of `positions` after it, at least one."""
+    index = bisect_right(positions, cursor)
+    return (positions[index] if index < len(positions) else positions[0] + cycle) - cursor

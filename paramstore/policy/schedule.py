@@ -1,0 +1,237 @@
+"""Expected next use: for clients whose visits of the layers have a known order, as training steps and rings have.
+
+Belady's rule (evict what is needed furthest in the future, IBM Systems Journal 5(2), 1966) with the future estimated: the
+client declares the cycle of its visits (`core/visits.py`), which gives the distance to each layer's next one; decayed counts
+give the chance that a visit uses a given expert. So a cyclic scan larger than the arena keeps a fixed share of the names
+and passes the rest through what is left, where every policy that looks at the past alone passes all of them through.
+
+- Where in the cycle "now" is follows from the uses recorded: a use belongs to the visit under way if it can, else to its
+  layer's next one. A use out of order (a reader's) moves the position to that layer's next visit, and the next use in order
+  moves it back.
+- What is held ahead of use (a prefetch, a copy that an update made) is not used yet, moves nothing, and counts as sure to be
+  used at its layer's next visit.
+- What an apply is to change (`expect`) stays until it was used, whatever the order.
+- While no order is declared, another policy decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from heapq import heapify, heappop, heapreplace
+
+from paramstore.core.visits import USES, Visits
+from paramstore.policy.base import Policy
+from paramstore.policy.layer_uses import LayerUses, Ranked
+
+LATE_VISITS = 2
+"""How far ranks of one job run apart."""
+
+
+class Schedule:
+    """Owner of the position in the declared cycle and of what is known of each layer. Names are expert keys once an order
+    is declared.
+
+    `victims` looks at one name of each layer, the names it returns and the protected ones before them; a layer is sorted
+    again after each visit.
+    """
+
+    def __init__(self, make_undeclared: Callable[[], Policy]) -> None:
+        """make_undeclared: a policy for the time without a declared order."""
+        self._make_undeclared = make_undeclared
+        self._undeclared: Policy | None = make_undeclared()
+        self._visits: Visits = ()
+        self._next_uses: list[int] = []
+        """Per position the position of the next use after it, in whatever layer."""
+        self._held: dict[Hashable, None] = {}
+        """Of the time without a declared order; later each layer has its own."""
+        self._layers: dict[object, LayerUses] = {}
+        self._current: LayerUses | None = None
+        self._cursor = -1
+        self._number = 0
+        """Of the last use or arrival."""
+        self._wave: set[Hashable] = set()
+        """Expected and not used yet."""
+        self._wave_number = 0
+
+    @property
+    def visits(self) -> Visits:
+        """The declared cycle; empty if there is none."""
+        return self._visits
+
+    def declare(self, visits: Visits) -> None:
+        """From here on `visits` is the cycle; empty: none is known. What is held stays held, and what was counted counts."""
+        if visits == self._visits:
+            return  # a client that declares again at each step loses nothing
+        held = self._forget_all()
+        self._visits, self._current, self._cursor = visits, None, -1
+        if not visits:
+            self._undeclared = self._make_undeclared()
+            self._undeclared.record_all(held)
+            self._held = dict.fromkeys(held)
+            return
+        self._undeclared = None
+        self._next_uses = _next_uses(visits)
+        placed: dict[object, list[tuple[int, object]]] = {layer: [] for layer in self._layers}
+        for position, visit in enumerate(visits):
+            placed.setdefault(visit.layer, []).append((position, visit))
+        for layer, found in placed.items():
+            self._layer(layer).place(found, cycle=len(visits))  # type: ignore[arg-type]
+        for name in held:
+            self.hold(name)
+            self._layer_of(name).fresh.clear()  # they came before any visit: nothing is known of them
+
+    def _forget_all(self) -> list[Hashable]:
+        """Every held name, worst or oldest first; none is held afterwards."""
+        if self._undeclared is not None:
+            held = self._undeclared.victims(len(self._held), lambda name: False)
+            assert held is not None
+            self._held = {}
+            return held
+        numbers = {name: number for layer in self._layers.values() for name, number in layer.held.items()}
+        for layer in self._layers.values():
+            layer.held = {}
+        return sorted(numbers, key=numbers.__getitem__)
+
+    # --- the contract of a policy
+
+    def record(self, name: Hashable) -> None:
+        self.record_all((name,))
+
+    def record_all(self, names: Iterable[Hashable]) -> None:
+        if self._undeclared is not None:
+            names = tuple(names)
+            self._held.update(dict.fromkeys(names))
+            self._undeclared.record_all(names)
+            return
+        for name in names:
+            layer = self._layer_of(name)
+            self._arrive(layer, name)
+            self._number += 1
+            layer.use(name, self._number)
+
+    def hold(self, name: Hashable) -> None:
+        if self._undeclared is not None:
+            self._held[name] = None
+            self._undeclared.hold(name)
+            return
+        self._number += 1
+        self._layer_of(name).hold(name, self._number)
+
+    def expect(self, names: Iterable[Hashable]) -> None:
+        self._wave = set(names)
+        self._wave_number += 1
+
+    def forget(self, name: Hashable) -> None:
+        if self._undeclared is not None:
+            self._held.pop(name, None)
+            self._undeclared.forget(name)
+            return
+        layer = self._layers.get(_layer_index(name))
+        if layer is not None:
+            layer.forget(name)
+
+    def victims(self, count: int, protected: Callable[[Hashable], bool]) -> list[Hashable] | None:
+        if self._undeclared is not None:
+            return self._undeclared.victims(count, protected)
+        wave = self._wave
+        found: list[Hashable] = []
+        for name in self._worst_first(count):
+            if len(found) == count:
+                return found
+            if name not in wave and not protected(name):
+                found.append(name)
+        if len(found) < count and wave:
+            awaited = (name for name in self._worst_first(count) if name in wave and not protected(name))
+            found.extend(name for name, _ in zip(awaited, range(count - len(found)), strict=False))
+        return found if len(found) == count else None
+
+    def heat(self, name: Hashable) -> float:
+        """The chance that a visit of its layer uses `name`; 0 of one never used."""
+        if self._undeclared is not None:
+            return self._undeclared.heat(name)
+        layer = self._layers.get(_layer_index(name))
+        return 0.0 if layer is None else layer.chance(name)
+
+    # --- where "now" is
+
+    def _arrive(self, layer: LayerUses, name: Hashable) -> None:
+        """Moves to the visit that this use of `name` belongs to, and begins it if it is another one."""
+        if name in self._wave:
+            self._wave.discard(name)
+            self._arrive_expected(layer)
+        elif not layer.uses:
+            if name in layer.done or not layer.visits:
+                layer.begin(-1)
+        elif layer is self._current:
+            after = self._next_uses[self._cursor]
+            if not self._is_over(layer, name) or self._visits[after].layer != _layer_index(name):
+                return
+            self._cursor = after
+            layer.begin(after)
+        elif not self._is_late(layer) or self._is_over(layer, name):
+            self._current, self._cursor = layer, layer.next_use(self._cursor)
+            layer.begin(self._cursor)
+
+    def _arrive_expected(self, layer: LayerUses) -> None:
+        """An apply comes by a layer more than once (what is resident goes first), for one visit of it."""
+        if layer is not self._current and layer.uses:
+            self._current, self._cursor = layer, layer.next_use(self._cursor)
+        if layer.wave != self._wave_number:
+            layer.wave = self._wave_number
+            layer.begin(self._cursor if layer.uses else -1)
+
+    def _is_late(self, layer: LayerUses) -> bool:
+        """Whether the layer's visit began so few visits ago that another rank may still be there."""
+        cycle = len(self._visits)
+        return layer.visits > 0 and (self._cursor - layer.position) % cycle <= min(LATE_VISITS, cycle // 4)
+
+    @staticmethod
+    def _is_over(layer: LayerUses, name: Hashable) -> bool:
+        """Whether a use of `name` cannot belong to the layer's visit under way."""
+        return name in layer.done or not (layer.is_routed or name in layer.last)
+
+    def _layer_of(self, name: Hashable) -> LayerUses:
+        return self._layer(_layer_index(name))
+
+    def _layer(self, index: object) -> LayerUses:
+        layer = self._layers.get(index)
+        if layer is None:
+            layer = self._layers[index] = LayerUses()
+            layer.place((), cycle=max(1, len(self._visits)))
+        return layer
+
+    # --- who goes
+
+    def _worst_first(self, count: int) -> Iterator[Hashable]:
+        """The held names of all layers, those first whose next use is furthest; of equals the one used longest ago."""
+        if not count:
+            return
+        rows: list[tuple[Ranked, Iterator[Ranked]]] = []
+        for layer in self._layers.values():
+            if layer.held:
+                ranked = layer.worst_first_now(self._cursor) if layer is self._current else layer.worst_first(self._cursor)
+                rows.append((next(ranked), ranked))
+        heapify(rows)
+        while rows:
+            (_, _, name), ranked = rows[0]
+            yield name
+            following = next(ranked, None)
+            if following is None:
+                heappop(rows)
+            else:
+                heapreplace(rows, (following, ranked))
+
+
+def _layer_index(name: Hashable) -> object:
+    return name[0] if isinstance(name, tuple) else None
+
+
+def _next_uses(visits: Visits) -> list[int]:
+    """Per position the position of the next use after it, round the end."""
+    following = next(position for position, visit in enumerate(visits) if visit.kind in USES)
+    found = [0] * len(visits)
+    for position in reversed(range(len(visits))):
+        found[position] = following
+        if visits[position].kind in USES:
+            following = position
+    return found
