@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.optimizers import AdamW, Options
 from paramstore.core.schema import Schema
+from paramstore.core.visits import Visits, apply_visits, ring_visits, training_visits
 from paramstore.errors import CapacityError, ConfigError, ProtocolError, UnknownNamespace
 from paramstore.wire import messages
-from paramstore.wire.messages import KEYS_MAX, Granted, Request
+from paramstore.wire.messages import KEYS_MAX, TRAINING_MINOR, Granted, Request
 from paramstore.wire.options import apply_message
 from paramstore_client import answers
 from paramstore_client.answers import Opened, Result
@@ -271,6 +272,26 @@ class Namespace(Steps):
     def unprotect(self, keys: Iterable[ExpertKey]) -> None:
         """Takes the wish of `protect` back."""
         self._wish(keys, is_wanted=False)
+
+    def declare_schedule(
+        self, param_visits: Visits | None = None, optim_visits: Visits | None = None, *, micro_batches: int = 1
+    ) -> None:
+        """Tells in which order this handle visits its layers, so that what is needed last goes first. Ends with the handle.
+
+        None: as a training step over all layers does (a writer's handle of a trainable schema; `micro_batches` forwards and
+        backwards, then the update), else as a ring does. Cycles of one's own: see `paramstore.core.visits`; empty ones
+        take the declaration back. A wrong order costs transfers, never a result. Raises ConfigError.
+        """
+        self._connection.check_minor(TRAINING_MINOR, "declare_schedule")
+        if param_visits is None and self.mode == "write" and self.schema.is_trainable:
+            is_exact = getattr(self.schema, "updates", "touched") == "exact"
+            param_visits = training_visits(self.layers, micro_batches=micro_batches, is_exact=is_exact)
+            optim_visits = apply_visits(self.layers, is_exact=is_exact) if optim_visits is None else optim_visits
+        elif param_visits is None:
+            param_visits = ring_visits(self.layers)
+        pairs = [tuple((layer, str(kind)) for layer, kind in cycle) for cycle in (param_visits, optim_visits or ())]
+        message = messages.DeclareSchedule(self._next_id(), self._handle, pairs[0], pairs[1])
+        self._send(message, "declare_schedule", answers.nothing).wait()
 
     def residency(self) -> Result:
         """Where every expert is: {layers, experts, optim, param, heat, hbm}, lists in key order. hbm: what clients report."""

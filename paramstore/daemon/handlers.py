@@ -75,6 +75,7 @@ class Handlers:
             m.WriteBack: lambda r: store.write_back(view(r), r.keys),
             m.Evict: lambda r: store.evict(view(r), r.keys, r.part),
             m.Protect: lambda r: store.protect(view(r), r.keys, is_wanted=r.is_wanted),
+            m.DeclareSchedule: lambda r: store.declare_schedule(view(r), r.param_visits, r.optim_visits),
             m.Commit: lambda r: self._together(r, lambda one: store.commit(one, r.step, r.extra)),
             m.Prepare: lambda r: self._together(r, lambda one: store.prepare(one, r.step, r.extra)),
             m.Finalize: lambda r: self._together(r, lambda one: store.finalize(one, r.step)),

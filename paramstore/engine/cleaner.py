@@ -12,6 +12,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import NamespaceState, WorkingCopy
+from paramstore.engine.order import slots_to_clean
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import BACKGROUND_LANE
@@ -33,10 +34,7 @@ class Cleaner:
         that bring what is dirty, and not being written, below the limit."""
         arena = namespace.working_arena
         assert arena is not None
-        states = [copy.state for copy in namespace.resident.values()]
-        ready = arena.slots.free_count + states.count(Working.CLEAN) + states.count(Working.WRITING)
-        if wanted_slots > ready:
-            self._planner.working.clean(namespace, wanted_slots - ready, Urgency.WRITE_BACK)
+        self._planner.working.clean(namespace, slots_to_clean(namespace, wanted_slots), Urgency.WRITE_BACK)
         if arena.dirty_limit_bytes is not None:
             dirty = sum(copy.state is Working.DIRTY for copy in namespace.resident.values())
             above = dirty - arena.dirty_limit_bytes // namespace.schema.record_bytes

@@ -26,9 +26,11 @@ class CopyPlanner:
 
     def make_room(
         self, namespace: NamespaceState, count: int, *, keep: Container[ExpertKey], needed: Container[ParamCopy] | None = None,
-        is_prefetch: bool = False,
+        is_prefetch: bool = False, made: ExpertKey | None = None,
     ) -> list[int] | None:  # fmt: skip
         """`count` free slots, evicting what the policy gives up; or None, and nothing has changed.
+
+        made: whose new copy the slot is for, if nobody asked for it yet: None too if the policy would give that up first.
 
         keep: keys that must stay; of them only the copies `needed`, if these are given. A prefetch evicts neither protected
         keys nor other unused prefetches; demand spares them, and other versions of what it wants, as long as it can.
@@ -37,7 +39,7 @@ class CopyPlanner:
         assert arena is not None
         lacking = count - arena.slots.free_count
         if lacking > 0:
-            victims = self._victims(namespace, arena, lacking, keep, spare_wishes=True, is_prefetch=is_prefetch)
+            victims = self._victims(namespace, arena, lacking, keep, spare_wishes=True, is_prefetch=is_prefetch, made=made)
             if victims is None and not is_prefetch and namespace.protected:
                 victims = self._victims(namespace, arena, lacking, keep, spare_wishes=False, is_prefetch=False)
             if victims is None and needed is not None:
@@ -50,17 +52,17 @@ class CopyPlanner:
 
     def _victims(
         self, namespace: NamespaceState, arena: Arena, count: int, keep: Container[ExpertKey], *,
-        spare_wishes: bool, is_prefetch: bool,
+        spare_wishes: bool, is_prefetch: bool, made: ExpertKey | None = None,
     ) -> list[ParamCopy] | None:  # fmt: skip
         wishes = namespace.protected if spare_wishes else frozenset()
 
         def is_protected(name: object) -> bool:
             if name in keep or name in wishes:
                 return True
-            return _evictable(namespace, name, is_prefetch) is None
+            return name != made and _evictable(namespace, name, is_prefetch) is None
 
         names = arena.policy.victims(count, is_protected)
-        if names is None:
+        if names is None or made in names:
             return None
         copies = [_evictable(namespace, name, is_prefetch) for name in names]
         return [copy for copy in copies if copy is not None]

@@ -16,6 +16,7 @@ from paramstore.engine.copies import CopyPlanner
 from paramstore.engine.moves import Outbox
 from paramstore.engine.namespace import NamespaceState, ParamCopy, View, WorkingCopy, WriterGroup, fenced_error
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
+from paramstore.engine.schedules import choose_schedule
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import CapacityError, LeaseError, ParamStoreError, StepDropped, StepFailed, UnknownKey
 
@@ -49,6 +50,7 @@ class LeasePlanner:
         view = View(namespace, is_writer=True, step=None, group=group, rank=rank)
         namespace.views.append(view)
         group.join(view)
+        choose_schedule(namespace)
         return view
 
     def close_view(self, view: View) -> None:
@@ -60,6 +62,8 @@ class LeasePlanner:
         if view in namespace.views:
             namespace.views.remove(view)
         view.leave_group()
+        if view.declared is not None:
+            choose_schedule(namespace)
         self._copies.retire_unseen(namespace)
         self.pump(namespace)
 
@@ -268,7 +272,7 @@ class LeasePlanner:
             namespace.stats.param.prefetched += 1
             namespace.stats.param.prefetched_bytes += namespace.schema.part("param").image_bytes
             assert namespace.param_arena is not None
-            namespace.param_arena.policy.record(key)
+            namespace.param_arena.policy.hold(key)
         copy.waiters.append(request)
         request.pending.add(copy)
 

@@ -15,6 +15,7 @@ from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.residency import Copy, Working
 from paramstore.core.schema import Schema
+from paramstore.core.visits import Visits
 from paramstore.engine.arena import Arena
 from paramstore.errors import WriterFenced
 from paramstore.storage.ledger import Ledger
@@ -124,6 +125,15 @@ class ParamCopy:
         return self.move is None and (self.state is Copy.LOADING or bool(self.waiters))
 
 
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The cycles in which a view's client visits its layers. number: counts the declarations of a namespace."""
+
+    number: int
+    param: Visits
+    optim: Visits
+
+
 class ViewClient(Protocol):
     """The session that a view belongs to."""
 
@@ -207,6 +217,8 @@ class View:
         """A reader whose step had to go: its leases stay, its next acquire raises StepDropped."""
         self.protected: frozenset[ExpertKey] = frozenset()
         """What its client wishes to keep."""
+        self.declared: Declared | None = None
+        """In which order its client visits its layers, where it said so."""
         self.leased: dict[ParamCopy, int] = {}
         self.client: ViewClient | None = None
         """Who is told when the view's cap changes."""

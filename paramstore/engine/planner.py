@@ -105,11 +105,14 @@ class Planner:
             return copy if copy.move is None else None
         if working.target != identity:
             return None
-        slots = self.copies.make_room(namespace, 1, keep=(working.key,), is_prefetch=True)
-        if slots is None:
-            return None
         assert namespace.param_arena is not None
-        namespace.param_arena.policy.record(working.key)
+        policy = namespace.param_arena.policy
+        policy.hold(working.key)
+        slots = self.copies.make_room(namespace, 1, keep=(), made=working.key, is_prefetch=True)
+        if slots is None:
+            if working.key not in namespace.copies:
+                policy.forget(working.key)
+            return None
         return self.copies.start(namespace, working.key, identity, None, slots[0], urgency=Urgency.DEMAND)
 
     @staticmethod

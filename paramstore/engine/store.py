@@ -20,6 +20,7 @@ from paramstore.config import Config
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.core.place import Identity
+from paramstore.core.visits import check_visits
 from paramstore.engine.admission import Admission
 from paramstore.engine.chain import Chain
 from paramstore.engine.cleaner import Cleaner
@@ -33,6 +34,7 @@ from paramstore.engine.ranks import Ranks
 from paramstore.engine.report import namespace_stats, residency, volume_stats
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
 from paramstore.engine.runner import Runner
+from paramstore.engine.schedules import declare_schedule
 from paramstore.engine.scrub import Scrub, Scrubber
 from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
@@ -158,6 +160,13 @@ class Store:
     def protect(self, view: View, keys: Sequence[ExpertKey], *, is_wanted: bool) -> None:
         view.namespace.keys.check(keys, namespace=view.namespace.name)
         view.protected = view.protected.union(keys) if is_wanted else view.protected.difference(keys)
+
+    def declare_schedule(self, view: View, param: Sequence[tuple[int, str]], optim: Sequence[tuple[int, str]]) -> None:
+        """In which order the view's client visits its layers. Raises ConfigError, and nothing has changed."""
+        self._planner.leases.check_view(view)
+        layers = view.namespace.keys.layers
+        cycles = check_visits(param, layers, what="param_visits"), check_visits(optim, layers, what="optim_visits")
+        declare_schedule(view, param=cycles[0], optim=cycles[1])
 
     def report_device(self, view: View, resident: Sequence[ExpertKey], touched: Sequence[ExpertKey], bytes_resident: int) -> None:
         """What a client's HBM tier holds; its touches count as uses here."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from math import fsum, sqrt
@@ -20,6 +20,7 @@ from paramstore.engine.arithmetic import cut_update, fill_initial, square_sum, u
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import GradientRange, NamespaceState, WorkingCopy
+from paramstore.engine.order import update_order
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import CPU_LANE, call, wake
@@ -68,9 +69,9 @@ class Updater:
         try:
             await self._reserve(namespace, pending)
             namespace.applies += 1
-            remaining = self._ordered(namespace, pending)
-            queue = deque(remaining)
-            depth = min(self._depth, max(1, len(remaining)), _slot_count(namespace))
+            self._expect(namespace, pending)
+            queue = deque(update_order(pending, namespace.resident))
+            depth = min(self._depth, max(1, len(queue)), _slot_count(namespace))
             await _all_or_first_error(
                 [self._update_some(namespace, epoch, queue, pending, options, grad_scale) for _ in range(depth)]
             )
@@ -103,10 +104,10 @@ class Updater:
                 return
 
     @staticmethod
-    def _ordered(namespace: NamespaceState, pending: Pending) -> list[ExpertKey]:
-        resident = [key for key in namespace.resident if key in pending]
-        absent = sorted((key for key in pending if key not in namespace.resident), reverse=True)
-        return resident + absent
+    def _expect(namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
+        """The policy learns which records are needed before the apply is over."""
+        assert namespace.working_arena is not None
+        namespace.working_arena.policy.expect(keys)
 
     async def _update_some(
         self, namespace: NamespaceState, epoch: int, queue: deque[ExpertKey], pending: Pending,

@@ -71,6 +71,7 @@ class WorkingPlanner:
             return False
         if request.is_fill:
             self._take_slot(namespace, working, slot)
+            self._record(namespace, working.key)
             working.state = next_working(working.state, WorkingEvent.FILL)
             working.move = Move(MoveKind.UPDATE, namespace, working, Urgency.DEMAND)
             self._finish(request)
@@ -99,13 +100,15 @@ class WorkingPlanner:
         working.state = next_working(working.state, WorkingEvent.LOAD)
         move = Move(MoveKind.LOAD_WORKING, namespace, working, urgency, located=located, deadline_s=deadline_s)
         working.move = move
-        self._record(namespace, working.key)
+        self._record(namespace, working.key, is_ahead=urgency is Urgency.PREFETCH)
         self._outbox.moves.append(move)
 
-    def _record(self, namespace: NamespaceState, key: ExpertKey) -> None:
+    def _record(self, namespace: NamespaceState, key: ExpertKey, *, is_ahead: bool = False) -> None:
+        """The policy learns of a use, or of what is held ahead of one. (A param schema's arena ranks `param` copies alone.)"""
         if namespace.is_trainable():
             assert namespace.working_arena is not None
-            namespace.working_arena.policy.record(key)
+            policy = namespace.working_arena.policy
+            (policy.hold if is_ahead else policy.record)(key)
 
     def prefetch(self, request: PrefetchRequest, key: ExpertKey) -> None:
         """Loads `key` if a slot can be had now; joins a load under way; counts what it finds."""
@@ -116,7 +119,7 @@ class WorkingPlanner:
             working.prefetches.append(request)
         elif working.state is not Working.ABSENT:
             request.resident += 1
-            self._record(namespace, key)
+            self._record(namespace, key, is_ahead=True)
         elif namespace.working_location(key) is None or (slot := self._make_room(namespace)) is None:
             request.skipped += 1
         else:
@@ -165,8 +168,16 @@ class WorkingPlanner:
         self.clean(namespace, needed, Urgency.DEMAND)
 
     def clean(self, namespace: NamespaceState, count: int, urgency: Urgency) -> None:
-        """Starts writing up to `count` dirty records, those first that have been in their slot longest."""
-        self._write_some(namespace, islice(_cleanable(namespace), max(0, count)), urgency)
+        """Starts writing up to `count` dirty records, those first that the policy gives up first."""
+        if count <= 0:
+            return
+        assert namespace.working_arena is not None
+        cleanable = {working.key: working for working in _cleanable(namespace)}
+        names = namespace.working_arena.policy.victims(min(count, len(cleanable)), lambda name: name not in cleanable)
+        if names is None:  # fills of a param schema: they only pass through an arena whose policy ranks its `param` copies
+            self._write_some(namespace, islice(cleanable.values(), count), urgency)
+        else:
+            self._write_some(namespace, [cleanable[name] for name in names], urgency)  # type: ignore[index]
 
     def clean_settled(self, namespace: NamespaceState, count: int) -> None:
         """The same at WRITE_BACK, those first that changed longest ago, and none that an apply called already will change again."""
@@ -296,7 +307,6 @@ class WorkingPlanner:
             working.identity = identity
             working.write_failures, working.write_error, working.failed_volume = 0, None, None
             namespace.changed.add(working.key)
-            self._record(namespace, working.key)
             self._land_requests(namespace, working)
         self._wake(working)
 

@@ -128,6 +128,12 @@ def protect(c: SimClient, view: ClientView) -> None:
     c.ask(m.Protect(c._id(), view.handle, some_keys(c, view, 3), c.random.random() < 0.5), view=view)
 
 
+@operation("schedule", 0.5)
+def declare_schedule(c: SimClient, view: ClientView) -> None:
+    cycles = ((), ((0, "routed"), (0, "repeated"), (0, "updated")), ((0, "routed"), (0, "repeated"), (0, "replaced")))
+    c.ask(m.DeclareSchedule(c._id(), view.handle, c.random.choice(cycles), c.random.choice(((), ((0, "gathered"),)))), view=view)
+
+
 @operation("device", 1)
 def device(c: SimClient, view: ClientView) -> None:
     keys = some_keys(c, view, 3)

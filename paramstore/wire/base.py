@@ -26,6 +26,11 @@ Key = tuple[int, int]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 
 
+VISITS_MAX = 1 << 14
+"""Visits of one declared cycle: 64 layers forward and backward for 127 micro-batches."""
+VisitPairs = Annotated[tuple[tuple[int, str], ...], msgspec.Meta(max_length=VISITS_MAX)]
+
+
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Base of all; each message is an array whose first item is its tag.
 

@@ -30,9 +30,11 @@ from paramstore.wire.base import (
     SEGMENTS_PER_FRAME_MAX,
     TRAINING_MINOR,
     VERIFY_MINOR,
+    VISITS_MAX,
     Key,
     Keys,
     Message,
+    VisitPairs,
 )
 from paramstore.wire.requests import (
     Abort,
@@ -43,6 +45,7 @@ from paramstore.wire.requests import (
     Commit,
     CreateNamespace,
     CreateRank,
+    DeclareSchedule,
     DeviceReport,
     DropSnapshot,
     Evict,
@@ -89,6 +92,7 @@ __all__ = [
     "SEGMENTS_PER_FRAME_MAX",
     "TRAINING_MINOR",
     "VERIFY_MINOR",
+    "VISITS_MAX",
     "Abort",
     "Acquire",
     "Answer",
@@ -98,6 +102,7 @@ __all__ = [
     "Commit",
     "CreateNamespace",
     "CreateRank",
+    "DeclareSchedule",
     "DeviceReport",
     "Done",
     "DropSnapshot",
@@ -139,5 +144,6 @@ __all__ = [
     "Unmapped",
     "Uploaded",
     "Verify",
+    "VisitPairs",
     "WriteBack",
 ]

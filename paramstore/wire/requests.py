@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from paramstore.wire.base import Key, Keys, Message
+from paramstore.wire.base import Key, Keys, Message, VisitPairs
 
 
 class Hello(Message, tag="hello"):
@@ -218,6 +218,18 @@ class Protect(Message, tag="protect"):
     is_wanted: bool
 
 
+class DeclareSchedule(Message, tag="schedule"):
+    """In which cycles of (layer, kind) the client visits its layers, by part; both empty: it takes that back. Kinds: `core.visits`.
+
+    Result: None. Error: ConfigError, naming the first visit that is of no layer or kind. Ends with the handle.
+    """
+
+    id: int
+    handle: int
+    param_visits: VisitPairs = ()
+    optim_visits: VisitPairs = ()
+
+
 class Commit(Message, tag="commit"):
     """Result: {step, records, bytes_written, seconds}, once durable."""
 
@@ -355,6 +367,6 @@ class DeviceReport(Message, tag="device"):
 Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | OpenUpload
     | InitializeBegin | InitializePut | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push | GradientNorm | Apply | Abort
-    | WriteBack | Evict | Protect | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots
-    | Read | Residency | Stats | Verify | TraceBegin | TraceEnd | Unmapped | DeviceReport
+    | WriteBack | Evict | Protect | DeclareSchedule | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot
+    | DropSnapshot | Snapshots | Read | Residency | Stats | Verify | TraceBegin | TraceEnd | Unmapped | DeviceReport
 )  # fmt: skip

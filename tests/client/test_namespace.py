@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import paramstore_client as ps
+from paramstore.core.visits import ring_visits
 from paramstore.testing.fake_daemon import FakeDaemon, FakeSession
 from paramstore.wire import messages as m
 
@@ -242,6 +243,35 @@ def test_another_optimizer_needs_a_daemon_that_knows_it(daemon: FakeDaemon, stor
         pytest.raises(ps.VersionMismatch, match=r"apply\(SGD\) needs 1\.3"),
     ):
         namespace.apply(ps.SGD())
+
+
+def test_a_declared_schedule_is_that_of_a_step_for_a_writer(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    namespace.declare_schedule()
+    namespace.declare_schedule(micro_batches=2)
+    namespace.declare_schedule(ring_visits([1, 0]))
+    namespace.declare_schedule((), ())
+    one, two, ring, none = daemon.requests(m.DeclareSchedule)
+    assert one.param_visits == ((0, "routed"), (1, "routed"), (1, "repeated"), (0, "repeated"), (1, "updated"), (0, "updated"))
+    assert one.optim_visits == ((1, "gathered"), (0, "gathered"))
+    assert (len(two.param_visits), two.optim_visits) == (10, one.optim_visits)
+    assert (ring.param_visits, ring.optim_visits) == (((1, "routed"), (0, "routed")), ())
+    assert (none.param_visits, none.optim_visits) == ((), ())
+
+
+def test_a_declared_schedule_is_a_ring_for_a_reader(daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace) -> None:
+    namespace.commit(0).wait()
+    with store.open_namespace("moe") as reader:
+        reader.declare_schedule()
+    (ring,) = daemon.requests(m.DeclareSchedule)
+    assert (ring.param_visits, ring.optim_visits) == (((0, "routed"), (1, "routed")), ())
+
+
+def test_an_older_daemon_takes_no_schedule(daemon: FakeDaemon) -> None:
+    daemon.minor = m.TRAINING_MINOR - 1
+    with ps.connect(daemon.path, timeout_s=5.0) as store:
+        handle = store.create_namespace("old", ps.adamw_schema({"w": (4,)}), layers=1, experts=2)
+        with pytest.raises(ps.VersionMismatch, match="declare_schedule"):
+            handle.declare_schedule()
 
 
 def test_wishes_and_moves_name_their_keys(daemon: FakeDaemon, namespace: ps.Namespace) -> None:

@@ -315,6 +315,7 @@ def templates(handle: int, segment: int) -> list[m.Message]:
         m.Prefetch(59, handle, key, "param", 1.0), m.Acquire(60, handle, key, "param", 0.01), m.Release([60]), m.Cancel(59),
         m.Push(61, handle, [(0, 0, segment, 0)]), m.GradientNorm(62, handle), m.Apply(63, handle, *ADAMW), m.Abort(64, handle),
         m.WriteBack(65, handle, key), m.Evict(66, handle, key, "param"), m.Protect(67, handle, key, True),
+        m.DeclareSchedule(75, handle, ((0, "routed"),), ((0, "gathered"),)),
         m.Commit(68, handle, 5, b"x"), m.Steps(69, handle), m.Extra(70, handle, 1), m.Rollback(71, handle, 1),
         m.Read(72, handle, (0, 0), segment, 0), m.Residency(73, handle), m.Stats(74), m.Unmapped([1]),
         m.DeviceReport(handle, key, key, 1),
