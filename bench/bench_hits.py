@@ -1,0 +1,136 @@
+"""Hit rates: recorded routing traces, replayed through the planner with each policy at each size of the arenas, beside
+Belady's optimum in the same planner.
+
+`python bench/bench_hits.py [--out FILE]`. Nothing of it depends on the machine's speed or load. Writes
+bench/results/hits-<date>.json and a picture beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paramstore.bench import machine
+from paramstore.config import PolicyConfig
+from paramstore.core.trace import Trace, unpack_trace
+from paramstore.core.visits import apply_visits, ring_visits, training_visits
+from paramstore.policy.make import make_policy
+from paramstore.sim.replay import Outcome, Policies, belady_policies, replay
+
+HERE = Path(__file__).parent
+SHARES = (0.10, 0.25, 0.50, 0.75)
+POLICIES = ("lru", "decayed_lfu", "schedule", "belady")
+MICRO_BATCHES = {"train-accumulate": 4}
+TARGET = 0.95
+"""Of Belady's hits, for `schedule` in training."""
+
+
+def main() -> int:
+    """0 when every target holds, 1 otherwise: the figures are written either way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/hits-<date>.json")
+    arguments = parser.parse_args()
+    date, progress = machine.now(), Console(stderr=True)
+    rows: list[dict[str, Any]] = []
+    with progress.status("bench hits") as status:
+        for file in sorted((HERE / "traces").glob("*.trace")):
+            trace = unpack_trace(file.read_bytes())
+            for share in SHARES:
+                status.update(f"{trace.header.name}, {share:.0%}")
+                rows.append(row_of(trace, share))
+    report = {
+        "machine": machine.describe(Path()), "commit": machine.commit(), "command": "python bench/bench_hits.py", "date": date,
+        "traces": {file.stem: unpack_trace(file.read_bytes()).header.how for file in sorted((HERE / "traces").glob("*.trace"))},
+        "rows": rows,
+    }  # fmt: skip
+    out = arguments.out or HERE / "results" / f"hits-{date[:10]}.json"
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    draw(rows, out.with_suffix(".png"))
+    render(rows, Console())
+    progress.print(f"written: {out}")
+    return 0 if all(row["holds"] for row in rows) else 1
+
+
+def row_of(trace: Trace, share: float) -> dict[str, Any]:
+    """Every policy on one trace and size, and whether `schedule` is as near to the optimum as it should be."""
+    outcomes = {name: replay(trace, share, policies_of(name, trace, share)) for name in POLICIES}
+    schedule, belady = outcomes["schedule"], outcomes["belady"]
+    is_training = trace.has_applies
+    best_other = max(outcomes[name].hits for name in ("lru", "decayed_lfu"))
+    ratio = schedule.hits / belady.hits
+    return {
+        "trace": trace.header.name, "share": share, "is_training": is_training, "ratio": ratio,
+        "best_other": best_other / belady.hits, "holds": schedule.hits >= best_other and (ratio >= TARGET or not is_training),
+        "policies": {name: asdict(outcome) | figures(outcome) for name, outcome in outcomes.items()},
+    }  # fmt: skip
+
+
+def figures(outcome: Outcome) -> dict[str, float]:
+    uses = outcome.param_uses + outcome.optim_uses
+    return {
+        "hits": outcome.hits, "hit_rate": outcome.hits / uses, "param_hit_rate": outcome.param_hits / outcome.param_uses,
+        "optim_hit_rate": outcome.optim_hits / max(1, outcome.optim_uses), "bytes_moved": outcome.bytes_moved,
+    }  # fmt: skip
+
+
+def policies_of(name: str, trace: Trace, share: float) -> Policies:
+    """One policy for both arenas, and the order that the trace's program would have declared."""
+    if name == "belady":
+        return belady_policies(trace, share)
+    layers = trace.header.layers
+
+    def make(slots: int) -> Any:
+        return make_policy(PolicyConfig(name=name), slots)
+
+    if trace.has_applies:
+        micro_batches = MICRO_BATCHES.get(trace.header.name, 1)
+        return Policies(name, make, make, training_visits(layers, micro_batches=micro_batches), apply_visits(layers))
+    return Policies(name, make, make, ring_visits(layers))
+
+
+def render(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="Hits of both arenas, and bytes read and written, as shares of Belady's")
+    for column in ("trace", "slots", *(f"{name} hits" for name in POLICIES[:3]), *(f"{name} bytes" for name in POLICIES[:3]), ""):
+        table.add_column(column, justify="right")
+    for row in rows:
+        found = row["policies"]
+        hits = [found[name]["hits"] / found["belady"]["hits"] for name in POLICIES[:3]]
+        moved = [found[name]["bytes_moved"] / found["belady"]["bytes_moved"] for name in POLICIES[:3]]
+        marks = "" if row["holds"] else "short"
+        table.add_row(row["trace"], f"{row['share']:.0%}", *(f"{value:.3f}" for value in (*hits, *moved)), marks)
+    console.print(table)
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """Hit rate against size, a panel for each trace."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    traces = sorted({row["trace"] for row in rows})
+    figure = Figure(figsize=(4.2 * len(traces), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    colours = {"lru": "#b8bfc6", "decayed_lfu": "#d9a441", "schedule": "#1f6f8b", "belady": "#33383d"}
+    for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False).flat, traces, strict=True):
+        chosen = [row for row in rows if row["trace"] == trace]
+        for name in POLICIES:
+            rates = [row["policies"][name]["hit_rate"] for row in chosen]
+            style = "--" if name == "belady" else "-"
+            axes.plot([row["share"] for row in chosen], rates, style, marker="o", color=colours[name], label=name)
+        axes.set_title(trace, fontsize=10, loc="left")
+        axes.set_xlabel("slots, as a share of the experts", fontsize=8)
+        axes.set_ylim(0, 1.02)
+        axes.grid(color="#e4e7ea")
+    figure.axes[0].set_ylabel("hit rate, both arenas", fontsize=8)
+    figure.axes[0].legend(fontsize=8)
+    figure.savefig(file, dpi=130)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Records what a program asks of its experts, so that it can be replayed against other policies and sizes of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import Schema
+from paramstore.core.trace import Trace, TraceEvent, TraceEventKind, TraceHeader, split_by_layer
+from paramstore.errors import CapacityError
+from paramstore_client.source import AheadTicket, ExpertSource, WeightLease
+
+EVENTS_MAX = 4 << 20
+"""Of one recorder: some hundred bytes of memory each."""
+
+
+class TrainedSource(ExpertSource, Protocol):
+    """An `ExpertSource` that takes optimizer steps too, as a writer's handle does."""
+
+    def apply(self, options: AdamW, /, *, grad_scale: float = 1.0) -> Any:
+        """One optimizer step over what is pending; the ticket is the handle's affair."""
+        ...
+
+
+class TraceRecorder:
+    """An `ExpertSource` in front of another that keeps every call. Give it to `StoredExperts`, a ring or a training loop.
+
+    It changes nothing of what it passes on. A call that raises is not kept. Not safe from several threads at once.
+    """
+
+    def __init__(self, source: ExpertSource) -> None:
+        self._source = source
+        self._events: list[TraceEvent] = []
+
+    @property
+    def schema(self) -> Schema:
+        return self._source.schema
+
+    @property
+    def layers(self) -> Sequence[int]:
+        return self._source.layers
+
+    @property
+    def experts(self) -> int:
+        return self._source.experts
+
+    @property
+    def lease_slots(self) -> int:
+        return self._source.lease_slots
+
+    def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> WeightLease:
+        lease = self._source.acquire(keys, part, timeout_s)
+        self._keep(TraceEventKind.ACQUIRE, keys)
+        return lease
+
+    def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> AheadTicket:
+        ticket = self._source.prefetch(keys, part)
+        if part == "param":
+            self._keep(TraceEventKind.PREFETCH, keys)
+        return ticket
+
+    def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> Any:
+        answer = self._source.push(gradients)
+        self._keep(TraceEventKind.PUSH, gradients)
+        return answer
+
+    def apply(self, options: AdamW, *, grad_scale: float = 1.0) -> Any:
+        """Of a writer's handle: one optimizer step over everything pushed."""
+        source: Any = self._source  # a `TrainedSource`, or the call fails as it would without a recorder
+        ticket = source.apply(options, grad_scale=grad_scale)
+        self._keep_mark(TraceEventKind.APPLY)
+        return ticket
+
+    def end_step(self) -> None:
+        """A training step, or a token, is over: traces are cut and counted there."""
+        self._keep_mark(TraceEventKind.STEP)
+
+    def trace(self, name: str, *, how: str) -> Trace:
+        """What was called so far. how: in words, what ran."""
+        header = TraceHeader(name, self.schema.describe(), list(self.layers), self.experts, how)
+        return Trace(header, tuple(self._events))
+
+    def save(self, file: Path, name: str, *, how: str) -> None:
+        """Writes the trace to `file`."""
+        file.write_bytes(self.trace(name, how=how).pack())
+
+    def _keep_mark(self, kind: TraceEventKind) -> None:
+        self._check_room()
+        self._events.append(TraceEvent(kind, self.layers[0], ()))
+
+    def _keep(self, kind: TraceEventKind, keys: Iterable[ExpertKey]) -> None:
+        self._check_room()
+        self._events.extend(split_by_layer(kind, keys))
+
+    def _check_room(self) -> None:
+        if len(self._events) >= EVENTS_MAX:
+            raise CapacityError(f"a trace holds {EVENTS_MAX} events: save it, and begin another recorder")

@@ -1,0 +1,140 @@
+"""Traces: what a program asked of its experts, packed, to be replayed against policies and arena sizes.
+
+A file is one line `paramstore-trace 1`, one line of JSON (`TraceHeader`), and a zlib stream of events: a kind (one byte), the
+position of a layer in the header's `layers` (two bytes, little-endian), and a bitmap of the layer's experts, least first.
+A call that names several layers becomes several events of one kind. `APPLY` and `STEP` name no experts.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.schema import Schema
+from paramstore.errors import ConfigError, ParamStoreError
+
+MAGIC = b"paramstore-trace 1"
+EVENTS_BYTES_MAX = 1 << 30
+"""Unpacked: beyond it a file is no trace that anybody recorded."""
+
+
+class TraceEventKind(IntEnum):
+    """What was called."""
+
+    ACQUIRE = 1
+    PREFETCH = 2
+    PUSH = 3
+    APPLY = 4
+    """Consumes everything pushed since the last one."""
+    STEP = 5
+    """A step, or a token, is over."""
+
+
+class TraceEvent(NamedTuple):
+    """One call, as far as one layer goes. experts: ascending."""
+
+    kind: TraceEventKind
+    layer: int
+    experts: tuple[int, ...]
+
+    @property
+    def keys(self) -> list[ExpertKey]:
+        return [(self.layer, expert) for expert in self.experts]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    """Of which experts, and how the trace was made. schema: what `Schema.describe` gives; how: for people."""
+
+    name: str
+    schema: dict[str, object]
+    layers: list[int]
+    experts: int
+    how: str
+
+    @property
+    def space(self) -> KeySpace:
+        return KeySpace.of(self.layers, self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A header and what happened, in order."""
+
+    header: TraceHeader
+    events: tuple[TraceEvent, ...]
+
+    @property
+    def schema(self) -> Schema:
+        return Schema.from_description(self.header.schema)
+
+    @property
+    def has_applies(self) -> bool:
+        """Whether it trains."""
+        return any(event.kind is TraceEventKind.APPLY for event in self.events)
+
+    @property
+    def steps(self) -> int:
+        return sum(event.kind is TraceEventKind.STEP for event in self.events)
+
+    def pack(self) -> bytes:
+        """The file's bytes."""
+        header = json.dumps(asdict(self.header), sort_keys=True).encode()
+        width = _bitmap_bytes(self.header.experts)
+        places = {layer: place for place, layer in enumerate(self.header.layers)}
+        body = b"".join(
+            bytes([kind]) + places[layer].to_bytes(2, "little") + sum(1 << expert for expert in experts).to_bytes(width, "little")
+            for kind, layer, experts in self.events
+        )
+        return b"\n".join((MAGIC, header, zlib.compress(body, 9)))
+
+
+def unpack_trace(content: bytes) -> Trace:
+    """The trace in a file's bytes. Raises ConfigError on anything else."""
+    try:
+        magic, described, packed = content.split(b"\n", 2)
+        if magic != MAGIC:
+            raise ConfigError(f"it begins with {magic[:32]!r}, not with {MAGIC!r}")
+        header = TraceHeader(**json.loads(described))
+        _ = header.space, Schema.from_description(header.schema)
+        inflate = zlib.decompressobj()
+        body = inflate.decompress(packed, EVENTS_BYTES_MAX)
+        if inflate.unconsumed_tail or not inflate.eof:
+            raise ConfigError("its events are cut off, or more than a trace holds")
+        return Trace(header, tuple(_events(header, body)))
+    except (ValueError, TypeError, KeyError, IndexError, zlib.error, ParamStoreError) as error:
+        raise ConfigError(f"this is no trace: {error}") from error
+
+
+def split_by_layer(kind: TraceEventKind, keys: Iterable[ExpertKey]) -> list[TraceEvent]:
+    """A call on `keys` as events, layers in the order in which the call names them."""
+    experts: dict[int, set[int]] = {}
+    for layer, expert in keys:
+        experts.setdefault(layer, set()).add(expert)
+    return [TraceEvent(kind, layer, tuple(sorted(found))) for layer, found in experts.items()]
+
+
+def _events(header: TraceHeader, body: bytes) -> Iterator[TraceEvent]:
+    width = _bitmap_bytes(header.experts)
+    size = 3 + width
+    if len(body) % size:
+        raise ConfigError(f"{len(body)} bytes of events are no multiple of {size}")
+    for start in range(0, len(body), size):
+        layer = header.layers[int.from_bytes(body[start + 1 : start + 3], "little")]
+        yield TraceEvent(TraceEventKind(body[start]), layer, _experts(body[start + 3 : start + size], header.experts))
+
+
+def _experts(bitmap: Sequence[int], count: int) -> tuple[int, ...]:
+    number = int.from_bytes(bytes(bitmap), "little")
+    if number >> count:
+        raise ConfigError(f"an event names an expert above {count - 1}")
+    return tuple(expert for expert in range(count) if number >> expert & 1)
+
+
+def _bitmap_bytes(experts: int) -> int:
+    return -(-experts // 8)

@@ -1,0 +1,94 @@
+"""Belady's optimum: the policy that knows the future, for copies of one size (IBM Systems Journal 5(2), 1966: MIN).
+
+Evicting what is needed furthest in the future gives the most hits that any policy can have on the same uses, whatever it
+knows; a copy that will be superseded before its next use is needed never.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from heapq import nsmallest
+from math import inf
+
+
+class Belady:
+    """The policy of one arena whose future is known. Time counts the uses recorded, or, with `is_waves`, the waves expected:
+    an apply takes what is resident first, so that within one no order is given beforehand.
+
+    uses: per name the times of its uses, ascending. endings: per name the times before which its copy is superseded.
+    """
+
+    def __init__(
+        self, uses: dict[Hashable, list[int]], endings: dict[Hashable, list[int]] | None = None, *, is_waves: bool = False
+    ) -> None:
+        self._uses = uses
+        self._endings = endings or {}
+        self._is_waves = is_waves
+        self._now = 0
+        self._arrived: dict[Hashable, int] = {}
+        """Held names, with the time of their last use or arrival, oldest first."""
+        self._wave: set[Hashable] = set()
+
+    def record(self, name: Hashable) -> None:
+        self._arrived.pop(name, None)
+        self._arrived[name] = self._now
+        if self._is_waves:
+            self._wave.discard(name)
+        else:
+            self._now += 1
+
+    def record_all(self, names: Iterable[Hashable]) -> None:
+        for name in names:
+            self.record(name)
+
+    def hold(self, name: Hashable) -> None:
+        self._arrived.pop(name, None)
+        self._arrived[name] = self._now
+
+    def expect(self, names: Iterable[Hashable]) -> None:
+        if self._is_waves:
+            self._now += 1
+            self._wave = set(names)
+
+    def forget(self, name: Hashable) -> None:
+        self._arrived.pop(name, None)
+
+    def victims(self, count: int, protected: Callable[[Hashable], bool]) -> list[Hashable] | None:
+        free = (name for name in self._arrived if not protected(name))
+        found = nsmallest(count, free, key=lambda name: -self.next_use(name))
+        return found if len(found) == count else None
+
+    def heat(self, name: Hashable) -> float:
+        return 1.0 / (1.0 + self.next_use(name) - self._now) if name in self._arrived else 0.0
+
+    def next_use(self, name: Hashable) -> float:
+        """When `name` is used next: now or later, infinity for never."""
+        if name in self._wave:
+            return self._now
+        times = self._uses.get(name, ())
+        index = bisect_left(times, self._now + self._is_waves)
+        if index == len(times):
+            return inf
+        endings = self._endings.get(name, ())
+        after = bisect_right(endings, self._arrived.get(name, self._now - 1))
+        return inf if after < len(endings) and endings[after] <= times[index] else times[index]
+
+
+def optimal_hits(uses: Sequence[Hashable], slots: int) -> int:
+    """The most hits that `slots` slots, empty at first, can have on `uses`, one after the other."""
+    times: dict[Hashable, list[int]] = {}
+    for time, name in enumerate(uses):
+        times.setdefault(name, []).append(time)
+    policy, held, hits = Belady(times), set[Hashable](), 0
+    for name in uses:
+        if name in held:
+            hits += 1
+        elif len(held) == slots:
+            victims = policy.victims(1, lambda other: False)
+            assert victims is not None
+            held.discard(victims[0])
+            policy.forget(victims[0])
+        held.add(name)
+        policy.record(name)
+    return hits

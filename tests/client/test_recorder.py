@@ -1,0 +1,59 @@
+"""A recorder passes everything on and keeps it in order."""
+
+# T tokens, D model
+# ruff: noqa: N806 - shape suffixes, as the legend says
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paramstore.core.optimizers import AdamW
+from paramstore.core.trace import TraceEventKind, unpack_trace
+from paramstore.errors import CapacityError, UnknownKey
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client import recorder as recorder_module
+from paramstore_client.nn import StoredExperts
+from paramstore_client.recorder import TraceRecorder
+
+A, P, U = TraceEventKind.ACQUIRE, TraceEventKind.PREFETCH, TraceEventKind.PUSH
+
+
+def test_a_step_is_kept_call_by_call(tmp_path: Path) -> None:
+    namespace = MemoryNamespace.of_swiglu(layers=2, experts=4)
+    recorder = TraceRecorder(namespace)
+    layers = [StoredExperts(recorder, layer) for layer in range(2)]
+    x_TD = torch.randn(3, 8)
+    for layer in layers:
+        x_TD = layer(x_TD, torch.tensor([[0], [2], [2]]), torch.ones(3, 1))
+    x_TD.sum().backward()
+    recorder.prefetch([(1, 3)])
+    recorder.apply(AdamW(lr=0.1))
+    recorder.end_step()
+    recorder.save(tmp_path / "a.trace", "one step", how="this test")
+    trace = unpack_trace((tmp_path / "a.trace").read_bytes())
+    expected = [(A, 0), (A, 1), (A, 1), (U, 1), (A, 0), (U, 0), (P, 1), (TraceEventKind.APPLY, 0), (TraceEventKind.STEP, 0)]
+    assert [(event.kind, event.layer) for event in trace.events] == expected
+    assert {event.experts for event in trace.events[:6]} == {(0, 2)}
+    assert (trace.header.name, trace.header.layers, trace.header.experts) == ("one step", [0, 1], 4)
+    assert namespace.identity((0, 2)).version == 1, "it was passed on"
+
+
+def test_what_raises_is_not_kept() -> None:
+    recorder = TraceRecorder(MemoryNamespace.of_swiglu(layers=1, experts=2, lease_slots=1))
+    with pytest.raises(UnknownKey):
+        recorder.acquire([(0, 9)])
+    with pytest.raises(CapacityError):
+        recorder.acquire([(0, 0), (0, 1)])
+    assert recorder.trace("x", how="").events == ()
+
+
+def test_a_recorder_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "EVENTS_MAX", 2)
+    recorder = TraceRecorder(MemoryNamespace.of_swiglu())
+    recorder.end_step()
+    recorder.end_step()
+    with pytest.raises(CapacityError, match="2 events"):
+        recorder.end_step()
