@@ -35,6 +35,15 @@ class Outlook(NamedTuple):
     ending: float
 
 
+class _Tiers(NamedTuple):
+    """Names whose copies have ended, the least recently used first; those used by chance, the least likely first; those that
+    the layer's next visit uses."""
+
+    ended: list[Hashable]
+    likely: list[Hashable]
+    sure: list[Hashable]
+
+
 class DecayedCounts:
     """How often each name was used, older uses counted less. Owner of the counts: at most one for each of a layer's names."""
 
@@ -69,7 +78,7 @@ class LayerUses:
     """Owner of one layer's counts and held names. Positions count the cycle's visits from 0."""
 
     __slots__ = (
-        "_ascending", "_counts", "cycle", "done", "endings", "fresh", "gap", "held", "is_gathered", "kinds", "last",
+        "_counts", "_tiers", "cycle", "done", "endings", "fresh", "gap", "held", "is_gathered", "kinds", "last",
         "position", "replaces_all", "routed", "touched", "uses", "visits", "wave",
     )  # fmt: skip
 
@@ -77,12 +86,14 @@ class LayerUses:
         self.held: dict[Hashable, int] = {}
         """Names, with the number of their last use or arrival, ascending."""
         self._counts = DecayedCounts()
-        self._ascending: list[Hashable] | None = None
+        self._tiers: dict[tuple[bool, bool], _Tiers] = {}
+        """By what the layer's next visits are; empty once anything has happened in the layer."""
         self.place((), cycle=1)
 
     def place(self, visits: Sequence[tuple[int, Visit]], *, cycle: int) -> None:
         """The layer's visits, with their positions in a cycle of so many; what was counted stays."""
         self.cycle = cycle
+        self._tiers.clear()
         self.kinds = {position: visit.kind for position, visit in visits}
         self.uses = [position for position, visit in visits if visit.kind in USES]
         self.routed = [position for position, visit in visits if visit.kind in CHOSEN]
@@ -111,6 +122,7 @@ class LayerUses:
         if self.position >= 0 and self.endings and _ahead(self.endings, self.position, self.cycle) <= self._steps_to(position):
             self.touched.clear()
         self.position = position
+        self._tiers.clear()
         self.fresh = {name: visits for name, visits in self.fresh.items() if visits == self.visits}
         self.visits += 1
         self.done = set()
@@ -143,7 +155,7 @@ class LayerUses:
     def _arrive(self, name: Hashable, number: int) -> None:
         self.held.pop(name, None)
         self.held[name] = number
-        self._ascending = None
+        self._tiers.clear()
 
     def forget(self, name: Hashable) -> None:
         """`name` is held no more; its count stays."""
@@ -180,19 +192,33 @@ class LayerUses:
         First what has ended, then by chance, the least first, then what is sure to be used at the layer's next visit.
         """
         outlook = self.outlook(cursor)
-        may_end = outlook.ending < outlook.routed
-        if may_end:
-            for name, number in self.held.items():
-                if self._is_ended(name) and not self._is_sure(name, outlook):
-                    yield (-inf, number, name)
         held = self.held
-        for name in self._by_chance():
-            if name not in held or self._is_sure(name, outlook) or (may_end and self._is_ended(name)):
-                continue
-            yield (-self._by_chance_from(outlook.routed, name), held[name], name)
-        for name, number in held.items():
-            if self._is_sure(name, outlook):
-                yield (-outlook.use, number, name)
+        for name in self._tiers_at(outlook).ended:
+            if name in held:
+                yield (-inf, held[name], name)
+        for name in self._tiers_at(outlook).likely:
+            if name in held:
+                yield (-self._by_chance_from(outlook.routed, name), held[name], name)
+        for name in self._tiers_at(outlook).sure:
+            if name in held:
+                yield (-outlook.use, held[name], name)
+
+    def _tiers_at(self, outlook: Outlook) -> _Tiers:
+        """The held names (and some that are no more) in their tiers; made anew only after something happened in the layer."""
+        kind = outlook.ending < outlook.routed, outlook.use < min(outlook.routed, outlook.ending)
+        tiers = self._tiers.get(kind)
+        if tiers is None:
+            ended, likely, sure = [], [], []
+            for name in self.held:
+                if self._is_sure(name, outlook):
+                    sure.append(name)
+                elif kind[0] and self._is_ended(name):
+                    ended.append(name)
+                else:
+                    likely.append(name)
+            likely.sort(key=self.chance)
+            tiers = self._tiers[kind] = _Tiers(ended, likely, sure)
+        return tiers
 
     def worst_first_now(self, cursor: int) -> Iterator[Ranked]:
         """The same during the layer's own visit at `cursor`: what it has not used yet may still be used now."""
@@ -229,12 +255,6 @@ class LayerUses:
     def _is_ended(self, name: Hashable) -> bool:
         """Whether the layer's next ending, which comes before its next routed visit, supersedes the copy of `name`."""
         return self.replaces_all or name in self.touched
-
-    def _by_chance(self) -> list[Hashable]:
-        """Held names (and some that are no more), the least likely first, then the least recently used."""
-        if self._ascending is None:
-            self._ascending = sorted(self.held, key=self.chance)
-        return self._ascending
 
 
 def _ahead(positions: list[int], cursor: int, cycle: int) -> int:

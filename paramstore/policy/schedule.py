@@ -32,7 +32,7 @@ class Schedule:
     is declared.
 
     `victims` looks at one name of each layer, the names it returns and the protected ones before them; a layer is sorted
-    again after each visit.
+    again after something happened in it.
     """
 
     def __init__(self, make_undeclared: Callable[[], Policy]) -> None:

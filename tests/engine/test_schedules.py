@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramstore.core.key import ExpertKey
+from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.schema import Schema
 from paramstore.core.visits import Visits, apply_visits, ring_visits, training_visits
 from paramstore.engine.namespace import View
@@ -13,6 +13,7 @@ from paramstore.engine.store import Store
 from paramstore.errors import ConfigError, WriterFenced
 from paramstore.policy.lru import Lru
 from paramstore.policy.schedule import Schedule
+from paramstore.sim.world import World
 from paramstore.testing.machine import Machine
 from paramstore.testing.small_planner import SmallPlanner
 from paramstore.testing.small_store import initialize, keys_of, lease, run, train
@@ -68,14 +69,21 @@ def test_another_policy_ignores_the_order() -> None:
     assert isinstance(planner.param_arena.policy, Lru)
 
 
-def test_a_made_copy_that_would_go_first_is_not_made() -> None:
-    planner = SmallPlanner(experts=3, param_slots=2, working_slots=3, policy=lambda: Schedule(Lru))
-    writer, reader = planner.writer(), planner.reader()
-    planner.namespace.views.remove(reader)  # nobody but the writer sees what it made before
-    for key in ((0, 0), (0, 1)):
-        planner.release(planner.leased(writer, key))
-    planner.update((0, 2))
-    assert set(planner.namespace.copies) == {(0, 1), (0, 2)}, "lru: what was made last stays"
+@pytest.mark.parametrize("order", [[(0, 0), (1, 0)], [(1, 0), (0, 0)]])
+def test_an_update_makes_no_copy_that_would_go_first(order: list[ExpertKey]) -> None:
+    world = World(
+        SCHEMA, KeySpace.of(2, 1), param_slots=1, working_slots=2, param_policy=lambda _: Schedule(Lru), working_policy=lambda _: Lru()
+    )
+    writer = world.open(is_writer=True)
+    declare_schedule(writer, param=training_visits(range(2)), optim=())
+    for key in ((0, 0), (1, 0), (1, 0), (0, 0)):
+        world.lease(writer, [key])
+    world.begin_apply(order)
+    for key in order:
+        world.update(world.hold(key))
+    assert list(world.namespace.copies) == [(0, 0)], "forward needs layer 0 first, whichever was updated last"
+    policy = world.param_arena.policy
+    assert policy.victims(2, lambda name: False) is None, "what was not made is not held"
 
 
 # --- on a disk

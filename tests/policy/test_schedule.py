@@ -158,7 +158,8 @@ def test_the_order_is_that_of_the_expected_next_use(seed: int, is_exact: bool, m
 def finish_layer(model: PlainModel, policy: Schedule, layer: int, experts: int, kind: VisitKind, rng: random.Random) -> None:
     """An apply supersedes the layer's copies, and makes some of them anew."""
     for key in [(layer, expert) for expert in range(experts)]:
-        if key in model.held and (kind is VisitKind.REPLACED or key in model.touched):
+        is_without_gradient = rng.random() < 0.2  # used, by an evaluation perhaps, and not updated
+        if key in model.held and (kind is VisitKind.REPLACED or (key in model.touched and not is_without_gradient)):
             model.forget(key)
             policy.forget(key)
             if rng.random() < 0.5:
