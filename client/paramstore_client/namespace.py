@@ -284,7 +284,7 @@ class Namespace(Steps):
         """
         self._connection.check_minor(TRAINING_MINOR, "declare_schedule")
         if param_visits is None and self.mode == "write" and self.schema.is_trainable:
-            is_exact = getattr(self.schema, "updates", "touched") == "exact"
+            is_exact = self.schema.updates == "exact"
             param_visits = training_visits(self.layers, micro_batches=micro_batches, is_exact=is_exact)
             optim_visits = apply_visits(self.layers, is_exact=is_exact) if optim_visits is None else optim_visits
         elif param_visits is None:

@@ -71,8 +71,9 @@ def test_another_policy_ignores_the_order() -> None:
 
 @pytest.mark.parametrize("order", [[(0, 0), (1, 0)], [(1, 0), (0, 0)]])
 def test_an_update_makes_no_copy_that_would_go_first(order: list[ExpertKey]) -> None:
+    policy = Schedule(Lru)
     world = World(
-        SCHEMA, KeySpace.of(2, 1), param_slots=1, working_slots=2, param_policy=lambda _: Schedule(Lru), working_policy=lambda _: Lru()
+        SCHEMA, KeySpace.of(2, 1), param_slots=1, working_slots=2, param_policy=lambda _: policy, working_policy=lambda _: Lru()
     )
     writer = world.open(is_writer=True)
     declare_schedule(writer, param=training_visits(range(2)), optim=())
@@ -82,7 +83,6 @@ def test_an_update_makes_no_copy_that_would_go_first(order: list[ExpertKey]) -> 
     for key in order:
         world.update(world.hold(key))
     assert list(world.namespace.copies) == [(0, 0)], "forward needs layer 0 first, whichever was updated last"
-    policy = world.param_arena.policy
     assert policy.victims(2, lambda name: False) is None, "what was not made is not held"
 
 

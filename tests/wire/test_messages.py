@@ -17,6 +17,7 @@ ANSWERS: tuple[type[Message], ...] = get_args(Answer)
 ONE_WAY = {"Release", "Cancel", "Unmapped", "DeviceReport", "Unmap", "LeaseSlots"}
 
 EXAMPLES: dict[object, Any] = {
+    "VisitPairs": ((0, "routed"), (1, "updated")),
     "int": 7,
     "str": "moe",
     "float": 1.5,
