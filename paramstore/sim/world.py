@@ -112,7 +112,7 @@ class World:
         self.finish()
 
     def begin_apply(self, keys: Sequence[ExpertKey]) -> None:
-        self.namespace.pending = {key: GradientRange(NoMemory(1), 0, 1) for key in keys}
+        self.namespace.pending = {key: (GradientRange(NoMemory(1), 0, 1),) for key in keys}
         self.planner.begin_apply(self.namespace)
         self.planner.reserve_extents(self.namespace, keys)
         self.finish()
