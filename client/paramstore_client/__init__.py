@@ -46,7 +46,7 @@ from paramstore_client.schemas import adagrad_schema, adamw_schema, param_schema
 from paramstore_client.ticket import Ticket
 
 if TYPE_CHECKING:
-    from paramstore_client import nn
+    from paramstore_client import nn, training
     from paramstore_client.device import DeviceTier
     from paramstore_client.nn import StoredExperts
     from paramstore_client.ring import RingMemory
@@ -96,6 +96,7 @@ __all__ = [
     "nn",
     "param_schema",
     "sgd_schema",
+    "training",
 ]
 
 _TORCH_NAMES = {
@@ -106,8 +107,8 @@ _TORCH_NAMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name == "nn":
-        return importlib.import_module("paramstore_client.nn")
+    if name in ("nn", "training"):
+        return importlib.import_module(f"paramstore_client.{name}")
     if name in _TORCH_NAMES:
         return getattr(importlib.import_module(_TORCH_NAMES[name]), name)
     raise AttributeError(f"module 'paramstore_client' has no attribute {name!r}")

@@ -19,6 +19,7 @@ class Welcome(msgspec.Struct, frozen=True):
     """The result of Hello, as far as a client needs it."""
 
     minor: int = 0
+    store_uuid: str = ""
     wait_timeout_s: float | None = None
 
 

@@ -261,6 +261,7 @@ def _greet(dial: Dial, *, timeout_s: float) -> Connection:
     if welcome.wait_timeout_s is not None:
         connection.timeout_s = welcome.wait_timeout_s
     connection.minor = welcome.minor
+    connection.store_uuid = welcome.store_uuid
     return connection
 
 

@@ -61,6 +61,7 @@ class Connection:
         self.segments = Segments()
         self.timeout_s = timeout_s
         self.minor = 0
+        self.store_uuid = ""
         """What the daemon said it speaks, once it has welcomed us."""
         self._clock: Clock = clock or MonotonicClock()
         self._sock = sock

@@ -125,7 +125,7 @@ class DeviceTier:
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
         self.experts: int = namespace.experts
-        self._namespace = namespace
+        self.namespace = namespace
         self._part = self.schema.part("param")
         self._copier = make_copier(self.device, bounce_bytes=self._part.image_bytes)
         self.slots = DeviceSlots(
@@ -181,7 +181,7 @@ class DeviceTier:
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> DeviceTicket:
         """Asks the host for what is not here; each later call of the tier copies what has arrived since."""
         missing = tuple(key for key in keys if self.slots.find(key) is None)[: self.slots.count]
-        ticket = DeviceTicket(self, missing, self._namespace.prefetch(missing, part=part))
+        ticket = DeviceTicket(self, missing, self.namespace.prefetch(missing, part=part))
         self._prefetches.append(ticket)
         if len(self._prefetches) > PREFETCHES_MAX:
             self._prefetches.popleft().is_settled = True
@@ -190,7 +190,7 @@ class DeviceTier:
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
         """Hands the gradients to the namespace."""
-        return self._namespace.push(gradients)
+        return self.namespace.push(gradients)
 
     def settle(self) -> None:
         """Ends host leases whose copies are done, and copies prefetched keys that have reached the host."""
@@ -200,7 +200,7 @@ class DeviceTier:
     def report(self) -> None:
         """Tells the service what is here and what was used since the last report."""
         keys = self.slots.keys
-        self._namespace.report_device(
+        self.namespace.report_device(
             resident=keys, touched=list(self._touched), bytes_resident=len(keys) * self._part.image_bytes
         )
         self._touched.clear()
@@ -208,7 +208,7 @@ class DeviceTier:
     def close(self) -> None:
         """Waits for copies under way, gives every host lease back and forgets every copy."""
         self._prefetches.clear()
-        self._reserve_host_leases(self._namespace.lease_slots)
+        self._reserve_host_leases(self.namespace.lease_slots)
         self._copier.close()
         self._stop_watching()
         self.slots.clear()
@@ -235,7 +235,7 @@ class DeviceTier:
 
     def _load(self, wanted: Sequence[ExpertKey], *, timeout_s: float | None = None) -> None:
         """Brings current copies of `wanted` into slots; none of them is evicted meanwhile."""
-        view = self._namespace.view_change_count
+        view = self.namespace.view_change_count
         unchecked = [key for key in wanted if self._checked_at(key) != view]
         self.stats.hits += len(wanted) - len(unchecked)
         kept = frozenset(wanted)
@@ -263,14 +263,14 @@ class DeviceTier:
         asking for fewer keys; any other is raised.
         """
         while True:
-            chunk = keys[: max(1, self._namespace.lease_slots // 2)]
+            chunk = keys[: max(1, self.namespace.lease_slots // 2)]
             self._reserve_host_leases(len(chunk))
             try:
-                return chunk, self._namespace.acquire(chunk, timeout_s=timeout_s)
+                return chunk, self.namespace.acquire(chunk, timeout_s=timeout_s)
             except (CapacityError, LeaseError):
-                if not self._host_leases and len(chunk) <= self._namespace.lease_slots:
+                if not self._host_leases and len(chunk) <= self.namespace.lease_slots:
                     raise
-                self._reserve_host_leases(self._namespace.lease_slots)
+                self._reserve_host_leases(self.namespace.lease_slots)
 
     def _checked_at(self, key: ExpertKey) -> int | None:
         copy = self.slots.find(key)
@@ -326,7 +326,7 @@ class DeviceTier:
 
     def _reserve_host_leases(self, key_count: int) -> None:
         """Waits for the oldest copies until `key_count` more keys may be leased from the host."""
-        limit = self._namespace.lease_slots - key_count
+        limit = self.namespace.lease_slots - key_count
         while self._host_leases and sum(count for _, _, count in self._host_leases) > limit:
             mark, lease, _ = self._host_leases.popleft()
             mark.wait_on_host()

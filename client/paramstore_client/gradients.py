@@ -38,9 +38,15 @@ class PendingGradients:
         self._pushing = threading.RLock()
         self._ranges: dict[ExpertKey, Range] = {}
         self._consuming: list[Ticket[Any]] = []
+        self._before_push: list[Callable[[], object]] = []
 
     def __len__(self) -> int:
         return len(self._ranges)
+
+    def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
+        """`fn()` is called first in every push; it may consume what is pending. Returns the function that ends this."""
+        self._before_push.append(fn)
+        return lambda: self._before_push.remove(fn) if fn in self._before_push else None
 
     def push(self, gradients: Gradients, announce: Callable[[list[tuple[int, int, int, int]]], None]) -> None:
         """Adds `gradients` to what is pending. announce: tells the daemon of keys that had none, and returns when it agreed.
@@ -49,6 +55,8 @@ class PendingGradients:
         """
         from paramstore_client import tensors
 
+        for fn in tuple(self._before_push):
+            fn()
         fields = self._check(gradients)
         with self._pushing:
             new_keys = [key for key in gradients if key not in self._ranges]

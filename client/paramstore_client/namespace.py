@@ -116,6 +116,16 @@ class Namespace(Steps):
         behind every key that this handle sees."""
         return self._view_change_count
 
+    @property
+    def store_uuid(self) -> str:
+        """Which store this is, for as long as its catalog lives: 32 hexadecimal digits."""
+        return self._connection.store_uuid
+
+    @property
+    def pending_count(self) -> int:
+        """How many keys have pending gradients that this handle pushed."""
+        return len(self._pending)
+
     def keys(self) -> list[ExpertKey]:
         """All expert keys, in key order."""
         return list(self.space)
@@ -229,6 +239,11 @@ class Namespace(Steps):
         self._check_open()
         self._pending.push(dict(zip(self._key_list(gradients), gradients.values(), strict=True)), announce)
 
+    def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
+        """`fn()` is called first in every push of this handle, by the pushing thread; what it raises ends the push. Returns the
+        function that ends this."""
+        return self._pending.before_push(fn)
+
     def gradient_norm(self) -> float:
         """The L2 norm over everything pending."""
         return self._send(messages.GradientNorm(self._next_id(), self._handle), "gradient_norm", answers.real).wait()
@@ -248,6 +263,7 @@ class Namespace(Steps):
             return self._consume(message, "apply", answers.mapping)
         finally:
             self._count_view_change()
+            self._applies += 1
 
     def abort(self) -> int:
         """Drops the pending gradients; returns how many keys had some."""

@@ -28,6 +28,8 @@ class Steps(ABC):
     _handle: int
     _epoch: int
     _committed_step: int | None
+    _applies: int = 0
+    _committed_applies: int = 0
     _connection: Connection
 
     @abstractmethod
@@ -50,15 +52,21 @@ class Steps(ABC):
     def _reader(self, opened: Opened) -> Namespace:
         """A handle of what an open answered."""
 
+    @property
+    def uncommitted_applies(self) -> int:
+        """How many applies this handle has called that no commit it has seen settled covers, nor a rollback dropped."""
+        return self._applies - self._committed_applies
+
     def commit(self, step: int, extra: bytes = b"") -> Ticket[Result]:
         """Makes everything applied so far durable as `step`. Cannot be cancelled. extra: up to 64 KiB, kept with it.
 
         Result: {step, records, bytes_written, seconds}. Raises StepOutOfOrder, StepFailed, VolumeError.
         """
+        covered = self._applies
 
         def committed(answer: object) -> Result:
             result = answers.mapping(answer)
-            self._committed_step = step
+            self._committed_step, self._committed_applies = step, covered
             return result
 
         message = messages.Commit(self._next_id(), self._handle, step, self._checked(extra, f"commit {step}"))
@@ -85,7 +93,7 @@ class Steps(ABC):
 
         def committed(answer: object) -> None:
             answers.nothing(answer)
-            self._committed_step = step
+            self._committed_step, self._committed_applies = step, self._applies  # none came since `prepare`
 
         message = messages.Finalize(self._next_id(), self._handle, step)
         return self._send(message, f"finalize {step}", committed, is_cancellable=False)
@@ -112,6 +120,7 @@ class Steps(ABC):
 
         def rolled_back(answer: object) -> int:
             self._epoch, self._committed_step = answers.number(answer), step
+            self._committed_applies = self._applies
             self._count_view_change()
             return self._epoch
 

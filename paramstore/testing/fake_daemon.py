@@ -31,6 +31,7 @@ from paramstore.wire import messages as m
 from paramstore.wire.codec import FrameDecoder, decode_request, encode
 
 POLL_MS = 1000
+STORE_UUID = "5707e" + 27 * "0"
 
 
 class FakeSession:
@@ -233,7 +234,7 @@ class FakeDaemon:
         """The answer of a daemon that keeps everything in memory; None for one-way messages."""
         match request:
             case m.Hello():
-                return m.Done(request.id, {"minor": self.minor, "wait_timeout_s": self.wait_timeout_s})
+                return m.Done(request.id, {"minor": self.minor, "store_uuid": STORE_UUID, "wait_timeout_s": self.wait_timeout_s})
             case m.Namespaces():
                 return m.Done(request.id, [namespace.describe() for namespace in self.namespaces.values()])
             case m.Verify():

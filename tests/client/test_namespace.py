@@ -8,7 +8,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore.core.visits import ring_visits
-from paramstore.testing.fake_daemon import FakeDaemon, FakeSession
+from paramstore.testing.fake_daemon import STORE_UUID, FakeDaemon, FakeSession
 from paramstore.wire import messages as m
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
@@ -374,3 +374,50 @@ def test_leased_memory_is_told_before_it_is_unmapped(daemon: FakeDaemon, namespa
     daemon.wait_for(m.Unmapped)
     assert told == [2 << 20]
     stop()
+
+
+def test_it_knows_its_store(namespace: ps.Namespace) -> None:
+    assert namespace.store_uuid == STORE_UUID
+
+
+def test_pending_count_counts_keys_until_something_consumes_them(namespace: ps.Namespace, gradient: Gradient) -> None:
+    assert namespace.pending_count == 0
+    namespace.push({key: gradient(1.0) for key in KEYS})
+    namespace.push({KEYS[0]: gradient(1.0)})
+    assert namespace.pending_count == 2
+    namespace.apply(ps.AdamW()).wait()
+    assert namespace.pending_count == 0
+
+
+def test_uncommitted_applies_are_those_that_no_settled_commit_covers(namespace: ps.Namespace) -> None:
+    namespace.commit(0).wait()
+    for _ in range(2):
+        namespace.apply(ps.AdamW())
+    covering = namespace.commit(1)
+    namespace.apply(ps.AdamW())
+    covering.wait()
+    assert namespace.uncommitted_applies == 1
+    namespace.rollback(1)
+    assert namespace.uncommitted_applies == 0
+    namespace.apply(ps.AdamW())
+    namespace.prepare(2).wait()
+    assert namespace.uncommitted_applies == 1
+    namespace.finalize(2).wait()
+    assert namespace.uncommitted_applies == 0
+
+
+def test_before_push_is_called_first_and_may_refuse(namespace: ps.Namespace, gradient: Gradient) -> None:
+    called: list[int] = []
+
+    def refuse() -> None:
+        called.append(namespace.pending_count)
+        raise ValueError("not now")
+
+    end = namespace.before_push(refuse)
+    with pytest.raises(ValueError, match="not now"):
+        namespace.push({KEYS[0]: gradient(1.0)})
+    end()
+    end()
+    namespace.push({KEYS[0]: gradient(1.0)})
+    assert called == [0]
+    assert namespace.pending_count == 1

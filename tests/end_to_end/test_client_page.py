@@ -1,4 +1,4 @@
-"""The programs of docs/client.md and docs/ranks.md run as they stand, against a daemon that they start themselves."""
+"""The programs of docs/client.md and the pages beside it run as they stand, against a daemon that they start themselves."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from paramstore_client.ticket import Ticket
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "client.md"
 RANKS = ROOT / "docs" / "ranks.md"
+TRAINING = ROOT / "docs" / "training.md"
 LINES_MAX = 200
 END_TIMEOUT_S = 30.0
 
@@ -51,7 +52,7 @@ def client_source(*names: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [PAGE, RANKS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [PAGE, RANKS, TRAINING], ids=lambda page: page.stem)
 def test_the_pages_program_runs(page: Path, folder: Path) -> None:
     script = folder / "client_page.py"
     script.write_text(program(page))
@@ -83,6 +84,7 @@ def test_the_page_names_every_call_that_returns_a_ticket() -> None:
 def test_the_page_explains_every_public_call_of_a_namespace() -> None:
     source = client_source("namespace.py", "steps.py")
     calls = set(re.findall(r"^    def ([a-z]\w*)\(\s*self", source, flags=re.MULTILINE))
-    internal = {"keys", "layers", "experts", "epoch", "view_change_count", "before_unmap", "report_device"}
+    internal = {"keys", "layers", "experts", "epoch", "view_change_count", "report_device", "store_uuid"}
+    internal |= {"before_unmap", "before_push"}
     text = PAGE.read_text()
     assert {name for name in calls - internal if not re.search(rf"\b{name}\b", text)} == set()

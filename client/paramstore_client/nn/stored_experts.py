@@ -6,12 +6,14 @@
 """
 
 # T tokens, K experts per token, N = T * K rows, D model
-# ruff: noqa: N803 - shape suffixes, as the legend says
+# ruff: noqa: N803, N806 - shape suffixes, as the legend says
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from paramstore.core.key import ExpertKey
@@ -60,6 +62,8 @@ class StoredExperts(nn.Module):
         self.layer = layer
         self.expert_fn: ExpertFn = swiglu if expert_fn is None else expert_fn
         self.group = group
+        self.anchor: Callable[[], Tensor] | None = None
+        """Gives the leaf that each forward hangs on in the graph; `training.bind` sets it."""
         if group is not None:
             group.join(layer)
 
@@ -70,7 +74,10 @@ class StoredExperts(nn.Module):
         Raises what `acquire`, `prefetch` and `expert_fn` raise; backward also what `push` raises, and StepMismatch
         where an update came between forward and backward.
         """
-        return apply_experts(self._run_blocks, x_TD, expert_ids_TK, gate_TK)
+        y_TD = apply_experts(self._run_blocks, x_TD, expert_ids_TK, gate_TK)
+        if len(x_TD) == 0 and self.anchor is not None and torch.is_grad_enabled():
+            y_TD = y_TD + self.anchor()  # a rank without tokens takes part in what ranks do together after backward
+        return y_TD
 
     def extra_repr(self) -> str:
         return f"layer={self.layer}, experts={self.namespace.experts}"
@@ -83,6 +90,7 @@ class StoredExperts(nn.Module):
             self.expert_fn,
             forward_hint=partial(self._after_forward, [block.expert for block in blocks]),
             backward_hint=self._after_backward,
+            anchor=self.anchor,
         )
         return call.run(x_ND)
 

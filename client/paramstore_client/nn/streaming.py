@@ -155,6 +155,7 @@ class LayerCall:
 
     forward_hint, backward_hint: called once a pass, while the last of its parts is leased, with the room left beside
     it; the keys they return are prefetched before that part computes.
+    anchor: gives the scalar leaf that the call hangs on in the caller's graph; None: one of its own.
     """
 
     def __init__(
@@ -165,12 +166,14 @@ class LayerCall:
         *,
         forward_hint: Callable[[int], list[ExpertKey]],
         backward_hint: Callable[[int], list[ExpertKey]],
+        anchor: Callable[[], Tensor] | None = None,
     ) -> None:
         self._source = source
         self._parts = parts
         self._expert_fn = expert_fn
         self._forward_hint = forward_hint
         self._backward_hint = backward_hint
+        self._anchor = anchor
         self._saved = _SavedTensors()
         self._identities: dict[ExpertKey, Identity] = {}
         self._recorded: dict[int, _Recorded] = {}
@@ -178,7 +181,7 @@ class LayerCall:
     def run(self, x_ND: Tensor) -> Tensor:
         """The experts' rows, recorded for backward where grad mode is on and something can get a gradient."""
         if torch.is_grad_enabled() and (x_ND.requires_grad or self._source.schema.is_trainable):
-            anchor = torch.empty(0, device=x_ND.device, requires_grad=True)
+            anchor = torch.zeros((), requires_grad=True) if self._anchor is None else self._anchor()
             return _Streamed.apply(self, anchor, x_ND)  # type: ignore[no-untyped-call, no-any-return]
         return self._forward(x_ND, self._compute)
 
@@ -330,7 +333,9 @@ class _Streamed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, None, Tensor | None]:
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, Tensor, Tensor | None]:
         # Before any lease: unpacking may recompute a checkpointed region, which leases for itself.
         activations = ctx.saved_tensors
-        return None, None, ctx.call.differentiate(grad_ND, activations)
+        grad_x_ND = ctx.call.differentiate(grad_ND, activations)
+        # A gradient for the anchor, so that whoever hooks it learns when all layers have pushed.
+        return None, torch.zeros(()), grad_x_ND

@@ -1,0 +1,235 @@
+"""Makes an optimizer's step the experts' step: what happens at each forward, backward and `optimizer.step()` while attached.
+
+After a backward the experts' norm lies in the sentinel's gradient. Whoever clips or unscales the gradients scales it with the
+others; at the step the quotient of the two is the experts' coefficient. What is pending goes through three states:
+
+- *empty*: no norm is reported.
+- *reported*: pending gradients have their norm in the sentinel. A backward adds and reports anew; a step applies. If the
+  sentinel's gradient was dropped or zeroed, so were the dense ones, and the pending ones are dropped before anything is added.
+- *stepped*: a step consumed them. The sentinel's gradient must be dropped or zeroed before the next backward or step.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from paramstore.errors import StepFailed, StepMismatch
+from paramstore_client.training.options import MainGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from paramstore_client.training.experts import Experts
+    from paramstore_client.training.sentinel import ExpertSentinel
+
+_log = logging.getLogger(__name__)
+
+
+class _State(enum.Enum):
+    EMPTY = enum.auto()
+    REPORTED = enum.auto()
+    STEPPED = enum.auto()
+
+
+class Attachment:
+    """One optimizer that leads the experts. Owner of the state, and of the sentinel's gradient and place in the optimizer."""
+
+    def __init__(self, experts: Experts, sentinel: ExpertSentinel, optimizer: torch.optim.Optimizer, main: MainGroup) -> None:
+        self._experts = experts
+        self._module = sentinel
+        self._optimizer = optimizer
+        self._main = main
+        self._state = _State.EMPTY
+        self._norm = 0.0
+        self._report: tuple[Tensor, int] | None = None
+        """The gradient as reported, and its version: clipping and zeroing in place count it up. (Unscaling does not.)"""
+        self._join()
+        sentinel.listener = self
+        self._removals: list[Callable[[], object]] = [
+            experts.namespace.before_push(self._drop_if_zeroed),
+            optimizer.register_step_post_hook(self._after_step).remove,
+            optimizer.register_load_state_dict_pre_hook(self._before_load).remove,
+        ]
+
+    def remove(self) -> None:
+        """Ends it: the optimizer steps alone again. The sentinel stays where it is, at 0, with nothing to do."""
+        for removal in self._removals:
+            removal()
+        self._module.listener = None
+        self._module.sentinel.grad = None
+
+    # --- forward and backward
+
+    def before_forward(self) -> None:
+        """Drops pending gradients whose dense siblings were dropped, or that an interrupted backward left: here, where every rank
+        comes by, and not before the first push, where one without tokens does not."""
+        self._drop_if_zeroed()
+        if self._state is _State.EMPTY and self._module.sentinel.grad is None and self._experts.namespace.pending_count:
+            self._drop("a backward did not end, or ran in torch.autograd.grad")
+
+    def after_backward(self) -> None:
+        """Reports the norm of what is pending. Raises StepMismatch where the dense gradients are not those of the experts."""
+        self._drop_if_zeroed()
+        if self._state is _State.STEPPED:
+            raise StepMismatch(
+                "backward after optimizer.step() without zero_grad(): the dense gradients of that step would count twice, the "
+                "experts' were consumed by it; call optimizer.zero_grad() between them"
+            )
+        if self._state is _State.REPORTED and (coefficient := self._coefficient()) != 1.0:
+            raise StepMismatch(
+                f"backward after the gradients were scaled by {coefficient:g}: the experts' pending gradients were not; clip or "
+                "unscale once, after the last backward before optimizer.step()"
+            )
+        self._norm = self._experts.gradient_norm()
+        self._match_mesh()
+        sentinel = self._module.sentinel.requires_grad_()  # from now on: DDP, made before, has not taken it in
+        gradient = _like(sentinel, self._norm)
+        sentinel.grad = gradient
+        self._report = gradient, _version(gradient)
+        self._state = _State.REPORTED
+
+    # --- the optimizer
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named_arguments: Any) -> None:
+        with torch.no_grad():
+            self._module.sentinel.zero_()  # whatever the update made of it
+        gradient = self._module.sentinel.grad
+        if self._state is _State.REPORTED and gradient is None:
+            self._drop("zero_grad came before optimizer.step()")
+        elif self._state is _State.STEPPED and not self._is_zeroed():
+            raise StepMismatch(
+                "optimizer.step() twice with the same gradients: the experts' were consumed by the first; run a backward between"
+            )
+        elif self._state is _State.REPORTED:
+            self._step(optimizer)
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._state = _State.STEPPED
+        # Fused optimizers step under a GradScaler that found inf or nan, and skip inside the kernel.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and found_inf.item() > 0:
+            self._experts.abort()
+            _log.info("step skipped by the GradScaler: the experts' gradients are dropped too")
+            return
+        coefficient = self._coefficient()
+        if not math.isfinite(coefficient):
+            self._experts.abort()
+            raise StepFailed(
+                f"the gradients were clipped by {coefficient} (the experts' norm is {self._norm:g}): one of them is not finite. "
+                "The experts stay as they were, the dense weights are spoilt: load a checkpoint"
+            )
+        self._experts.apply(self._main.options(), clip_coef=coefficient)
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """A state dict saved without the sentinel gets a place for it."""
+        sentinel = self._module.sentinel
+        groups, saved = optimizer.param_groups, state_dict["param_groups"]
+        for index, (group, saved_group) in enumerate(zip(groups, saved, strict=False)):
+            position = next((place for place, param in enumerate(group["params"]) if param is sentinel), None)
+            if position is not None and len(saved_group["params"]) == len(group["params"]) - 1:
+                names = [name for other in saved for name in other["params"]]
+                unused = max((name for name in names if isinstance(name, int)), default=-1) + 1
+                params = [*saved_group["params"][:position], unused, *saved_group["params"][position:]]
+                return {**state_dict, "param_groups": [*saved[:index], {**saved_group, "params": params}, *saved[index + 1 :]]}
+        return None
+
+    # --- what is pending
+
+    def _drop_if_zeroed(self) -> None:
+        if self._state is not _State.EMPTY and self._is_zeroed():
+            if self._state is _State.REPORTED:
+                self._drop("no optimizer.step() applied them before zero_grad")
+            self._state = _State.EMPTY
+
+    def _drop(self, reason: str) -> None:
+        dropped = self._experts.abort()
+        self._state = _State.EMPTY
+        _log.info("gradients of %d experts dropped: %s", dropped, reason)
+
+    def _is_zeroed(self) -> bool:
+        gradient = self._module.sentinel.grad
+        if gradient is None:
+            return True
+        return self._is_touched(gradient) and self._norm != 0.0 and _value(gradient) == 0.0
+
+    def _is_touched(self, gradient: Tensor) -> bool:
+        return self._report is None or gradient is not self._report[0] or _version(gradient) != self._report[1]
+
+    def _coefficient(self) -> float:
+        """What the gradients were multiplied with since the report."""
+        gradient, reported = self._module.sentinel.grad, _rounded(self._norm)
+        if gradient is None or reported == 0.0:
+            return 1.0  # a norm of 0 tells nothing, and zeros stay zeros
+        if not math.isfinite(reported) and not self._is_touched(gradient):
+            return 1.0  # nobody clipped: what is not finite stays where it is
+        return _value(gradient) / reported
+
+    # --- the sentinel's place
+
+    def _join(self) -> None:
+        """The sentinel is in the optimizer: where its maker put it, else last. In no group of its own: a scheduler that exists
+        already zips the groups with a rate for each that it knows."""
+        self._match_mesh()
+        sentinel, groups = self._module.sentinel, self._optimizer.param_groups
+        if not any(param is sentinel for group in groups for param in group["params"]):
+            groups[-1]["params"].append(sentinel)
+            self._begin_state(sentinel)
+
+    def _match_mesh(self) -> None:
+        """Among DTensors the sentinel is a replicated one, as torch mixes them with no others. Sharding may come after `attach`."""
+        mesh, sentinel = self._mesh(), self._module.sentinel
+        if mesh is None or hasattr(sentinel, "device_mesh"):
+            return
+        from torch.distributed.tensor import DTensor, Replicate
+
+        local = sentinel.detach().to(mesh.device_type)
+        whole = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        replicated = nn.Parameter(whole, requires_grad=sentinel.requires_grad)
+        self._module.sentinel = replicated
+        for group in self._optimizer.param_groups:
+            group["params"] = [replicated if param is sentinel else param for param in group["params"]]
+        self._optimizer.state.pop(sentinel, None)
+        self._begin_state(replicated)
+
+    def _begin_state(self, sentinel: nn.Parameter) -> None:
+        """Adagrad makes the states of its parameters when it is made, and looks for them at each step."""
+        if isinstance(self._optimizer, torch.optim.Adagrad):
+            self._optimizer.state[sentinel] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(sentinel, requires_grad=False)}
+
+    def _mesh(self) -> DeviceMesh | None:
+        """That of the optimizer's DTensors; told by the attribute, as importing DTensor costs a second."""
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param is not self._module.sentinel and (mesh := getattr(param, "device_mesh", None)) is not None:
+                    return mesh  # type: ignore[no-any-return]
+        return None
+
+
+def _like(sentinel: Tensor, value: float) -> Tensor:
+    """A gradient for the sentinel."""
+    gradient = torch.zeros_like(sentinel, requires_grad=False)
+    return gradient.fill_(value)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _value(gradient: Tensor) -> float:
+    return float(_local(gradient).item())
+
+
+def _version(gradient: Tensor) -> int:
+    return int(_local(gradient)._version)
+
+
+def _rounded(norm: float) -> float:
+    """As the sentinel's gradient holds it."""
+    return torch.tensor(norm, dtype=torch.float32).item()

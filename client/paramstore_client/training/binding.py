@@ -1,0 +1,42 @@
+"""Joins a model with the namespace that holds its experts."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from paramstore.errors import ConfigError, SchemaMismatch
+from paramstore_client.device import DeviceTier
+from paramstore_client.namespace import Namespace
+from paramstore_client.nn.stored_experts import StoredExperts
+from paramstore_client.training.experts import Experts
+from paramstore_client.training.sentinel import CHILD_NAME, ExpertSentinel
+
+_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+"""What DDP reads from the module that it wraps (torch/nn/parallel/distributed.py)."""
+
+
+def bind(model: nn.Module, namespace: Namespace) -> Experts:
+    """The handle of the experts that `model` has in `namespace`. The model gets one child more, the module `paramstore`.
+
+    The model's `StoredExperts`, if it has any, must be over `namespace`, or over a `DeviceTier` of it. Bind before DDP,
+    `fully_shard` or `prepare` wrap the model. Raises ConfigError for a reader's handle, or a model that is bound; SchemaMismatch
+    for a namespace without optimizer states.
+    """
+    if namespace.mode != "write":
+        raise ConfigError(f"bind: namespace {namespace.name!r} is open with mode={namespace.mode!r}; a training loop needs 'write'")
+    if not namespace.schema.is_trainable:
+        raise SchemaMismatch(f"bind: namespace {namespace.name!r} has schema {namespace.schema.kind!r}, without optimizer states")
+    if hasattr(model, CHILD_NAME):
+        raise ConfigError(f"bind: the model has a {CHILD_NAME!r} already: it is bound once, for good")
+    layers = [module for module in model.modules() if isinstance(module, StoredExperts)]
+    for layer in layers:
+        source = layer.namespace.namespace if isinstance(layer.namespace, DeviceTier) else layer.namespace
+        if source is not namespace:
+            raise ConfigError(f"bind: the experts of layer {layer.layer} are not in this handle of {namespace.name!r}")
+    sentinel = ExpertSentinel()
+    model.add_module(CHILD_NAME, sentinel)
+    setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, ()), f"{CHILD_NAME}.sentinel"])
+    for layer in layers:
+        layer.anchor = lambda: sentinel.anchor
+    sentinel.experts = Experts(namespace, sentinel)
+    return sentinel.experts

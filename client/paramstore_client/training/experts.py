@@ -1,0 +1,184 @@
+"""The handle on a model's stored experts: what a training loop calls beside its optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal
+
+import torch
+
+from paramstore.core.optimizers import Options
+from paramstore.errors import ConfigError
+from paramstore_client.answers import Result
+from paramstore_client.namespace import Namespace
+from paramstore_client.ticket import Ticket
+from paramstore_client.training.attachment import Attachment
+from paramstore_client.training.checkpoint import Manifest, check_committed, roll_to
+from paramstore_client.training.options import MainGroup, options_class, unwrapped
+from paramstore_client.training.sentinel import ExpertSentinel
+
+_log = logging.getLogger(__name__)
+
+Reduce = Literal["mean", "sum"]
+
+
+class Experts:
+    """A model's experts in one namespace, which `namespace` writes. Made by `training.bind`.
+
+    With several ranks the gradients that they push are summed, and divided by their number where `reduce` is "mean", as DDP and
+    FSDP do with the dense ones; `gradient_norm`, `step`, `abort`, `commit` and `rollback` are called by all of them.
+
+    reduce: "mean" or "sum".
+    commit_on_state_dict: `state_dict` commits what was applied since the last commit, as the next step, instead of refusing.
+    """
+
+    def __init__(self, namespace: Namespace, sentinel: ExpertSentinel) -> None:
+        self.namespace = namespace
+        self.reduce: Reduce = "mean"
+        self.commit_on_state_dict = False
+        self.sentinel = sentinel
+        self._attachment: Attachment | None = None
+        self._apply: Ticket[Result] | None = None
+        self._commit: Ticket[Result] | None = None
+
+    # --- the step
+
+    def attach(
+        self, optimizer: Any, *, reduce: Reduce = "mean", weight_decay: float | None = None, group: int | None = None
+    ) -> None:
+        """From here on `optimizer.step()` updates the experts too, with the options of its main parameter group at that moment.
+
+        Whoever clips, unscales or looks at the norm of `model.parameters()` counts the experts. `zero_grad()` drops what is
+        pending, a step that is skipped skips them. The optimizer takes the sentinel into its last group, unless it has it.
+
+        optimizer: torch's AdamW, SGD or Adagrad, as the schema says, or a wrapper of it by accelerate or Lightning. weight_decay:
+        the experts'; None: the main group's. group: the index of the main group; None: the one with the most elements.
+        Raises ConfigError where the experts cannot follow: another optimizer, groups that differ in more than weight decay,
+        amsgrad, maximize, capturable, differentiable, or an optimizer that is attached already; then nothing has changed.
+        """
+        if self._attachment is not None:
+            raise ConfigError("attach: an optimizer is attached; call experts.detach() first")
+        _check_reduce(reduce)
+        _check_ranks(self.namespace)
+        inner = unwrapped(optimizer)
+        main = MainGroup(
+            inner, self.namespace.schema, sentinel=self.sentinel.sentinel, index=group, weight_decay=weight_decay
+        )
+        self.reduce = reduce
+        self._attachment = Attachment(self, self.sentinel, inner, main)
+
+    def detach(self) -> None:
+        """Ends `attach`; pending gradients stay pending. Does nothing where no optimizer is attached."""
+        if self._attachment is not None:
+            self._attachment.remove()
+            self._attachment = None
+
+    def gradient_norm(self) -> float:
+        """The L2 norm of everything pending, after averaging over the ranks; the same on each."""
+        return self.namespace.gradient_norm() * self._share
+
+    def step(self, *, clip_coef: float = 1.0, **options: Any) -> Ticket[Result]:
+        """One optimizer step over every expert with pending gradients, which it consumes: the explicit path, without `attach`.
+
+        clip_coef: what the gradients are multiplied with. options: lr, betas, eps, ... of the namespace's optimizer, by torch's
+        names. Result and errors as of `Namespace.apply`; ConfigError for options it does not know, and while an optimizer is
+        attached.
+        """
+        if self._attachment is not None:
+            raise ConfigError("step: optimizer.step() does it, an optimizer is attached; call experts.detach() first")
+        chosen = options_class(self.namespace.schema)
+        try:
+            made = chosen(**options)
+        except TypeError as error:
+            raise ConfigError(f"step: {error}; {chosen.__name__} takes {', '.join(f.name for f in fields(chosen))}") from error
+        return self.apply(made, clip_coef=clip_coef)
+
+    def apply(self, options: Options, *, clip_coef: float) -> Ticket[Result]:
+        """As `step`, with options that are made already, attached or not.
+
+        The update goes on while the next forward begins: one at a time, and an error is raised by the next call here.
+        """
+        self.settle()
+        self._apply = self.namespace.apply(options, grad_scale=clip_coef * self._share)
+        return self._apply
+
+    def settle(self) -> None:
+        """Waits for the update and the commit under way, and raises their errors."""
+        ticket, self._apply = self._apply, None
+        if ticket is not None:
+            ticket.wait()
+        ticket, self._commit = self._commit, None
+        if ticket is not None:
+            ticket.wait()
+
+    def abort(self) -> int:
+        """Drops the pending gradients; returns how many experts had some."""
+        return self.namespace.abort()
+
+    # --- checkpoints
+
+    def commit(self, step: int, extra: bytes = b"") -> Ticket[Result]:
+        """Makes everything applied so far durable as `step`; as `Namespace.commit`, but the next call here waits for it.
+
+        To be called before the dense weights of the step are saved: a step that is committed and not saved can be rolled back.
+        """
+        self.settle()
+        self._commit = self.namespace.commit(step, extra)
+        return self._commit
+
+    def rollback(self, step: int | None = None) -> None:
+        """Back to `step`, or to the committed one: what was pushed, applied and committed after it is gone.
+
+        Raises StepDropped naming the steps that are kept; then nothing has changed.
+        """
+        for ticket in (self._apply, self._commit):
+            if ticket is not None and ticket.settled_within(ticket.timeout_s) and ticket.error is not None:
+                _log.info("%s had failed, and is rolled back: %s", ticket.what, ticket.error)
+        self._apply = self._commit = None
+        roll_to(self.namespace, check_committed(self.namespace) if step is None else step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A small manifest, plain values: which store, namespace and committed step the experts are at.
+
+        Raises StepOutOfOrder where no commit covers what was applied, unless `commit_on_state_dict`, and before the first commit.
+        """
+        self.settle()
+        if self.commit_on_state_dict and (applied := self.namespace.uncommitted_applies):
+            self.commit(check_committed(self.namespace) + applied).wait()
+        return Manifest.of(self.namespace).to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the namespace back to the manifest's step; pending gradients are dropped.
+
+        Raises SchemaMismatch for a manifest of another store, namespace or layout, StepDropped naming the kept steps; then nothing
+        has changed.
+        """
+        manifest = Manifest.from_dict(state_dict)
+        manifest.check(self.namespace)
+        self.rollback(manifest.step)
+
+    def __repr__(self) -> str:
+        return f"<Experts of {self.namespace!r}{', attached' if self._attachment is not None else ''}>"
+
+    @property
+    def _share(self) -> float:
+        return 1.0 / self.namespace.world_size if self.reduce == "mean" else 1.0
+
+
+def _check_reduce(reduce: str) -> None:
+    if reduce not in ("mean", "sum"):
+        raise ConfigError(f"reduce={reduce!r}; use 'mean' or 'sum'")
+
+
+def _check_ranks(namespace: Namespace) -> None:
+    """Ranks that push to namespaces of their own would never see each other's gradients."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    world, ranks = torch.distributed.get_world_size(), namespace.world_size
+    if world != ranks:
+        raise ConfigError(
+            f"attach: torch.distributed has {world} ranks, namespace {namespace.name!r} was opened for {ranks}: open it with "
+            "rank= and world_size=, as ps.training.launched() gives them"
+        )

@@ -1,0 +1,28 @@
+"""What torchrun says of this process, as `open_namespace` and `create_namespace` take it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TypedDict
+
+from paramstore.errors import ConfigError
+
+
+class Launch(TypedDict):
+    """This process among those of its node. Which start of the job it belongs to, the client reads for itself."""
+
+    rank: int
+    world_size: int
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Launch:
+    """The rank of a process that torchrun started: `store.open_namespace(name, mode="write", **launched())`.
+
+    Outside of torchrun: rank 0 of 1. environment: default this process's. Raises ConfigError on variables that are no numbers.
+    """
+    variables = os.environ if environment is None else environment
+    try:
+        return Launch(rank=int(variables.get("LOCAL_RANK", "0")), world_size=int(variables.get("LOCAL_WORLD_SIZE", "1")))
+    except ValueError as error:
+        raise ConfigError(f"LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers: {error}") from error

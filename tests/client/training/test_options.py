@@ -1,0 +1,103 @@
+"""What the experts cannot follow is refused when it is attached, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paramstore.core.optimizers import SGD, Adagrad, AdamW
+from paramstore.core.schema import Schema
+from paramstore.errors import ConfigError
+from paramstore_client.training.options import MainGroup, options_class, unwrapped
+
+SCHEMA = Schema.adamw({"w": (2, 2)})
+SENTINEL = torch.zeros(())
+
+
+def weights(*sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size)) for size in sizes]
+
+
+def main_group(optimizer: torch.optim.Optimizer, **arguments: Any) -> MainGroup:
+    return MainGroup(optimizer, SCHEMA, **{"sentinel": SENTINEL, "index": None, "weight_decay": None, **arguments})
+
+
+def test_the_options_are_those_of_the_group_now() -> None:
+    optimizer = torch.optim.AdamW(weights(4), lr=0.1, betas=(0.5, 0.6), eps=1e-4, weight_decay=0.3)
+    main = main_group(optimizer)
+    assert main.options() == AdamW(0.1, (0.5, 0.6), 1e-4, 0.3)
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert main.options().lr == 0.2
+    assert main_group(optimizer, weight_decay=0.0).options().weight_decay == 0.0
+
+
+def test_the_largest_group_is_the_main_one() -> None:
+    groups = [{"params": weights(2), "weight_decay": 0.0}, {"params": weights(3, 3), "weight_decay": 0.5}]
+    assert main_group(torch.optim.AdamW(groups)).options().weight_decay == 0.5
+
+
+def test_a_group_of_the_sentinel_alone_may_differ() -> None:
+    sentinel = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.AdamW([{"params": [sentinel], "lr": 7.0}, {"params": weights(1)}], lr=0.1)
+    assert main_group(optimizer, sentinel=sentinel).options().lr == 0.1
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """May compute anything."""
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adam, OwnAdamW])
+def test_another_optimizer_is_refused(make: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"'adamw' cannot follow {make.__qualname__}; served: AdamW \(schema 'adamw'\), SGD"):
+        main_group(make(weights(1)))
+
+
+def test_an_optimizer_that_is_not_the_schemas_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'adamw' cannot follow SGD"):
+        main_group(torch.optim.SGD(weights(1)))
+
+
+def test_sgd_and_adagrad_are_read_whole() -> None:
+    sgd = torch.optim.SGD(weights(1), lr=0.1, momentum=0.9, weight_decay=0.2, nesterov=True)
+    assert MainGroup(sgd, Schema.sgd({"w": (2,)}), sentinel=SENTINEL, index=None, weight_decay=None).options() == SGD(
+        lr=0.1, momentum=0.9, weight_decay=0.2, nesterov=True
+    )
+    adagrad = torch.optim.Adagrad(weights(1), lr=0.1, lr_decay=0.2, initial_accumulator_value=0.3)
+    assert MainGroup(adagrad, Schema.adagrad({"w": (2,)}), sentinel=SENTINEL, index=None, weight_decay=None).options() == Adagrad(
+        lr=0.1, lr_decay=0.2, initial_accumulator_value=0.3
+    )
+
+
+@pytest.mark.parametrize("flag", ["amsgrad", "maximize", "capturable", "differentiable"])
+def test_flags_that_change_the_arithmetic_are_refused(flag: str) -> None:
+    optimizer = torch.optim.AdamW(weights(1))
+    optimizer.param_groups[0][flag] = True
+    with pytest.raises(ConfigError, match=f"{flag}=True"):
+        main_group(optimizer)
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("betas", (0.1, 0.2)), ("eps", 1e-3)])
+def test_groups_that_differ_in_more_than_weight_decay_are_ambiguous(name: str, value: object) -> None:
+    groups = [{"params": weights(5)}, {"params": weights(2), name: value}]
+    optimizer = torch.optim.AdamW(groups)
+    with pytest.raises(ConfigError, match=f"groups 0 and 1 differ in {name}: say with group="):
+        main_group(optimizer)
+    assert getattr(main_group(optimizer, index=1).options(), name) == value
+
+
+def test_a_group_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="groups 0 to 0"):
+        main_group(torch.optim.AdamW(weights(1)), index=1)
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dict is not a torch.optim.Optimizer"):
+        unwrapped({})
+
+
+def test_a_param_schema_has_no_options() -> None:
+    with pytest.raises(ConfigError, match="no optimizer states"):
+        options_class(Schema.param({"w": ((2,), "float32")}))
