@@ -11,6 +11,7 @@
     ├── NamespaceExists          the name is taken by a committed namespace
     ├── UnknownKey               the key is not in the namespace
     ├── SchemaMismatch           field, shape or dtype differ from the schema
+    ├── UnsupportedModel         a model whose experts cannot be stored, with the reason
     ├── CapacityError            a limit of memory, slots, volume or budget; the message names the setting
     ├── LeaseError               a lease cannot be had, or is used after its release
     ├── WaitTimeout              a bounded wait ran out; nothing was cancelled
@@ -76,6 +77,10 @@ class UnknownKey(ParamStoreError):
 
 class SchemaMismatch(ParamStoreError):
     """A field, shape, dtype or part differs from what the schema says."""
+
+
+class UnsupportedModel(ParamStoreError):
+    """The experts of this model cannot be stored, or not with these arguments; the message says why and what can be done."""
 
 
 class CapacityError(ParamStoreError):

@@ -33,6 +33,7 @@ from paramstore.errors import (
     TicketCancelled,
     UnknownKey,
     UnknownNamespace,
+    UnsupportedModel,
     VersionMismatch,
     VolumeError,
     WaitTimeout,
@@ -46,7 +47,7 @@ from paramstore_client.schemas import adagrad_schema, adamw_schema, param_schema
 from paramstore_client.ticket import Ticket
 
 if TYPE_CHECKING:
-    from paramstore_client import nn, training
+    from paramstore_client import hf, nn, training
     from paramstore_client.device import DeviceTier
     from paramstore_client.nn import StoredExperts
     from paramstore_client.ring import RingMemory
@@ -86,6 +87,7 @@ __all__ = [
     "TicketCancelled",
     "UnknownKey",
     "UnknownNamespace",
+    "UnsupportedModel",
     "VersionMismatch",
     "VolumeError",
     "WaitTimeout",
@@ -93,6 +95,7 @@ __all__ = [
     "adagrad_schema",
     "adamw_schema",
     "connect",
+    "hf",
     "nn",
     "param_schema",
     "sgd_schema",
@@ -107,7 +110,7 @@ _TORCH_NAMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name in ("nn", "training"):
+    if name in ("hf", "nn", "training"):
         return importlib.import_module(f"paramstore_client.{name}")
     if name in _TORCH_NAMES:
         return getattr(importlib.import_module(_TORCH_NAMES[name]), name)

@@ -76,6 +76,11 @@ class Namespace(Steps):
         return self._connection.lease_slots(self._handle, self._opened_lease_slots)
 
     @property
+    def is_debug(self) -> bool:
+        """Whether its store was connected with `debug=True`."""
+        return self._is_debug
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The indices of the layers that have experts, ascending."""
         return self.space.layers

@@ -31,15 +31,20 @@ class ExpertSchedule:
         if layer not in self._layers:
             bisect.insort(self._layers, layer)
 
-    def begin_forward(self, layer: int, experts: Sequence[int], *, room: int) -> list[ExpertKey]:
-        """`layer` is about to compute with `experts`; up to `room` keys worth prefetching meanwhile, likeliest first."""
-        is_repeated = self._last_visit in (("forward", layer), ("backward", self._neighbour(layer, 1)))
+    def begin_forward(self, layer: int, experts: Sequence[int], *, room: int, is_cyclic: bool = False) -> list[ExpertKey]:
+        """`layer` is about to compute with `experts`; up to `room` keys worth prefetching meanwhile, likeliest first.
+
+        is_cyclic: no backward follows: after the last layer comes the first one, for the next token.
+        """
+        is_repeated = not is_cyclic and self._last_visit in (("forward", layer), ("backward", self._neighbour(layer, 1)))
         self._last_visit = ("forward", layer)
         if is_repeated:  # a checkpoint's recomputation: what follows is backward, downwards
             return self._last_keys(self._neighbour(layer, -1), room)
         self._activity.record(layer, experts)
         self._last_used[layer] = tuple(experts)
         above = self._neighbour(layer, 1)
+        if above is None and is_cyclic:
+            above = self._layers[0]
         return [] if above is None else [(above, expert) for expert in self._activity.likely(above, room)]
 
     def begin_backward(self, layer: int, *, room: int) -> list[ExpertKey]:

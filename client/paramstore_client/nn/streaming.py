@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,21 +30,7 @@ from paramstore.core.place import Identity
 from paramstore.errors import ConfigError, StepMismatch
 from paramstore_client.nn.routing import Block, ExpertFn, split_rows
 from paramstore_client.source import ExpertSource, WeightLease
-
-
-class _WeightView(NamedTuple):
-    """A saved tensor that lay in a leased slot: how to make it again from the same field's bytes."""
-
-    expert: int
-    field: str
-    dtype: torch.dtype
-    offset_elements: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def of(self, weight: Tensor) -> Tensor:
-        flat = weight.view(-1).view(self.dtype)
-        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset_elements)
+from paramstore_client.weight_views import WeightView, find_view
 
 
 class _SavedTensors:
@@ -54,7 +40,7 @@ class _SavedTensors:
     """
 
     def __init__(self) -> None:
-        self._weights: dict[int, Mapping[str, Tensor]] = {}
+        self._weights: dict[Any, Mapping[str, Tensor]] = {}
         self._expert = -1
         self._activations: list[Tensor] = []
 
@@ -87,20 +73,16 @@ class _SavedTensors:
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
 
-    def _pack(self, tensor: Tensor) -> _WeightView | int:
-        address = tensor.data_ptr()
-        for field, weight in self._weights[self._expert].items():
-            start = weight.data_ptr()
-            if start <= address < start + weight.nbytes:
-                offset_elements = (address - start) // tensor.element_size()
-                shape, stride = tuple(tensor.shape), tensor.stride()
-                return _WeightView(self._expert, field, tensor.dtype, offset_elements, shape, stride)
+    def _pack(self, tensor: Tensor) -> WeightView | int:
+        view = find_view(tensor, self._expert, self._weights[self._expert])
+        if view is not None:
+            return view
         self._activations.append(tensor)
         return len(self._activations) - 1
 
-    def _unpack(self, packed: _WeightView | int) -> Tensor:
-        if isinstance(packed, _WeightView):
-            return packed.of(self._weights[packed.expert][packed.field])
+    def _unpack(self, packed: WeightView | int) -> Tensor:
+        if isinstance(packed, WeightView):
+            return packed.of(self._weights[packed.holder][packed.field])
         return self._activations[packed]
 
 

@@ -1,0 +1,137 @@
+"""Every name of transformers that this package relies on, with what is known of it. Nothing else imports transformers.
+
+| name | status | seen the same in |
+|---|---|---|
+| `ALL_EXPERTS_FUNCTIONS.register`, `experts_implementation=` | documented; custom names are taken since 5.7 | 5.7 - 5.23 |
+| the experts module: `num_experts`, `has_bias`, `is_transposed`, forward(x, top_k_index, top_k_weights) | de facto | 5.7 - 5.23 |
+| `forward.__wrapped__`, the module's own loop ("eager") | functools.wraps in the decorator | 5.7 - 5.23 |
+| `PreTrainedModel.get_correct_experts_implementation` | internal | 5.7 - 5.23 |
+| `PreTrainedModel._from_config`, `._initialize_weights`, `._init_weights` | internal, called for every model | 5.7 - 5.23 |
+| `auto_factory._get_model_class` | internal, called by AutoModel | 5.7 - 5.23 |
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paramstore.errors import ConfigError, UnsupportedModel
+
+FLOOR = (5, 7)
+KERNELS = ("eager", "grouped_mm", "batched_mm")
+"""The experts functions of transformers that run on compact weights."""
+
+ExpertsFunction = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""(experts module, hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k]) -> [T, H]."""
+
+_patching = threading.Lock()
+
+
+def transformers() -> Any:
+    """The package, checked for its version. Raises ConfigError."""
+    try:
+        package = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError("paramstore.hf needs transformers: pip install 'paramstore[hf]'") from error
+    found = tuple(int(number) for number in re.findall(r"\d+", package.__version__)[:2])
+    if found < FLOOR:
+        raise ConfigError(
+            f"paramstore needs transformers>={FLOOR[0]}.{FLOOR[1]}, found {package.__version__}: older ones take no experts "
+            "function of others"
+        )
+    return package
+
+
+def register_experts_function(name: str, function: ExpertsFunction) -> None:
+    """From here on `experts_implementation=name` means `function`. Again is no harm."""
+    transformers()
+    importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS.register(name, function)
+
+
+def experts_function(name: str) -> ExpertsFunction:
+    """A kernel of transformers, one of KERNELS but "eager"."""
+    function: ExpertsFunction = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS[name]
+    return function
+
+
+def is_experts_module(module: nn.Module) -> bool:
+    """Whether `module` goes through the experts registry (decorator `use_experts_implementation`)."""
+    known = all(hasattr(module, name) for name in ("num_experts", "has_bias", "is_transposed", "config"))
+    return known and hasattr(type(module).forward, "__wrapped__")
+
+
+def eager_forward(module: nn.Module) -> ExpertsFunction:
+    """The module's own loop over experts, below the registry."""
+    forward: ExpertsFunction = type(module).forward.__wrapped__  # type: ignore[attr-defined]  # is_experts_module has looked
+    return forward
+
+
+def preferred_kernel(model: nn.Module, requested: str | None) -> str:
+    """What the model itself would run if `requested` were its `experts_implementation`."""
+    name: str = model.get_correct_experts_implementation(requested)  # type: ignore[operator]
+    return name
+
+
+def load_config(path: Any, **options: Any) -> Any:
+    """The checkpoint's configuration."""
+    return transformers().AutoConfig.from_pretrained(path, **options)
+
+
+def concrete_class(model_class: Any, config: Any) -> type[Any]:
+    """The modeling class that an Auto class would build from `config`, or `model_class` itself. Raises UnsupportedModel."""
+    mapping = getattr(model_class, "_model_mapping", None)
+    if mapping is None:
+        found: type[Any] = model_class
+    else:
+        if type(config) not in mapping:
+            raise UnsupportedModel(
+                f"{model_class.__name__} knows no model of configuration {type(config).__name__}; name the modeling class itself"
+            )
+        found = importlib.import_module("transformers.models.auto.auto_factory")._get_model_class(config, mapping)
+    if not found.__module__.startswith("transformers."):
+        raise UnsupportedModel(
+            f"{found.__module__}.{found.__name__} is code of its own: give its experts modules to transformers' "
+            "@use_experts_implementation in a model of transformers, or store its experts with ps.nn.StoredExperts"
+        )
+    return found
+
+
+def build(model_class: Any, config: Any, **options: Any) -> Any:
+    """A model with new weights, as AutoModel.from_config builds it."""
+    return model_class._from_config(config, **options)
+
+
+@contextmanager
+def initializing(before: Callable[[Any, nn.Module], Callable[[], None] | None]) -> Iterator[None]:
+    """Within it, `before(owner, module)` is called when a model is about to give `module` its first weights by
+    `owner._init_weights(module)`; what it returns is called afterwards. One thread at a time."""
+    base = transformers().PreTrainedModel
+    original = base._initialize_weights
+
+    def observed(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        after = before(self, module)
+        try:
+            return original(self, module, *args, **kwargs)
+        finally:
+            if after is not None:
+                after()
+
+    with _patching:
+        base._initialize_weights = observed
+        try:
+            yield
+        finally:
+            base._initialize_weights = original
+
+
+def on_meta(model_class: Any, config: Any) -> Any:
+    """The model without any memory."""
+    with torch.device("meta"):
+        return model_class(config)

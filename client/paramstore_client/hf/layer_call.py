@@ -1,0 +1,229 @@
+"""One call of one experts module on leased weights, forward and backward.
+
+The kernel's operations are nodes of the caller's own graph, so that gradients are summed in the order of the unmodified model:
+bit for bit the same. Around them stand three nodes of ours:
+
+    inputs, anchor -> Opening -> Weights (one per holder) -> kernel -> Exit -> output
+
+- Exit is the first in backward. What a checkpoint has to recompute for the layer is recomputed there, before any weight is fetched.
+- Weights take the gradients of their holder, which are pushed; a holder whose gradient nobody needs has none.
+- Opening is the last: all gradients have been pushed and all weights been given back when it returns.
+
+No weight lives from forward to backward: what autograd saves of weights is fetched again when a node unpacks it. All else that
+is saved goes the way it would without us: to the hooks around the layer (checkpoints, `save_on_cpu`), or as it is.
+None of the objects here refers to the graph; the graph refers to them, through C++, where Python's collector sees no cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from paramstore_client.weight_views import WeightView, find_view
+
+Fields = Mapping[str, Tensor]
+WeightsOf = Callable[[Any], Fields]
+"""(holder) -> fields. A holder is what leases or buffers know weights by: a position, or one for all."""
+
+
+class Supply(Protocol):
+    """Where a call's weights come from, and where their gradients go."""
+
+    def forward_pass(self) -> AbstractContextManager[WeightsOf]:
+        """The weights of a forward, within the `with`."""
+        ...
+
+    def begin_backward(self) -> None:
+        """A backward begins. What an unfinished one had left is dropped."""
+        ...
+
+    def backward_weights(self, holder: Any, /) -> Fields:
+        """The same bytes again, valid until the next call or `let_go`. Raises StepMismatch where there are others by now."""
+        ...
+
+    def push(self, holder: Hashable, gradients: Fields, /) -> None:
+        """Takes the gradients of a holder's fields; they may be freed on return."""
+        ...
+
+    def let_go(self) -> None:
+        """Gives back what backward holds; it is taken again when it is needed."""
+        ...
+
+    def finish_backward(self) -> None:
+        """All gradients have come: they have been pushed on return, and nothing is held."""
+        ...
+
+
+class BackwardPasses:
+    """One per model: the layer whose weights a backward holds. Whoever begins a pass takes them from the one before.
+
+    So what a backward that failed or was cut off (`autograd.grad` with some inputs) had left is given back.
+    """
+
+    def __init__(self) -> None:
+        self._holder: Supply | None = None
+
+    def begin(self, supply: Supply | None) -> None:
+        """A pass begins: `supply` holds weights from here on; None: a forward, which ends by itself."""
+        before, self._holder = self._holder, supply
+        if before is not None and before is not supply:
+            before.let_go()
+
+    def end(self, supply: Supply) -> None:
+        """`supply` holds nothing any more."""
+        if self._holder is supply:
+            self._holder = None
+
+
+class LayerCall:
+    """compute: (weights_of) -> y.
+
+    anchor: gives a leaf that needs a gradient, asked for by each recorded forward: it makes backward run where no input needs
+    one. None where the weights get no gradients.
+    """
+
+    def __init__(
+        self,
+        supply: Supply,
+        passes: BackwardPasses,
+        compute: Callable[[WeightsOf], Tensor],
+        *,
+        anchor: Callable[[], Tensor] | None,
+    ) -> None:
+        self._supply = supply
+        self._passes = passes
+        self._compute = compute
+        self._anchor = anchor
+
+    def run(self, inputs: Sequence[Tensor]) -> Tensor:
+        """y, recorded for backward where grad mode is on. inputs: what y depends on beside the weights."""
+        self._passes.begin(None)
+        if not torch.is_grad_enabled():
+            with self._supply.forward_pass() as weights_of:
+                return self._compute(weights_of)
+        recording = _Recording(self._supply, self._passes)
+        anchor = None
+        if self._anchor is not None:
+            anchor = _Opening.apply(self._anchor(), self._supply, self._passes)  # type: ignore[no-untyped-call]
+        with self._supply.forward_pass() as weights_of, saved_tensors_hooks(recording.pack, recording.unpack):
+            y = self._compute(recording.entering(weights_of, anchor))
+        recording.end()
+        return _Exit.apply(y, self._supply, self._passes, *inputs) if y.requires_grad else y  # type: ignore[no-untyped-call]
+
+
+class _Recording:
+    """What the hooks of one forward need. Holds weights only until `end`."""
+
+    def __init__(self, supply: Supply, passes: BackwardPasses) -> None:
+        self._supply = supply
+        self._passes = passes
+        self._outer = _hooks_around()
+        self._newest: tuple[Hashable, Fields] | None = None
+
+    def entering(self, weights_of: WeightsOf, anchor: Tensor | None) -> WeightsOf:
+        """`weights_of`, with every holder's weights in the graph, behind `anchor`, once each."""
+        # Only the newest is kept: a kernel asks for all fields of an expert before it goes on to the next.
+        newest: tuple[Hashable, Fields] | None = None
+
+        def entered(holder: Hashable) -> Fields:
+            nonlocal newest
+            if newest is None or newest[0] != holder:
+                weights = weights_of(holder)
+                self._newest = holder, weights
+                newest = holder, self._enter(holder, weights, anchor)
+            return newest[1]
+
+        return entered
+
+    def end(self) -> None:
+        """Forward is over: what is packed from here on is no weight."""
+        self._newest = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        view = None if self._newest is None else find_view(tensor, *self._newest)
+        if view is not None:
+            return view
+        # Detached: the graph would keep itself alive through a tensor that knows its node.
+        return tensor.detach() if self._outer is None else self._outer[0](tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, WeightView):
+            self._passes.begin(self._supply)
+            return packed.of(self._supply.backward_weights(packed.holder)[packed.field])
+        tensor: Tensor = packed if self._outer is None else self._outer[1](packed)
+        return tensor
+
+    def _enter(self, holder: Hashable, weights: Fields, anchor: Tensor | None) -> Fields:
+        if anchor is None:
+            return weights
+        names = tuple(weights)
+        tensors = _Weights.apply(anchor, self._supply, holder, names, *weights.values())  # type: ignore[no-untyped-call]
+        return dict(zip(names, tensors, strict=True))
+
+
+class _Opening(torch.autograd.Function):
+    """Before all weights; its backward is called when all of them have their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, supply: Supply, passes: BackwardPasses) -> Tensor:
+        ctx.supply, ctx.passes = supply, passes
+        return anchor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.supply.finish_backward()
+        ctx.passes.end(ctx.supply)
+        # Zeros, not None: what waits for the anchor's gradient learns that the layer has pushed.
+        return grad, None, None
+
+
+class _Weights(torch.autograd.Function):
+    """Weights entering the graph; its backward hands their gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, supply: Supply, holder: Hashable, names: tuple[str, ...], *tensors: Tensor) -> Any:
+        ctx.supply, ctx.holder, ctx.field_names = supply, holder, names
+        ctx.anchor_like = anchor.shape, anchor.dtype, anchor.device
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.supply.push(ctx.holder, dict(zip(ctx.field_names, grads, strict=True)))
+        shape, dtype, device = ctx.anchor_like
+        return torch.zeros(shape, dtype=dtype, device=device), None, None, None, *(None for _ in grads)
+
+
+class _Exit(torch.autograd.Function):
+    """The layer's output on its way out; its backward is the layer's first."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, supply: Supply, passes: BackwardPasses, *inputs: Tensor) -> Tensor:
+        ctx.supply, ctx.passes, ctx.input_count = supply, passes, len(inputs)
+        ctx.save_for_backward(*inputs)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # a checkpoint around the layer recomputes it here: it leases for itself
+        ctx.supply.begin_backward()
+        ctx.passes.begin(ctx.supply)
+        # Where the weights get no gradients, or only some inputs are asked for, no node of ours is the last.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: ctx.passes.begin(None))
+        return grad, None, None, *(None for _ in range(ctx.input_count))
+
+
+def _hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The saved-tensor hooks that are in force here: entering ours hides them."""
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(False)  # ignore_is_tracing
+    )
+    return hooks

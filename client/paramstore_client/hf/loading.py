@@ -1,0 +1,172 @@
+"""Models of transformers whose experts are stored: loaded, or new from a config.
+
+What holds after either: the model is transformers' own class, its dense part loaded or initialised as always, its experts in a
+namespace that is committed. `model.paramstore` is the one module that was added.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from paramstore.errors import ConfigError
+from paramstore_client.client import Store
+from paramstore_client.hf import _compat, experts_function
+from paramstore_client.hf.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
+from paramstore_client.hf.initial_experts import InitialExperts
+from paramstore_client.hf.kernels import choose_kernel
+from paramstore_client.hf.layout import find_layout
+from paramstore_client.hf.namespaces import open_experts
+from paramstore_client.hf.refusals import check_arguments, check_config
+from paramstore_client.hf.stripping import stripped_class
+from paramstore_client.namespace import Namespace
+from paramstore_client.training import bind as bind_training
+from paramstore_client.training.sentinel import ExpertSentinel
+
+if TYPE_CHECKING:
+    from paramstore_client.training.experts import Experts
+
+MODES = ("train", "infer")
+CONFIG_OPTIONS = ("cache_dir", "revision", "token", "local_files_only", "subfolder")
+"""Arguments of from_pretrained that say where the config is."""
+
+
+def from_pretrained(
+    model_class: Any,
+    path: str | os.PathLike[str],
+    *,
+    store: Store,
+    mode: str = "train",
+    name: str | None = None,
+    optimizer: str = "adamw",
+    updates: str = "exact",
+    experts_kernel: str = "auto",
+    schema_options: Mapping[str, Any] | None = None,
+    progress: Any = None,
+    **options: Any,
+) -> Any:
+    """`model_class.from_pretrained(path, **options)`, with its experts in the namespace `name` of `store`.
+
+    model_class: an Auto class or a modeling class of transformers. mode: "train" opens the namespace as its writer, "infer" as a
+    reader. A namespace that is not committed yet is made from the checkpoint first, for training with master weights and the
+    states of `optimizer` ("adamw"; `updates` as in the schema functions), for inference with the checkpoint's own bytes.
+    name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
+    model would run by itself, or the `experts_implementation` among the options. schema_options: further arguments of the schema
+    function. progress: as of `import_checkpoint`.
+
+    Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
+    other experts, and what `create_namespace`, `open_namespace` and the import raise. Then nothing is left open.
+    """
+    _check_mode(mode)
+    check_arguments(options)
+    config = options.pop("config", None)
+    if config is None:
+        passed = {key: options[key] for key in CONFIG_OPTIONS if key in options}
+        config = _compat.load_config(path, **passed)
+    check_config(config)
+    concrete = _compat.concrete_class(model_class, config)
+    find_layout(_compat.on_meta(concrete, copy.deepcopy(config)))  # refuses before anything is loaded
+    experts_function.register()
+    requested = options.pop("experts_implementation", None) or config._experts_implementation
+    loaded = stripped_class(concrete).from_pretrained(path, config=config, experts_implementation=experts_function.NAME, **options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
+
+    def fill(namespace: Namespace) -> None:
+        from paramstore_client.hf.import_checkpoint import import_checkpoint
+
+        import_checkpoint(path, namespace, model, progress=progress)
+
+    layout = find_layout(model)
+    schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
+    kernel = choose_kernel(model, experts_kernel, requested)
+    join(model, open_experts(store, name or _name_of(path), layout, schema, mode=mode, fill=fill), kernel=kernel)
+    return loaded
+
+
+def from_config(
+    model_class: Any,
+    config: Any,
+    *,
+    store: Store,
+    mode: str = "train",
+    name: str | None = None,
+    optimizer: str = "adamw",
+    updates: str = "exact",
+    experts_kernel: str = "auto",
+    schema_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A new model, as `model_class.from_config(config, **options)` makes it, with its experts in the namespace `name` of `store`.
+
+    Experts are initialised on the CPU as the model's own `_init_weights` would, one layer in memory at a time; after equal
+    `torch.manual_seed` dense and expert weights are bit for bit those of the unmodified model on the CPU. A committed namespace
+    keeps its experts. name: default the config's model type. The rest, and the errors, are those of `from_pretrained`.
+    """
+    _check_mode(mode)
+    check_arguments(options)
+    check_config(config)
+    config = copy.deepcopy(config)
+    concrete = _compat.concrete_class(model_class, config)
+    initial = InitialExperts(_compat.on_meta(concrete, copy.deepcopy(config)))
+    experts_function.register()
+    requested = options.pop("experts_implementation", None) or config._experts_implementation
+    stripped = stripped_class(concrete, around=initial.building, before_strip=initial.settle)
+    model = _compat.build(stripped, config, experts_implementation=experts_function.NAME, **options)
+    layout = find_layout(model)
+    schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
+    kernel = choose_kernel(model, experts_kernel, requested)
+    opened = open_experts(
+        store, name or config.model_type, layout, schema, mode=mode, fill=lambda made: made.initialize(initial.values)
+    )
+    join(model, opened, kernel=kernel)
+    return model
+
+
+def experts(model: nn.Module) -> Experts:
+    """The handle on the experts of a model that trains; the model may be wrapped. Raises ConfigError for another one."""
+    for module in model.modules():
+        if isinstance(module, ExpertSentinel):
+            return module.experts
+    raise ConfigError(
+        f"{type(model).__name__} trains no stored experts: load it with ps.hf.from_pretrained or from_config, mode='train'; "
+        "ps.hf.namespace(model) is the handle of one that was loaded with mode='infer'"
+    )
+
+
+def namespace(model: nn.Module) -> Namespace:
+    """The open namespace of a model's experts, in either mode; `refresh()` moves a reader. Raises ConfigError for other models."""
+    for module in model.modules():
+        layer = module.__dict__.get(ATTRIBUTE)
+        if isinstance(layer, LayerExperts) and isinstance(layer.source, Namespace):
+            return layer.source
+    raise ConfigError(f"{type(model).__name__} has no stored experts: load it with ps.hf.from_pretrained or from_config")
+
+
+def join(model: nn.Module, namespace: Namespace, *, kernel: str) -> None:
+    """Joins a stripped model with an open namespace. Raises SchemaMismatch, and closes the namespace then."""
+    trains = namespace.mode == "write"
+    try:
+        if trains:
+            bind_training(model, namespace)
+        sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
+        anchor = None if sentinel is None else lambda: sentinel.anchor
+        bind(model, ModelExperts(namespace, anchor=anchor, is_poisoned=namespace.is_debug), kernel=kernel)
+    except BaseException:
+        namespace.close()
+        raise
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ConfigError(f"mode={mode!r}; use {' or '.join(map(repr, MODES))}")
+
+
+def _name_of(path: str | os.PathLike[str]) -> str:
+    """What names a checkpoint: the last part of its path or hub name, as a namespace's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name)[:64]

@@ -1,0 +1,111 @@
+"""Older models that keep one module per expert in a container (Switch Transformers, NLLB-MoE).
+
+The container's own forward runs, with a view of it whose experts are called with leased weights: for the length of the call
+they stand as plain attributes where the expert's parameters were, on meta tensors before and after.
+A field is named by its path in the expert: `wi.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+STRIPPED = "_paramstore_fields"
+"""Attribute of a stripped container: the fields of each expert."""
+
+
+def expert_names(container: nn.Module) -> list[str]:
+    """The children that are experts, in expert order."""
+    return [name for name in container._modules if re.fullmatch(r"(expert_)?\d+", name)]
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether `module` is a ModuleDict or ModuleList of experts that are alike, with a forward of its own."""
+    if not isinstance(module, nn.ModuleDict | nn.ModuleList) or type(module) in (nn.ModuleDict, nn.ModuleList):
+        return False
+    names = expert_names(module)
+    if "Experts" not in type(module).__name__ or type(module).forward is nn.Module.forward or not names:
+        return False
+    return len({type(module.get_submodule(name)) for name in names}) == 1
+
+
+def fields_of(container: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the first expert, parameters or stripped, by field."""
+    first = container.get_submodule(expert_names(container)[0])
+    stripped: tuple[str, ...] | None = getattr(container, STRIPPED, None)
+    if stripped is None:
+        return dict(first.named_parameters())
+    return {field: first.get_submodule(path).__dict__[name] for field, path, name in map(_split, stripped)}
+
+
+def values_of(container: nn.Module, expert: int) -> dict[str, Tensor]:
+    """The parameters of one expert that is not stripped yet."""
+    return dict(container.get_submodule(expert_names(container)[expert]).named_parameters())
+
+
+def strip_container(container: nn.Module) -> None:
+    """Puts meta tensors, which are no parameters, where the experts' parameters were."""
+    container.__dict__[STRIPPED] = tuple(fields_of(container))
+    for name in expert_names(container):
+        expert = container.get_submodule(name)
+        for _, path, leaf in map(_split, container.__dict__[STRIPPED]):
+            module = expert.get_submodule(path)
+            meta = module._parameters.pop(leaf)
+            assert meta is not None, f"{path}.{leaf} was listed as a parameter"
+            module.__dict__[leaf] = meta.detach().to("meta")
+
+
+class ContainerView:
+    """What a container's forward sees as `self`: experts that compute with the weights of the store, all else its own.
+
+    weights_of: (expert index) -> its tensors by field, valid until the next call.
+    """
+
+    def __init__(self, container: nn.Module, weights_of: Callable[[int], Mapping[str, Tensor]]) -> None:
+        self._container = container
+        self._weights_of = weights_of
+        self._index = {name: index for index, name in enumerate(expert_names(container))}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._container, name)
+
+    def __getitem__(self, key: str | int) -> Callable[..., Any]:
+        name = str(key)
+        index = self._index[name]
+        expert = self._container.get_submodule(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _filled(expert, self._weights_of(index)):
+                return expert(*args, **kwargs)
+
+        return call
+
+    def __len__(self) -> int:
+        return len(self._container._modules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._container._modules)
+
+
+@contextmanager
+def _filled(expert: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    before: list[tuple[nn.Module, str, Tensor]] = []
+    try:
+        for field, path, leaf in map(_split, weights):
+            module = expert.get_submodule(path)
+            before.append((module, leaf, module.__dict__[leaf]))
+            module.__dict__[leaf] = weights[field]
+        yield
+    finally:
+        for module, leaf, meta in before:
+            module.__dict__[leaf] = meta
+
+
+def _split(field: str) -> tuple[str, str, str]:
+    """(field, path of the module in the expert, name of the tensor in it)."""
+    path, _, leaf = field.rpartition(".")
+    return field, path, leaf

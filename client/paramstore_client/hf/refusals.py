@@ -1,0 +1,63 @@
+"""Which models and arguments are refused before anything is loaded, and what the user can do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from paramstore.errors import UnsupportedModel
+
+ARGUMENTS = {
+    "tp_plan": "tensor parallelism would shard expert parameters, which the model has no more; use FSDP2 or DDP for the dense part",
+    "tp_size": "tensor parallelism would shard expert parameters, which the model has no more; use FSDP2 or DDP for the dense part",
+    "distributed_config": "expert and tensor parallelism shard expert parameters, which the model has no more; the ranks of a node "
+    "share one store instead",
+    "quantization_config": "quantized layers replace the experts module; load the checkpoint without it",
+    "gguf_file": "a GGUF file has no safetensors to read expert by expert; convert it first",
+    "adapter_kwargs": "adapters replace modules while loading; add them to the loaded model",
+}
+"""Arguments of from_pretrained that cannot go together with stored experts, and why."""
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModel for an argument of from_pretrained that stored experts exclude."""
+    for name, reason in ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            raise UnsupportedModel(f"{name}={arguments[name]!r} together with stored experts: {reason}")
+    if arguments.get("trust_remote_code"):
+        raise UnsupportedModel("trust_remote_code=True: experts are stored for models of transformers itself; leave it out")
+
+
+def check_config(config: Any) -> None:
+    """Raises UnsupportedModel for a checkpoint whose experts are quantized."""
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization is not None:
+            given = quantization if isinstance(quantization, Mapping) else vars(quantization)
+            method = given.get("quant_method")
+            raise UnsupportedModel(
+                f"the checkpoint is quantized ({getattr(method, 'value', method)}): its experts are not the tensors that a kernel "
+                "computes with. Load it once with dequantize=True in its quantization config, save_pretrained that, load the copy"
+            )
+
+
+def why_no_experts(model: nn.Module) -> str:
+    """The reason why no experts were found in `model`, for a person."""
+    suspects = sorted({type(module).__name__ for module in model.modules() if _looks_like_experts(module)})
+    name = type(model).__name__
+    if any("FP8" in suspect or "Mxfp4" in suspect for suspect in suspects):
+        return f"{name}: quantized experts ({', '.join(suspects)}) cannot be stored; load with dequantize=True and save a copy"
+    if suspects:
+        return (
+            f"{name}: its {', '.join(suspects)} do not go through transformers' experts registry, nor hold one module per expert; "
+            "they cannot be stored. Store such experts with ps.nn.StoredExperts in a model of your own"
+        )
+    return f"{name} has no experts: it is dense with this configuration; load it with transformers alone"
+
+
+def _looks_like_experts(module: nn.Module) -> bool:
+    name = type(module).__name__
+    is_named = any(word in name for word in ("Expert", "MoE", "Moe", "MOE")) and "Router" not in name
+    return is_named and any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))

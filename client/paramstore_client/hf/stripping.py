@@ -1,0 +1,75 @@
+"""A model class whose experts never become parameters: optimizers, DDP, FSDP and state dicts see nothing of them.
+
+Where a parameter was, a meta tensor stands as a plain attribute: `_init_weights` of the models writes into it, which does nothing,
+and its shape stays to be seen. The class keeps its name and module, by which transformers finds its conversions, its loss and the
+`architectures` of a saved config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from paramstore_client.hf import module_list
+from paramstore_client.hf.layout import STRIPPED, experts_modules, stacked_tensors
+
+
+def stripped_class(
+    model_class: type[Any],
+    *,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    before_strip: Callable[[Any], None] | None = None,
+) -> type[Any]:
+    """A subclass of `model_class` whose instances are stripped as soon as they are built.
+
+    around: entered while the model is built. before_strip: called with the model once it is built and before it is stripped.
+    """
+
+    class Stripped(model_class):  # type: ignore[misc]  # the class is known at run time only
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            with around():
+                super().__init__(config, *args, **kwargs)
+            if before_strip is not None:
+                before_strip(self)
+            patterns = strip(self)
+            ignore(self, patterns)
+
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Stripped, name, getattr(model_class, name))
+    return Stripped
+
+
+def ignore(model: Any, patterns: list[str]) -> None:
+    """From here on, checkpoint keys that match are expected to find no parameter."""
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
+
+
+def strip(model: nn.Module) -> list[str]:
+    """Takes the experts' parameters out of `model`; returns patterns of the checkpoint keys that are theirs."""
+    patterns = []
+    for path, module in experts_modules(model).items():
+        if module_list.is_container(module):
+            module_list.strip_container(module)
+        else:
+            _strip_stacked(module)
+        patterns.append(re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(_below_prefix(path))) + r"\.")
+    return sorted(set(patterns))
+
+
+def _strip_stacked(module: nn.Module) -> None:
+    names = tuple(stacked_tensors(module))
+    for name in names:
+        parameter = module._parameters.pop(name)
+        assert parameter is not None, f"{name} was listed as a parameter"
+        module.__dict__[name] = parameter.detach().to("meta")
+    module.__dict__[STRIPPED] = names
+
+
+def _below_prefix(path: str) -> str:
+    """The path without what a base or a composite model puts before its layers: checkpoints differ there."""
+    numbered = re.search(r"\w+\.\d+\.", path)
+    return path if numbered is None else path[numbered.start() :]

@@ -1,0 +1,61 @@
+"""What autograd saved of a weight, without the weight: how to make it again from the bytes of whoever holds them then."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CAST = "ToCopyBackward0"
+VIEWS = frozenset(f"{view}Backward0" for view in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias"))
+"""Nodes that autograd puts between a weight's cast and the kernel that saves it: they move no byte."""
+
+
+class WeightView(NamedTuple):
+    """A saved tensor that lay in a field of `holder`, or in a cast of one (autocast makes those). Owner of the geometry."""
+
+    holder: Hashable
+    field: str
+    dtype: torch.dtype
+    offset_elements: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_cast: bool
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The saved tensor again, from a field with the same bytes."""
+        flat = weight.view(-1)
+        flat = flat.to(self.dtype) if self.is_cast else flat.view(self.dtype)
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset_elements)
+
+
+def find_view(tensor: Tensor, holder: Hashable, weights: Mapping[str, Tensor]) -> WeightView | None:
+    """`tensor` as a view of one of the contiguous `weights` of `holder`, or of a cast of one; None where it is neither.
+
+    A cast is recognised where the weights came into the graph by a node that lists them as `field_names`.
+    """
+    size, stride = tuple(tensor.shape), tuple(tensor.stride())
+    address = tensor.data_ptr()
+    for field, weight in weights.items():
+        start = weight.data_ptr()
+        if start <= address < start + weight.nbytes:
+            offset_elements = (address - start) // tensor.element_size()
+            return WeightView(holder, field, tensor.dtype, offset_elements, size, stride, is_cast=False)
+    cast = _cast_field(tensor)
+    if cast is None or tensor.untyped_storage().nbytes() != weights[cast].numel() * tensor.element_size():
+        return None
+    return WeightView(holder, cast, tensor.dtype, int(tensor.storage_offset()), size, stride, is_cast=True)
+
+
+def _cast_field(tensor: Tensor) -> str | None:
+    """The field whose cast `tensor` is or views."""
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != CAST:
+        return None
+    origin, output = node.next_functions[0]
+    names: Sequence[str] | None = getattr(origin, "field_names", None)
+    return None if names is None else names[output]

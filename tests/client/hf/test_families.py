@@ -1,0 +1,41 @@
+"""Every family and kernel computes bit for bit what the unmodified model computes, with all experts in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from paramstore.testing.moe_models import FAMILIES, Twin, tiny_config, tokens
+from paramstore_client.hf import _compat
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The backward of the stock batched_mm adds in the order of its threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kernel", _compat.KERNELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stored_model_equals_the_unmodified_one(family: str, kernel: str) -> None:
+    twin = Twin.of(tiny_config(family), kernel=kernel, lease_slots=3)
+    twin.check_weights()
+    ids = tokens()
+    expected = twin.stock(ids, labels=ids)
+    try:
+        expected.loss.backward()
+    except RuntimeError as error:
+        pytest.skip(f"the unmodified model cannot: {error}")
+    computed = twin.stored(ids, labels=ids)
+    assert torch.equal(computed.logits, expected.logits)
+    computed.loss.backward()
+    twin.check_gradients()
+    assert not twin.namespace.leased
+    assert len(twin.namespace.pending) > twin.namespace.lease_slots, "more experts were active than could be leased"
