@@ -1,0 +1,205 @@
+"""What a training loop does around a stored model changes no bit: checkpointing, autocast, accumulation, partial gradients."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paramstore.core.optimizers import AdamW
+from paramstore.errors import StepMismatch
+from paramstore.testing.moe_models import Twin, tiny_config, tokens
+from paramstore_client.hf.supplies import StreamedSupply
+
+pytestmark = pytest.mark.slow
+
+KERNELS = ("eager", "grouped_mm")
+
+
+def train(twin: Twin, forward: Callable[[Any, Tensor], Tensor], *, passes: int = 1) -> None:
+    """Backward of both models, and that they agree."""
+    for index in range(passes):
+        ids = tokens(seed=index)
+        expected, computed = forward(twin.stock, ids), forward(twin.stored, ids)
+        assert torch.equal(computed, expected)
+        expected.backward()
+        computed.backward()
+    twin.check_gradients()
+    assert not twin.namespace.leased
+
+
+def loss(model: Any, ids: Tensor) -> Tensor:
+    value: Tensor = model(ids, labels=ids, use_cache=False).loss
+    return value
+
+
+@pytest.mark.parametrize("lease_slots", [1, 2, 64])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_activation_checkpointing_changes_no_bit(kernel: str, is_reentrant: bool, lease_slots: int) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=lease_slots)
+    for model in (twin.stock, twin.stored):
+        model.train()
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": is_reentrant})
+        model.enable_input_require_grads()
+    train(twin, loss, passes=2)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_autocast_changes_no_bit_and_keeps_no_cast_weight(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(model: Any, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss(model, ids)
+
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=2)
+    kept = saved_bytes(lambda: forward(twin.stored, tokens()))
+    experts = len(twin.namespace.layers) * twin.layout.expert_elements * 2  # one of each layer, in bfloat16
+    without_experts = saved_bytes(lambda: forward(twin.stock, tokens())) - kept
+    assert kernel != "eager" or without_experts > experts, "the unmodified model keeps the cast weights, the stored one does not"
+    train(twin, forward)
+
+
+def saved_bytes(forward: Callable[[], Tensor]) -> int:
+    """Bytes of distinct storages that autograd keeps for backward of what `forward` returns."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward()
+    del output
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_accumulated_gradients_add_up(kernel: str) -> None:
+    train(Twin.of(tiny_config("mixtral"), kernel=kernel, lease_slots=3), loss, passes=3)
+
+
+def test_bfloat16_model_equals_the_unmodified_one() -> None:
+    train(Twin.of(tiny_config("qwen3_moe"), kernel="eager", lease_slots=3, dtype=torch.bfloat16), loss)
+
+
+def test_second_backward_pushes_again() -> None:
+    twin = Twin.of(tiny_config("mixtral"), lease_slots=3)
+    for model in (twin.stock, twin.stored):
+        value = loss(model, tokens())
+        value.backward(retain_graph=True)
+        value.backward()
+    twin.check_gradients()
+
+
+def test_frozen_dense_part_still_gets_expert_gradients() -> None:
+    twin = Twin.of(tiny_config("mixtral"), lease_slots=3)
+    for model in (twin.stock, twin.stored):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." in name)
+    loss(twin.stock, tokens()).backward()
+    loss(twin.stored, tokens()).backward()
+    twin.check_gradients()
+    assert twin.namespace.pending
+
+
+def test_experts_without_gradients_pass_on_those_of_the_rest() -> None:
+    twin = Twin.of(tiny_config("qwen2_moe"), lease_slots=2, is_trained=False)
+    loss(twin.stock, tokens()).backward()
+    loss(twin.stored, tokens()).backward()
+    reference = dict(twin.stock.named_parameters())
+    for name, parameter in twin.stored.named_parameters():
+        assert torch.equal(parameter.grad, reference[name].grad), name
+    assert not twin.namespace.pending
+    assert not twin.namespace.leased, "the end of backward gives the leases back"
+
+
+def test_gradients_of_some_inputs_alone_push_nothing() -> None:
+    twin = Twin.of(tiny_config("mixtral"), lease_slots=2)
+    weight = twin.stored.model.embed_tokens.weight
+    (gradient,) = torch.autograd.grad(loss(twin.stored, tokens()), [weight])
+    (expected,) = torch.autograd.grad(loss(twin.stock, tokens()), [twin.stock.model.embed_tokens.weight])
+    assert torch.equal(gradient, expected)
+    assert not twin.namespace.pending
+    assert not twin.namespace.leased
+
+
+def test_backward_that_fails_leaves_nothing_leased_for_the_next_pass() -> None:
+    class Boom(Exception):
+        pass
+
+    def fail(grad: Tensor) -> Tensor:
+        raise Boom
+
+    twin = Twin.of(tiny_config("mixtral"), lease_slots=2)
+    value = loss(twin.stored, tokens())
+    twin.stored.model.layers[1].mlp.gate.weight.register_hook(fail)
+    with pytest.raises(Boom):
+        value.backward()
+    twin.namespace.pending.clear()
+    twin.stored.zero_grad()
+    twin.stored.model.layers[1].mlp.gate.weight._backward_hooks.clear()
+    train(twin, loss)
+
+
+def test_update_between_forward_and_backward_is_refused() -> None:
+    twin = Twin.of(tiny_config("mixtral"), lease_slots=3)
+    loss(twin.stored, tokens()).backward()
+    value = loss(twin.stored, tokens())
+    twin.namespace.apply(AdamW(lr=0.1))
+    with pytest.raises(StepMismatch, match="version 1"):
+        value.backward()
+
+
+def test_save_on_cpu_around_the_model_sees_its_activations() -> None:
+    def forward(model: Any, ids: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return loss(model, ids)
+
+    train(Twin.of(tiny_config("qwen3_moe"), lease_slots=3), forward)
+
+
+def test_dead_loss_takes_its_graph_along() -> None:
+    twin = Twin.of(tiny_config("mixtral"), lease_slots=3)
+    gc.collect()
+    gc.disable()
+    try:
+        value = loss(twin.stored, tokens())
+        assert supplies() == 2
+        del value
+        assert supplies() == 0, "a cycle keeps the graph"
+    finally:
+        gc.enable()
+
+
+def supplies() -> int:
+    return sum(type(thing) is StreamedSupply for thing in gc.get_objects())
+
+
+def test_copy_of_a_model_shares_its_experts() -> None:
+    twin = Twin.of(tiny_config("mixtral"), lease_slots=3)
+    again = copy.deepcopy(twin.stored)
+    with torch.no_grad():
+        assert torch.equal(again(tokens()).logits, twin.stored(tokens()).logits)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "batched_mm"])
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_generation_gives_the_same_tokens(kernel: str, is_trained: bool) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=2, is_trained=is_trained)
+    prompt = tokens(length=5)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(twin.stored.generate(prompt, **options), twin.stock.generate(prompt, **options))
+    assert not twin.namespace.leased
+
+
+def test_inference_mode_then_training_works() -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", lease_slots=2)
+    with torch.inference_mode():
+        assert torch.equal(twin.stored(tokens()).logits, twin.stock(tokens()).logits)
+    train(twin, loss)
