@@ -1,7 +1,7 @@
 """Where a model's experts are and what each is made of: the bridge between a model's modules and a namespace's keys.
 
 - One layout per model: every layer has equally many experts, of equal tensors. What differs is refused.
-- A layer's index is the number in its module's path where those are all different (the decoder layer), else its place.
+- A layer's index is the number in its module's path where each has one and those differ (the decoder layer), else its place.
 - It reads modules, stripped or not, on any device; meta too. It changes nothing.
 """
 
@@ -125,8 +125,8 @@ def stacked_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _indexed(paths: list[str]) -> dict[int, str]:
     numbers = [re.findall(r"\.(\d+)\.", f".{path}.") for path in paths]
-    last = [int(found[-1]) for found in numbers if found]
-    indices = last if len(set(last)) == len(paths) else list(range(len(paths)))
+    single = {int(found[0]) for found in numbers if len(found) == 1}
+    indices = [int(found[0]) for found in numbers] if len(single) == len(paths) else list(range(len(paths)))
     return dict(zip(indices, paths, strict=True))
 
 
