@@ -27,6 +27,7 @@ from paramstore_client.hf.refusals import check_arguments, check_config
 from paramstore_client.hf.stripping import stripped_class
 from paramstore_client.namespace import Namespace
 from paramstore_client.training import bind as bind_training
+from paramstore_client.training import launched
 from paramstore_client.training.sentinel import ExpertSentinel
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def from_pretrained(
     def fill(namespace: Namespace) -> None:
         from paramstore_client.hf.import_checkpoint import import_checkpoint
 
-        import_checkpoint(path, namespace, model, progress=progress)
+        import_checkpoint(path, namespace, model, progress=progress, **launched())
 
     layout = find_layout(model)
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))

@@ -59,5 +59,5 @@ def why_no_experts(model: nn.Module) -> str:
 
 def _looks_like_experts(module: nn.Module) -> bool:
     name = type(module).__name__
-    is_named = any(word in name for word in ("Expert", "MoE", "Moe", "MOE")) and "Router" not in name
-    return is_named and any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
+    is_layer = name.endswith(("MoE", "Moe", "MOE"))
+    return (is_layer or "Expert" in name) and any(parameter.dim() >= 2 for parameter in module.parameters(recurse=is_layer))

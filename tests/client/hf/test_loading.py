@@ -1,0 +1,181 @@
+"""The user's three lines, against a real daemon."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import paramstore as ps
+from paramstore.errors import ConfigError, SchemaMismatch, UnsupportedModel
+from paramstore.testing.daemon_process import DaemonProcess
+from paramstore.testing.moe_models import tiny_config, tokens
+from paramstore_client.hf import _compat
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("hf") / "store"
+    with DaemonProcess(directory, "--host-budget", "64MiB", "--gradient-budget", "32MiB") as daemon:
+        yield daemon.address
+
+
+@pytest.fixture
+def store(address: str) -> Iterator[ps.Store]:
+    with ps.connect(address) as store:
+        yield store
+
+
+def auto() -> Any:
+    return _compat.transformers().AutoModelForCausalLM
+
+
+def stock_model(kernel: str = "eager") -> Any:
+    torch.manual_seed(0)
+    return auto().from_config(tiny_config("qwen3_moe"), experts_implementation=kernel)
+
+
+def new_model(store: ps.Store, name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    given = {"updates": "touched", "experts_implementation": "eager", **options}
+    return ps.hf.from_config(auto(), tiny_config("qwen3_moe"), store=store, name=name, **given)
+
+
+def test_new_model_trains_as_the_unmodified_one(store: ps.Store) -> None:
+    stock, model = stock_model(), new_model(store, "trains")
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert not [name for name, _ in model.named_parameters() if ".experts." in name]
+    experts = ps.hf.experts(model)
+    options = {"lr": 1e-2, "weight_decay": 0.0, "foreach": False, "fused": True}
+    dense = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], **options)
+    optimizer = torch.optim.AdamW(stock.parameters(), **options)
+    experts.attach(dense)
+    for index in range(3):
+        ids = tokens(seed=index, length=40)
+        losses = [network(ids, labels=ids).loss for network in (stock, model)]
+        for value in losses:
+            value.backward()
+        if index == 0:
+            assert torch.equal(*losses)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=1e-2)
+        for stepped in (optimizer, dense):
+            stepped.step()
+            stepped.zero_grad()
+    experts.commit(1).wait()
+    assert ps.hf.namespace(model).committed_step == 1
+
+
+def test_saved_dense_part_and_the_namespace_make_the_model_again(store: ps.Store, tmp_path: Path) -> None:
+    model = new_model(store, "saved")
+    expected = model(tokens()).logits
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert not [name for name in saved if ".experts." in name or "paramstore" in name]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert "paramstore" not in json.dumps(config)
+    ps.hf.namespace(model).close()
+    again = ps.hf.from_pretrained(
+        auto(), tmp_path, store=store, name="saved", updates="touched", experts_kernel="eager", dtype=torch.float32
+    )
+    assert torch.equal(again(tokens()).logits, expected)
+
+
+def test_reader_beside_the_writer_moves_when_it_refreshes(store: ps.Store, address: str, tmp_path: Path) -> None:
+    model = new_model(store, "both")
+    model.save_pretrained(tmp_path)
+    with ps.connect(address) as other:
+        reader = ps.hf.from_pretrained(auto(), tmp_path, store=other, name="both", mode="infer", experts_kernel="eager")
+        with torch.no_grad():
+            first = reader(tokens()).logits
+            assert torch.equal(first, model(tokens()).logits)
+        model(tokens(), labels=tokens()).loss.backward()
+        ps.hf.experts(model).step(lr=0.1)
+        ps.hf.experts(model).commit(1).wait()
+        with torch.no_grad():
+            assert torch.equal(reader(tokens()).logits, first)
+            assert ps.hf.namespace(reader).refresh() == 1
+            assert torch.equal(reader(tokens()).logits, model(tokens()).logits)
+        with pytest.raises(ConfigError, match="mode='infer'"):
+            ps.hf.experts(reader)
+
+
+def test_whole_checkpoint_is_loaded_without_its_experts_and_without_complaint(
+    store: ps.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock_model().save_pretrained(tmp_path)
+    new_model(store, "whole").config.name_or_path = ""
+    logging.getLogger("transformers").propagate = True
+    with caplog.at_level(logging.INFO):
+        model, info = ps.hf.from_pretrained(
+            auto(), tmp_path, store=store, name="whole", updates="touched", experts_kernel="eager", output_loading_info=True
+        )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert "UNEXPECTED" not in caplog.text
+    assert torch.equal(model(tokens()).logits, stock_model()(tokens()).logits)
+
+
+def test_inference_schema_holds_the_models_own_bytes(store: ps.Store) -> None:
+    model = new_model(store, "served", mode="infer")
+    assert ps.hf.namespace(model).schema.kind == "param"
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, stock_model()(tokens()).logits)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "grouped_mm"])
+def test_debug_store_sees_no_use_after_release(address: str, kernel: str) -> None:
+    stock = stock_model(kernel)
+    with ps.connect(address, debug=True) as store:
+        model = new_model(store, f"debug-{kernel}", experts_implementation=kernel)
+        values = [network(tokens(), labels=tokens()).loss for network in (stock, model)]
+        assert torch.equal(*values)
+        for value in values:
+            value.backward()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert torch.equal(parameter.grad, stock.get_parameter(name).grad), name
+        ps.hf.experts(model).abort()
+
+
+def test_namespace_of_other_experts_is_refused(store: ps.Store) -> None:
+    model = new_model(store, "first")
+    ps.hf.namespace(model).close()
+    with pytest.raises(SchemaMismatch, match="name"):
+        ps.hf.from_config(auto(), tiny_config("mixtral"), store=store, name="first", updates="touched")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tp_plan": "auto"}, "tensor parallelism"),
+        ({"trust_remote_code": True}, "trust_remote_code"),
+        ({"gguf_file": "x.gguf"}, "GGUF"),
+    ],
+)
+def test_arguments_that_shard_or_replace_experts_are_refused(store: ps.Store, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        ps.hf.from_pretrained(auto(), "nowhere", store=store, **options)
+
+
+def test_unknown_mode_and_kernel_are_refused(store: ps.Store) -> None:
+    with pytest.raises(ConfigError, match="'train' or 'infer'"):
+        new_model(store, "mode", mode="serve")
+    with pytest.raises(ConfigError, match="sonicmoe"):
+        new_model(store, "kernel", experts_implementation="sonicmoe")
+
+
+def test_model_without_stored_experts_has_no_handle() -> None:
+    with pytest.raises(ConfigError, match="from_pretrained"):
+        ps.hf.experts(stock_model())
+    with pytest.raises(ConfigError, match="from_pretrained"):
+        ps.hf.namespace(stock_model())
