@@ -7,6 +7,7 @@
 | `forward.__wrapped__`, the module's own loop ("eager") | functools.wraps in the decorator | 5.7 - 5.23 |
 | `PreTrainedModel.get_correct_experts_implementation` | internal | 5.7 - 5.23 |
 | `PreTrainedModel._from_config`, `._initialize_weights`, `._init_weights` | internal, called for every model | 5.7 - 5.23 |
+| `PreTrainedModel._keys_to_ignore_on_load_unexpected` | internal; a list, later a set | 5.7 - 5.23 |
 | `auto_factory._get_model_class` | internal, called by AutoModel | 5.7 - 5.23 |
 """
 
@@ -129,6 +130,13 @@ def initializing(before: Callable[[Any, nn.Module], Callable[[], None] | None]) 
             yield
         finally:
             base._initialize_weights = original
+
+
+def expect_keys(model: Any, patterns: list[str]) -> None:
+    """From here on, checkpoint keys that match one of these may find no parameter, without a warning."""
+    known = model._keys_to_ignore_on_load_unexpected
+    added = [*(known or ()), *patterns]
+    model._keys_to_ignore_on_load_unexpected = set(added) if isinstance(known, set) else added
 
 
 def on_meta(model_class: Any, config: Any) -> Any:

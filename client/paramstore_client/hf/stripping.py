@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from paramstore_client.hf import module_list
+from paramstore_client.hf import _compat, module_list
 from paramstore_client.hf.layout import STRIPPED, experts_modules, stacked_tensors
 
 
@@ -36,16 +36,11 @@ def stripped_class(
             if before_strip is not None:
                 before_strip(self)
             patterns = strip(self)
-            ignore(self, patterns)
+            _compat.expect_keys(self, patterns)
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Stripped, name, getattr(model_class, name))
     return Stripped
-
-
-def ignore(model: Any, patterns: list[str]) -> None:
-    """From here on, checkpoint keys that match are expected to find no parameter."""
-    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
 
 
 def strip(model: nn.Module) -> list[str]:

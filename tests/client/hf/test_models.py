@@ -1,4 +1,4 @@
-"""Every mixture-of-experts model of the installed transformers is supported, or refused with its reason. Nothing has memory here."""
+"""Every MoE model of the installed transformers is supported, or refused with its reason. Nothing has memory here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSED = {
     "llama4": NOT_IN_REGISTRY,
     "longcat_flash": NOT_IN_REGISTRY,
     "step3p7": NOT_IN_REGISTRY,
-    "vitpose_backbone": "has no experts",  # one module for all experts, in a model of images
+    "vitpose_backbone": NOT_IN_REGISTRY,
 }
 """Model -> part of the reason. Every other one is supported."""
 
