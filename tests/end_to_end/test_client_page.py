@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "client.md"
 RANKS = ROOT / "docs" / "ranks.md"
 TRAINING = ROOT / "docs" / "training.md"
+TRANSFORMERS = PAGE.with_name("transformers.md")
 LINES_MAX = 200
 END_TIMEOUT_S = 30.0
 
@@ -52,7 +53,7 @@ def client_source(*names: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [PAGE, RANKS, TRAINING], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [PAGE, RANKS, TRAINING, TRANSFORMERS], ids=lambda page: page.stem)
 def test_the_pages_program_runs(page: Path, folder: Path) -> None:
     script = folder / "client_page.py"
     script.write_text(program(page))
