@@ -25,9 +25,10 @@ from paramstore_client.hf.stripping import stripped_class
 VOCABULARY = 64
 EXPERTS = 8
 
+# Three experts a token: the order in which two are summed does not show.
 _SMALL: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64, "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "max_position_embeddings": 64, "num_experts_per_tok": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _DEEPSEEK: dict[str, Any] = {
     "intermediate_size": 48, "moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "n_shared_experts": 1,

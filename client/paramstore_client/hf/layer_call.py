@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from paramstore.errors import ConfigError
 from paramstore_client.weight_views import WeightView, find_view
 
 Fields = Mapping[str, Tensor]
@@ -154,6 +155,8 @@ class _Recording:
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, WeightView):
+            if torch.is_grad_enabled():  # the graph that backward makes would keep weights whose lease ends
+                raise ConfigError("create_graph=True: stored experts have no second derivatives; leave it out")
             self._passes.begin(self._supply)
             return packed.of(self._supply.backward_weights(packed.holder)[packed.field])
         tensor: Tensor = packed if self._outer is None else self._outer[1](packed)
