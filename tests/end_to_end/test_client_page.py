@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "client.md"
 RANKS = ROOT / "docs" / "ranks.md"
 TRAINING = ROOT / "docs" / "training.md"
-TRANSFORMERS = PAGE.with_name("transformers.md")
+TRANSFORMERS = ROOT / "docs" / "transformers.md"
 LINES_MAX = 200
 END_TIMEOUT_S = 30.0
 

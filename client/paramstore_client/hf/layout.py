@@ -61,7 +61,7 @@ class ExpertLayout:
             return Schema.param({tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors})
         make = getattr(Schema, optimizer, None)
         if optimizer not in ("adamw", "sgd", "adagrad") or make is None:
-            raise SchemaMismatch(f"optimizer={optimizer!r}: this version has no such schema; use 'adamw'")
+            raise SchemaMismatch(f"optimizer={optimizer!r}: use 'adamw', 'sgd' or 'adagrad'")
         dtypes = sorted({dtype_name(tensor.dtype) for tensor in self.tensors})
         if len(dtypes) != 1 or dtypes[0] not in PARAM_DTYPES:
             raise UnsupportedModel(

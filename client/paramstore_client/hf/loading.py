@@ -55,8 +55,9 @@ def from_pretrained(
     """`model_class.from_pretrained(path, **options)`, with its experts in the namespace `name` of `store`.
 
     model_class: an Auto class or a modeling class of transformers. mode: "train" opens the namespace as its writer, "infer" as a
-    reader. A namespace that is not committed yet is made from the checkpoint first, for training with master weights and the
-    states of `optimizer` ("adamw"; `updates` as in the schema functions), for inference with the checkpoint's own bytes.
+    reader. A namespace that is not committed yet is made from the checkpoint first: for training with master weights and the
+    states of `optimizer` ("adamw", "sgd", "adagrad"; `updates` as in the schema functions), for inference with the checkpoint's
+    own bytes.
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
     model would run by itself, or the `experts_implementation` among the options. schema_options: further arguments of the schema
     function. progress: as of `import_checkpoint`.

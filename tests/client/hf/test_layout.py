@@ -45,6 +45,8 @@ def test_schemas_for_training_and_for_inference() -> None:
     layout = find_layout(on_meta("mixtral"))
     assert layout.schema().updates == "exact"
     assert layout.schema("adamw", updates="touched").is_trainable
+    assert layout.schema("sgd", state_dtype="bfloat16").kind == "sgd"
+    assert layout.schema("adagrad").kind == "adagrad"
     assert layout.schema(None).kind == "param"
     with pytest.raises(SchemaMismatch, match="optimizer='lion'"):
         layout.schema("lion")
