@@ -87,7 +87,10 @@ def _in_catalog(report: Report, name: str) -> str:
 
 
 def _listed(steps: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(steps))) or "none"
+    from paramstore.storage.catalog import DRAFT_STEP
+
+    names = ("a draft (an initialization that is not over)" if step == DRAFT_STEP else str(step) for step in sorted(steps))
+    return ", ".join(names) or "none"
 
 
 def _counted(count: int, name: str) -> str:

@@ -116,6 +116,12 @@ class Chain:
                 namespace.ledger.check_rollback(to_step)
             await self._roll_back_to(namespace, _newest_step(namespace) if to_step is None else to_step)
 
+    async def start_over(self, namespace: NamespaceState) -> None:
+        """To before any value, the draft included. Raises StepOutOfOrder once a step is committed; then nothing has changed."""
+        async with self._stopped(namespace):
+            check_uncommitted(namespace)
+            await self._roll_back_to(namespace, None)
+
     async def reopen(self, namespace: NamespaceState, *, at: int | None) -> None:
         """What a new writer starts from: `at`, any step that can be opened, or the prepared one, which it commits; None: the
         committed one. Raises StepPrepared where None would drop a prepared step, else as `rollback`."""
@@ -206,6 +212,12 @@ class Chain:
 def _newest_step(namespace: NamespaceState) -> int | None:
     newest = namespace.ledger.newest
     return newest.step if newest is not None else None
+
+
+def check_uncommitted(namespace: NamespaceState) -> None:
+    """Raises StepOutOfOrder once there is a committed step: values of keys are not given any more, they are trained."""
+    if namespace.committed_step is not None:
+        raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")
 
 
 def prepared_error(namespace: NamespaceState, *, what: str) -> StepPrepared:

@@ -2,7 +2,8 @@
 
 A commit: cut → write what the cut found dirty → a commit note on every volume → flush every volume, all at once → one catalog
 transaction → settle. Whatever fails before the transaction changes nothing durable. It gives the namespace's turn back at its
-cut: later applies run beside its writes. A prepared step takes the same way, and is committed by `finalize`.
+cut: later applies run beside its writes. A prepared step takes the same way, and is committed by `finalize`; so does a draft, of
+an initialization that is not over.
 
 After a failed flush nothing written to that volume since its last good flush can be trusted, in memory-only extents of any
 namespace: those namespaces are broken until rollback. A failed write or flush is never repeated on the same extent.
@@ -18,7 +19,7 @@ from functools import partial
 from paramstore.clock import Clock
 from paramstore.core.place import Extent
 from paramstore.core.residency import Working
-from paramstore.engine.chain import Chain, prepared_error
+from paramstore.engine.chain import Chain, check_uncommitted, prepared_error
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.moves import MoveKind
 from paramstore.engine.namespace import CommitProgress, Cut, NamespaceState, WorkingCopy
@@ -29,7 +30,7 @@ from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.waiting import until_woken
 from paramstore.errors import CapacityError, StepFailed, StepOutOfOrder, VolumeError
-from paramstore.storage.catalog import StepRow
+from paramstore.storage.catalog import DRAFT_STEP, StepRow
 from paramstore.storage.format import CommitNote, NotedStep, Superblock, combine_roots, pack_description
 from paramstore.storage.ledger import Publication
 from paramstore.storage.note_slots import NoteSlots
@@ -79,25 +80,47 @@ class Committer:
         before `finalize`. Raises StepOutOfOrder, StepFailed, CapacityError, what a volume or the catalog raised; then the
         committed step is as before, and the records are still the newest uncommitted ones.
         """
-        if len(extra) > EXTRA_BYTES_MAX:
-            raise CapacityError(f"extra has {len(extra)} bytes; a commit takes {EXTRA_BYTES_MAX}")
+        _check_extra(extra)
         started_s = self._clock.now_s()
         async with namespace.turn:
             await self._chain.until_no_cut(namespace)
             check()
             if is_made(namespace, step, is_prepared=is_prepared):
                 return {"step": step, "records": 0, "bytes_written": 0, "seconds": 0.0}
-            before = namespace.stats.bytes_written
-            cut = self._planner.cut(namespace)
-            cut.progress = CommitProgress(step, self._clock.now_s(), before)
-            self._transfers.drain()
+            cut = self._cut(namespace, step)
         row = StepRow(step, cut.sequence, NO_SLOT, len(cut.keys), extra, cut.applies, is_prepared=is_prepared)
-        await self._make_durable(namespace, cut, row)
-        written = namespace.stats.bytes_written - before
+        written = await self._make_durable(namespace, cut, row)
         return {"step": step, "records": len(cut.keys), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
 
-    async def _make_durable(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> None:
-        """row: of the step, without its note slot."""
+    async def save_draft(self, namespace: NamespaceState, extra: bytes, *, check: Callable[[], object]) -> dict[str, object]:
+        """Makes the first values taken up to its turn durable, as the namespace's draft: an initialization that resumes finds
+        them, and nobody else. extra: kept with it, in place of an earlier one's. Gives the figures for the caller.
+
+        check: as of `commit`. Raises StepOutOfOrder outside of an initialization, and as `commit`; then the draft is as before.
+        """
+        _check_extra(extra)
+        started_s = self._clock.now_s()
+        async with namespace.turn:
+            await self._chain.until_no_cut(namespace)
+            check()
+            check_uncommitted(namespace)
+            if not namespace.is_initializing:
+                raise StepOutOfOrder(f"namespace {namespace.name!r} is not being initialized: begin that first")
+            cut = self._cut(namespace, DRAFT_STEP)
+        row = StepRow(DRAFT_STEP, cut.sequence, NO_SLOT, len(cut.keys), extra, cut.applies)
+        written = await self._make_durable(namespace, cut, row)
+        return {"records": len(cut.keys), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
+
+    def _cut(self, namespace: NamespaceState, step: int) -> Cut:
+        """Fixes what `step` has. The caller has the turn, and no commit is under way."""
+        cut = self._planner.cut(namespace)
+        cut.progress = CommitProgress(step, self._clock.now_s(), namespace.stats.bytes_written)
+        self._transfers.drain()
+        return cut
+
+    async def _make_durable(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> int:
+        """row: of the step, without its note slot. Gives the bytes that were written meanwhile."""
+        assert cut.progress is not None
         note_slot: int | None = None
         try:
             self._transactions.check_accepting()
@@ -119,6 +142,7 @@ class Committer:
         self._transfers.drain()
         namespace.stats.commits += 1
         namespace.stats.bytes_committed += len(cut.keys) * namespace.schema.record_bytes
+        return namespace.stats.bytes_written - cut.progress.bytes_written
 
     async def _prove(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> None:
         """Everything the step needs is durable on every volume; what remains is the transaction."""
@@ -134,6 +158,9 @@ class Committer:
     async def _publish_cut(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> Publication:
         if namespace.broken is not None:  # another commit's flush failed meanwhile, and ours may have hidden behind it
             raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
+        if row.step == DRAFT_STEP:
+            draft = partial(namespace.ledger.plan_draft, row, cut.located)
+            return await self._transactions.publish(draft, room_rows=_changed_rows(cut))
         plan = partial(namespace.ledger.plan_publish, row, cut.located)
         if row.is_prepared:
             return await self._transactions.publish(partial(plan, ()), room_rows=_changed_rows(cut))
@@ -228,6 +255,11 @@ def is_made(namespace: NamespaceState, step: int, *, is_prepared: bool) -> bool:
         if is_prepared:
             raise StepOutOfOrder(f"prepare({step}) on {namespace.name!r}: commit the first step, then prepare later ones")
     return False
+
+
+def _check_extra(extra: bytes) -> None:
+    if len(extra) > EXTRA_BYTES_MAX:
+        raise CapacityError(f"extra has {len(extra)} bytes; a commit takes {EXTRA_BYTES_MAX}")
 
 
 def _changed_rows(cut: Cut) -> int:

@@ -345,11 +345,12 @@ def _read_piece(
 
 
 def _records_of(namespace: NamespaceState, key: ExpertKey) -> list[Located]:
-    """Every whole record of `key` that a step names, committed or prepared, that the commit under way will publish, or that is
-    the newest written one; each once, oldest first."""
+    """Every whole record of `key` that a step names, committed or prepared, or a draft, that the commit under way will publish,
+    or that is the newest written one; each once, oldest first."""
     ledger, cut = namespace.ledger, namespace.cut
     named = [ledger.at(key, step) for step in ledger.steps()]
-    named.append(ledger.at(key, ledger.prepared_step) if ledger.prepared_step is not None else None)
+    newest = ledger.newest  # a prepared step or a draft may be above or below all of them
+    named.append(ledger.at(key, newest.step) if newest is not None else None)
     named.append(cut.located.get(key) if cut is not None else None)
     named.append(namespace.working[key].uncommitted)
     return list(dict.fromkeys(located for located in named if located is not None))

@@ -132,5 +132,5 @@ def _steps_of(namespace: NamespaceState) -> list[StepRow]:
     """Every step that has a note."""
     ledger = namespace.ledger
     rows = [ledger.step(step) for step in ledger.steps()]
-    newest = ledger.newest
-    return [*rows, newest] if newest is not None and newest.is_prepared else rows
+    newest = ledger.newest  # prepared, or a draft: it is none of those that can be opened
+    return [*rows, newest] if newest is not None and newest not in rows else rows

@@ -26,6 +26,7 @@ from paramstore.engine.chain import Chain
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
 from paramstore.engine.host import HostTier
+from paramstore.engine.initialization import Initializer
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import GradientRange, NamespaceState, UploadMemory, View
 from paramstore.engine.patrol import Patrol
@@ -76,13 +77,14 @@ class Store:
         self._committer = committer
         self._chain = chain
         self._transactions = transactions
+        self._initializer = Initializer(chain, updater, cleaner, committer)
         self.scrubber = scrubber
         self.patrol = patrol
         self.admission = Admission(
             planner, transfers, host, volumes, cleaner, chain, transactions, namespaces, retained_steps=config.retained_steps
         )
         self.ranks = Ranks(planner, wait_timeout_s=config.wait_timeout_s)
-        self._values = Values(planner, runner, transfers, loader, cleaner, updater, chain)
+        self._values = Values(planner, runner, transfers, loader)
         self._clock = clock
         self._started_s = clock.now_s()
 
@@ -271,14 +273,20 @@ class Store:
 
     # --- initial values and reading back
 
-    async def initialize_begin(self, view: View) -> None:
-        await self._values.begin(view)
+    async def initialize_begin(self, view: View, *, is_resumed: bool = False) -> dict[str, object]:
+        """Starts over, or goes on from the draft (is_resumed). Raises StepOutOfOrder once there is a committed step."""
+        return await self._initializer.begin(check_writing(view), is_resumed=is_resumed)
 
     async def initialize_put(self, view: View, key: ExpertKey, initial: memoryview) -> None:
-        await self._values.put(view, key, initial)
+        await self._initializer.put(check_writer(view), key, initial)
+
+    async def initialize_save(self, view: View, extra: bytes) -> dict[str, object]:
+        """What was put so far is durable on return, for an initialization that resumes."""
+        return await self._initializer.save(view.namespace, extra, check=partial(check_writer, view))
 
     async def initialize_end(self, view: View) -> None:
-        await self._values.end(view)
+        """On return every key has a whole record on a volume."""
+        await self._initializer.end(check_writer(view))
 
     async def read(self, view: View, key: ExpertKey, target: memoryview) -> Identity:
         return await self._values.read(view, key, target)

@@ -1,60 +1,26 @@
-"""Whole records in and out: initial values, and copies of what a view sees."""
+"""Whole records out: copies of what a view sees."""
 
 from __future__ import annotations
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Identity
 from paramstore.core.residency import MAY_MATERIALISE
-from paramstore.engine.chain import Chain
-from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.planner import Planner
 from paramstore.engine.runner import CPU_LANE, Runner
 from paramstore.engine.transfers import Transfers
-from paramstore.engine.update import Updater
-from paramstore.engine.writing import check_writer, check_writing
-from paramstore.errors import StepDropped, StepFailed, StepOutOfOrder
+from paramstore.errors import StepDropped, StepFailed
 
 
 class Values:
-    """Initial values of all namespaces, and reads of whole records."""
+    """Reads of whole records, of all namespaces."""
 
-    def __init__(
-        self, planner: Planner, runner: Runner, transfers: Transfers, loader: Loader, cleaner: Cleaner, updater: Updater,
-        chain: Chain,
-    ) -> None:  # fmt: skip
+    def __init__(self, planner: Planner, runner: Runner, transfers: Transfers, loader: Loader) -> None:
         self._planner = planner
         self._runner = runner
         self._transfers = transfers
         self._loader = loader
-        self._cleaner = cleaner
-        self._updater = updater
-        self._chain = chain
-
-    async def begin(self, view: View) -> None:
-        """Starts over: no key has a value. Raises StepOutOfOrder once there is a committed step."""
-        namespace = check_writing(view)
-        if namespace.committed_step is not None:
-            raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")
-        await self._chain.rollback(namespace)
-        if namespace.committed_step is not None:
-            raise StepOutOfOrder(f"namespace {namespace.name!r} was committed meanwhile")
-        for working in namespace.working.values():
-            working.target = Identity(namespace.epoch, 0)
-        namespace.is_initializing = True
-
-    async def put(self, view: View, key: ExpertKey, initial: memoryview) -> None:
-        """The value of `key`, laid out by `schema.initial_fields()`; its write-back is under way on return."""
-        await self._updater.fill(check_writer(view), key, initial)
-
-    async def end(self, view: View) -> None:
-        """On return every key has a whole record on a volume."""
-        namespace = check_writer(view)
-        if (missing := next((key for key, working in namespace.working.items() if working.identity is None), None)) is not None:
-            raise StepFailed(f"initialize on {namespace.name!r}: {missing} was never given a value")
-        await self._cleaner.write_back(namespace, None)
-        namespace.is_initializing = False
 
     async def read(self, view: View, key: ExpertKey, target: memoryview) -> Identity:
         """Copies the stored part's image, as `view` sees it, to `target` (record_bytes, page-aligned). Raises CorruptRecord."""

@@ -7,6 +7,8 @@
   later epoch would have counted on from it.
 - A record belongs to a note's step if its sequence is not above the note's bound for its epoch; of several versions of a key
   the newest does. A step is proven if every key has such a record, all are whole, and they combine to the note's two roots.
+- A draft, the values of an initialization that is not over, is a step that nobody opens: keys may be missing from it, and it
+  is proven if the others are whole and combine to its note's roots. So it comes back as a draft and never as a whole namespace.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import Listed, Note, combine
 from paramstore.fsck.scan import Found
 from paramstore.fsck.survey import FoundNote
+from paramstore.storage.catalog import DRAFT_STEP
 
 State = Mapping[ExpertKey, Found]
 """The record of every key at one step."""
@@ -71,6 +74,7 @@ def prove(name: str, notes: Sequence[FoundNote], records: Sequence[Found]) -> Pr
             _prove_step(proof, older, by_key, is_snapshot=listed.is_snapshot)
     _prove_step(proof, newest, by_key, is_snapshot=False)
     _prove_what_stayed(proof, newest.note, valid, by_key)
+    _prove_a_draft(proof, newest.note, valid, by_key)
     return proof
 
 
@@ -92,6 +96,20 @@ def _prove_what_stayed(
             if older is not None and listed.step not in expected:
                 _prove_step(proof, older, by_key, is_snapshot=False)
                 proof.lost.pop(listed.step, None)
+
+
+def _prove_a_draft(
+    proof: Proof, newest: Note, notes: Sequence[FoundNote], by_key: Mapping[ExpertKey, Sequence[Found]]
+) -> None:
+    """Where nothing is proven, and nothing but drafts can have been before: the newest of those that is. It may be older than one
+    that was published; whoever resumes gives the values again that it lacks."""
+    if newest.parent is not None or proof.steps:
+        return
+    for found in reversed([found for found in notes if found.note.step == DRAFT_STEP and found.note.age < newest.age]):
+        _prove_step(proof, found, by_key, is_snapshot=False)
+        if DRAFT_STEP in proof.steps:
+            proof.lost.pop(DRAFT_STEP, None)
+            return
 
 
 def settle_slots(proofs: Mapping[str, Proof]) -> None:
@@ -150,6 +168,8 @@ def _state(note: Note, by_key: Mapping[ExpertKey, Sequence[Found]]) -> tuple[dic
         if record is not None and record.damage is None:
             state[key] = record
             continue
+        if record is None and note.step == DRAFT_STEP:
+            continue  # never given; if it was and is gone, the root tells
         wrong += 1
         if wrong > DAMAGED_SHOWN:
             continue

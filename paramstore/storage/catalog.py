@@ -13,6 +13,10 @@ from typing import NamedTuple, Protocol
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
 
+DRAFT_STEP = -1
+"""The step of a namespace's *draft*: values of an initialization that is not over. Durable, below every step that can be opened,
+and itself opened by nobody; the first commit takes its place. Its rows begin at this step, and stay in force after that commit."""
+
 
 class Row(NamedTuple):
     """`located` is in force from `first_step` until the key's next row."""

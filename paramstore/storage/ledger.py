@@ -4,6 +4,8 @@
 - A step is visible while it is one of the newest that are retained, a snapshot, or one on which a reader stands.
 - A prepared step is durable and not committed: nobody opens it, nothing is dropped for it, all goes on from it. There is
   at most one, above all others; it becomes committed, or goes with a rollback.
+- A draft is what an initialization has made durable so far: a step below all others, which nobody opens and in which keys may
+  be missing. It is replaced by the next draft, and goes with the first commit, or with a rollback to before it.
 - A row is visible while it is in force at some visible step; an invisible one is dropped, and its extent freed,
   in the transaction of the next commit.
 
@@ -24,7 +26,7 @@ from paramstore.config import RETAINED_STEPS
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located
 from paramstore.errors import StepDropped, StepFailed, StepPrepared
-from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, Row, StepRow
+from paramstore.storage.catalog import DRAFT_STEP, Change, NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.roots import RootTable
 
 _first_step = attrgetter("first_step")
@@ -95,20 +97,25 @@ class Ledger:
 
     @property
     def newest(self) -> StepRow | None:
-        """The row of the newest step, committed or prepared: what the working state starts from."""
+        """The row of the newest step, committed or prepared, else of the draft: what the working state starts from."""
         steps = self._contents.steps
         return steps[max(steps)] if steps else None
 
+    @property
+    def draft(self) -> StepRow | None:
+        """The row of the draft; None if there is none: nothing of an initialization is durable, or it is over."""
+        return self._contents.steps.get(DRAFT_STEP)
+
     def steps(self) -> list[int]:
         """The steps that can be opened, oldest first."""
-        return sorted(step for step, row in self._contents.steps.items() if not row.is_prepared)
+        return sorted(step for step, row in self._contents.steps.items() if step != DRAFT_STEP and not row.is_prepared)
 
     def step(self, step: int) -> StepRow:
         """The row of a step that can be opened. Raises StepDropped if it is not there (any more), StepPrepared if not yet."""
         row = self._contents.steps.get(step)
         if row is not None and row.is_prepared:
             raise StepPrepared(f"step {step} of namespace {self.namespace.name!r} is prepared and not committed: finalize({step})")
-        if row is None:
+        if row is None or step == DRAFT_STEP:
             raise StepDropped(
                 f"step {step} of namespace {self.namespace.name!r} is not retained; "
                 f"the steps are: {', '.join(map(str, self.steps())) or 'none'}{self._and_prepared()}"
@@ -190,6 +197,25 @@ class Ledger:
             rows_after=rows_after,
         )
 
+    def plan_draft(self, row: StepRow, added: Mapping[ExpertKey, Located]) -> Publication:
+        """What it means that the `added` first values are durable, beside those that are: `row` is the draft now. Nothing is
+        committed yet."""
+        assert self.committed_step is None
+        assert row.step == DRAFT_STEP
+        assert row.sequence > self.namespace.sequence, f"sequence {row.sequence} was used before"
+        rows = {key: Row(DRAFT_STEP, located) for key, located in added.items()}
+        publication = self._publication(
+            namespace=replace(self.namespace, sequence=row.sequence, applies=row.applies),
+            added=rows,
+            added_steps=[row],
+            dropped=[],
+            dropped_steps=[],
+            rows_after={key: [new] for key, new in rows.items()},
+        )
+        older = [found.located.extent for key in rows for found in self._contents.rows.get(key, ())]
+        slots = () if self.draft is None else (self.draft.note_slot,)
+        return replace(publication, freed=tuple(older), freed_note_slots=slots)  # what is put has taken their place
+
     def plan_finalize(self, held_steps: Iterable[int], *, for_writer: bool = False) -> Publication:
         """What committing the prepared step means: it can be opened, and what nobody sees any more goes. for_writer: a new writer
         goes on from it, in a new epoch.
@@ -269,14 +295,15 @@ class Ledger:
             )
 
     def plan_rollback(self, step: int | None) -> Publication:
-        """What going back to `step` means, a prepared one too; None: to before the first commit.
+        """What going back to `step` means, a prepared one or the draft too; None: to before any value.
 
         The namespace gets a new epoch, and bounds that disown every record of earlier ones beyond `step`.
         Raises StepDropped if there is no such step, StepFailed if a later one is a snapshot.
         """
         target = None
         if step is not None:
-            target = self.newest if step == self.prepared_step else self.step(step)
+            target = self.newest if step in (self.prepared_step, DRAFT_STEP) else self.step(step)
+            assert step != DRAFT_STEP or target is self.draft, "there is no draft any more"
         self._check_no_later_snapshot(step)
         dropped = [(key, row) for key, row in self._all_rows() if not _stands(row.first_step, target)]
         touched = self._layered.union(key for key, _ in dropped)

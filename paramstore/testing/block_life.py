@@ -68,9 +68,9 @@ class DiskLife(Life):
     def note(self, what: str, step: int = 0) -> None:
         self._tell(what, step)
 
-    async def begin(self) -> None:
+    async def begin(self, *, with_drafts: bool = False) -> None:
         await self._assemble()
-        await super().begin()
+        await super().begin(with_drafts=with_drafts)
 
     async def resume(self) -> None:
         await self._assemble()

@@ -17,7 +17,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located, Tier
 from paramstore.core.schema import PAGE_BYTES, round_up
 from paramstore.daemon.assembly import adopt_new_volumes
-from paramstore.storage.catalog import Contents
+from paramstore.storage.catalog import DRAFT_STEP, Contents, StepRow
 from paramstore.storage.format import check_checksums, check_header, chunk_checksums, combine_roots, extents_start_bytes
 from paramstore.storage.ledger import Ledger
 from paramstore.storage.notes import read_note
@@ -25,6 +25,7 @@ from paramstore.storage.recovery import Recovered, open_store
 from paramstore.storage.volume import Volume, check_range
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.crash_disk import PAGE_SHIFT, VOLUME_SHIFT, CrashDisk, Effect, NumberedCatalog, copied
+from paramstore.testing.crash_initialization import draft_number
 from paramstore.testing.crash_life import KEYS, NAME, SCHEMA, State, extra_of
 from paramstore.testing.volumes import MemoryVolume
 
@@ -39,6 +40,8 @@ class Verdict(NamedTuple):
     step: int | None
     steps: tuple[int, ...]
     prepared: int | None = None
+    draft: int = 0
+    """The number of the draft; 0 without one."""
 
 
 class ReadVolume:
@@ -202,7 +205,8 @@ class Checker:
         found = recovered.ledgers.get(NAME)
         if found is None:
             return Verdict(False, None, ())
-        return Verdict(True, found.committed_step, tuple(found.steps()), found.prepared_step)
+        draft = 0 if found.draft is None else draft_number(found.draft.extra)
+        return Verdict(True, found.committed_step, tuple(found.steps()), found.prepared_step, draft)
 
 
 def verify_ledger(
@@ -212,6 +216,9 @@ def verify_ledger(
     row = ledger.newest
     if row is None:
         assert not list(ledger.extents()), "rows without a step"
+        return
+    if row.step == DRAFT_STEP:
+        verify_draft(ledger, row, recovered, volumes, store_uuid, steps[-draft_number(row.extra)])
         return
     newest = row.step
     for step in sorted({*ledger.steps(), newest}):
@@ -226,6 +233,20 @@ def verify_ledger(
         note = read_note(volume, recovered.superblocks[index], row.note_slot)
         root = combine_roots((key, located.root) for key, located in changed.items())
         assert (note.record_count, note.combined_root) == (len(changed), root), f"note of step {newest} on volume {index}"
+
+
+def verify_draft(
+    ledger: Ledger, row: StepRow, recovered: Recovered, volumes: Mapping[int, Volume], store_uuid: bytes, state: State
+) -> None:
+    """It has the keys of the model, no other, and their bytes; its note is on every volume."""
+    located = {key: found for key in KEYS if (found := ledger.at(key, DRAFT_STEP)) is not None}
+    assert located.keys() == state.keys(), f"the draft has {sorted(located)}, the model {sorted(state)}"
+    for key, found in located.items():
+        verify_record(ledger, key, found, volumes, store_uuid, state)
+    root = combine_roots((key, found.root) for key, found in located.items())
+    for index, volume in volumes.items():
+        note = read_note(volume, recovered.superblocks[index], row.note_slot)
+        assert (note.step, note.state_root) == (DRAFT_STEP, root), f"note of the draft on volume {index}"
 
 
 def verify_record(

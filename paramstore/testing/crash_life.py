@@ -101,11 +101,11 @@ class Life:
         self.journal = Journal()
         self.machine = machine
         self.steps: dict[int, State] = dict(steps or {})
-        """What each step that was ever started must hold."""
+        """What each step that was ever started must hold; at -n, what draft n must."""
         self.working: State = {}
         self.volumes: list[JournaledVolume] = []
         self.readers: list[View] = []
-        self.next_step = max(self.steps, default=0) + 1
+        self.next_step = max((0, *self.steps)) + 1
         self.next_gradient = seed << 20
         self.acts: list[Act] = []
         self.store: Store
@@ -118,21 +118,12 @@ class Life:
         self.machine.catalog = self.catalog
         self.store = self.machine.start()
 
-    async def begin(self) -> None:
-        """A new namespace with initial values, committed."""
+    async def begin(self, *, with_drafts: bool = False) -> None:
+        """A new namespace with initial values, committed. with_drafts: made in two attempts, with drafts."""
+        from paramstore.testing.crash_initialization import initialize  # it is about lives, and needs this file
+
         self.start()
-        self.view = await self.store.admission.create(
-            NAME, SCHEMA.describe(), layers=[0], experts=len(KEYS), host_bytes=None
-        )
-        self.note("created")
-        await self.store.initialize_begin(self.view)
-        for key in KEYS:
-            self.next_gradient += 1
-            expert = Expert.initial(self.next_gradient)
-            self.working = {**self.working, key: expert}
-            initial = _segment(expert.masters, SCHEMA.initial_fields(), SCHEMA.initial_bytes)
-            await self.store.initialize_put(self.view, key, initial.view(0, SCHEMA.initial_bytes))
-        await self.store.initialize_end(self.view)
+        await initialize(self, with_drafts=with_drafts)
         await self.commit()
 
     async def resume(self) -> None:
@@ -242,7 +233,7 @@ class Life:
             self.next_gradient += 1
             gradients = _random_tensors(self.next_gradient)
             self.working = {**self.working, key: self.working[key].after(gradients)}
-            entries.append((key, _segment(gradients, SCHEMA.gradient_fields(), SCHEMA.gradient_bytes), 0))
+            entries.append((key, segment_of(gradients, SCHEMA.gradient_fields(), SCHEMA.gradient_bytes), 0))
         self.store.push(self.view, entries)
         await self.store.apply(self.view, OPTIONS, 1.0)
 
@@ -389,7 +380,7 @@ def _elements(shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel())
 
 
-def _segment(values: Tensors, fields: Any, length_bytes: int) -> PlainSegment:
+def segment_of(values: Tensors, fields: Any, length_bytes: int) -> PlainSegment:
     segment = PlainSegment(length_bytes)
     for field in fields:
         field_tensor(segment.view(0, length_bytes), field).copy_(values[field.name])

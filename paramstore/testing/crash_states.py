@@ -18,6 +18,7 @@ import torch
 
 from paramstore.testing.crash_check import Checker, Figures, Verdict
 from paramstore.testing.crash_disk import FULL, SMALL, CrashDisk, Depth, NumberedCatalog, State, copied
+from paramstore.testing.crash_initialization import initialize
 from paramstore.testing.crash_life import VOLUME_BYTES, Act, Life, machine_of, new_machine
 from paramstore.testing.journal import Event, Noted
 
@@ -38,6 +39,8 @@ class Plan:
     resumed_depth: Depth = SMALL
     resume_share: float = 0.08
     resume_levels: int = 1
+    with_drafts: bool = False
+    """The namespace is initialised in two attempts."""
     with_creation: bool = True
     """Crashes before the namespace exists too; of several seeds, for the first."""
 
@@ -55,6 +58,9 @@ class Promise:
     """What may be the prepared step."""
     finalizing: int | None = None
     """It is prepared, or it is committed."""
+    drafted: int = 0
+    drafting: int = 0
+    """The last draft that was acknowledged, and that was started."""
 
     def hear(self, event: Event) -> None:
         match event:
@@ -65,6 +71,10 @@ class Promise:
             case Noted("acknowledged", step):
                 self.acknowledged = (*self.acknowledged, step)
                 self.prepared, self.finalizing = frozenset((None,)), None
+            case Noted("drafting", step):
+                self.drafting = step
+            case Noted("drafted", step):
+                self.drafted = step
             case Noted("preparing", step):
                 self.prepared = frozenset((None, step))
             case Noted("prepared", step):
@@ -90,6 +100,10 @@ class Promise:
         step = verdict.step
         assert least is None or (step is not None and step >= least), f"reopens at step {step}, {least} was acknowledged"
         assert step is None or (self.started is not None and step <= self.started), f"reopens at {step}, beyond {self.started}"
+        draft = verdict.draft
+        assert step is None or not draft, f"draft {draft} is there beside step {step}"
+        is_drafted = self.drafted <= draft <= self.drafting
+        assert step is not None or is_drafted, f"reopens with draft {draft}: {self.drafted} was saved, {self.drafting} started"
         is_finalized = step is not None and step == self.finalizing and verdict.prepared is None
         assert is_finalized or verdict.prepared in self.prepared, f"step {verdict.prepared} is prepared, not of {self.prepared}"
         if step is not None:
@@ -113,7 +127,7 @@ class Enumeration:
         life = Life(new_machine(self.seed, volume_count=self.plan.volume_count), seed=self.seed)
         disk = CrashDisk.blank(volume_count=self.plan.volume_count, volume_bytes=VOLUME_BYTES)
         try:
-            await life.begin()
+            await life.begin(with_drafts=self.plan.with_drafts)
             await (life.live(self.plan.acts) if isinstance(self.plan.acts, int) else life.live_through(self.plan.acts))
             self.checker.figures.acts.update(life.acts)
             await self._crash_everywhere(life, disk, Promise(), self.plan.depth, level=0)
@@ -175,13 +189,16 @@ class Enumeration:
         self.checker.figures.resumed += 1
         await heir.resume()
         assert (heir.committed if verdict.has_namespace else None) in (verdict.step, verdict.prepared)
+        if verdict.has_namespace and heir.committed is None:
+            await initialize(heir, with_drafts=False)
+            await heir.commit()
         if heir.can_train:
             await heir.live_through(RESUMED_ACTS)
         acknowledged = tuple(step for step in verdict.steps if step != verdict.step)
         after = Promise(
             verdict.has_namespace, verdict.step, (*acknowledged, verdict.step) if verdict.step is not None else (), promise.kept,
-            frozenset((verdict.prepared,)),
-        )
+            frozenset((verdict.prepared,)), drafted=verdict.draft, drafting=verdict.draft,
+        )  # fmt: skip
         await self._crash_everywhere(heir, left, after, self.plan.resumed_depth, level=level + 1)
         await heir.machine.crash()
 

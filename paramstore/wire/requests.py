@@ -89,10 +89,15 @@ class OpenUpload(Message, tag="upload"):
 
 
 class InitializeBegin(Message, tag="init_begin"):
-    """Starts the namespace over, at no record at all. Errors: StepOutOfOrder once it has a committed step."""
+    """Starts the namespace over, at no record at all; `is_resumed` (from minor 3 on): at those that its draft has.
+
+    Result: mapping {present, extra}: a bit per key in key order, lowest first, that is set if the key has its value; and what
+    the draft was saved with, None without one. Error: StepOutOfOrder once it has a committed step.
+    """
 
     id: int
     handle: int
+    is_resumed: bool = False
 
 
 class InitializePut(Message, tag="init_put"):
@@ -106,6 +111,18 @@ class InitializePut(Message, tag="init_put"):
     key: Key
     segment: int
     offset_bytes: int
+
+
+class InitializeSave(Message, tag="init_save"):
+    """Makes the values put so far durable as the namespace's draft, for an initialization that resumes. From minor 3 on.
+
+    Result: {records, bytes_written, seconds}, once durable: of those that no draft had. Error: StepOutOfOrder outside of an
+    initialization.
+    """
+
+    id: int
+    handle: int
+    extra: bytes = b""
 
 
 class InitializeEnd(Message, tag="init_end"):
@@ -366,7 +383,8 @@ class DeviceReport(Message, tag="device"):
 
 Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | OpenUpload
-    | InitializeBegin | InitializePut | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push | GradientNorm | Apply | Abort
-    | WriteBack | Evict | Protect | DeclareSchedule | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot
-    | DropSnapshot | Snapshots | Read | Residency | Stats | Verify | TraceBegin | TraceEnd | Unmapped | DeviceReport
+    | InitializeBegin | InitializePut | InitializeSave | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push
+    | GradientNorm | Apply | Abort | WriteBack | Evict | Protect | DeclareSchedule | Commit | Prepare | Finalize | Steps
+    | Extra | Rollback | Snapshot | DropSnapshot | Snapshots | Read | Residency | Stats | Verify | TraceBegin | TraceEnd
+    | Unmapped | DeviceReport
 )  # fmt: skip

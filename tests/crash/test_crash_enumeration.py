@@ -21,6 +21,8 @@ DISTINCT_LEAST = 200_000
 AFTER_RECOVERY_LEAST = 100_000
 """States of crashes while a daemon recovers, or goes on after it has."""
 DAEMONS_LEAST = 100
+DRAFT_DISTINCT_LEAST = 2000
+"""States of crashes in a short life: most of it is its namespace's initialization."""
 KIND_LEAST = 100
 """States of each kind."""
 ACT_LEAST = 3
@@ -58,6 +60,16 @@ def test_two_hundred_thousand_crashes_leave_a_whole_committed_step(capsys: pytes
 def test_the_promise_does_not_depend_on_the_number_of_volumes(volume_count: int) -> None:
     figures = enumerate_seed(77, Plan(volume_count=volume_count, depth=SMALL))
     assert figures.total_distinct > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("volume_count", [1, 2])
+def test_a_crash_while_a_namespace_is_initialised_leaves_a_draft_that_was_saved_and_no_step(volume_count: int) -> None:
+    plan = Plan(acts=("train few", "commit"), volume_count=volume_count, resume_share=0.2, with_drafts=True)
+    figures = enumerate_seed(79, plan)
+    assert figures.total_distinct > DRAFT_DISTINCT_LEAST
+    assert figures.resumed > 8
+    assert figures.crashes_during_recovery > 1000
 
 
 @pytest.mark.slow

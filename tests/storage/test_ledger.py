@@ -9,7 +9,7 @@ import pytest
 
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import StepDropped, StepFailed
-from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, Row, StepRow
+from paramstore.storage.catalog import DRAFT_STEP, Change, NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.ledger import Ledger, Publication
 
 A, B, C = (0, 0), (0, 1), (2, 0)
@@ -313,3 +313,59 @@ def test_a_rollback_takes_the_count_of_applies_of_its_step() -> None:
     assert ledger.namespace.applies == 20
     assert ledger.plan_rollback(1).namespace.applies == 10
     assert ledger.plan_rollback(None).namespace.applies == 0
+
+
+# --- drafts
+
+
+def draft_row(sequence: int) -> StepRow:
+    return replace(step_row(DRAFT_STEP, sequence), note_slot=sequence)
+
+
+def test_a_draft_is_no_step_and_the_working_state_starts_from_it() -> None:
+    ledger = new_ledger()
+    ledger.settle(ledger.plan_draft(draft_row(1), {A: located(1)}))
+    assert (ledger.committed_step, ledger.steps(), ledger.snapshots(), ledger.prepared_step) == (None, [], [], None)
+    assert ledger.newest == ledger.draft == draft_row(1)
+    assert (ledger.at(A, DRAFT_STEP), ledger.at(B, DRAFT_STEP)) == (located(1), None)
+    with pytest.raises(StepDropped, match="step -1 of namespace 'moe' is not retained"):
+        ledger.step(DRAFT_STEP)
+    with pytest.raises(StepDropped):
+        ledger.check_rollback(DRAFT_STEP)
+
+
+def test_the_next_draft_takes_the_place_of_the_last_and_frees_its_note_slot() -> None:
+    ledger = new_ledger()
+    ledger.settle(ledger.plan_draft(draft_row(1), {A: located(1)}))
+    second = ledger.plan_draft(draft_row(2), {B: located(2)})
+    assert (second.freed_note_slots, second.freed) == ((1,), ())
+    ledger.settle(second)
+    assert ledger.draft == draft_row(2)
+    assert (ledger.at(A, DRAFT_STEP), ledger.at(B, DRAFT_STEP)) == (located(1), located(2))
+    assert list(ledger.note_slots()) == [2]
+
+
+def test_the_first_commit_ends_the_draft_and_its_records_stay_in_force() -> None:
+    ledger = new_ledger()
+    ledger.settle(ledger.plan_draft(draft_row(1), {A: located(1), B: located(2)}))
+    publication = ledger.plan_publish(step_row(0, 2), {C: located(3)}, ())
+    assert (publication.drop_steps, publication.freed_note_slots, publication.freed) == ((("moe", DRAFT_STEP),), (1,), ())
+    ledger.settle(publication)
+    assert (ledger.draft, ledger.steps()) == (None, [0])
+    assert [ledger.at(key, 0) for key in (A, B, C)] == [located(1), located(2), located(3)]
+    assert ledger.changed_at(0) == {C: located(3)}
+    for step, number in ((3, 4), (4, 5)):
+        gone = freed(commit(ledger, step, a=number))
+    assert gone == {1}, "the draft's record of A goes when no step is left that sees it"
+
+
+def test_going_back_keeps_the_draft_or_drops_it() -> None:
+    for step, left in ((DRAFT_STEP, located(1)), (None, None)):
+        ledger = new_ledger()
+        ledger.settle(ledger.plan_draft(draft_row(1), {A: located(1)}))
+        publication = ledger.plan_rollback(step)
+        ledger.settle(publication)
+        assert (ledger.at(A, DRAFT_STEP), ledger.draft is None) == (left, left is None)
+        assert ledger.namespace.epoch == 2
+        assert ledger.namespace.epoch_bounds == (((1, 1),) if left else ())
+        assert bool(publication.freed) == (left is None)

@@ -1,0 +1,72 @@
+"""The first values of a namespace: given once each, in any order, over as many lives of client and daemon as it takes.
+
+- Until the first commit only a writer can open the namespace, and no commit is taken while a key has no value: whatever is
+  there of an initialization is never taken for a whole namespace.
+- A *draft* makes durable what was given so far. It is what a commit writes, at a step that nobody can open
+  (`paramstore.storage.catalog.DRAFT_STEP`); an initialization that resumes goes on from it, any other drops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Identity
+from paramstore.engine.chain import Chain, check_uncommitted
+from paramstore.engine.cleaner import Cleaner
+from paramstore.engine.commit import Committer
+from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.update import Updater
+from paramstore.errors import StepFailed
+
+
+class Initializer:
+    """What a writer asks between opening a namespace and its first commit."""
+
+    def __init__(self, chain: Chain, updater: Updater, cleaner: Cleaner, committer: Committer) -> None:
+        self._chain = chain
+        self._updater = updater
+        self._cleaner = cleaner
+        self._committer = committer
+
+    async def begin(self, namespace: NamespaceState, *, is_resumed: bool) -> dict[str, object]:
+        """On return values can be given. is_resumed: those of the draft stay; else no key has a value, and there is no draft.
+
+        Gives {present, extra}: a bit for each key in key order, the first key's the lowest of the first byte, that says whether
+        it has its value; and what was kept with the draft, None without one. Raises StepOutOfOrder once a step is committed.
+        """
+        check_uncommitted(namespace)
+        if is_resumed:
+            await self._chain.rollback(namespace)
+            check_uncommitted(namespace)  # a commit that was called before this one
+        else:
+            await self._chain.start_over(namespace)
+        for working in namespace.working.values():
+            if working.identity is None:
+                working.target = Identity(namespace.epoch, 0)
+        namespace.is_initializing = True
+        draft = namespace.ledger.draft
+        return {"present": _present(namespace), "extra": None if draft is None else draft.extra}
+
+    async def put(self, namespace: NamespaceState, key: ExpertKey, initial: memoryview) -> None:
+        """Takes one key's value; `initial` is not needed any more on return."""
+        await self._updater.fill(namespace, key, initial)
+
+    async def save(self, namespace: NamespaceState, extra: bytes, *, check: Callable[[], object]) -> dict[str, object]:
+        """The draft is durable on return. See `Committer.save_draft`."""
+        return await self._committer.save_draft(namespace, extra, check=check)
+
+    async def end(self, namespace: NamespaceState) -> None:
+        """On return every key has a whole record on a volume. Raises StepFailed naming a key that has no value."""
+        if (missing := next((key for key, working in namespace.working.items() if working.identity is None), None)) is not None:
+            raise StepFailed(f"initialize on {namespace.name!r}: {missing} was never given a value")
+        await self._cleaner.write_back(namespace, None)
+        namespace.is_initializing = False
+
+
+def _present(namespace: NamespaceState) -> bytes:
+    """A bit for each key: whether it has a value."""
+    bits = 0
+    for number, key in enumerate(namespace.keys):
+        bits |= (namespace.working[key].identity is not None) << number
+    return bits.to_bytes(-(-len(namespace.keys) // 8), "little")
