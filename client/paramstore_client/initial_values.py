@@ -49,9 +49,9 @@ def put_initial_values(
         for key in keys:
             values = fn(key)
             tensors.check_values(key, values, fields, schema=schema)
-            place = _place(area, schema.initial_bytes, flying)
+            place = free_place(area, schema.initial_bytes, flying, flying_max=PUTS_IN_FLIGHT)
             tensors.copy_into(values, fields, area.mapping(place.segment), place.offset_bytes)
-            flying.append(_put(connection, area, handle, key, place))
+            flying.append(send_value(connection, area, handle, key, place))
         while flying:
             flying.popleft().wait()
     finally:
@@ -61,20 +61,20 @@ def put_initial_values(
     connection.request(end, what="initialize, its end", convert=answers.nothing, timeout_s=timeout_s).wait()
 
 
-def _place(area: UploadArea, length_bytes: int, flying: deque[Ticket[None]]) -> Range:
-    """A free range; waits for the oldest value under way where there are PUTS_IN_FLIGHT, or no room for more."""
-    if len(flying) >= PUTS_IN_FLIGHT:
+def free_place(area: UploadArea, length_bytes: int, flying: deque[Ticket[None]], *, flying_max: int) -> Range:
+    """A free range; waits for the oldest value under way where there are `flying_max`, or no room for more."""
+    if len(flying) >= flying_max:
         flying.popleft().wait()
     while True:
         try:
-            return area.take(1, length_bytes, most_bytes=PUTS_IN_FLIGHT * length_bytes)[0]
+            return area.take(1, length_bytes, most_bytes=flying_max * length_bytes)[0]
         except CapacityError:
             if not flying:
                 raise
             flying.popleft().wait()
 
 
-def _put(
+def send_value(
     connection: Connection, area: UploadArea, handle: int, key: ExpertKey, place: Range
 ) -> Ticket[None]:
     return connection.request(

@@ -25,7 +25,8 @@ from paramstore_client import answers
 from paramstore_client.answers import Opened, Result
 from paramstore_client.connection import Connection
 from paramstore_client.gradients import Gradients, PendingGradients
-from paramstore_client.initial_values import InitialValue, put_initial_values
+from paramstore_client.initial_values import PUTS_IN_FLIGHT, InitialValue, put_initial_values
+from paramstore_client.initialization import Initialization
 from paramstore_client.lease import Lease
 from paramstore_client.ranks import ALONE, Rank
 from paramstore_client.segments import BeforeUnmap
@@ -228,6 +229,21 @@ class Namespace(Steps):
             put_initial_values(
                 self._connection, self._area, self._handle, schema=self.schema, keys=ours, fn=fn, timeout_s=self._limit_s
             )
+        finally:
+            self._count_view_change()
+
+    def begin_initialize(self, *, resume: bool = True, values_in_flight: int = PUTS_IN_FLIGHT) -> Initialization:
+        """The same in steps that survive this process: `put` for each of its `missing` keys, `save` now and then, `end`.
+
+        resume: go on from what an earlier attempt saved; False, or `initialize`: start over. Raises StepOutOfOrder after the first
+        commit, VersionMismatch on an older daemon.
+        """
+        self._check_open()
+        try:
+            return Initialization(
+                self._connection, self._area, self._handle, schema=self.schema, space=self.space, is_resumed=resume,
+                values_in_flight=values_in_flight,
+            )  # fmt: skip
         finally:
             self._count_view_change()
 

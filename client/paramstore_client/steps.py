@@ -134,8 +134,13 @@ class Steps(ABC):
         reader could not be opened the step is a snapshot all the same.
         """
         self._send(messages.Snapshot(self._next_id(), self._handle, step), f"snapshot {step}", answers.nothing).wait()
-        message = messages.OpenNamespace(self._next_id(), self.name, "read", step, None)
-        opened = self._send(message, f"open_namespace at {step}", partial(answers.result_of, kind=Opened)).wait()
+        return self.reader(step)
+
+    def reader(self, at: int | None = None) -> Namespace:
+        """Another handle on the same namespace: a reader standing on step `at`, or on the newest committed one. Raises
+        StepDropped, CapacityError; StepFailed before the first commit."""
+        message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None)
+        opened = self._send(message, f"open_namespace at {at}", partial(answers.result_of, kind=Opened)).wait()
         return self._reader(opened)
 
     def drop_snapshot(self, step: int) -> None:

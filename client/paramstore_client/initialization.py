@@ -1,0 +1,111 @@
+"""An initialization that may take many attempts: values of keys one by one, made durable now and then, resumed where it was.
+
+What `save` has made durable survives this process and the daemon; nobody can open or commit the namespace before every key has
+its value. `Namespace.initialize` is the same in one call, for values that are quickly made again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.schema import Schema
+from paramstore.errors import CapacityError, UnknownKey
+from paramstore.wire.messages import EXTRA_BYTES_MAX, TRAINING_MINOR, InitializeBegin, InitializeEnd, InitializeSave
+from paramstore_client import answers
+from paramstore_client.answers import Result
+from paramstore_client.connection import Connection
+from paramstore_client.initial_values import free_place, send_value
+from paramstore_client.ticket import Ticket
+from paramstore_client.upload import UploadArea
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """The result of InitializeBegin, from minor 3 on."""
+
+    present: bytes
+    extra: bytes | None
+
+
+class Initialization:
+    """What `Namespace.begin_initialize` gives. Owner of the values under way. A context manager: its end gives up those.
+
+    is_resumed: values that an earlier attempt made durable stay. values_in_flight: how many are in memory at once, at most.
+    """
+
+    def __init__(
+        self, connection: Connection, area: UploadArea, handle: int, *, schema: Schema, space: KeySpace, is_resumed: bool,
+        values_in_flight: int,
+    ) -> None:  # fmt: skip
+        connection.check_minor(TRAINING_MINOR, "begin_initialize")
+        self._connection = connection
+        self._area = area
+        self._handle = handle
+        self._schema = schema
+        self._values_in_flight = values_in_flight
+        self._flying: deque[Ticket[None]] = deque()
+        begin = InitializeBegin(connection.next_id(), handle, is_resumed)
+        begun = connection.request(begin, what="initialize", convert=lambda answer: answers.result_of(answer, Begun)).wait()
+        present = int.from_bytes(begun.present, "little")
+        self._missing = {key: None for number, key in enumerate(space) if not present >> number & 1}
+        self.extra = begun.extra
+        """What the attempt before this one gave to its last `save`; None if nothing of it was saved."""
+
+    @property
+    def missing(self) -> list[ExpertKey]:
+        """The keys that have no value yet, in key order."""
+        return list(self._missing)
+
+    def put(self, key: ExpertKey, values: Mapping[str, Tensor]) -> None:
+        """Gives `key` its value: {field: tensor}, in fp32 or the param dtype. Copied before this returns, and taken by the daemon
+        some time later: an error of it is raised by a later call. Raises UnknownKey for a key that has one, SchemaMismatch."""
+        from paramstore_client import tensors
+
+        if key not in self._missing:
+            raise UnknownKey(f"key {key} has its value already, or is not in the namespace")
+        fields = self._schema.initial_fields()
+        tensors.check_values(key, values, fields, schema=self._schema)
+        place = free_place(self._area, self._schema.initial_bytes, self._flying, flying_max=self._values_in_flight)
+        tensors.copy_into(values, fields, self._area.mapping(place.segment), place.offset_bytes)
+        self._flying.append(send_value(self._connection, self._area, self._handle, key, place))
+        del self._missing[key]
+
+    def settle(self, left: int = 0, *, timeout_s: float | None = None) -> None:
+        """Returns when at most `left` of the values put so far are still under way. timeout_s: for each of them. Raises what
+        became of them."""
+        while len(self._flying) > left:
+            self._flying.popleft().wait(timeout_s)
+
+    def save(self, extra: bytes = b"") -> Ticket[Result]:
+        """Makes the values that the daemon has taken durable for an attempt that resumes. extra: up to 64 KiB, which that one is
+        given, as to recognise what the values are of. Result: {records, bytes_written, seconds}. Cannot be cancelled."""
+        if len(extra) > EXTRA_BYTES_MAX:
+            raise CapacityError(f"extra of a draft has {len(extra)} bytes, the limit is {EXTRA_BYTES_MAX}")
+        message = InitializeSave(self._connection.next_id(), self._handle, extra)
+        return self._connection.request(message, what="save of an initialization", convert=answers.mapping, is_cancellable=False)
+
+    def end(self) -> None:
+        """Returns when every key has a whole record on a volume: then the namespace can be committed.
+
+        Raises StepFailed naming a key that has no value.
+        """
+        self.settle()
+        message = InitializeEnd(self._connection.next_id(), self._handle)
+        self._connection.request(message, what="initialize, its end", convert=answers.nothing).wait()
+
+    def __enter__(self) -> Initialization:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while self._flying:
+            self._flying.popleft().abandon()
