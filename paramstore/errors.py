@@ -26,6 +26,7 @@
     │   └── StepDropped          the step is not retained any more
     ├── VolumeError              a volume failed, is missing, or is not ours
     │   └── CorruptRecord        bytes on a volume do not match their checksum, or are gone (exit code 4)
+    ├── CheckpointError          a model's checkpoint is damaged, lacks tensors, or is another one than an import began with
     └── CatalogError             the catalog failed or is not ours                (exit code 4)
 
 A message names the key, the place, the value seen and, where one helps, the setting to change. Errors cross the
@@ -137,6 +138,10 @@ class VolumeError(ParamStoreError):
 
 class CorruptRecord(VolumeError):
     """The bytes of a record, a superblock or a commit note do not match their checksum or identity, or were cut off."""
+
+
+class CheckpointError(ParamStoreError):
+    """A checkpoint of a model (safetensors files, not a store's) is damaged, incomplete, or not the one an import began with."""
 
 
 class CatalogError(ParamStoreError):

@@ -1,0 +1,77 @@
+"""A checkpoint as transformers writes and reads it: one safetensors file, or shards with an index, in a directory.
+
+What is open has been looked at as a whole: every file of the index is there, and every tensor of the index in its file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paramstore.errors import CheckpointError
+from paramstore_client.hf.safetensors_file import StoredTensor, read_header
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """tensors: all of its tensors, by name."""
+
+    directory: Path
+    tensors: Mapping[str, StoredTensor]
+
+
+def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
+    """`path` itself if it is a directory, else where the hub's cache has the model of that id; nothing is fetched.
+
+    Raises CheckpointError.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    hub = importlib.import_module("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(str(path), local_files_only=True, allow_patterns=list(HUB_FILES)))
+    except (OSError, ValueError) as error:  # what the hub's errors derive from
+        raise CheckpointError(
+            f"{str(path)!r} is no directory, and the hub's cache has no model of that name: `hf download {path}` fetches it"
+        ) from error
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in a directory, or in the hub's cache. Raises CheckpointError naming file and tensor."""
+    directory = checkpoint_directory(path)
+    index = directory / INDEX
+    if not index.exists():
+        file = directory / WEIGHTS
+        if not file.exists():
+            raise CheckpointError(f"{directory} has neither {INDEX} nor {WEIGHTS}: other formats must be converted first")
+        return Checkpoint(directory, read_header(file))
+    weight_map = _weight_map(index)
+    headers = {name: read_header(directory / name) for name in sorted(set(weight_map.values()))}
+    tensors = {}
+    for name, file_name in weight_map.items():
+        tensor = headers[file_name].get(name)
+        if tensor is None:
+            raise CheckpointError(f"{directory / file_name} lacks tensor {name!r}, which {index.name} places there")
+        tensors[name] = tensor
+    return Checkpoint(directory, tensors)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        if all(isinstance(name, str) and Path(file).name == file for name, file in weight_map.items()):
+            return dict(weight_map)
+    except OSError as error:
+        raise CheckpointError(f"{index}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: no index of safetensors files: {error!r}") from error
+    raise CheckpointError(f"{index}: it names files that are not beside it")

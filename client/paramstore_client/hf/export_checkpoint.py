@@ -1,0 +1,283 @@
+"""A model with its experts in a store, written as a checkpoint of the hub: names, dtypes and values of `save_pretrained`.
+
+- Streamed: each expert goes from a lease to its place in the files. Beyond the leases this process holds the pieces of one expert,
+  and of the dense weights those that a conversion copies, of one layer.
+- Complete or not there: files are written under other names and flushed; the index, or the one file of a checkpoint without, gets
+  its name last. What of an earlier checkpoint is in the directory is removed first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paramstore.clock import MonotonicClock
+from paramstore.errors import CheckpointError, ConfigError
+from paramstore_client.hf._compat_conversion import Conversions, Reversion, natural_order, split, without_tied
+from paramstore_client.hf.checkpoint import INDEX, WEIGHTS, Checkpoint
+from paramstore_client.hf.conversion import expert_parameters, find_experts, read_tensor
+from paramstore_client.hf.hub_names import HubNames, dense_groups
+from paramstore_client.hf.import_checkpoint import check_schema
+from paramstore_client.hf.layout import ExpertLayout, find_layout
+from paramstore_client.hf.progress import Progress, Report, bar, unreported
+from paramstore_client.hf.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor
+from paramstore_client.namespace import Namespace
+from paramstore_client.tensors import DTYPES as TORCH_DTYPES
+
+SHARD_BYTES_MAX = 50 * 10**9
+"""What `save_pretrained` of transformers 5 takes."""
+LEASED_AT_ONCE = 4
+GENERATION_CONFIG = "generation_config.json"
+METADATA = {"format": "pt"}
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model", "chat_template*",
+    "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote. step: on which the experts stand; None for the writer's working state. bytes_written: of tensors."""
+
+    directory: Path
+    step: int | None
+    records: int
+    files: tuple[str, ...]
+    bytes_written: int
+    seconds: float
+
+
+def export_checkpoint(
+    model: nn.Module, directory: str | Path, *, namespace: Namespace | None = None, at: int | None = None,
+    dense: Checkpoint | None = None, tokenizer: object = None, max_shard_bytes: int = SHARD_BYTES_MAX,
+    progress: Report | bool | None = None,
+) -> Exported:  # fmt: skip
+    """On return `directory` holds the whole model as a checkpoint of the hub, durable.
+
+    namespace: where the experts are; None: the one `model` is bound to. at: a committed step; None: what the handle sees, a
+    writer's working state or a reader's step. dense: take everything else, as it is, from this checkpoint, and of `model` only its
+    configuration and shape (it may be on meta). tokenizer: a directory whose tokenizer files are copied, or a tokenizer, which is
+    saved. Raises SchemaMismatch, UnsupportedModel, StepDropped, CheckpointError, OSError; then there is no index.
+    """
+    clock = MonotonicClock()
+    started_s = clock.now_s()
+    layout = find_layout(model)
+    source = _bound(model) if namespace is None else namespace
+    check_schema(layout, source)
+    target = Path(directory)
+    with ExitStack() as stack:
+        view = source if at is None else stack.enter_context(source.reader(at))
+        report = stack.enter_context(_reported(progress))
+        weights = _FileWeights(model, layout, dense) if dense is not None else _ModelWeights(model, layout)
+        stack.callback(weights.close)
+        names = HubNames(model, layout, weights.reversion, dtypes=_dtypes(view))
+        everything = weights.everything(names)
+        _prepare(target)
+        _write_configuration(model, target, tokenizer=tokenizer, like=None if dense is None else dense.directory)
+        plan = split(everything, shard_bytes_max=max_shard_bytes)
+        shards = _Shards(target, plan.filename_to_tensors, everything)
+        stack.callback(shards.discard)
+        weights.write(shards)
+        for number, (key, values) in enumerate(_experts(view), start=1):
+            for place, piece in names.pieces(key, values).items():
+                shards.write(place.name, piece, row=place.row)
+            report(Progress(number, len(view.keys()), shards.bytes_written))
+        shards.publish()
+        if plan.is_sharded:
+            metadata = {"total_parameters": _parameter_count(model, everything), **plan.metadata}
+            index = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
+            _write_text(target / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        _flush_directory(target)
+        files = tuple(sorted(file.name for file in target.iterdir()))
+        return Exported(target, view.view_step, len(view.keys()), files, shards.bytes_written, clock.now_s() - started_s)
+
+
+def _bound(model: nn.Module) -> Namespace:
+    experts = getattr(getattr(model, "paramstore", None), "experts", None)
+    if experts is None:
+        raise ConfigError("export_checkpoint: the model is bound to no namespace: give namespace=")
+    bound: Namespace = experts.namespace
+    return bound
+
+
+def _parameter_count(model: nn.Module, everything: Mapping[str, Tensor]) -> int:
+    """As transformers counts them: without buffers."""
+    buffers = {name for name, _ in model.named_buffers()}
+    return sum(tensor.numel() for name, tensor in everything.items() if name not in buffers)
+
+
+def _dtypes(namespace: Namespace) -> dict[str, torch.dtype]:
+    """Of each tensor of an expert, as a lease has it."""
+    return {field.name: TORCH_DTYPES[field.dtype] for field in namespace.schema.part("param").fields}
+
+
+def _experts(namespace: Namespace) -> Iterator[tuple[tuple[int, int], Mapping[str, Tensor]]]:
+    """Every key with its tensors, valid until the next: a few are leased while the few before them are written."""
+    keys = namespace.keys()
+    count = max(1, min(LEASED_AT_ONCE, namespace.lease_slots // 2))
+    parts = [keys[start : start + count] for start in range(0, len(keys), count)]
+    for number, part in enumerate(parts):
+        if number + 1 < len(parts):
+            namespace.prefetch(parts[number + 1]).abandon()
+        with namespace.acquire(part) as lease:
+            for key in part:
+                yield key, {field.name: lease[key][field.name] for field in namespace.schema.part("param").fields}
+
+
+class _Shards:
+    """The files that are being made. Owner of them until they are published."""
+
+    def __init__(self, directory: Path, files: Mapping[str, list[str]], tensors: Mapping[str, Tensor]) -> None:
+        self._shards: list[Shard] = []
+        self._places: dict[str, tuple[Shard, StoredTensor]] = {}
+        self.bytes_written = 0
+        try:
+            for file, names in files.items():
+                described = [(name, NAMES[str(tensors[name].dtype).removeprefix("torch.")], tensors[name].shape) for name in names]
+                shard = Shard(directory / file, described, metadata=METADATA)
+                self._shards.append(shard)
+                self._places.update({name: (shard, place) for name, place in shard.tensors.items()})
+        except BaseException:
+            self.discard()
+            raise
+
+    def write(self, name: str, tensor: Tensor, *, row: int | None = None) -> None:
+        """`tensor` is the whole of `name`, or `[1, ...]`, a row of it."""
+        shard, place = self._places[name]
+        data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+        shard.write(place if row is None else place.rows(row, 1), memoryview(data.numpy()))  # type: ignore[arg-type]  # as in read_tensor
+        self.bytes_written += data.numel()
+
+    def publish(self) -> None:
+        """All files are there under their names."""
+        for shard in self._shards:
+            shard.publish()
+
+    def discard(self) -> None:
+        """Removes what was not published."""
+        for shard in self._shards:
+            shard.discard()
+
+
+class _ModelWeights:
+    """Everything but the experts, from a model in memory."""
+
+    def __init__(self, model: nn.Module, layout: ExpertLayout) -> None:
+        self.reversion = Reversion(model)
+        experts = expert_parameters(model, layout)
+        self._dense = without_tied(model, {name: tensor for name, tensor in model.state_dict().items() if name not in experts})
+        sharded = next((name for name, tensor in self._dense.items() if hasattr(tensor, "full_tensor")), None)
+        if sharded is not None:
+            raise ConfigError(
+                f"export_checkpoint: {sharded!r} is sharded over ranks: gather the dense weights first "
+                "(torch.distributed.checkpoint.state_dict.get_model_state_dict(full_state_dict=True)), or give dense="
+            )
+
+    def everything(self, names: HubNames) -> dict[str, Tensor]:
+        """All tensors of the checkpoint, on meta, in the order in which they are saved."""
+        metas = {name: torch.empty_like(tensor, device="meta") for name, tensor in self._dense.items()}
+        return self.reversion.revert({**metas, **names.parameters()})
+
+    def write(self, shards: _Shards) -> None:
+        for group in dense_groups(self._dense):
+            for name, tensor in self.reversion.revert({name: self._dense[name] for name in group}).items():
+                shards.write(name, tensor)
+
+    def close(self) -> None:
+        self._dense = {}
+
+
+class _FileWeights:
+    """Everything but the experts, as another checkpoint has it. One with experts says how they are named and cut."""
+
+    def __init__(self, model: nn.Module, layout: ExpertLayout, checkpoint: Checkpoint) -> None:
+        conversions = Conversions(model)
+        found = find_experts(conversions, model, layout, checkpoint)
+        experts = {tensor.name for sources in found.values() for tensors in sources.values() for tensor in tensors}
+        self.reversion = Reversion(model, conversions.used() if experts else None)
+        self._tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in experts}
+        if not self._tensors:
+            raise CheckpointError(f"{checkpoint.directory} has no dense weights")
+        self._files = Files()
+
+    def everything(self, names: HubNames) -> dict[str, Tensor]:
+        metas = {
+            name: torch.empty(tensor.shape, dtype=TORCH_DTYPES[DTYPES[tensor.dtype]], device="meta")
+            for name, tensor in self._tensors.items()
+        }
+        found = {**metas, **self.reversion.revert(names.parameters())}
+        return {name: found[name] for name in sorted(found, key=natural_order)}
+
+    def write(self, shards: _Shards) -> None:
+        for name, tensor in self._tensors.items():
+            shards.write(name, read_tensor(tensor, self._files))
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _prepare(directory: Path) -> None:
+    """The directory is there, and is no checkpoint any more."""
+    directory.mkdir(parents=True, exist_ok=True)
+    old = [directory / INDEX, directory / WEIGHTS, *(file for file in directory.iterdir() if SHARD_NAME.fullmatch(file.name))]
+    for file in old:  # the index first
+        file.unlink(missing_ok=True)
+    _flush_directory(directory)
+
+
+def _write_configuration(model: Any, directory: Path, *, tokenizer: object, like: Path | None) -> None:
+    """What `save_pretrained` writes beside the weights. model: of transformers; its own configuration stays as it is. like: a
+    checkpoint whose generation config is the model's."""
+    config = deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(directory)
+    if like is not None and (like / GENERATION_CONFIG).exists():
+        shutil.copyfile(like / GENERATION_CONFIG, directory / GENERATION_CONFIG)
+    elif model.can_generate():
+        model.generation_config.save_pretrained(directory)
+    if isinstance(tokenizer, str | os.PathLike):
+        for pattern in TOKENIZER_FILES:
+            for file in sorted(Path(tokenizer).glob(pattern)):
+                shutil.copyfile(file, directory / file.name)
+    elif tokenizer is not None:
+        tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]  # any of transformers' tokenizers and processors
+
+
+def _write_text(file: Path, text: str) -> None:
+    """On return the file is there as a whole."""
+    partial = file.with_name(f"{file.name}.partial")
+    with partial.open("w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    partial.rename(file)
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _reported(progress: Report | bool | None) -> Iterator[Report]:
+    if progress is True:
+        with bar("export") as report:
+            yield report
+    else:
+        yield progress or unreported

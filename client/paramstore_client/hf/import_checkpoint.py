@@ -1,0 +1,198 @@
+"""The experts of a checkpoint into a namespace, one at a time, over as many attempts as it takes.
+
+- Nothing is put before the whole checkpoint has been looked at: names, shapes, dtypes, lengths of files.
+- Every `save_every_s` seconds, and when it is interrupted, what is there is made durable. An attempt that dies loses what it put
+  since then; the next one goes on from there, and refuses another checkpoint than the one that was begun with.
+- The namespace is committed at the end, and not before: until then nobody can read it or train with it.
+- Memory of this process, beyond what the daemon counts as upload memory: the tensors of one expert, read and converted, are
+  twice their size in the checkpoint; VALUES_IN_FLIGHT values are in upload memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paramstore.clock import Clock, MonotonicClock
+from paramstore.core.key import ExpertKey
+from paramstore.errors import CheckpointError, ConfigError, ParamStoreError, SchemaMismatch
+from paramstore_client.answers import Result
+from paramstore_client.hf.checkpoint import open_checkpoint
+from paramstore_client.hf.conversion import ExpertSource
+from paramstore_client.hf.layout import ExpertLayout, find_layout
+from paramstore_client.hf.progress import Progress, Report, bar, unreported
+from paramstore_client.hf.safetensors_file import Files
+from paramstore_client.initialization import Initialization
+from paramstore_client.namespace import Namespace
+from paramstore_client.tensors import DTYPES
+from paramstore_client.ticket import Ticket
+
+SAVE_EVERY_S = 10.0
+"""A save costs a flush of every volume and a transaction: milliseconds on NVMe, where as much is imported in the time of one."""
+LAST_SAVE_TIMEOUT_S = 10.0
+"""How long an import that was interrupted waits for its last save."""
+VALUES_IN_FLIGHT = 2
+"""One value is taken by the daemon while the next is read."""
+EXTRA_PATH_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What an import did. records: of this attempt; resumed: of those before it. step: the committed one."""
+
+    step: int
+    records: int
+    resumed: int
+    bytes_read: int
+    seconds: float
+    fingerprint: str
+
+
+def import_checkpoint(
+    path: str | os.PathLike[str], namespace: Namespace, model: nn.Module, *, progress: Report | bool | None = None,
+    resume: bool = True, step: int = 0, save_every_s: float = SAVE_EVERY_S, rank: int = 0, world_size: int = 1,
+    clock: Clock | None = None,
+) -> Imported:  # fmt: skip
+    """On return `namespace`, an uncommitted one, has the experts of the checkpoint at `path` and is committed as `step`.
+
+    path: a directory of safetensors, or the id of a model in the hub's cache. model: of the checkpoint's kind, stripped or not, on
+    any device: it says where the experts are and what their tensors are called; its values are not used.
+    Where the namespace keeps fp32 masters they are the checkpoint's values exactly, so that a `param` of its dtype is too.
+    progress: True for a bar on stderr, or a function. resume: go on where an earlier attempt was stopped; False starts over.
+    rank, world_size: of a job whose ranks import together, each its share of the keys; all must call.
+    Raises CheckpointError naming file and tensor where something is damaged, missing or of another shape, or where the attempt
+    before was of another checkpoint; then nothing was put. SchemaMismatch, UnsupportedModel, StepOutOfOrder if the namespace is
+    committed, and what the daemon raises; then the attempt can be resumed.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"import_checkpoint: rank={rank} of world_size={world_size}")
+    now = clock or MonotonicClock()
+    started_s = now.now_s()
+    layout = find_layout(model)
+    check_schema(layout, namespace)
+    source = ExpertSource(model, layout, open_checkpoint(path))
+    with Files() as sampled:
+        fingerprint = source.fingerprint(sampled)
+    with Files() as files, _reported(progress) as report:
+        extra = json.dumps({"import": {"fingerprint": fingerprint, "source": str(path)[:EXTRA_PATH_MAX]}}).encode()
+        with namespace.begin_initialize(resume=resume, values_in_flight=VALUES_IN_FLIGHT) as initialization:
+            _check_same(initialization.extra, fingerprint, path=path, name=namespace.name)
+            missing = set(initialization.missing)
+            mine = [key for number, key in enumerate(namespace.keys()) if number % world_size == rank]
+            wanted = [key for key in mine if key in missing]
+            saver = _Saver(initialization, extra, now, every_s=save_every_s)
+            with saver.saving_what_is_there():
+                _put_all(source, files, initialization, namespace, wanted, saver, report, len(mine))
+                initialization.end()
+        namespace.commit(step, extra).wait()
+        seconds = now.now_s() - started_s
+        return Imported(step, len(wanted), len(mine) - len(wanted), files.bytes_read, seconds, fingerprint)
+
+
+def _put_all(
+    source: ExpertSource, files: Files, initialization: Initialization, namespace: Namespace, wanted: Sequence[ExpertKey],
+    saver: _Saver, report: Report, total: int,
+) -> None:  # fmt: skip
+    dtypes = {field.name: DTYPES[field.dtype] for field in namespace.schema.initial_fields()}
+    is_trained = namespace.schema.is_trainable
+    report(Progress(total - len(wanted), total, 0))
+    for number, key in enumerate(wanted, start=1):
+        initialization.settle(VALUES_IN_FLIGHT - 1)  # before the next one takes memory
+        values = source.read(key, files)
+        initialization.put(key, values if is_trained else _as_stored(values, dtypes))
+        del values
+        saver.save_if_due()
+        report(Progress(total - len(wanted) + number, total, files.bytes_read))
+    initialization.settle()
+
+
+def _as_stored(values: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    """As transformers loads them into a model of the namespace's dtypes."""
+    return {name: value.to(dtypes[name]) for name, value in values.items()}
+
+
+class _Saver:
+    """Makes durable what is there, now and then; one save at a time, beside the puts. Where one takes longer than the time to
+    the next it is waited for: so what an attempt can lose is what it puts in twice that time."""
+
+    def __init__(self, initialization: Initialization, extra: bytes, clock: Clock, *, every_s: float) -> None:
+        self._initialization = initialization
+        self._extra = extra
+        self._clock = clock
+        self._every_s = every_s
+        self._saved_s = clock.now_s()
+        self._saving: Ticket[Result] | None = None
+
+    def save_if_due(self) -> None:
+        if self._clock.now_s() - self._saved_s < self._every_s:
+            return
+        self.settle()
+        self._saving = self._initialization.save(self._extra)
+        self._saved_s = self._clock.now_s()
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Waits for the save under way. Raises what became of it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait(timeout_s)
+
+    @contextmanager
+    def saving_what_is_there(self) -> Iterator[None]:
+        """A block that is left by an error, an interrupt among them, saves once more, if that can be had in reasonable time."""
+        try:
+            yield
+            self.settle()
+        except BaseException:
+            try:
+                self._initialization.settle(timeout_s=LAST_SAVE_TIMEOUT_S)
+                self.settle(LAST_SAVE_TIMEOUT_S)
+                self._initialization.save(self._extra).wait(LAST_SAVE_TIMEOUT_S)
+            except ParamStoreError:
+                pass  # what was saved before it counts; the error that stopped the import is the one to tell
+            raise
+
+
+@contextmanager
+def _reported(progress: Report | bool | None) -> Iterator[Report]:
+    if progress is True:
+        with bar("import") as report:
+            yield report
+    else:
+        yield progress or unreported
+
+
+def check_schema(layout: ExpertLayout, namespace: Namespace) -> None:
+    """Returns if the namespace holds the experts of `layout`. Raises SchemaMismatch naming what differs."""
+    wanted = {tensor.name: tensor.shape for tensor in layout.tensors}
+    found = {name: shape for name, shape, _ in namespace.schema.specs}
+    if wanted != found:
+        raise SchemaMismatch(f"namespace {namespace.name!r} has fields {found}, the model's experts have {wanted}")
+    if (layout.layers, layout.experts) != (namespace.layers, namespace.experts):
+        raise SchemaMismatch(
+            f"namespace {namespace.name!r} has {namespace.experts} experts in layers {list(namespace.layers)}, the model has "
+            f"{layout.experts} in layers {list(layout.layers)}"
+        )
+
+
+def _check_same(extra: bytes | None, fingerprint: str, *, path: str | os.PathLike[str], name: str) -> None:
+    """Raises CheckpointError if what is there is of another checkpoint."""
+    if extra is None:
+        return
+    try:
+        begun = json.loads(extra)["import"]
+        other, where = str(begun["fingerprint"]), str(begun["source"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"namespace {name!r} has values of an initialization that was no import: resume=False starts over"
+        ) from error
+    if other != fingerprint:
+        raise CheckpointError(
+            f"the import of {name!r} was begun with another checkpoint than {path} (with {where}, fingerprint {other}; this one's "
+            f"is {fingerprint}): give that one to go on, or resume=False to start over"
+        )

@@ -1,0 +1,30 @@
+"""A checkpoint's model without memory: what says where its experts are, for whoever needs nothing else of it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from paramstore.core.schema import dtype_name
+from paramstore_client.hf import _compat
+from paramstore_client.hf.checkpoint import checkpoint_directory
+from paramstore_client.hf.refusals import check_config
+from paramstore_client.tensors import DTYPES
+
+
+def skeleton(path: str | os.PathLike[str], *, dtype: str | None = None) -> Any:
+    """The model of the checkpoint at `path` (a directory, or an id in the hub's cache), every tensor on meta, as transformers
+    builds it. dtype: of its weights; None: what its configuration says, else float32.
+
+    Raises CheckpointError, UnsupportedModel, ConfigError, SchemaMismatch for an unknown dtype.
+    """
+    directory = checkpoint_directory(path)
+    config = _compat.load_config(directory, local_files_only=True)
+    check_config(config)
+    transformers = _compat.transformers()
+    named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
+    model_class = _compat.concrete_class(named or transformers.AutoModelForCausalLM, config)
+    found = dtype or getattr(config, "dtype", None) or torch.float32
+    return _compat.on_meta(model_class, config).to(DTYPES[dtype_name(found)])

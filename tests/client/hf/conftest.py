@@ -1,0 +1,24 @@
+"""A real daemon for the tests that import and export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import paramstore_client as ps
+from paramstore.testing.daemon_process import DaemonProcess
+
+BUDGETS = ("--host-budget", "64MiB", "--gradient-budget", "8MiB")
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("imports") / "store", *BUDGETS) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def store(daemon: DaemonProcess) -> Iterator[ps.Store]:
+    with ps.connect(daemon.address) as store:
+        yield store
