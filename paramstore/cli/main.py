@@ -10,7 +10,7 @@ import sys
 import typer
 
 from paramstore import __version__
-from paramstore.cli import bench, demo, fsck, plan, serve, status, verify
+from paramstore.cli import bench, demo, export, fsck, import_, plan, serve, status, verify
 from paramstore.cli.exits import exit_code
 from paramstore.errors import ParamStoreError
 
@@ -23,6 +23,8 @@ app.command("status")(status.status)
 app.command("verify")(verify.verify)
 app.command("fsck")(fsck.fsck)
 app.command("plan")(plan.plan)
+app.command("import")(import_.import_checkpoint)
+app.command("export")(export.export)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
 

@@ -1,0 +1,60 @@
+"""`paramstore import`: the experts of a model's checkpoint into a namespace of a running daemon, one at a time.
+
+An interrupt keeps what is there; the same command goes on with the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import typer
+
+from paramstore.cli.signals import end_as_interrupt
+
+NO_OPTIMIZER = "none"
+
+
+def import_checkpoint(
+    path: str = typer.Argument(help="A directory of safetensors, or the id of a model in the hub's cache."),
+    namespace: str = typer.Option(..., "--namespace", help="The namespace to make; one whose import was interrupted goes on."),
+    optimizer: str = typer.Option("adamw", "--optimizer", help="Whose states are kept; 'none' for inference."),
+    updates: str = typer.Option("exact", "--updates", help="'exact': as a dense optimizer; 'touched': those with gradients."),
+    state_dtype: str = typer.Option(None, "--state-dtype", help="Of the optimizer's states; default float32."),
+    dtype: str = typer.Option(None, "--dtype", help="Of the weights that are leased; default what the checkpoint's config says."),
+    host_share: str = typer.Option(None, "--host-share", help="Of the daemon's host budget, as in 64GiB; default its own choice."),
+    restart: bool = typer.Option(False, "--restart", help="Start over, whatever an interrupted import has brought in."),
+    socket: str = typer.Option(None, "--socket", help="unix:///path of the daemon; default $PARAMSTORE_ADDRESS."),
+    as_json: bool = typer.Option(False, "--json", help="The result, as JSON."),
+) -> None:
+    """Import the experts of a Hugging Face checkpoint; interrupted, the same command goes on where it was."""
+    import paramstore_client as client
+    from paramstore_client.hf.import_checkpoint import import_checkpoint as run
+    from paramstore_client.hf.layout import find_layout
+    from paramstore_client.hf.progress import bar
+    from paramstore_client.hf.skeleton import skeleton
+
+    end_as_interrupt()
+    model = skeleton(path, dtype=dtype)
+    layout = find_layout(model)
+    if optimizer == NO_OPTIMIZER:
+        schema = layout.schema(None)
+    else:
+        schema = layout.schema(optimizer, updates=updates, **({} if state_dtype is None else {"state_dtype": state_dtype}))
+    with client.connect(socket) as store:
+        opened = store.create_namespace(namespace, schema, layers=layout.layers, experts=layout.experts, host_bytes=host_share)
+        try:
+            with bar("import") as report:
+                result = run(path, opened, model, progress=report, resume=not restart)
+        except KeyboardInterrupt:
+            sys.stderr.write(f"paramstore: interrupted; {namespace!r} keeps what is there, and the same command goes on from it\n")
+            raise
+    if as_json:
+        sys.stdout.write(json.dumps({"namespace": namespace, **asdict(result)}, indent=2) + "\n")
+    else:
+        before = f", {result.resumed} were there before" if result.resumed else ""
+        sys.stdout.write(
+            f"{namespace}: {result.records} experts imported{before}; committed as step {result.step}, {result.bytes_read} bytes "
+            f"read in {result.seconds:.1f} s\n"
+        )

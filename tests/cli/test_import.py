@@ -1,0 +1,84 @@
+"""`paramstore import` and `export`: one result on stdout, the exit code tells, an interrupt can be gone on from."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paramstore_client as ps
+from paramstore.testing.daemon_process import DaemonProcess
+from paramstore.testing.saved_models import save_stock, tensors_of
+
+pytestmark = pytest.mark.slow
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("cli") / "store", "--host-budget", "64MiB", "--gradient-budget", "8MiB") as daemon:
+        yield daemon
+
+
+def paramstore(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paramstore", *words], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+
+def test_a_checkpoint_goes_in_and_comes_out_again(daemon: DaemonProcess, tmp_path: Path) -> None:
+    path = save_stock("mixtral", tmp_path / "hub")
+    (path / "tokenizer.json").write_text("{}")
+    common = ("--socket", daemon.address)
+    done = paramstore("import", str(path), "--namespace", "moe", "--updates", "touched", "--json", *common)
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+    assert (result["namespace"], result["step"], result["records"], result["resumed"]) == ("moe", 0, 16, 0)
+    again = paramstore("import", str(path), "--namespace", "moe", "--updates", "touched", *common)
+    assert again.returncode == 1
+    assert "NamespaceExists: namespace 'moe' is committed at step 0" in again.stderr
+    out = paramstore("export", "moe", "--model", str(path), "--out", str(tmp_path / "out"), "--at", "0", "--json", *common)
+    assert (out.returncode, out.stderr) == (0, "")
+    assert json.loads(out.stdout)["records"] == 16
+    assert tensors_of(tmp_path / "out") == tensors_of(path)
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
+
+
+def test_exit_codes_tell_what_went_wrong(daemon: DaemonProcess, tmp_path: Path) -> None:
+    path = save_stock("mixtral", tmp_path / "hub")
+    nobody = paramstore("import", str(path), "--namespace", "x", "--socket", f"unix://{tmp_path}/none")
+    assert (nobody.returncode, nobody.stdout) == (3, "")
+    missing = paramstore("import", str(tmp_path / "none"), "--namespace", "x", "--socket", daemon.address)
+    assert missing.returncode == 1
+    assert "CheckpointError" in missing.stderr
+    assert paramstore("import", str(path)).returncode == 2
+    unknown = paramstore("export", "unknown", "--model", str(path), "--out", str(tmp_path / "out"), "--socket", daemon.address)
+    assert unknown.returncode == 1
+    assert "UnknownNamespace" in unknown.stderr
+
+
+def test_an_interrupt_says_how_to_go_on_and_the_same_command_does(daemon: DaemonProcess, tmp_path: Path) -> None:
+    path = save_stock("mixtral", tmp_path / "hub", num_local_experts=256)
+    words = ["import", str(path), "--namespace", "interrupted", "--updates", "touched", "--socket", daemon.address]
+    command = [sys.executable, "-m", "paramstore", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with ps.connect(daemon.address) as store:
+        while process.poll() is None:
+            known = store.stats()["namespaces"].get("interrupted")
+            if known is not None and known["records_written"]:
+                break
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130, said
+    assert "interrupted; 'interrupted' keeps what is there, and the same command goes on from it" in said
+    done = paramstore(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["resumed"] > 0
+    assert result["resumed"] + result["records"] == 512
