@@ -29,6 +29,7 @@ class Row(NamedTuple):
 class StepRow:
     """One step that can be opened. note_slot: where its commit note lies on every volume. applies: how many applies it covers.
     is_snapshot: it stays until the snapshot is dropped. is_prepared: durable, above all others, and not committed yet.
+    log: `storage.apply_log.pack_log` of what its records may have missed; empty where records miss nothing.
     """
 
     step: int
@@ -39,6 +40,7 @@ class StepRow:
     applies: int = 0
     is_snapshot: bool = False
     is_prepared: bool = False
+    log: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

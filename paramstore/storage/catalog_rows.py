@@ -34,9 +34,20 @@ _STEP_BIAS = 1 << 63
 """Added to a step, so that negative ones sort first."""
 
 _Namespace = tuple[str, dict[str, object], tuple[int, ...], int, int, int, tuple[tuple[int, int], ...], int]
-_Step = tuple[int, int, int, bytes, int, bool, bool]
 _Format = tuple[str, int, bytes]
 
+
+class _Step(msgspec.Struct, array_like=True, frozen=True):
+    """A row without its last value is one whose records miss nothing; it is written like that."""
+
+    sequence: int
+    note_slot: int
+    record_count: int
+    extra: bytes
+    applies: int
+    is_snapshot: bool
+    is_prepared: bool
+    log: bytes = b""
 
 
 class _Volume(msgspec.Struct, array_like=True, frozen=True):
@@ -156,11 +167,12 @@ def unpack_volume(key: bytes, value: bytes) -> VolumeRow:
 
 
 def pack_step(key: bytes, row: StepRow) -> bytes:
-    return _seal(key, (row.sequence, row.note_slot, row.record_count, row.extra, row.applies, row.is_snapshot, row.is_prepared))
+    body = (row.sequence, row.note_slot, row.record_count, row.extra, row.applies, row.is_snapshot, row.is_prepared)
+    return _seal(key, (*body, row.log) if row.log else body)
 
 
 def unpack_step(key: bytes, value: bytes) -> StepRow:
-    return StepRow(read_step_key(key)[1], *_unseal(key, value, _step_decoder))
+    return StepRow(read_step_key(key)[1], *msgspec.structs.astuple(_unseal(key, value, _step_decoder)))
 
 
 def pack_located(key: bytes, located: Located) -> bytes:

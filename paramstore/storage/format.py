@@ -22,16 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.place import Identity
-from paramstore.core.schema import (
-    CHECKSUM_BYTES,
-    CHUNK_BYTES,
-    HEADER_FIXED_BYTES,
-    PAGE_BYTES,
-    Chunk,
-    Part,
-    Schema,
-    round_up,
-)
+from paramstore.core.schema import CHECKSUM_BYTES, CHUNK_BYTES, HEADER_FIXED_BYTES, PAGE_BYTES, Chunk, Part, Schema, round_up
 from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.storage.sealing import PREFIX_BYTES, Bytes, seal, unseal
 from paramstore.storage.volume import Granularity
@@ -47,7 +38,8 @@ NOTE_SLOTS = 64
 """Commit notes a volume has room for: retained steps, held steps and snapshots of all namespaces."""
 NOTE_SLOTS_MAX = 4096
 NOTE_SLOT_BYTES = 80 << 10
-"""`extra` may take 64 KiB of it, the description 8; what is left holds 417 epoch bounds beside a full list of steps."""
+"""`extra` may take 64 KiB of it, the description 8; what is left holds 417 epoch bounds beside a full list of steps, or the
+longest apply log of AdamW."""
 NOTE_COPIES = 2
 DESCRIPTION_BYTES_MAX = 8 << 10
 """Longest description of a namespace in a note: 64 fields with names of 64 letters and eight sizes below 65,536 take 7."""
@@ -65,6 +57,8 @@ _BOUND = struct.Struct("<QQ")  # epoch, last sequence of it that counts
 _STEP = struct.Struct("<qQIB")  # step, sequence, note slot, is snapshot
 ROOT_ROW = struct.Struct("<IIQ")  # layer, expert, root
 
+_HAS_PARENT, _HAS_LOG = 1, 2
+"""What a note's flags say. A program that does not know the second refuses the note: its length is not what it expects."""
 _NOTE_FIXED_BYTES = PREFIX_BYTES + _NOTE.size
 assert PREFIX_BYTES + _HEADER.size <= HEADER_FIXED_BYTES
 
@@ -114,7 +108,8 @@ class CommitNote:
     parent: the step committed before, None for the first. record_count, combined_root: of the records this
     commit changed. state_root: of the records of all keys at this step. applies: how many applies the step covers.
     epoch_bounds: for every earlier epoch, the last sequence that still counts. steps: the older steps that stay beside
-    this one. description: `pack_description` of the namespace. extra: the caller's own bytes.
+    this one. description: `pack_description` of the namespace. extra: the caller's own bytes. log: `pack_log` of the applies that
+    the step's records may have missed.
     """
 
     namespace: str
@@ -130,6 +125,7 @@ class CommitNote:
     steps: tuple[NotedStep, ...] = ()
     description: bytes = b""
     extra: bytes = b""
+    log: bytes = b""
 
 
 def pack_header(header: Header, part: Part) -> bytes:
@@ -314,19 +310,20 @@ def pack_note(note: CommitNote) -> bytes:
     """The note, rounded up to whole pages. Raises CapacityError if a slot has no room for it."""
     lists = (
         *(_BOUND.pack(*bound) for bound in note.epoch_bounds), *(_STEP.pack(*step) for step in note.steps),
-        note.description, note.extra,
+        note.description, note.extra, note.log,
     )  # fmt: skip
     length_bytes = _NOTE_FIXED_BYTES + sum(map(len, lists))
     if length_bytes > NOTE_SLOT_BYTES:
         raise CapacityError(
             f"commit note of namespace {note.namespace!r}, step {note.step}: {length_bytes} bytes, a slot has {NOTE_SLOT_BYTES}: "
-            f"{len(note.epoch_bounds)} epoch bounds, {len(note.extra)} bytes of extra; use less extra, or copy the namespace into "
-            "a new one"
+            f"{len(note.epoch_bounds)} epoch bounds, {len(note.extra)} bytes of extra, an apply log of {len(note.log)} bytes; use "
+            "less extra, or copy the namespace into a new one"
         )
     data = bytearray(round_up(length_bytes, PAGE_BYTES))
     _NOTE.pack_into(
         data, PREFIX_BYTES, _namespace_bytes(note.namespace), note.epoch, note.sequence, note.step,
-        0 if note.parent is None else note.parent, note.parent is not None, note.record_count, note.combined_root,
+        0 if note.parent is None else note.parent, _HAS_PARENT * (note.parent is not None) | _HAS_LOG * bool(note.log),
+        note.record_count, note.combined_root,
         len(note.epoch_bounds), note.state_root, note.applies, len(note.steps), len(note.description), len(note.extra),
     )  # fmt: skip
     data[_NOTE_FIXED_BYTES:length_bytes] = b"".join(lists)
@@ -340,25 +337,27 @@ def unpack_note(data: Bytes) -> CommitNote:
     if length_bytes < _NOTE_FIXED_BYTES:
         raise CorruptRecord(f"commit note of {length_bytes} bytes; the shortest has {_NOTE_FIXED_BYTES}")
     (
-        name, epoch, sequence, step, parent, has_parent, record_count, root, bound_count, state_root, applies, step_count,
+        name, epoch, sequence, step, parent, flags, record_count, root, bound_count, state_root, applies, step_count,
         description_bytes, extra_bytes,
     ) = _NOTE.unpack_from(data, PREFIX_BYTES)  # fmt: skip
     steps_at = _NOTE_FIXED_BYTES + bound_count * _BOUND.size
     description_at = steps_at + step_count * _STEP.size
     extra_at = description_at + description_bytes
-    if length_bytes != extra_at + extra_bytes:
+    log_at = extra_at + extra_bytes
+    if length_bytes < log_at or (length_bytes > log_at) != bool(flags & _HAS_LOG) or flags > _HAS_PARENT | _HAS_LOG:
         raise CorruptRecord(
             f"commit note of {length_bytes} bytes cannot hold {bound_count} epoch bounds, {step_count} steps, {description_bytes} "
-            f"bytes of description and {extra_bytes} of extra"
+            f"bytes of description, {extra_bytes} of extra and what flags {flags} say follows"
         )
     view = memoryview(data)
     rows = _STEP.iter_unpack(view[steps_at:description_at])
     steps = (NotedStep(number, cut, slot, bool(kept)) for number, cut, slot, kept in rows)
     return CommitNote(
-        namespace=_namespace_text(name), epoch=epoch, sequence=sequence, step=step, parent=parent if has_parent else None,
+        namespace=_namespace_text(name), epoch=epoch, sequence=sequence, step=step,
+        parent=parent if flags & _HAS_PARENT else None,
         record_count=record_count, combined_root=root, epoch_bounds=tuple(_BOUND.iter_unpack(view[_NOTE_FIXED_BYTES:steps_at])),
         state_root=state_root, applies=applies, steps=tuple(steps), description=bytes(view[description_at:extra_at]),
-        extra=bytes(view[extra_at:length_bytes]),
+        extra=bytes(view[extra_at:log_at]), log=bytes(view[log_at:length_bytes]),
     )  # fmt: skip
 
 

@@ -23,9 +23,11 @@ from itertools import pairwise
 from operator import attrgetter
 
 from paramstore.config import RETAINED_STEPS
+from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located
 from paramstore.errors import StepDropped, StepFailed, StepPrepared
+from paramstore.storage.apply_log import unpack_log
 from paramstore.storage.catalog import DRAFT_STEP, Change, NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.roots import RootTable
 
@@ -121,6 +123,20 @@ class Ledger:
                 f"the steps are: {', '.join(map(str, self.steps())) or 'none'}{self._and_prepared()}"
             )
         return row
+
+    def find(self, step: int) -> StepRow | None:
+        """The row of a step, committed or prepared; None if there is none (any more)."""
+        return self._contents.steps.get(step)
+
+    def log_at(self, step: int) -> ApplyLog:
+        """What the records of an existing step may have missed."""
+        return unpack_log(self._contents.steps[step].log)
+
+    @property
+    def newest_log(self) -> ApplyLog:
+        """The same of the newest step, committed or prepared: what the working state starts from."""
+        newest = self.newest
+        return ApplyLog() if newest is None else unpack_log(newest.log)
 
     def _and_prepared(self) -> str:
         return "" if self.prepared_step is None else f"; step {self.prepared_step} is prepared"

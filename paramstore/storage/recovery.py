@@ -7,12 +7,15 @@ them is an old copy. Nothing is written: whoever opens next as writer makes a ne
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.place import Extent
 from paramstore.errors import CatalogError, CorruptRecord, VolumeError
+from paramstore.storage.apply_log import unpack_log
 from paramstore.storage.catalog import Contents, StepRow, VolumeRow
 from paramstore.storage.extents import Space, describe
 from paramstore.storage.format import Superblock, extents_start_bytes
@@ -20,6 +23,8 @@ from paramstore.storage.ledger import Ledger
 from paramstore.storage.note_slots import NoteSlots
 from paramstore.storage.notes import read_note, read_superblock
 from paramstore.storage.volume import Granularity, Volume, granularity_of
+
+_first_step = attrgetter("first_step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ def open_store(
     ledgers = {name: Ledger(found, retained_steps=retained_steps) for name, found in contents.namespaces.items()}
     extents = sorted((extent, name) for name, ledger in ledgers.items() for extent in ledger.extents())
     _raise_if([*_truncated(contents, volumes), *_beyond_the_end([extent for extent, _ in extents], volumes)])
+    _check_logs(contents)
     note_slots = _occupy_notes(superblocks, ledgers)
     _raise_if(list(_unproven(ledgers, volumes, superblocks)))
     space = _occupy_extents(contents, volumes, superblocks, extents)
@@ -156,6 +162,22 @@ def _old_copy(index: int, name: str, row: StepRow, found: str) -> str:
         f"volume {index} is an old copy or was replaced: commit note slot {row.note_slot} has {found}; the catalog has step "
         f"{row.step} of namespace {name!r}, sequence {row.sequence}"
     )
+
+
+def _check_logs(contents: Contents) -> None:
+    """Every step of a namespace whose records may miss steps has the log of all that any of them does. Raises CatalogError."""
+    for name, found in contents.namespaces.items():
+        if found.namespace.schema.get("updates") != "exact":
+            continue
+        for step, row in found.steps.items():
+            log = unpack_log(row.log)
+            in_force = [rows[at - 1].located for rows in found.rows.values() if (at := bisect_right(rows, step, key=_first_step))]
+            oldest = min((located.identity.version for located in in_force), default=row.applies)
+            if log.last != row.applies or oldest < log.first - 1:
+                raise CatalogError(
+                    f"step {step} of namespace {name!r} has an apply log of {log.first} to {log.last}; its records stand at apply "
+                    f"{oldest} and later, the step at {row.applies}"
+                )
 
 
 def _occupy_extents(

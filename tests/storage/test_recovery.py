@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from paramstore.core.apply_log import ApplyLog
+from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import CatalogError, VolumeError
+from paramstore.storage.apply_log import pack_log
 from paramstore.storage.catalog import Contents, NamespaceContents, NamespaceRow, Row, StepRow, VolumeRow
 from paramstore.storage.format import CommitNote, Superblock, extents_start_bytes
 from paramstore.storage.notes import copy_notes, format_volume, write_note
@@ -229,3 +232,19 @@ def test_what_was_made_to_persist_at_each_write_is_not_mapped_where_it_would_not
 def test_as_an_ordinary_file_a_volume_opens_whatever_it_was_made_with(store: Store, made: Granularity) -> None:
     made_with(store, made)
     assert store.open().superblocks[1].granularity is made
+
+
+@pytest.mark.parametrize(("first", "count", "is_enough"), [(1, 9, True), (5, 5, True), (6, 4, False), (1, 8, False), (1, 0, False)])
+def test_a_step_whose_log_does_not_cover_its_records_is_refused(store: Store, first: int, count: int, is_enough: bool) -> None:
+    log = ApplyLog(first)
+    for _ in range(count):
+        log = log.appended(1, AdamW())
+    found = store.contents.namespaces["moe"]
+    found.namespace = replace(found.namespace, schema={"updates": "exact"})
+    found.rows = {key: [Row(5, row.located._replace(identity=Identity(1, 4)))] for key, (row,) in found.rows.items()}
+    found.steps[5] = replace(found.steps[5], applies=9, log=pack_log(log))
+    if is_enough:
+        assert store.open().ledgers["moe"].log_at(5) == log
+    else:
+        with pytest.raises(CatalogError, match=r"step 5 of namespace 'moe' has an apply log .* stand at apply 4 .* at 9"):
+            store.open()
