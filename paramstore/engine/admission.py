@@ -247,6 +247,8 @@ def make_namespace(ledger: Ledger) -> NamespaceState:
     keys = KeySpace.of(row.layers, row.experts)
     namespace = NamespaceState(row.name, schema, keys, ledger, epoch=row.epoch, sequence=row.sequence)
     namespace.applies = row.applies
+    if namespace.is_exact:
+        namespace.log = ledger.newest_log
     namespace.turn = asyncio.Lock()
     namespace.working = fresh_working(namespace)
     return namespace

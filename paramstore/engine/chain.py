@@ -179,6 +179,8 @@ class Chain:
         """The ledger stands in a new epoch: so does all that is in memory."""
         row = namespace.ledger.namespace
         namespace.applies = row.applies
+        if namespace.is_exact:
+            namespace.log = namespace.ledger.newest_log
         self._planner.rollback(namespace, epoch=row.epoch, freed=freed)
         self._transfers.drain()
 

@@ -21,8 +21,9 @@ from paramstore.core.place import Extent
 from paramstore.core.residency import Working
 from paramstore.engine.chain import Chain, check_uncommitted, prepared_error
 from paramstore.engine.cleaner import Cleaner
+from paramstore.engine.counters import CommitProgress
 from paramstore.engine.moves import MoveKind
-from paramstore.engine.namespace import CommitProgress, Cut, NamespaceState, WorkingCopy
+from paramstore.engine.namespace import Cut, NamespaceState, WorkingCopy
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import CATALOG_LANE, Runner, volume_lane
@@ -30,6 +31,7 @@ from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.waiting import until_woken
 from paramstore.errors import CapacityError, StepFailed, StepOutOfOrder, VolumeError
+from paramstore.storage.apply_log import pack_log
 from paramstore.storage.catalog import DRAFT_STEP, StepRow
 from paramstore.storage.format import CommitNote, NotedStep, Superblock, combine_roots, pack_description
 from paramstore.storage.ledger import Publication
@@ -88,7 +90,9 @@ class Committer:
             if is_made(namespace, step, is_prepared=is_prepared):
                 return {"step": step, "records": 0, "bytes_written": 0, "seconds": 0.0}
             cut = self._cut(namespace, step)
-        row = StepRow(step, cut.sequence, NO_SLOT, len(cut.keys), extra, cut.applies, is_prepared=is_prepared)
+        row = StepRow(
+            step, cut.sequence, NO_SLOT, len(cut.keys), extra, cut.applies, is_prepared=is_prepared, log=pack_log(cut.log)
+        )
         written = await self._make_durable(namespace, cut, row)
         return {"step": step, "records": len(cut.keys), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
 
@@ -242,7 +246,7 @@ def is_made(namespace: NamespaceState, step: int, *, is_prepared: bool) -> bool:
     committed, what = namespace.committed_step, "prepare" if is_prepared else "commit"
     if namespace.ledger.prepared_step is not None:
         raise prepared_error(namespace, what=f"{what}({step})")
-    if step == committed and not is_prepared and not namespace.changed and not namespace.pending:
+    if step == committed and not is_prepared and not namespace.changed and not namespace.pending and not _has_stepped(namespace):
         return True
     if not 0 <= step < STEP_END:
         raise StepOutOfOrder(f"{what}({step}) on {namespace.name!r}: a step is 0 to {STEP_END - 1}")
@@ -262,6 +266,12 @@ def _check_extra(extra: bytes) -> None:
         raise CapacityError(f"extra has {len(extra)} bytes; a commit takes {EXTRA_BYTES_MAX}")
 
 
+def _has_stepped(namespace: NamespaceState) -> bool:
+    """Whether an apply has moved records on since the committed step, though none may have changed yet."""
+    newest = namespace.ledger.newest
+    return namespace.is_exact and newest is not None and newest.applies != namespace.applies
+
+
 def _changed_rows(cut: Cut) -> int:
     """Rows of the catalog that the commit of `cut` changes, at most."""
     return 2 * len(cut.keys) + FIXED_ROWS
@@ -278,7 +288,7 @@ def _note(namespace: NamespaceState, cut: Cut, row: StepRow, kept: frozenset[int
         record_count=len(cut.keys), combined_root=combine_roots(roots), state_root=ledger.state_root(cut.sequence, roots),
         applies=cut.applies, epoch_bounds=ledger.namespace.epoch_bounds,
         steps=tuple(NotedStep(other.step, other.sequence, other.note_slot, other.is_snapshot) for other in older),
-        description=pack_description(namespace.schema, namespace.keys), extra=row.extra,
+        description=pack_description(namespace.schema, namespace.keys), extra=row.extra, log=row.log,
     )  # fmt: skip
 
 

@@ -1,14 +1,17 @@
 """The planner's rules for `param` copies: finding, making room, feeding a load from the right source, retiring.
 
 Sources of a copy, first that applies: the working slot, if it holds exactly these bytes; the working load, update or
-earlier apply that will make them (then the copy waits); the extent that holds exactly them.
+earlier apply that will make them (then the copy waits); the extent that holds exactly them. Where the record has missed steps,
+the same of its bytes as they stand: the steps are made on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
+from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import Options
 from paramstore.core.place import Identity, Located
 from paramstore.core.residency import MAY_MATERIALISE, Copy, CopyEvent, Working, next_copy
 from paramstore.engine.arena import Arena
@@ -79,16 +82,25 @@ class CopyPlanner:
 
     def start(
         self, namespace: NamespaceState, key: ExpertKey, identity: Identity, located: Located | None, slot: int, *,
-        urgency: Urgency, deadline_s: float | None = None,
+        urgency: Urgency, deadline_s: float | None = None, log: ApplyLog | None = None,
     ) -> ParamCopy:  # fmt: skip
-        """A new LOADING copy in `slot`; its move is in the outbox, unless it waits for the working copy."""
+        """A new LOADING copy in `slot`; its move is in the outbox, unless it waits for the working copy.
+
+        log: of the view that asks, where the record may have missed steps.
+        """
         assert namespace.param_arena is not None
         segment, offset_bytes = namespace.param_arena.place(slot)
-        copy = ParamCopy(key, identity, slot, located, segment=segment, offset_bytes=offset_bytes)
+        base = namespace.working[key].target if located is None else located.identity
+        missed: tuple[Options, ...] = ()
+        if log is not None and base is not None:
+            missed = log.missed(after=base.version, until=identity.version)
+        copy = ParamCopy(
+            key, identity, slot, located, segment=segment, offset_bytes=offset_bytes, base=base if missed else None, missed=missed
+        )
         copy.state = next_copy(copy.state, CopyEvent.LOAD)
         namespace.copies.setdefault(key, []).append(copy)
         working = namespace.working[key]
-        if working.target == identity:
+        if namespace.wanted(working) == identity:
             working.current = copy
         self.feed(namespace, copy, urgency=urgency, deadline_s=deadline_s)
         return copy
@@ -100,7 +112,7 @@ class CopyPlanner:
         working = namespace.working[copy.key]
         located = copy.located
         source: WorkingCopy | None = None
-        if working.identity == copy.identity and namespace.is_trainable():
+        if working.identity in (copy.identity, copy.base) and namespace.is_trainable():
             if working.state in MAY_MATERIALISE:
                 source = working
             elif working.state in (Working.LOADING, Working.UPDATING):
@@ -115,6 +127,12 @@ class CopyPlanner:
             return  # an apply, a fill or its first write will make these bytes
         if source is not None:
             source.holders += 1
+        if copy.missed and working.identity != copy.identity:
+            move = Move(
+                MoveKind.REPLAY, namespace, copy, urgency, located=None if source is not None else located, source=source,
+                deadline_s=deadline_s,
+            )  # fmt: skip
+        elif source is not None:
             move = Move(MoveKind.MATERIALISE, namespace, copy, urgency, source=source, deadline_s=deadline_s)
         else:
             move = Move(MoveKind.LOAD_PARAM, namespace, copy, urgency, located=located, deadline_s=deadline_s)
@@ -191,6 +209,28 @@ class CopyPlanner:
                 self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
         request.copies = []
         request.view.leases.pop(request.lease_id, None)
+
+    def retire_stale(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
+        """In an exact namespace every apply leaves every copy behind; what the writer saw of `keys` goes when it asks for them
+        again, or for their room."""
+        if not namespace.is_exact:
+            return
+        for key in keys:
+            working = namespace.working[key]
+            older = working.current
+            if older is not None and older.identity != namespace.wanted(working):
+                working.current = None
+                self.supersede(namespace, older)
+
+    def evict_left_behind(self, namespace: NamespaceState) -> None:
+        """An apply of an exact namespace was called: what was loaded ahead of it and not used is waste, unless a reader sees it.
+        It would stand in the way of other prefetches."""
+        if not namespace.unused_prefetches:
+            return
+        for copies in list(namespace.copies.values()):
+            for copy in list(copies):
+                if copy.is_prefetched and copy.state is Copy.READY and not namespace.is_seen(copy.key, copy.identity):
+                    self.evict(namespace, copy)
 
     def supersede(self, namespace: NamespaceState, copy: ParamCopy) -> None:
         """The working view has moved on from `copy`: it retires, unless a reader's step still sees it."""

@@ -147,6 +147,8 @@ class LeasePlanner:
                 raise UnknownKey(f"key {key} is not in namespace {namespace.name!r}")
             if view.is_writer:
                 copy = working.current
+                if namespace.is_exact and (wanted := namespace.wanted(working)) is not None:
+                    copy = namespace.find_copy(key, wanted)
                 if copy is None:
                     self._check_reachable(namespace, working)
             else:
@@ -172,6 +174,8 @@ class LeasePlanner:
         absent = list(dict.fromkeys(key for key, copy in zip(request.keys, found, strict=True) if copy is None))
         slots: list[int] = []
         if absent:
+            if view.is_writer and may_take_slots:
+                self._copies.retire_stale(namespace, absent)
             keep, needed = frozenset(request.keys), frozenset(copy for copy in found if copy is not None)
             room = self._copies.make_room(namespace, len(absent), keep=keep, needed=needed) if may_take_slots else None
             if room is None:
@@ -181,7 +185,9 @@ class LeasePlanner:
         for key, slot in zip(absent, slots, strict=True):
             identity, located = view.locate(key)
             assert identity is not None
-            started[key] = self._copies.start(namespace, key, identity, located, slot, urgency=Urgency.DEMAND)
+            started[key] = self._copies.start(
+                namespace, key, identity, located, slot, urgency=Urgency.DEMAND, log=view.log if namespace.is_exact else None
+            )
         namespace.stats.param.misses += len(absent)
         namespace.stats.param.hits += len(found) - len(absent)
         request.copies = [copy or started[key] for key, copy in zip(request.keys, found, strict=True)]
@@ -260,13 +266,16 @@ class LeasePlanner:
             if identity is None or is_unmade or namespace.unused_prefetches >= self._prefetch_allowance(namespace):
                 request.skipped += 1
                 return
+            if view.is_writer:
+                self._copies.retire_stale(namespace, [key])
             slots = self._copies.make_room(namespace, 1, keep=wanted, is_prefetch=True)
             if slots is None:
                 request.skipped += 1
                 return
             copy = self._copies.start(
-                namespace, key, identity, located, slots[0], urgency=Urgency.PREFETCH, deadline_s=request.deadline_s
-            )
+                namespace, key, identity, located, slots[0], urgency=Urgency.PREFETCH, deadline_s=request.deadline_s,
+                log=view.log if namespace.is_exact else None,
+            )  # fmt: skip
             copy.is_prefetched = True
             namespace.unused_prefetches += 1
             namespace.stats.param.prefetched += 1

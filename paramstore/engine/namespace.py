@@ -11,18 +11,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.optimizers import Options
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.residency import Copy, Working
 from paramstore.core.schema import Schema
 from paramstore.core.visits import Visits
 from paramstore.engine.arena import Arena
+from paramstore.engine.counters import CommitProgress, NamespaceStats
 from paramstore.errors import WriterFenced
 from paramstore.storage.ledger import Ledger
 
 if TYPE_CHECKING:
     from paramstore.engine.moves import Move
     from paramstore.engine.ranks import Gathering
+    from paramstore.engine.replay import Replays
     from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
     from paramstore.engine.routes import Staging
 
@@ -46,6 +50,10 @@ class GradientRange:
         return self.memory.view(self.offset_bytes, self.length_bytes)
 
 
+Claimed = dict[ExpertKey, tuple[GradientRange, ...]]
+"""What an apply updates, and with which gradients, summed in this order: none for zeros."""
+
+
 class WorkingCopy:
     """One key's working copy of the stored part. State changes go through `core.residency` only."""
 
@@ -61,7 +69,7 @@ class WorkingCopy:
         self.identity = identity
         """Of the newest bytes that exist; None before `initialize`."""
         self.target = identity
-        """Of the bytes that exist once every apply called so far has run."""
+        """Of the bytes that exist once every apply called so far has run; in an exact namespace, of those that take part in it."""
         self.uncommitted: Located | None = None
         """The newest whole record on a volume that no step has published."""
         self.reserved: Extent | None = None
@@ -75,7 +83,7 @@ class WorkingCopy:
         self.is_orphan = False
         """Discarded by a rollback while a worker or holder used the slot, which is freed when the last returns."""
         self.current: ParamCopy | None = None
-        """The `param` copy of `target`, if there is one."""
+        """The `param` copy of what the writer sees, if there is one; in an exact namespace, of what it saw when it last asked."""
         self.move: Move | None = None
         """The load, update or write under way."""
         self.requests: list[SlotRequest] = []
@@ -94,19 +102,26 @@ class WorkingCopy:
 class ParamCopy:
     """One immutable copy of a key's `param` part. `name` of it in the policy is the key: counts outlive versions."""
 
-    __slots__ = ("identity", "is_prefetched", "key", "leases", "located", "move", "place", "slot", "state", "waiters")
+    __slots__ = (
+        "base", "identity", "is_prefetched", "key", "leases", "located", "missed", "move", "place", "slot", "state", "waiters",
+    )  # fmt: skip
 
     def __init__(
-        self, key: ExpertKey, identity: Identity, slot: int, located: Located | None, *, segment: int, offset_bytes: int
-    ) -> None:
+        self, key: ExpertKey, identity: Identity, slot: int, located: Located | None, *, segment: int, offset_bytes: int,
+        base: Identity | None = None, missed: tuple[Options, ...] = (),
+    ) -> None:  # fmt: skip
         self.key = key
         self.identity = identity
+        self.base = identity if base is None else base
+        """Of the record that it is made from: another than its own where that has missed steps."""
+        self.missed = missed
+        """The options of these steps."""
         self.state = Copy.ABSENT
         self.slot = slot
         self.place = (segment, offset_bytes, *identity)
         """What a lease tells its client: where the bytes are, and which."""
         self.located = located
-        """The extent that holds exactly this identity, where one is known; else the working copy makes it."""
+        """The extent that holds exactly `base`, where one is known; else the working copy makes it."""
         self.leases = 0
         self.is_prefetched = False
         """Loaded ahead of use and not used yet."""
@@ -247,19 +262,15 @@ class View:
     def locate(self, key: ExpertKey) -> tuple[Identity | None, Located | None]:
         """The identity this view sees of `key`, and its extent if the identity is a committed one."""
         if self.is_writer:
-            return self.namespace.working[key].target, None
+            return self.namespace.wanted(self.namespace.working[key]), None
         assert self.step is not None
         located = self.namespace.ledger.at(key, self.step)
-        return (located.identity, located) if located is not None else (None, None)
+        return (self.namespace.seen_at(located, self.step), located) if located is not None else (None, None)
 
-
-@dataclass(frozen=True, slots=True)
-class CommitProgress:
-    """Where a commit began: its step, when by the store's clock, and the namespace's count of bytes written then."""
-
-    step: int
-    started_s: float
-    bytes_written: int
+    @property
+    def log(self) -> ApplyLog:
+        """What the records that it sees may have missed."""
+        return self.namespace.log if self.step is None else self.namespace.ledger.log_at(self.step)
 
 
 @dataclass(slots=True)
@@ -271,39 +282,11 @@ class Cut:
     keys: frozenset[ExpertKey]
     unwritten: set[ExpertKey]
     located: dict[ExpertKey, Located]
+    log: ApplyLog = field(default_factory=ApplyLog)
+    """What the step's records may have missed."""
     progress: CommitProgress | None = None
     written: object | None = None
     """Future of who waits until `unwritten` is empty, or one of its writes has failed; opaque to the planner."""
-
-
-@dataclass(slots=True)
-class PartStats:
-    """Counters of one part of a namespace."""
-
-    hits: int = 0
-    misses: int = 0
-    joins: int = 0
-    evictions: int = 0
-    prefetched: int = 0
-    prefetched_bytes: int = 0
-    wasted: int = 0
-    wasted_bytes: int = 0
-
-
-@dataclass(slots=True)
-class NamespaceStats:
-    param: PartStats = field(default_factory=PartStats)
-    optim: PartStats = field(default_factory=PartStats)
-    bytes_read: int = 0
-    bytes_written: int = 0
-    records_updated: int = 0
-    records_written: int = 0
-    commits: int = 0
-    bytes_committed: int = 0
-    """Of the records that commits published: what had to be written, once each."""
-    note_bytes: int = 0
-    """Of the commit notes, in all copies on all volumes."""
-    applies: int = 0
 
 
 class NamespaceState:
@@ -317,11 +300,17 @@ class NamespaceState:
         self.epoch = epoch
         self.sequence = sequence
         self.applies = 0
+        self.is_exact = schema.updates == "exact"
+        """Whether an apply is a step of every record, made when it is needed."""
+        self.log = ApplyLog()
+        """Of an exact namespace, up to the newest apply that was called."""
         self.param_arena: Arena | None = None
         self.working_arena: Arena | None = None
         """Of the stored part: `optim`; for a param schema the same arena as `param_arena`."""
         self.staging: Staging | None = None
         """Buffers for reads that end in another layout."""
+        self.replays: Replays | None = None
+        """Buffers for records that make missed steps, and who waits for one."""
         self.working: dict[ExpertKey, WorkingCopy] = {}
         self.resident: dict[ExpertKey, WorkingCopy] = {}
         """Working copies that have a slot, longest first."""
@@ -385,10 +374,26 @@ class NamespaceState:
 
     def is_seen(self, key: ExpertKey, identity: Identity) -> bool:
         """Whether some view's step, or the writer, sees exactly these bytes."""
-        if self.working[key].target == identity:
+        if self.wanted(self.working[key]) == identity:
             return True
         steps = {view.step for view in self.views if view.step is not None and not view.is_closed}
-        return any((located := self.ledger.at(key, step)) is not None and located.identity == identity for step in steps)
+        return any(
+            (located := self.ledger.at(key, step)) is not None and self.seen_at(located, step) == identity for step in steps
+        )
+
+    def wanted(self, working: WorkingCopy) -> Identity | None:
+        """What the writer sees of a key: the bytes that exist once every apply called so far has run, and made its missed steps."""
+        target = working.target
+        if not self.is_exact or target is None or target.version == self.log.last:
+            return target
+        return Identity(self.log.epoch_of(self.log.last), self.log.last)
+
+    def seen_at(self, located: Located, step: int) -> Identity:
+        """What a reader at `step` sees of the record that is in force there: the same once it has made its missed steps."""
+        row = self.ledger.find(step) if self.is_exact else None
+        if row is None or located.identity.version == row.applies:
+            return located.identity
+        return Identity(self.ledger.log_at(step).epoch_of(row.applies), row.applies)
 
     @property
     def protected(self) -> frozenset[ExpertKey]:

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paramstore.config import Retention
+from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import Options
 from paramstore.core.place import Extent, Identity
 from paramstore.core.residency import Copy, Working
+from paramstore.engine.catch_up import due_keys
 from paramstore.engine.copies import CopyPlanner
 from paramstore.engine.leases import LeasePlanner
 from paramstore.engine.moves import Outbox
-from paramstore.engine.namespace import Cut, GradientRange, NamespaceState, ParamCopy, View, WorkingCopy
+from paramstore.engine.namespace import Claimed, Cut, NamespaceState, ParamCopy, View, WorkingCopy
 from paramstore.engine.requests import Urgency
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
@@ -40,18 +43,29 @@ class Planner:
 
     # --- apply
 
-    def begin_apply(self, namespace: NamespaceState) -> dict[ExpertKey, tuple[GradientRange, ...]]:
-        """Takes what is pending. From here on the working view means the bytes this apply will make."""
-        pending, namespace.pending = namespace.pending, {}
-        for key in pending:
+    def begin_apply(self, namespace: NamespaceState, options: Options | None = None) -> Claimed:
+        """Takes what is pending. From here on the working view means the bytes this apply will make.
+
+        options: the apply's. Gives what it updates; without gradients, keys of an exact namespace that are due.
+        """
+        claimed: Claimed = dict(namespace.pending)
+        namespace.pending = {}
+        if namespace.is_exact:
+            assert options is not None
+            namespace.log = namespace.log.trimmed(namespace.applies).appended(namespace.epoch, options)
+            claimed = dict.fromkeys(due_keys(namespace), ()) | claimed
+        for key in claimed:
             working = namespace.working[key]
             assert working.target is not None
             older, working.current = working.current, None
-            working.target = Identity(namespace.epoch, working.target.version + 1)
+            version = namespace.log.last if namespace.is_exact else working.target.version + 1
+            working.target = Identity(namespace.epoch, version)
             if older is not None:
                 self.copies.supersede(namespace, older)
+        if namespace.is_exact:
+            self.copies.evict_left_behind(namespace)
         self.leases.pump(namespace)
-        return pending
+        return claimed
 
     def reserve_extents(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
         """Every key has an extent to be written to that no later event can take; else CapacityError, nothing changed.
@@ -103,7 +117,7 @@ class Planner:
         copy = namespace.find_copy(working.key, identity)
         if copy is not None:
             return copy if copy.move is None else None
-        if working.target != identity:
+        if namespace.wanted(working) != identity:
             return None
         assert namespace.param_arena is not None
         policy = namespace.param_arena.policy
@@ -118,7 +132,7 @@ class Planner:
     @staticmethod
     def _made_identity(namespace: NamespaceState, working: WorkingCopy) -> Identity:
         assert working.identity is not None
-        return Identity(namespace.epoch, working.identity.version + 1)
+        return Identity(namespace.epoch, namespace.applies if namespace.is_exact else working.identity.version + 1)
 
     def settle_update(
         self, namespace: NamespaceState, working: WorkingCopy, copy: ParamCopy | None, error: ParamStoreError | None
@@ -145,7 +159,7 @@ class Planner:
     def _fail_unmade(self, namespace: NamespaceState, error: ParamStoreError) -> None:
         for copies in list(namespace.copies.values()):
             for copy in list(copies):
-                is_unmade = copy.located is None and namespace.working[copy.key].identity != copy.identity
+                is_unmade = copy.located is None and namespace.working[copy.key].identity != copy.base
                 if is_unmade and copy.is_waiting:
                     self.copies.settle(namespace, copy, error)
 
@@ -169,7 +183,8 @@ class Planner:
                 working.is_cut = True
                 unwritten.add(key)
         namespace.changed = set()
-        cut = Cut(namespace.sequence, namespace.applies, keys, unwritten, located)
+        log = namespace.log.window(namespace.applies) if namespace.is_exact else ApplyLog()
+        cut = Cut(namespace.sequence, namespace.applies, keys, unwritten, located, log)
         namespace.cut = cut
         return cut
 
@@ -231,9 +246,9 @@ class Planner:
         self._fail_unmade(namespace, error)
         self.copies.retire_unseen(namespace)
         for key, copies in namespace.copies.items():
-            target = namespace.working[key].target
+            wanted = namespace.wanted(namespace.working[key])
             for copy in copies:
-                if copy.identity == target and copy.state is not Copy.RETIRED:
+                if copy.identity == wanted and copy.state is not Copy.RETIRED:
                     namespace.working[key].current = copy
         for key in list(namespace.copies):
             self.copies.feed_waiting(namespace, key)  # what waited for a working copy that is gone

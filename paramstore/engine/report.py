@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 from paramstore.core.residency import Copy
 from paramstore.engine.arena import Arena
-from paramstore.engine.namespace import NamespaceState, PartStats, WriterGroup
+from paramstore.engine.counters import PartStats
+from paramstore.engine.namespace import NamespaceState, WriterGroup
 from paramstore.engine.transfers import VolumeTraffic
 from paramstore.engine.volumes import VolumeSet
 
@@ -35,6 +36,8 @@ def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object
         "state_dtype": namespace.schema.state_dtype if namespace.is_trainable() else None,
         "bytes_per_parameter": namespace.schema.bytes_per_parameter,
         "bytes_read": stats.bytes_read, "bytes_written": stats.bytes_written, "records_updated": stats.records_updated,
+        "records_caught_up": stats.records_caught_up, "records_replayed": stats.records_replayed,
+        "steps_replayed": stats.steps_replayed, "logged_applies": len(namespace.log.entries), "updates": namespace.schema.updates,
         "records_written": stats.records_written, "commits": stats.commits, "applies": stats.applies,
         "bytes_committed": stats.bytes_committed, "note_bytes": stats.note_bytes,
         "write_amplification": written_bytes / stats.bytes_committed if stats.bytes_committed else None,

@@ -32,6 +32,7 @@ from paramstore.engine.namespace import GradientRange, NamespaceState, UploadMem
 from paramstore.engine.patrol import Patrol
 from paramstore.engine.planner import Planner
 from paramstore.engine.ranks import Ranks
+from paramstore.engine.reading import Reading
 from paramstore.engine.report import namespace_stats, residency, volume_stats
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
 from paramstore.engine.runner import Runner
@@ -40,7 +41,6 @@ from paramstore.engine.scrub import Scrub, Scrubber
 from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import Updater
-from paramstore.engine.values import Values
 from paramstore.engine.volumes import VolumeSet
 from paramstore.engine.writing import check_changing, check_pushing, check_writer, check_writing
 from paramstore.errors import (
@@ -84,7 +84,7 @@ class Store:
             planner, transfers, host, volumes, cleaner, chain, transactions, namespaces, retained_steps=config.retained_steps
         )
         self.ranks = Ranks(planner, wait_timeout_s=config.wait_timeout_s)
-        self._values = Values(planner, runner, transfers, loader)
+        self._reading = Reading(planner, transfers, loader, runner)
         self._clock = clock
         self._started_s = clock.now_s()
 
@@ -209,7 +209,7 @@ class Store:
         """Takes what is pending now; the rest happens in turn. Raises StepPrepared, SchemaMismatch; then all is pending still."""
         namespace = check_changing(view)
         namespace.schema.check_options(options)
-        pending, epoch = self._updater.begin(namespace), namespace.epoch
+        pending, epoch = self._updater.begin(namespace, options), namespace.epoch
 
         async def run() -> dict[str, int]:
             async with namespace.turn:
@@ -289,7 +289,8 @@ class Store:
         await self._initializer.end(check_writer(view))
 
     async def read(self, view: View, key: ExpertKey, target: memoryview) -> Identity:
-        return await self._values.read(view, key, target)
+        """Copies the stored part's image, as `view` sees it, to `target` (record_bytes, page-aligned). Raises CorruptRecord."""
+        return await self._reading.read(view, key, target)
 
     def open_upload(self, client: object, length_bytes: int, views: Sequence[View]) -> tuple[int, Any]:
         """A writable segment of at least `length_bytes` for `client`. Raises CapacityError."""

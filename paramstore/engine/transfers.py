@@ -15,13 +15,15 @@ from typing import Any
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
+from paramstore.core.schema import Part
 from paramstore.engine.arithmetic import materialise
 from paramstore.engine.hashing import Hashing
 from paramstore.engine.moves import Move, MoveKind
 from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
 from paramstore.engine.planner import Planner
+from paramstore.engine.replay import Replayer
 from paramstore.engine.requests import PrefetchRequest, Urgency
-from paramstore.engine.routes import ImageRead, ImageWrite, MasterRead, PieceRead, check_pieces, cut_for_write, cut_pieces
+from paramstore.engine.routes import ImageRead, ImageWrite, MasterRead, Piece, PieceRead, check_pieces, cut_for_write, cut_pieces
 from paramstore.engine.runner import CPU_LANE, Runner, call, volume_lane, wake
 from paramstore.engine.scheduler import Transfer
 from paramstore.engine.transfer_log import TransferLog, bytes_of
@@ -55,10 +57,11 @@ class Transfers:
         self.traffic = {index: VolumeTraffic() for index in volumes}
         self.watch_writes: Callable[[], None] = lambda: None
         """Called after every record that was written: whoever counts bytes over the store's life."""
-        self._volumes = volumes
+        self.volumes = volumes
         self._store_uuid = store_uuid
         self._piece_bytes = piece_bytes
-        self._hashing = hashing
+        self.hashing = hashing
+        self._replayer = Replayer(self)
 
     def drain(self) -> None:
         """Carries out everything in the planner's outbox."""
@@ -72,6 +75,8 @@ class Transfers:
             for move in moves:
                 self._start(move)
             for move in promoted:
+                if move.kind is MoveKind.REPLAY:
+                    self._replayer.promote(move)
                 if move.transfer is not None:
                     self.runner.promote(move.transfer, Urgency.DEMAND)
             for request in finished:
@@ -92,6 +97,8 @@ class Transfers:
             self._start_materialise(move)
         elif move.kind is MoveKind.WRITE:
             self._start_write(move)
+        elif move.kind is MoveKind.REPLAY:
+            self._replayer.start(move)
         else:
             self._start_read(move)
 
@@ -99,16 +106,16 @@ class Transfers:
         assert move.located is not None
         schema, extent = move.namespace.schema, move.located.extent
         slot = self._slot_view(move)
-        volume = self._volumes[extent.volume]
+        volume = self.volumes[extent.volume]
         self.planner.space.pin(extent)
         read: ImageRead | MasterRead
         if move.kind is MoveKind.LOAD_PARAM and schema.is_trainable:
             assert move.namespace.staging is not None
-            read = MasterRead(volume, extent, schema, slot, move.namespace.staging, self._hashing)
+            read = MasterRead(volume, extent, schema, slot, move.namespace.staging, self.hashing)
             pieces = cut_pieces(schema.stored, self._piece_bytes, len(schema.specs))
         else:
-            read = ImageRead(volume, extent, slot, schema.stored.header_bytes, self._hashing)
-            pieces = cut_pieces(schema.stored, self._piece_bytes, len(schema.stored.fields))
+            read = ImageRead(volume, extent, slot, schema.stored.header_bytes, self.hashing)
+            pieces = self.pieces_of(schema.stored)
         light_bytes = schema.record_bytes if len(pieces) == 1 else 0
         self._submit(move, volume_lane(extent.volume), read.run, deque(pieces), self._settle_read, light_bytes=light_bytes)
 
@@ -132,10 +139,10 @@ class Transfers:
             optimizer_step=working.optimizer_step, last_apply=working.last_apply, checksums=(),
         )  # fmt: skip
         part = namespace.schema.stored
-        volume = self._volumes[located.extent.volume]
+        volume = self.volumes[located.extent.volume]
         first, *others = pieces = cut_for_write(part, self._piece_bytes)
         checksums = [0] * sum(len(piece.chunks) for piece in pieces)
-        write = ImageWrite(volume, located.extent, part, self._slot_view(move), header, checksums, self._hashing)
+        write = ImageWrite(volume, located.extent, part, self._slot_view(move), header, checksums, self.hashing)
         lane = volume_lane(located.extent.volume)
         settle = partial(self._settle_write, write=write)
         light_bytes = 0 if others else part.image_bytes
@@ -165,13 +172,7 @@ class Transfers:
         located, namespace, subject = move.located, move.namespace, move.subject
         assert located is not None
         self.planner.space.unpin(located.extent)
-        header, error = None, transfer.error
-        if error is None:
-            try:
-                header = self._verify_record(namespace, subject.key, located, transfer.results)
-            except ParamStoreError as caught:
-                error = caught
-        self._count_read(move, located, transfer, error)
+        header, error = self.verify_read(move, located, transfer)
         if isinstance(subject, ParamCopy):
             self.planner.copies.settle(namespace, subject, error)
             self.planner.leases.pump(namespace)
@@ -180,6 +181,21 @@ class Transfers:
             self.planner.working.settle_load(namespace, subject, optimizer_step=step, last_apply=last_apply, error=error)
             self.planner.after_working(namespace, subject)
         self.drain()
+
+    def verify_read(self, move: Move, located: Located, transfer: Transfer) -> tuple[Header | None, ParamStoreError | None]:
+        """The header of the record that was read, or the error that it ended with; it is counted either way."""
+        header, error = None, transfer.error
+        if error is None:
+            try:
+                header = self._verify_record(move.namespace, move.subject.key, located, transfer.results)
+            except ParamStoreError as caught:
+                error = caught
+        self._count_read(move, located, transfer, error)
+        return header, error
+
+    def pieces_of(self, part: Part) -> tuple[Piece, ...]:
+        """A whole record, as it is read."""
+        return cut_pieces(part, self._piece_bytes, len(part.fields))
 
     def _verify_record(
         self, namespace: NamespaceState, key: ExpertKey, located: Located, results: list[PieceRead]
@@ -241,12 +257,13 @@ class Transfers:
         self.traffic[volume].failures += 1
         self.planner.space.fences.fail_write(volume, error)
 
-    async def read_into(self, namespace: NamespaceState, key: ExpertKey, located: Located, target: memoryview) -> None:
-        """Fills `target` (record_bytes, page-aligned) with a whole, verified record. Raises VolumeError, CorruptRecord."""
+    async def read_into(self, namespace: NamespaceState, key: ExpertKey, located: Located, target: memoryview) -> Header:
+        """Fills `target` (record_bytes, page-aligned) with a whole, verified record, and gives its header. Raises VolumeError,
+        CorruptRecord."""
         part, extent = namespace.schema.stored, located.extent
-        read = ImageRead(self._volumes[extent.volume], extent, target, part.header_bytes, self._hashing)
+        read = ImageRead(self.volumes[extent.volume], extent, target, part.header_bytes, self.hashing)
         future = asyncio.get_running_loop().create_future()
-        pieces: deque[Any] = deque(cut_pieces(part, self._piece_bytes, len(part.fields)))
+        pieces: deque[Any] = deque(self.pieces_of(part))
         transfer = Transfer(
             lane=volume_lane(extent.volume), urgency=Urgency.DEMAND, run=read.run, pieces=pieces, settle=lambda _: wake(future)
         )
@@ -259,7 +276,7 @@ class Transfers:
             self.pump([namespace])  # somebody may wait for the extent
         if transfer.error is not None:
             raise transfer.error
-        self._verify_record(namespace, key, located, transfer.results)
+        return self._verify_record(namespace, key, located, transfer.results)
 
     # --- cancelling
 

@@ -17,9 +17,10 @@ from math import fsum, sqrt
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.engine.arithmetic import cut_update, fill_initial, square_sum, update
+from paramstore.engine.catch_up import missed_steps
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.load import Loader
-from paramstore.engine.namespace import GradientRange, NamespaceState, WorkingCopy
+from paramstore.engine.namespace import Claimed, GradientRange, NamespaceState, WorkingCopy
 from paramstore.engine.order import update_order
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
@@ -47,11 +48,11 @@ class Updater:
         self._update_workers = update_workers
         self._depth = update_workers + LOOKAHEAD_RECORDS
 
-    def begin(self, namespace: NamespaceState) -> Pending:
+    def begin(self, namespace: NamespaceState, options: Options) -> Claimed:
         """Takes everything pending; from here on the working view means what the apply will make."""
-        pending = self._planner.begin_apply(namespace)
+        claimed = self._planner.begin_apply(namespace, options)
         self._transfers.drain()
-        return pending
+        return claimed
 
     def give_up(self, namespace: NamespaceState, epoch: int, error: ParamStoreError) -> None:
         """An apply that began in `epoch` never runs, its view is closed or fenced: nobody waits for bytes that it does not make."""
@@ -60,20 +61,20 @@ class Updater:
             self._transfers.drain()
 
     async def apply(
-        self, namespace: NamespaceState, pending: Pending, options: Options, *, grad_scale: float
+        self, namespace: NamespaceState, claimed: Claimed, options: Options, *, grad_scale: float
     ) -> dict[str, int]:
-        """On return every record of `pending` has had one optimizer step. If that fails half-way the namespace is broken:
-        raises StepFailed, and rollback is the way on."""
+        """On return every record of `claimed` has had one optimizer step, and before it those that it missed. If that fails
+        half-way the namespace is broken: raises StepFailed, and rollback is the way on."""
         epoch = namespace.epoch
         before = namespace.stats.bytes_read, namespace.stats.bytes_written
         try:
-            await self._reserve(namespace, pending)
+            await self._reserve(namespace, claimed)
             namespace.applies += 1
-            self._expect(namespace, pending)
-            queue = deque(update_order(pending, namespace.resident))
+            self._expect(namespace, claimed)
+            queue = deque(update_order(claimed, namespace.resident))
             depth = min(self._depth, max(1, len(queue)), _slot_count(namespace))
             await _all_or_first_error(
-                [self._update_some(namespace, epoch, queue, pending, options, grad_scale) for _ in range(depth)]
+                [self._update_some(namespace, epoch, queue, claimed, options, grad_scale) for _ in range(depth)]
             )
         except ParamStoreError as error:
             if namespace.epoch == epoch:
@@ -87,7 +88,7 @@ class Updater:
             raise
         namespace.stats.applies += 1
         return {
-            "records": len(pending),
+            "records": sum(map(bool, claimed.values())),
             "bytes_read": namespace.stats.bytes_read - before[0],
             "bytes_written": namespace.stats.bytes_written - before[1],
         }
@@ -110,9 +111,8 @@ class Updater:
         namespace.working_arena.policy.expect(keys)
 
     async def _update_some(
-        self, namespace: NamespaceState, epoch: int, queue: deque[ExpertKey], pending: Pending,
-        options: Options, grad_scale: float,
-    ) -> None:  # fmt: skip
+        self, namespace: NamespaceState, epoch: int, queue: deque[ExpertKey], claimed: Claimed, options: Options, grad_scale: float
+    ) -> None:
         while queue:
             if namespace.stop_requests or namespace.epoch != epoch:
                 raise StepFailed("another writer took over")
@@ -120,7 +120,7 @@ class Updater:
             working = await self._loader.hold(namespace, key)
             await self._until_mine(namespace, working, epoch)
             is_shared = len(queue) < self._update_workers
-            await self._update_one(namespace, working, pending[key], options, grad_scale, is_shared=is_shared)
+            await self._update_one(namespace, working, claimed[key], options, grad_scale, is_shared=is_shared)
             absent = sum(later not in namespace.resident for later in islice(queue, self._depth))
             self._cleaner.clean_ahead(namespace, absent)
 
@@ -159,22 +159,27 @@ class Updater:
     ) -> None:  # fmt: skip
         """is_shared: too few records are left for one per worker, so that this one is worked on by several."""
         copy = self._planner.plan_update(namespace, working)
+        missed = missed_steps(namespace, working, has_gradient=bool(gradients))
+        optimizer_step = working.optimizer_step + len(missed) + bool(gradients)
         param = None
         if copy is not None:
             assert namespace.param_arena is not None
             param = namespace.param_arena.view(copy.slot)
         job = partial(
-            update, namespace.schema, self._image(namespace, working), [each.view() for each in gradients], options=options,
-            optimizer_step=working.optimizer_step + 1, grad_scale=grad_scale, param=param, key=working.key,
+            update, namespace.schema, self._image(namespace, working), [each.view() for each in gradients],
+            options=options if gradients else None, optimizer_step=optimizer_step, grad_scale=grad_scale, param=param,
+            missed=missed, key=working.key,
         )  # fmt: skip
         jobs = [partial(job, spans=spans) for spans in cut_update(namespace.schema)] if is_shared else [job]
         future = asyncio.get_running_loop().create_future()
 
         def settle(transfer: Transfer) -> None:
             if transfer.error is None:
-                working.optimizer_step += 1
+                working.optimizer_step = optimizer_step
                 working.last_apply = namespace.applies
                 namespace.stats.records_updated += 1
+                namespace.stats.records_caught_up += not gradients
+                namespace.stats.steps_replayed += len(missed)
             self._planner.settle_update(namespace, working, copy, transfer.error)
             self._transfers.drain()
             wake(future)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Identity, Located
 from paramstore.core.schema import Schema
 from paramstore.engine.admission import make_namespace
@@ -21,12 +22,14 @@ from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotReques
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
 from paramstore.policy.lru import Lru
+from paramstore.storage.apply_log import pack_log
 from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.extents import Space
 from paramstore.storage.ledger import Ledger
 from paramstore.testing.machine import PlainSegment
 
 SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
+OPTIONS = AdamW()
 FIRST = Identity(1, 0)
 
 
@@ -113,8 +116,8 @@ class SmallPlanner:
         """An apply is called with gradients of `keys`; nothing of it has run."""
         memory = PlainSegment(4096)
         self.namespace.pending = {key: (GradientRange(memory, 0, 4096),) for key in keys}
-        self.planner.begin_apply(self.namespace)
-        self.planner.reserve_extents(self.namespace, keys)
+        claimed = self.planner.begin_apply(self.namespace, OPTIONS)
+        self.planner.reserve_extents(self.namespace, claimed)
 
     def begin_update(self, key: ExpertKey) -> tuple[WorkingCopy, ParamCopy | None]:
         """The update of `key` is in a worker; the `param` copy that it makes, if any."""
@@ -124,6 +127,7 @@ class SmallPlanner:
     def update(self, *keys: ExpertKey, error: ParamStoreError | None = None) -> None:
         """An apply of `keys`, from its call to its end."""
         self.begin_apply(*keys)
+        self.namespace.applies += 1
         for key in keys:
             working, copy = self.begin_update(key)
             self.planner.settle_update(self.namespace, working, copy, error)
@@ -139,7 +143,7 @@ class SmallPlanner:
     def publish(self, cut: Cut, step: int) -> None:
         for key in sorted(cut.unwritten):
             self.write(key)
-        row = StepRow(step, cut.sequence, step, len(cut.keys), b"")
+        row = StepRow(step, cut.sequence, step, len(cut.keys), b"", cut.applies, log=pack_log(cut.log))
         self.planner.drop_oldest_readers(self.namespace, step)
         publication = self.namespace.ledger.plan_publish(row, cut.located, self.namespace.held_steps())
         self.namespace.ledger.settle(publication)
@@ -165,6 +169,7 @@ class SmallPlanner:
         publication = self.namespace.ledger.plan_rollback(self.namespace.committed_step if step is None else step)
         self.planner.drop_readers(self.namespace, [dropped for _, dropped in publication.drop_steps])
         self.namespace.ledger.settle(publication)
+        self.namespace.applies, self.namespace.log = publication.namespace.applies, self.namespace.ledger.newest_log
         self.planner.rollback(self.namespace, epoch=publication.namespace.epoch, freed=publication.freed)
 
     # --- workers

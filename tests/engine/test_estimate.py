@@ -61,3 +61,12 @@ def test_inference_has_neither_gradients_nor_staging() -> None:
     assert found.bytes_per_parameter == 2
     assert found.split is not None
     assert (found.split.working_slots, found.split.staging_bytes) == (0, 0)
+
+
+def test_an_exact_namespace_has_buffers_of_a_record_for_every_worker_and_two_more() -> None:
+    config = Config(host_budget_bytes=256 << 20)
+    schemas = (Schema.adamw(FIELDS, updates=updates) for updates in ("touched", "exact"))
+    touched, exact = (estimate(schema, KEYS, config, volume_count=1, core_count=4) for schema in schemas)
+    assert touched.split is not None
+    assert exact.split is not None
+    assert exact.split.staging_bytes - touched.split.staging_bytes == pytest.approx(6 * exact.record_bytes, abs=2 << 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paramstore.core.residency import Copy
 from paramstore.core.schema import Schema
-from paramstore.engine.namespace import CommitProgress
+from paramstore.engine.counters import CommitProgress
 from paramstore.engine.report import commit_progress, namespace_stats, residency
 from paramstore.testing.machine import Machine
 from paramstore.testing.small_planner import SmallPlanner

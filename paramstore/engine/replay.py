@@ -1,0 +1,176 @@
+"""The replayer: makes the missed steps of a record on a private copy, and `param` from that. Nothing becomes dirty by it.
+
+A record lies whole in a buffer of its namespace while its steps are made: read from its extent, or copied from its working slot,
+which is held meanwhile. Buffers are few and go to the most urgent; who waits for one keeps the extent pinned, or the slot held.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import Options
+from paramstore.core.schema import Schema
+from paramstore.engine.arithmetic import update
+from paramstore.engine.moves import Move
+from paramstore.engine.namespace import NamespaceState, ParamCopy
+from paramstore.engine.requests import Urgency
+from paramstore.engine.routes import ImageRead
+from paramstore.engine.runner import CPU_LANE, call, volume_lane
+from paramstore.engine.scheduler import Transfer
+from paramstore.errors import ParamStoreError
+
+if TYPE_CHECKING:
+    from paramstore.engine.transfers import Transfers
+
+
+REPLAY_LOOKAHEAD_RECORDS = 2
+"""Buffers of a namespace beside one for each worker that makes steps: read into meanwhile."""
+
+
+class Replays:
+    """The replays of one namespace: free buffers of a record each, and the moves that have one or wait for one."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self.free = deque(buffers)
+        self.waiting: list[Move] = []
+        """At most one for each slot of the `param` arena: a copy's."""
+        self.running: list[Move] = []
+
+
+class Replayer:
+    """Carries out moves of kind REPLAY; part of `Transfers`, on the event-loop thread."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+
+    def start(self, move: Move) -> None:
+        """The move ends in one settle of its copy, as every move does."""
+        if move.located is not None:
+            self._transfers.planner.space.pin(move.located.extent)
+        _replays(move.namespace).waiting.append(move)
+        self._give_buffers(move.namespace)
+
+    def promote(self, move: Move) -> None:
+        """Somebody waits for it now."""
+        move.urgency = Urgency.DEMAND
+        self._hurry(move.namespace)
+
+    def _give_buffers(self, namespace: NamespaceState) -> None:
+        replays = _replays(namespace)
+        while replays.free and replays.waiting:
+            move = min(replays.waiting, key=_order)  # of equals the first that came
+            replays.waiting.remove(move)
+            replays.running.append(move)
+            buffer = replays.free.popleft()
+            if move.located is not None:
+                self._read(move, buffer)
+            else:
+                assert move.source is not None
+                self._replay(move, buffer, optimizer_step=move.source.optimizer_step)
+        self._hurry(namespace)
+
+    def _hurry(self, namespace: NamespaceState) -> None:
+        """Who has a buffer that demand waits for takes its class."""
+        replays = _replays(namespace)
+        if any(move.urgency is Urgency.DEMAND for move in replays.waiting):
+            for move in replays.running:
+                if move.transfer is not None:
+                    self._transfers.runner.promote(move.transfer, Urgency.DEMAND)
+
+    def _read(self, move: Move, buffer: memoryview) -> None:
+        assert move.located is not None
+        extent, part = move.located.extent, move.namespace.schema.stored
+        read = ImageRead(self._transfers.volumes[extent.volume], extent, buffer, part.header_bytes, self._transfers.hashing)
+        pieces = self._transfers.pieces_of(part)
+        move.transfer = Transfer(
+            lane=volume_lane(extent.volume), urgency=move.urgency, run=read.run, pieces=deque(pieces), deadline_s=move.deadline_s,
+            settle=partial(self._settle_read, move, buffer), light_bytes=part.image_bytes if len(pieces) == 1 else 0,
+        )  # fmt: skip
+        self._transfers.runner.submit(move.transfer)
+
+    def _settle_read(self, move: Move, buffer: memoryview, transfer: Transfer) -> None:
+        assert move.located is not None
+        self._transfers.planner.space.unpin(move.located.extent)
+        header, error = self._transfers.verify_read(move, move.located, transfer)
+        if header is None:
+            self._finish(move, buffer, error)
+        else:
+            move.urgency = min(move.urgency, transfer.urgency)
+            self._replay(move, buffer, optimizer_step=header.optimizer_step)
+        self._transfers.drain()
+
+    def _replay(self, move: Move, buffer: memoryview, *, optimizer_step: int) -> None:
+        copy, namespace = move.subject, move.namespace
+        assert isinstance(copy, ParamCopy)
+        assert namespace.param_arena is not None
+        image = None
+        if move.source is not None:
+            assert move.source.slot is not None
+            assert namespace.working_arena is not None
+            image = namespace.working_arena.view(move.source.slot)
+        param = namespace.param_arena.view(copy.slot)
+        job = partial(
+            replay, namespace.schema, buffer, key=copy.key, missed=copy.missed, optimizer_step=optimizer_step, source=image,
+            param=param,
+        )  # fmt: skip
+        move.transfer = Transfer(
+            lane=CPU_LANE, urgency=move.urgency, run=call, pieces=deque[Callable[[], object]]([job]), deadline_s=move.deadline_s,
+            settle=partial(self._settle_replay, move, buffer),
+        )  # fmt: skip
+        self._transfers.runner.submit(move.transfer)
+
+    def _settle_replay(self, move: Move, buffer: memoryview, transfer: Transfer) -> None:
+        copy = move.subject
+        assert isinstance(copy, ParamCopy)
+        if transfer.error is None:
+            count_replay(move.namespace, len(copy.missed))
+        self._finish(move, buffer, transfer.error)
+        self._transfers.drain()
+
+    def _finish(self, move: Move, buffer: memoryview, error: ParamStoreError | None) -> None:
+        copy, namespace, planner = move.subject, move.namespace, self._transfers.planner
+        assert isinstance(copy, ParamCopy)
+        replays = _replays(namespace)
+        replays.running.remove(move)
+        replays.free.append(buffer)
+        if move.source is not None:
+            planner.working.unhold(namespace, move.source)
+        planner.copies.settle(namespace, copy, error)
+        planner.leases.pump(namespace)
+        self._give_buffers(namespace)
+
+
+def replay(
+    schema: Schema, buffer: memoryview, *, key: ExpertKey, missed: Sequence[Options], optimizer_step: int,
+    source: memoryview | None = None, param: memoryview | None = None,
+) -> None:  # fmt: skip
+    """In a worker: `buffer` (the image of `key`'s record) makes the steps `missed`, and `param`, where given, is made from that.
+
+    optimizer_step: torch's `step` of the record before them. source: the record's image, copied into `buffer` first; None: it is
+    there already. The header stays as it is.
+    """
+    if source is not None:
+        buffer[:] = source
+    update(
+        schema, buffer, [], options=None, optimizer_step=optimizer_step + len(missed), grad_scale=1.0, param=param, missed=missed,
+        key=key,
+    )  # fmt: skip
+
+
+def count_replay(namespace: NamespaceState, steps: int) -> None:
+    """A record made so many missed steps for somebody who looks at it."""
+    namespace.stats.records_replayed += 1
+    namespace.stats.steps_replayed += steps
+
+
+def _replays(namespace: NamespaceState) -> Replays:
+    assert namespace.replays is not None
+    return namespace.replays
+
+
+def _order(move: Move) -> tuple[Urgency, float]:
+    return move.urgency, float("inf") if move.deadline_s is None else move.deadline_s
