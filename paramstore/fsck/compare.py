@@ -110,13 +110,13 @@ def _differs(name: str, key: ExpertKey, located: Located, by_place: Mapping[tupl
 
 def _step(name: str, contents: NamespaceContents, row: StepRow, found: Survey) -> Iterator[Finding]:
     """What is wrong with a step's notes, and whether its rows are what its note says."""
-    wanted = (name, row.step, row.sequence, row.record_count, row.applies, row.extra)
+    wanted = (name, row.step, row.sequence, row.record_count, row.applies, row.extra, row.log)
     whole: FoundNote | None = None
     places: set[tuple[int, int]] = set()
     for one in found.notes:
         note = one.note
         if one.slot == row.note_slot and wanted == (
-            note.namespace, note.step, note.sequence, note.record_count, note.applies, note.extra
+            note.namespace, note.step, note.sequence, note.record_count, note.applies, note.extra, note.log.packed
         ):  # fmt: skip
             whole, places = one, places | one.places
     for index, superblock in sorted(found.superblocks.items()):
@@ -152,5 +152,9 @@ def _rows_of_step(name: str, contents: NamespaceContents, whole: FoundNote) -> I
         in_force = [row.located for row in rows if row.first_step <= note.step]
         if in_force:
             state[key] = in_force[-1]
+    if note.description.schema.updates == "exact" and state:
+        lacks = note.log.problem(note.applies, min(located.identity.version for located in state.values()))
+        if lacks is not None:
+            yield Finding(namespace=name, step=note.step, what=lacks)
     if combine([(key, located.root) for key, located in state.items()]) != note.state_root:
         yield Finding(namespace=name, step=note.step, what="the catalog's rows do not combine to its note's root")

@@ -148,6 +148,9 @@ def _prove_step(proof: Proof, found: FoundNote, by_key: Mapping[ExpertKey, Seque
     state, problems = _state(note, by_key)
     if not problems and combine([(key, record.root) for key, record in state.items()]) != note.state_root:
         problems.append(_finding(note, "its records do not combine to its note's root: not all are the newest"))
+    if not problems and note.description.schema.updates == "exact":
+        lacks = note.log.problem(note.applies, min((record.version for record in state.values()), default=note.applies))
+        problems.extend([] if lacks is None else [_finding(note, lacks)])
     changed = None if problems else _changed(note, state, proof.steps.get(note.parent) if note.parent is not None else None)
     if not problems and changed is None:
         problems.append(_finding(note, f"its note speaks of {note.record_count} changed records, which are not these"))

@@ -69,6 +69,25 @@ class Description:
     keys: KeySpace
 
 
+class Log(NamedTuple):
+    """The applies `first` to `last`; none if `last` is below `first`. packed: its bytes."""
+
+    first: int
+    last: int
+    packed: bytes
+
+    def problem(self, applies: int, oldest: int) -> str | None:
+        """Why records that stand at `oldest` and later cannot be brought to `applies`; None if they can."""
+        if self.last != applies:
+            return f"its apply log ends at {self.last}, the step stands at apply {applies}"
+        if oldest + 1 < self.first:
+            return f"its apply log begins at {self.first}, a record of it stands at apply {oldest}"
+        return None if oldest <= applies else f"a record of it stands at apply {oldest}, the step at {applies}"
+
+
+NO_LOG = Log(1, 0, b"")
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     namespace: str
@@ -84,6 +103,7 @@ class Note:
     listed: tuple[Listed, ...]
     description: Description
     extra: bytes
+    log: Log = NO_LOG
 
     @property
     def age(self) -> tuple[int, int]:
@@ -137,9 +157,10 @@ def parse_note(data: bytes) -> Note:
     length = sealed_bytes(data, b"PSCOMMIT")
     if length < 169:
         raise CorruptRecord(f"a note of {length} bytes")
-    epoch, sequence, step, parent, has_parent, count, root = struct.unpack_from("<QQqqBQQ", data, 88)
+    epoch, sequence, step, parent, flags, count, root = struct.unpack_from("<QQqqBQQ", data, 88)
     bound_count, state_root, applies, step_count, description_bytes, extra_bytes = struct.unpack_from("<IQQIII", data, 137)
-    if length != 169 + 16 * bound_count + 21 * step_count + description_bytes + extra_bytes:
+    log_at = 169 + 16 * bound_count + 21 * step_count + description_bytes + extra_bytes
+    if flags > 3 or length < log_at or (length > log_at) != bool(flags & 2):
         raise CorruptRecord(f"a note of {length} bytes cannot hold what it says it holds")
     at = 169
     bounds = tuple(struct.unpack_from("<QQ", data, at + 16 * n) for n in range(bound_count))
@@ -147,12 +168,26 @@ def parse_note(data: bytes) -> Note:
     listed = [struct.unpack_from("<qQIB", data, at + 21 * n) for n in range(step_count)]
     at += 21 * step_count
     return Note(
-        namespace=_text(data[24:88]), epoch=epoch, sequence=sequence, step=step, parent=parent if has_parent else None,
+        namespace=_text(data[24:88]), epoch=epoch, sequence=sequence, step=step, parent=parent if flags & 1 else None,
         record_count=count, combined_root=root, state_root=state_root, applies=applies, bounds=bounds,
         listed=tuple(Listed(number, cut, slot, bool(kept)) for number, cut, slot, kept in listed),
         description=_parse_description(data[at : at + description_bytes]),
-        extra=data[at + description_bytes : at + description_bytes + extra_bytes],
+        extra=data[at + description_bytes : log_at], log=parse_log(data[log_at:length]),
     )  # fmt: skip
+
+
+def parse_log(data: bytes) -> Log:
+    """An apply log: of its columns only that each has a value for every apply. No bytes are a log of none."""
+    if not data:
+        return NO_LOG
+    try:
+        first, count, columns = msgspec.msgpack.decode(data, type=tuple[int, int, dict[str, list[Any]]])
+        sizes = {name: sum(runs[::2]) for name, runs in columns.items()}
+    except (msgspec.DecodeError, TypeError, ValueError) as error:
+        raise CorruptRecord(f"its apply log cannot be read: {error}") from error
+    if first < 1 or count < 1 or "epoch" not in sizes or any(size != count for size in sizes.values()):
+        raise CorruptRecord(f"its apply log of {count} applies from {first} has columns of {sizes}")
+    return Log(first, first + count - 1, data)
 
 
 def _parse_description(data: bytes) -> Description:

@@ -136,8 +136,9 @@ def _step(proof: Proof, step: int, contents: Contents | None) -> StepRow:
     proven = proof.steps[step]
     note = proven.found.note
     row = StepRow(
-        step, note.sequence, proven.found.slot, note.record_count, note.extra, note.applies, is_snapshot=proven.is_snapshot
-    )
+        step, note.sequence, proven.found.slot, note.record_count, note.extra, note.applies, is_snapshot=proven.is_snapshot,
+        log=note.log.packed,
+    )  # fmt: skip
     namespace = contents.namespaces.get(proof.name) if contents is not None else None
     known = namespace.steps.get(step) if namespace is not None else None
     if known is None or known.sequence != row.sequence:
