@@ -17,6 +17,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located, Tier
 from paramstore.core.schema import PAGE_BYTES, round_up
 from paramstore.daemon.assembly import adopt_new_volumes
+from paramstore.engine.replay import replay
 from paramstore.storage.catalog import DRAFT_STEP, Contents, StepRow
 from paramstore.storage.format import check_checksums, check_header, chunk_checksums, combine_roots, extents_start_bytes
 from paramstore.storage.ledger import Ledger
@@ -227,7 +228,7 @@ def verify_ledger(
         for key in KEYS:
             located = ledger.at(key, step)
             assert located is not None, f"{key} has no record at step {step}"
-            verify_record(ledger, key, located, volumes, store_uuid, steps[step])
+            verify_record(ledger, key, located, volumes, store_uuid, steps[step], step=step)
     changed = ledger.changed_at(newest)
     for index, volume in volumes.items():
         note = read_note(volume, recovered.superblocks[index], row.note_slot)
@@ -242,7 +243,7 @@ def verify_draft(
     located = {key: found for key in KEYS if (found := ledger.at(key, DRAFT_STEP)) is not None}
     assert located.keys() == state.keys(), f"the draft has {sorted(located)}, the model {sorted(state)}"
     for key, found in located.items():
-        verify_record(ledger, key, found, volumes, store_uuid, state)
+        verify_record(ledger, key, found, volumes, store_uuid, state, step=DRAFT_STEP)
     root = combine_roots((key, found.root) for key, found in located.items())
     for index, volume in volumes.items():
         note = read_note(volume, recovered.superblocks[index], row.note_slot)
@@ -250,9 +251,9 @@ def verify_draft(
 
 
 def verify_record(
-    ledger: Ledger, key: ExpertKey, located: Located, volumes: Mapping[int, Volume], store_uuid: bytes, state: State
+    ledger: Ledger, key: ExpertKey, located: Located, volumes: Mapping[int, Volume], store_uuid: bytes, state: State, *, step: int
 ) -> None:
-    """Header, root, chunk checksums, and the model's bytes."""
+    """Header, root, chunk checksums, and the model's bytes, once the record has made the steps that it missed."""
     extent, part, namespace = located.extent, SCHEMA.stored, ledger.namespace
     place = f"volume {extent.volume}, offset {extent.offset_bytes}"
     image = memoryview(bytearray(round_up(extent.length_bytes, PAGE_BYTES)))
@@ -262,8 +263,13 @@ def verify_record(
         identity=located.identity, place=place,
     )  # fmt: skip
     check_checksums(header, part, 0, chunk_checksums(image, part.chunks()), place=place)
+    optimizer_step, row = header.optimizer_step, ledger.find(step)
+    if namespace.schema.get("updates") == "exact" and row is not None:
+        missed = ledger.log_at(step).missed(after=located.identity.version, until=row.applies)
+        replay(SCHEMA, image, key=key, missed=missed, optimizer_step=optimizer_step)
+        optimizer_step += len(missed)
     assert image[part.header_bytes :] == state[key].image, f"bytes of {key} at {place} are of another step"
-    assert header.optimizer_step == state[key].step, f"step of {key} at {place}"
+    assert optimizer_step == state[key].step, f"step of {key} at {place}"
     assert header.sequence <= namespace.sequence, f"sequence of {key} at {place}"
     assert header.last_apply <= namespace.applies, f"last apply of {key} at {place}"
     bounds = {**dict(namespace.epoch_bounds), namespace.epoch: namespace.sequence}

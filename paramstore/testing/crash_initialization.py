@@ -5,6 +5,8 @@ Drafts are numbered from 1 on; the model of draft n is the life's step -n, and i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paramstore.core.key import ExpertKey
 from paramstore.engine.store import Store
 from paramstore.testing.crash_life import KEYS, NAME, SCHEMA, Expert, Life, segment_of
@@ -35,7 +37,8 @@ async def initialize(life: Life, *, with_drafts: bool) -> None:
 async def _attempt(life: Life, *, saved_after: tuple[int, ...], stops: bool) -> None:
     """Puts what is missing, and saves after so many values. stops: with one more than were saved first."""
     store = life.store
-    life.view = await store.admission.create(NAME, SCHEMA.describe(), layers=[0], experts=len(KEYS), host_bytes=None)
+    schema = replace(SCHEMA, updates=life.updates)
+    life.view = await store.admission.create(NAME, schema.describe(), layers=[0], experts=len(KEYS), host_bytes=None)
     life.note("created")
     begun = await store.initialize_begin(life.view, is_resumed=True)
     _adopt(life, begun)

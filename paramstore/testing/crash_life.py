@@ -65,14 +65,14 @@ class Expert:
         return cls(masters, {name: torch.zeros_like(value) for name, value in masters.items()},
                    {name: torch.zeros_like(value) for name, value in masters.items()}, 0)  # fmt: skip
 
-    def after(self, gradients: Tensors) -> Expert:
+    def after(self, gradients: Tensors) -> Expert:  # zeros where there is none
         parts = (self.masters, self.averages, self.squares)
         masters, averages, squares = ({name: value.clone() for name, value in part.items()} for part in parts)
-        for name, gradient in gradients.items():
+        for name, value in masters.items():
             torch._fused_adamw_(
-                [masters[name]], [gradient], [averages[name]], [squares[name]], [], [torch.tensor(float(self.step + 1))],
-                lr=OPTIONS.lr, beta1=OPTIONS.betas[0], beta2=OPTIONS.betas[1], weight_decay=OPTIONS.weight_decay,
-                eps=OPTIONS.eps, amsgrad=False, maximize=False,
+                [value], [gradients.get(name, torch.zeros_like(value))], [averages[name]], [squares[name]], [],
+                [torch.tensor(float(self.step + 1))], lr=OPTIONS.lr, beta1=OPTIONS.betas[0], beta2=OPTIONS.betas[1],
+                weight_decay=OPTIONS.weight_decay, eps=OPTIONS.eps, amsgrad=False, maximize=False,
             )  # fmt: skip
         return Expert(masters, averages, squares, self.step + 1)
 
@@ -95,7 +95,8 @@ State = Mapping[ExpertKey, Expert]
 class Life:
     """One run. `journal` and `steps` are what the crash states are checked against."""
 
-    def __init__(self, machine: Machine, *, seed: int, steps: Mapping[int, State] | None = None) -> None:
+    def __init__(self, machine: Machine, *, seed: int, steps: Mapping[int, State] | None = None, updates: str = "touched") -> None:
+        self.updates = updates
         self.random = Random(seed)
         self.seed = seed
         self.journal = Journal()
@@ -229,6 +230,8 @@ class Life:
 
     async def train(self, keys: list[ExpertKey]) -> None:
         entries = []
+        idle = set(KEYS).difference(keys) if self.updates == "exact" else ()
+        self.working = {**self.working, **{key: self.working[key].after({}) for key in idle}}
         for key in keys:
             self.next_gradient += 1
             gradients = _random_tensors(self.next_gradient)

@@ -41,6 +41,8 @@ class Plan:
     resume_levels: int = 1
     with_drafts: bool = False
     """The namespace is initialised in two attempts."""
+    updates: str = "touched"
+    """The namespace's update rule."""
     with_creation: bool = True
     """Crashes before the namespace exists too; of several seeds, for the first."""
 
@@ -124,7 +126,7 @@ class Enumeration:
         """Of what happened, without uuids: the same seed gives the same."""
 
     async def run(self) -> Figures:
-        life = Life(new_machine(self.seed, volume_count=self.plan.volume_count), seed=self.seed)
+        life = Life(new_machine(self.seed, volume_count=self.plan.volume_count), seed=self.seed, updates=self.plan.updates)
         disk = CrashDisk.blank(volume_count=self.plan.volume_count, volume_bytes=VOLUME_BYTES)
         try:
             await life.begin(with_drafts=self.plan.with_drafts)
@@ -179,7 +181,8 @@ class Enumeration:
         effect = disk.edit(state.edits)
         try:
             seed = self.random.randrange(1 << 30)
-            heir = Life(machine_of(disk.image, catalog.contents, seed=seed), seed=seed, steps=life.steps)
+            machine = machine_of(disk.image, catalog.contents, seed=seed)
+            heir = Life(machine, seed=seed, steps=life.steps, updates=life.updates)
             left = CrashDisk(
                 {index: copied(image) for index, image in disk.image.items()},
                 NumberedCatalog(catalog.number, catalog.contents), effect.digest,

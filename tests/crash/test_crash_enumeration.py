@@ -73,6 +73,14 @@ def test_a_crash_while_a_namespace_is_initialised_leaves_a_draft_that_was_saved_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [79, 80])
+def test_the_promise_holds_of_an_exact_namespace_whose_records_miss_steps(seed: int) -> None:
+    figures = enumerate_seed(seed, Plan(depth=SMALL, updates="exact"))
+    assert figures.total_distinct > 1000
+    assert figures.resumed > 0
+
+
+@pytest.mark.slow
 def test_a_crash_of_who_recovers_from_a_crash_during_recovery_is_survived() -> None:
     figures = enumerate_seed(78, Plan(acts=("train few", "commit"), depth=SMALL, resume_levels=2, resume_share=0.15))
     assert figures.resumed > 10

@@ -1,0 +1,41 @@
+"""An exact namespace is torch's dense optimizer over all experts, bit for bit, whatever happens to it: see
+`paramstore/testing/exact_trial.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from paramstore.testing.exact_trial import run_seed
+
+FEW = 6
+"""Missed steps of a record at most: few, so that records catch up and logs are cut in every run."""
+
+
+@pytest.fixture(autouse=True)
+def _few_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paramstore.core.apply_log.MISSED_MAX", FEW)
+    monkeypatch.setattr("paramstore.engine.catch_up.LATE_AFTER", FEW // 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_exact_namespace_is_torchs_dense_optimizer(seed: int) -> None:
+    assert run_seed(seed, rounds=2, acts=30).figures["checked"] > 50
+
+
+@pytest.mark.slow
+def test_an_exact_namespace_is_torchs_dense_optimizer_over_many_seeds() -> None:
+    figures = sum((run_seed(seed).figures for seed in range(100, 400)), Counter[str]())
+    assert figures["checked"] > 100_000
+    assert figures["records_replayed"] > 10_000
+    assert figures["records_caught_up"] > 1_000
+
+
+@pytest.mark.slow
+def test_records_may_miss_as_many_steps_as_the_log_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paramstore.core.apply_log.MISSED_MAX", 128)
+    monkeypatch.setattr("paramstore.engine.catch_up.LATE_AFTER", 64)
+    figures = sum((run_seed(seed, rounds=2, acts=60).figures for seed in range(400, 420)), Counter[str]())
+    assert figures["steps_replayed"] > 2 * figures["records_replayed"]
