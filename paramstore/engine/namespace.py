@@ -20,6 +20,7 @@ from paramstore.core.schema import Schema
 from paramstore.core.visits import Visits
 from paramstore.engine.arena import Arena
 from paramstore.engine.counters import CommitProgress, NamespaceStats
+from paramstore.engine.gradients import GradientRange
 from paramstore.errors import WriterFenced
 from paramstore.storage.ledger import Ledger
 
@@ -29,29 +30,6 @@ if TYPE_CHECKING:
     from paramstore.engine.replay import Replays
     from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
     from paramstore.engine.routes import Staging
-
-
-class UploadMemory(Protocol):
-    """A segment of a session's upload area."""
-
-    def view(self, offset_bytes: int, length_bytes: int) -> memoryview: ...
-
-
-@dataclass(frozen=True, slots=True)
-class GradientRange:
-    """Where a rank's pending gradient of one key lies: in its session's upload area, `length_bytes` from `offset_bytes`."""
-
-    memory: UploadMemory
-    offset_bytes: int
-    length_bytes: int
-    rank: int = 0
-
-    def view(self) -> memoryview:
-        return self.memory.view(self.offset_bytes, self.length_bytes)
-
-
-Claimed = dict[ExpertKey, tuple[GradientRange, ...]]
-"""What an apply updates, and with which gradients, summed in this order: none for zeros."""
 
 
 class WorkingCopy:

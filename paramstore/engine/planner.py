@@ -18,9 +18,10 @@ from paramstore.core.place import Extent, Identity
 from paramstore.core.residency import Copy, Working
 from paramstore.engine.catch_up import due_keys
 from paramstore.engine.copies import CopyPlanner
+from paramstore.engine.gradients import Claimed
 from paramstore.engine.leases import LeasePlanner
 from paramstore.engine.moves import Outbox
-from paramstore.engine.namespace import Claimed, Cut, NamespaceState, ParamCopy, View, WorkingCopy
+from paramstore.engine.namespace import Cut, NamespaceState, ParamCopy, View, WorkingCopy
 from paramstore.engine.requests import Urgency
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed

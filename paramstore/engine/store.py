@@ -25,10 +25,11 @@ from paramstore.engine.admission import Admission
 from paramstore.engine.chain import Chain
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
+from paramstore.engine.gradients import GradientRange, UploadMemory
 from paramstore.engine.host import HostTier
 from paramstore.engine.initialization import Initializer
 from paramstore.engine.load import Loader
-from paramstore.engine.namespace import GradientRange, NamespaceState, UploadMemory, View
+from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.patrol import Patrol
 from paramstore.engine.planner import Planner
 from paramstore.engine.ranks import Ranks

@@ -19,8 +19,9 @@ from paramstore.core.optimizers import Options
 from paramstore.engine.arithmetic import cut_update, fill_initial, square_sum, update
 from paramstore.engine.catch_up import missed_steps
 from paramstore.engine.cleaner import Cleaner
+from paramstore.engine.gradients import Claimed, GradientRange
 from paramstore.engine.load import Loader
-from paramstore.engine.namespace import Claimed, GradientRange, NamespaceState, WorkingCopy
+from paramstore.engine.namespace import NamespaceState, WorkingCopy
 from paramstore.engine.order import update_order
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency

@@ -15,8 +15,9 @@ from paramstore.core.place import Identity, Located
 from paramstore.core.schema import Schema
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.arena import Arena
+from paramstore.engine.gradients import GradientRange
 from paramstore.engine.moves import Move, MoveKind
-from paramstore.engine.namespace import GradientRange, NamespaceState, ParamCopy, View
+from paramstore.engine.namespace import NamespaceState, ParamCopy, View
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
 from paramstore.policy.base import Policy

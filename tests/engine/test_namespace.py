@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paramstore.core.place import Extent, Identity, Located
-from paramstore.engine.namespace import GradientRange
+from paramstore.engine.gradients import GradientRange
 from paramstore.testing.machine import PlainSegment
 from paramstore.testing.small_planner import SmallPlanner
 
