@@ -13,6 +13,7 @@ from paramstore.core.schema import Schema
 from paramstore.errors import (
     CapacityError,
     CatalogError,
+    CheckpointError,
     ConfigError,
     CorruptRecord,
     ForkedClient,
@@ -58,6 +59,7 @@ __all__ = [
     "AdamW",
     "CapacityError",
     "CatalogError",
+    "CheckpointError",
     "ConfigError",
     "CorruptRecord",
     "DeviceTier",
