@@ -151,6 +151,7 @@ FLAGS = {
 }  # fmt: skip
 OTHER_VARIABLES = frozenset({
     "PARAMSTORE_ADDRESS", "PARAMSTORE_DEBUG",  # the client's
+    "PARAMSTORE_NATIVE",  # of paramstore_native
     "PARAMSTORE_KILL_CYCLES", "PARAMSTORE_KILL_SEED",  # of the crash tests
 })  # fmt: skip
 """Variables with our prefix that are no settings. Any other unknown one is refused: it is most likely misspelt."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
@@ -31,15 +32,25 @@ WARM_UP_ROUNDS = 2
 SEGMENT_ALIGNMENT_BYTES = 2 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one update of a record is: gradients of how many ranks, multiplied by what, after how many missed steps."""
+
+    ranks: int = 1
+    grad_scale: float = 1.0
+    missed: int = 0
+
+
 class UpdateAlone:
     """Owner of the memory of `record_count` records: images, gradients and params, as the daemon keeps them."""
 
-    def __init__(self, schema: Schema, record_count: int, *, threads: int, clock: Clock) -> None:
+    def __init__(self, schema: Schema, record_count: int, *, threads: int, clock: Clock, work: Work | None = None) -> None:
         pages = probe_pages()
         self._schema = schema
         self._count = record_count
         self._threads = threads
         self._clock = clock
+        self._work_of_one = work if work is not None else Work()
         sizes = (schema.record_bytes, schema.part("param").image_bytes, schema.gradient_bytes)
         allocators = (allocate_private, allocate_shared, allocate_upload)
         self._segments: list[Segment] = []
@@ -69,9 +80,13 @@ class UpdateAlone:
 
     def _work(self, next_index: Callable[[], int | None]) -> None:
         images, params, gradients = self._cells
+        work, options = self._work_of_one, AdamW(lr=1e-4)
         while (index := next_index()) is not None:
-            options = AdamW(lr=1e-4)
-            update(self._schema, images[index], [gradients[index]], options=options, optimizer_step=1, param=params[index])
+            ranks = [gradients[(index + rank) % self._count] for rank in range(work.ranks)]
+            update(
+                self._schema, images[index], ranks, options=options, optimizer_step=1 + work.missed, grad_scale=work.grad_scale,
+                missed=(options,) * work.missed, param=params[index],
+            )  # fmt: skip
 
     def close(self) -> None:
         self._cells.clear()

@@ -53,6 +53,7 @@ from paramstore.errors import (
     StepFailed,
     StoreUnavailable,
 )
+from paramstore_native.adamw import known_state
 
 
 class Store:
@@ -341,6 +342,7 @@ class Store:
             "daemon": {
                 "pid": os.getpid(), "version": __version__, "uptime_s": self._clock.now_s() - self._started_s,
                 "store_uuid": self.store_uuid.hex(), "accepts_writes": self._transactions.stopped is None,
+                "adamw": known_state(),
             },
             "tiers": {"host": await self.host.stats(), **self._volumes.tier_stats(self._transfers.traffic)},
             "volumes": volume_stats(self._volumes, self._transfers.traffic),

@@ -4,7 +4,8 @@
   `(gradient * grad_scale in its own dtype).float()`; with others it is bitwise repeatable.
 - The gradient lies in memory that another process can write. An update reads each element once, so whatever happens to
   it meanwhile, the record's new state is one that some gradient gives.
-- torch lets go of the GIL in every call, and nothing is allocated per chunk.
+- AdamW on fp32 states takes whole vectors through the native kernel where there is one: the bits are the same.
+- torch and the kernel let go of the GIL in every call, and nothing is allocated per chunk.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from paramstore.core.optimizers import Options
 from paramstore.core.schema import MASTER_DTYPE, Schema
 from paramstore.optim import adagrad, adamw, chunks, sgd
 from paramstore.optim.gradients import GradientBuffers
+from paramstore.optim.native_adamw import update_vectors
 from paramstore.optim.rule import Rule, Step
 from paramstore.optim.states import StateBuffers, chunk_elements, open_states
 from paramstore.optim.tensors import configure_threads, torch_dtype
@@ -77,6 +79,9 @@ def update(
     fields, params = schema.gradient_fields(), schema.part("param").fields
     everything = [(number, 0, field.elements) for number, field in enumerate(fields)]
     for number, start, end in everything if spans is None else spans:
+        start += update_vectors(schema, image, gradients, param, steps, number=number, start=start, end=end, grad_scale=grad_scale)
+        if start == end:
+            continue
         sizes = chunks.chunk_sizes(start, end, chunk_elements(schema))
         masters = chunks.cut(image, schema.stored.fields[number], start, sizes)
         states = open_states(schema, image, number, start, sizes, key=key, buffers=scratch.states)

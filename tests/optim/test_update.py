@@ -16,6 +16,7 @@ from paramstore.optim import update as update_module
 from paramstore.optim.tensors import torch_dtype
 from paramstore.optim.update import RULES, Scratch, update
 from paramstore.testing.optim_records import TorchOptimizer, buffer, filled_record, gradient_image, part_tensor
+from paramstore_native.adamw import kernel, known_state
 
 CHUNK = 1 << 10
 SHAPES = {"gate_up": (7, 13), "down": (CHUNK + 17,), "one": (1,), "whole": (2, CHUNK)}
@@ -32,6 +33,15 @@ OPTIONS: dict[str, Options] = {
 }
 ONE_OF_EACH: list[Options] = [AdamW(lr=1e-2), SGD(lr=0.1, momentum=0.9, weight_decay=0.1), Adagrad(weight_decay=0.1)]
 KINDS = [options.kind for options in ONE_OF_EACH]
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def computing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here holds with the native kernel and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(update_module, "update_vectors", lambda *_, **__: 0)
+    elif kernel() is None:
+        pytest.skip(known_state())
 
 
 def random_values(shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: str = "float32") -> dict[str, torch.Tensor]:

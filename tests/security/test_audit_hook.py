@@ -22,6 +22,7 @@ from paramstore.testing.daemon_process import QUIET, DaemonProcess
 from paramstore.testing.frame_mutator import FrameMaker, Mutator
 from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
+from paramstore_native import adamw
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +81,7 @@ async def break_frames(path: Path) -> None:
 
 
 def test_a_daemon_runs_no_code_that_comes_as_data(directory: Path) -> None:
+    adamw.load()  # the one program that a daemon starts, once per machine, is the C compiler
     with DaemonProcess(directory, environment=QUIET, command=COMMAND) as daemon:
         train(daemon.address, 2)
         daemon.kill()
