@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,9 +31,19 @@ def param_schema(size: RecordSize) -> Schema:
     return ps.param_schema({name: (shape, torch.bfloat16) for name, shape in size.fields(BF16_BYTES).items()})
 
 
-def adamw_schema(size: RecordSize, param_dtype: torch.dtype) -> Schema:
-    """A training schema whose record (master and both moments, fp32) is about `size`."""
-    return ps.adamw_schema(size.fields(ADAMW_BYTES_PER_PARAMETER), param_dtype=param_dtype)
+TOUCHED = "touched"
+"""The rule by which an apply leaves experts without gradients alone."""
+
+
+def adamw_schema(size: RecordSize, param_dtype: torch.dtype, rule: str = TOUCHED) -> Schema:
+    """A training schema whose record (master and both moments, fp32) is about `size`. rule: what an apply does to idle records."""
+    rules: dict[str, Any] = {} if rule == TOUCHED else {"updates": rule}
+    return ps.adamw_schema(size.fields(ADAMW_BYTES_PER_PARAMETER), param_dtype=param_dtype, **rules)
+
+
+def rule_is_known(rule: str) -> bool:
+    """Whether this version has that rule."""
+    return rule == TOUCHED or (rule == "exact" and "updates" in inspect.signature(ps.adamw_schema).parameters)
 
 
 def param_values(schema: Schema, key: Key) -> dict[str, torch.Tensor]:
@@ -69,6 +80,12 @@ def create_adamw_namespace(store: Store, name: str, schema: Schema, count: int) 
     return namespace
 
 
+def random_gradients(schema: Schema, *, seed: int) -> dict[str, torch.Tensor]:
+    """Gradients of one expert; equal for equal seeds."""
+    dtype = getattr(torch, schema.gradient_dtype)
+    return {name: torch.randn(shape, generator=_generator((seed, 0))).to(dtype) for name, shape, _ in schema.specs}
+
+
 class Gradients:
     """Random gradients of one expert, pushed to every key: what makes all of them dirty by an `apply`."""
 
@@ -80,11 +97,7 @@ class Gradients:
 
     def push(self, seed: int) -> None:
         """Gradients to every key, equal for equal seeds."""
-        dtype = getattr(torch, self._schema.gradient_dtype)
-        fields = {
-            name: torch.randn(shape, generator=_generator((seed, 0))).to(dtype) for name, shape, _ in self._schema.specs
-        }
-        self._namespace.push(dict.fromkeys(self._keys, fields))
+        self._namespace.push(dict.fromkeys(self._keys, random_gradients(self._schema, seed=seed)))
 
     def apply(self) -> dict[str, int]:
         """One AdamW step over what was pushed; the result of its ticket."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import paramstore as ps
@@ -30,9 +31,9 @@ POLL_S = 0.05
 class Service:
     """Owner of one daemon in a directory of its own and of a connection to it."""
 
-    def __init__(self, directory: Path, *, host_budget_bytes: int) -> None:
+    def __init__(self, directory: Path, *, host_budget_bytes: int, settings: Mapping[str, object]) -> None:
         self.host_budget_bytes = host_budget_bytes
-        options = ps.ServeOptions(dir=directory, host_budget=host_budget_bytes)
+        options = ps.ServeOptions(dir=directory, host_budget=host_budget_bytes, settings=settings)
         try:
             self.store: Store = ps.connect(autostart=options, timeout_s=STARTUP_S)
             self.pid = int(self.stats()["daemon"]["pid"])
@@ -93,9 +94,11 @@ class Service:
 
 
 @contextmanager
-def serving(directory: Path, *, host_budget_bytes: int) -> Iterator[Service]:
-    """A daemon for as long as the block runs."""
-    service = Service(directory, host_budget_bytes=host_budget_bytes)
+def serving(
+    directory: Path, *, host_budget_bytes: int, settings: Mapping[str, object] = MappingProxyType({})
+) -> Iterator[Service]:
+    """A daemon for as long as the block runs. settings: of `ps.ServeOptions`."""
+    service = Service(directory, host_budget_bytes=host_budget_bytes, settings=settings)
     try:
         yield service
     finally:

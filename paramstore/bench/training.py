@@ -1,0 +1,86 @@
+"""Training throughput with a part of the states in host memory, beside everything in memory; what the device allows in each cell.
+
+A step of ours cannot be faster than its bytes through the device, nor than the same step with everything in memory: the roofline
+is the slower of the two. A cell holds its target if it reaches the asked share of the in-memory rate, or the asked share of the
+roofline, whichever is lower. Bytes are those that the daemon moved in the step, rates those of raw I/O beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from paramstore.bench.report import SUBJECT, Row, Target, judged
+
+TARGETS = {1.0: 0.95, 0.5: 0.85, 0.25: 0.75, 0.1: 0.60}
+"""By host budget as a share of the states: the share of the in-memory tokens a second that is asked for."""
+ROOFLINE_TARGET = 0.85
+TRAINING = "training"
+"""`Row.name` of what is drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds of one training step."""
+
+    forward_s: float
+    backward_s: float
+    step_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s + self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class PairedStep:
+    """One step of ours beside the same one in memory. io_s: what its bytes take at the device's rate."""
+
+    ours: Phases
+    memory: Phases
+    io_s: float
+    moved_bytes: float
+
+    @property
+    def ratio(self) -> float:
+        """Our tokens a second over those in memory."""
+        return self.memory.seconds / self.ours.seconds
+
+    @property
+    def roofline_ratio(self) -> float:
+        """The most that `ratio` could be."""
+        return self.memory.seconds / max(self.memory.seconds, self.io_s)
+
+    @property
+    def efficiency(self) -> float:
+        """Our rate over the roofline's."""
+        return self.ratio / self.roofline_ratio
+
+
+def target_of(share: float, steps: Sequence[PairedStep]) -> float:
+    """What is asked of a cell's ratio: the lower of its share and the share of the roofline."""
+    return min(TARGETS[share], ROOFLINE_TARGET * median(step.roofline_ratio for step in steps))
+
+
+def row_of(share: float, steps: Sequence[PairedStep], *, tokens: int, record_bytes: int, facts: dict[str, float]) -> Row:
+    """The row of one cell. share: of the states, that the host budget is. facts: figures of the daemon, into the row's parts."""
+    ratios = [step.ratio for step in steps]
+    phases = {
+        f"{who}_{phase}": median(getattr(getattr(step, who), phase) for step in steps)
+        for who in ("ours", "memory") for phase in ("forward_s", "backward_s", "step_s", "seconds")
+    }  # fmt: skip
+    roofline_s = [max(step.memory.seconds, step.io_s) for step in steps]
+    parts = {
+        **phases, **facts, "io_s": median(step.io_s for step in steps), "moved_bytes": median(step.moved_bytes for step in steps),
+        "roofline_tokens_per_s": tokens / median(roofline_s), "efficiency": median(step.efficiency for step in steps),
+        "budget_share": share,
+    }  # fmt: skip
+    return judged(
+        Row(
+            name=TRAINING, case=f"host budget {share:.0%} of the states", subject=SUBJECT, record_bytes=record_bytes,
+            unit="tokens/s", value=tokens / phases["ours_seconds"], limit=tokens / phases["memory_seconds"],
+            against="everything in memory, fused AdamW", ratio=median(ratios), ratio_min=min(ratios), ratio_max=max(ratios),
+            target=Target("ratio", ">=", target_of(share, steps)), parts=parts,
+        )
+    )  # fmt: skip
