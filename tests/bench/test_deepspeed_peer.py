@@ -45,7 +45,8 @@ def test_a_python_without_deepspeed_is_a_reason() -> None:
 
 @pytest.mark.slow
 def test_steps_are_answered_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path, monkeypatch, "import sys\nprint('ready', flush=True)\nfor n, _ in enumerate(sys.stdin): print(n, flush=True)\n")
+    program = "import sys\nprint('ready', flush=True)\nfor n, _ in enumerate(sys.stdin): print(n, flush=True)\n"
+    stand_in(tmp_path, monkeypatch, program)
     engine = peer.DeepSpeed(peer.PIPELINED, sys.executable, tmp_path, blocks=2, elements=8)
     try:
         assert engine.step() == peer.WARM_UP_STEPS
