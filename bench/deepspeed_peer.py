@@ -75,10 +75,9 @@ def missing_reason(python: str | None) -> str:
     """Why the peer is left out; empty where it can run."""
     if not python:
         return f"{VARIABLE} does not name a Python with DeepSpeed (see bench/README.md)"
+    question = "import importlib.metadata; importlib.metadata.version('deepspeed')"
     try:
-        done = subprocess.run(
-            [python, "-c", "import deepspeed.version"], capture_output=True, text=True, check=False, env=environment()
-        )
+        done = subprocess.run([python, "-c", question], capture_output=True, text=True, check=False, env=environment())
     except OSError as error:
         return f"{python} cannot be run: {error.strerror}"
     return f"{python} has no DeepSpeed: {done.stderr.strip().splitlines()[-1]}" if done.returncode else ""
