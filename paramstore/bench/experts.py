@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import paramstore as ps
 from paramstore.bench.plan import RecordSize
-from paramstore.core.schema import Schema
+from paramstore.core.schema import UPDATE_RULES, Schema
+from paramstore.engine.namespace import NamespaceState
 from paramstore.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -37,13 +37,12 @@ TOUCHED = "touched"
 
 def adamw_schema(size: RecordSize, param_dtype: torch.dtype, rule: str = TOUCHED) -> Schema:
     """A training schema whose record (master and both moments, fp32) is about `size`. rule: what an apply does to idle records."""
-    rules: dict[str, Any] = {} if rule == TOUCHED else {"updates": rule}
-    return ps.adamw_schema(size.fields(ADAMW_BYTES_PER_PARAMETER), param_dtype=param_dtype, **rules)
+    return ps.adamw_schema(size.fields(ADAMW_BYTES_PER_PARAMETER), param_dtype=param_dtype, updates=rule)
 
 
 def rule_is_known(rule: str) -> bool:
-    """Whether this version has that rule."""
-    return rule == TOUCHED or (rule == "exact" and "updates" in inspect.signature(ps.adamw_schema).parameters)
+    """Whether this version's engine runs that rule."""
+    return rule == TOUCHED or (rule in UPDATE_RULES and hasattr(NamespaceState, f"is_{rule}"))
 
 
 def param_values(schema: Schema, key: Key) -> dict[str, torch.Tensor]:
