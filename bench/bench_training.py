@@ -30,6 +30,7 @@ from paramstore.bench.step_plot import draw_training
 from paramstore.bench.training import TARGETS, PairedStep, row_of
 from paramstore.cli.exits import exit_code
 from paramstore.cli.signals import end_as_interrupt
+from paramstore.config import Config
 from paramstore.demo.batches import BatchSampler
 from paramstore.demo.corpus import Corpus, open_corpus
 from paramstore.errors import ConfigError, ParamStoreError
@@ -39,6 +40,8 @@ NAMESPACE = "experts"
 STEPS, QUICK_STEPS, WARM_UP_STEPS = 7, 2, 2
 CORPUS_BYTES, QUICK_CORPUS_BYTES = 8 << 20, 1 << 20
 LIMIT_BYTES = 640 << 20
+ROUNDING_BYTES = 16 << 20
+"""Segments and staging are whole huge pages."""
 SEED = 3
 
 
@@ -116,7 +119,8 @@ def measure_all(bench: Bench, shape: Shape, corpus: Corpus, shares: list[float],
 
 def least_budget_bytes(schema: ps.Schema) -> int:
     """What a daemon needs at least, about: quick models are so small that a share of them is less."""
-    return 8 * (schema.record_bytes + schema.part("param").image_bytes) + (64 << 20)
+    staging_bytes = Config().io_workers * max(field.length_bytes for field in schema.stored.fields)
+    return 4 * (schema.record_bytes + schema.part("param").image_bytes) + staging_bytes + ROUNDING_BYTES
 
 
 @contextmanager
