@@ -204,12 +204,16 @@ class NamespaceModel:
             self.targets = {at: None for at in self.opening.values() if at is not None}
 
     def must_have(self) -> set[int]:
-        """Steps that can be opened now, whatever else can. While a rollback's outcome is open, only its target's past."""
+        """Steps that can be opened now, whatever else can. While a rollback's outcome is open, only its target's past.
+
+        What is being published may drop one each, before a rollback behind it begins: commits under way, and the prepared step at
+        which a writer opens.
+        """
+        published = {*self.started, *self.targets} - set(self.steps)
+        count = max(0, self.retained_steps - len(published))
         bound = min(self.targets, default=None)
-        steps = self.kept if bound is None else [step for step in self.kept if step <= bound]
-        count = max(0, self.retained_steps - len(self.started))  # each commit under way may drop one
-        sure = {step for step in self.snapshots if step not in self.unsure_snapshots}
-        return sure | set(steps[len(steps) - min(count, len(steps)) :])
+        steps = [step for step in self.kept[len(self.kept) - min(count, len(self.kept)) :] if bound is None or step <= bound]
+        return {step for step in self.snapshots if step not in self.unsure_snapshots} | set(steps)
 
     def check_steps(self, found: Sequence[int]) -> None:
         """`found` is what the core says can be opened."""

@@ -78,6 +78,28 @@ def test_the_newest_steps_must_stay_but_for_those_that_commits_under_way_may_dro
         model.check_steps([3, 4])
 
 
+def test_a_commit_under_way_may_drop_a_step_that_the_rollback_behind_it_would_keep() -> None:
+    model = committed(1, 2, 3, retained_steps=3)
+    model.commit_asked(5)
+    model.targets[2] = None
+    assert model.must_have() == {2}
+
+
+def test_a_writer_who_commits_the_prepared_step_by_opening_at_it_may_drop_the_oldest() -> None:
+    model = committed(1, 2)
+    model.prepare_asked(3)
+    model.opening_asked(3)
+    model.targets[3] = None
+    assert model.must_have() == {2}
+
+
+def test_a_prepared_step_that_is_finalized_and_opened_at_is_published_once() -> None:
+    model = committed(1, 2, 3, retained_steps=3)
+    model.prepare_asked(4)
+    model.started[4] = model.targets[4] = None
+    assert model.must_have() == {2, 3}
+
+
 def test_what_a_commit_dropped_does_not_come_back_with_a_rollback() -> None:
     model = committed(1, 2, 3)
     model.targets[2] = None
