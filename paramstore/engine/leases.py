@@ -110,24 +110,26 @@ class LeasePlanner:
         held_count = len(leased) + sum(len(waiting.keys) for waiting in queued if waiting.view is view)
         cap = self.lease_cap(view.namespace)
         if new_count and new_count + held_count > cap:
-            self._refuse(view, new_count, held_count, cap)
+            self._refuse(request, new_count, held_count, cap)
         if not self._plan_lease(request, found, may_take_slots=not queued):
             arena.waiting.append(request)
         view.leases[request.lease_id] = request
 
     @staticmethod
-    def _refuse(view: View, new_count: int, held_count: int, cap: int) -> None:
-        namespace, name = view.namespace, view.namespace.name
+    def _refuse(request: LeaseRequest, new_count: int, held_count: int, cap: int) -> None:
+        """Says what would help: to ask for less, or, only where that is enough, to release."""
+        namespace = request.view.namespace
+        name, key_count = namespace.name, len(request.keys)
         arena = namespace.param_arena
         assert arena is not None
-        if new_count > cap:
+        if key_count > cap:
             sharing = _sharing(namespace)
             way_out = "ask in parts" if sharing == 1 else "ask in parts, or close what need not be open"
             # Two versions of every key are all that ever use a slot: a larger arena would have no more.
             if arena.planned_slots < 2 * len(namespace.keys):
                 way_out += ", or raise host_budget (host_bytes, where it was opened with them)"
             raise CapacityError(
-                f"{new_count} keys of {name!r} in one lease; this session may lease {cap} slots at once (lease_slots): {sharing} "
+                f"{key_count} keys of {name!r} in one lease; this session may lease {cap} slots at once (lease_slots): {sharing} "
                 f"{'session has' if sharing == 1 else 'sessions have'} the namespace open and share its {arena.planned_slots} "
                 f"slots less a reserve: {way_out}"
             )

@@ -186,6 +186,17 @@ def test_the_refusal_says_how_many_share_the_slots_and_when_more_memory_would_he
         small.lease(other, A, B, C, D)
 
 
+def test_more_keys_than_the_cap_are_a_capacity_error_even_if_some_are_leased_already() -> None:
+    """To release those would help nothing: the lease itself is too large."""
+    small = desk(param_slots=3)
+    view = small.reader()
+    small.leased(view, A)
+    before = small.picture()
+    with pytest.raises(CapacityError, match="3 keys of 'moe' in one lease; this session may lease 2"):
+        small.lease(view, A, B, C)
+    assert small.picture() == before
+
+
 def test_what_only_the_callers_own_leases_block_is_a_lease_error_and_nothing_changes() -> None:
     small = desk(param_slots=4)
     view = small.reader()
