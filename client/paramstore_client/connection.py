@@ -101,13 +101,13 @@ class Connection:
         what: str,
         convert: Callable[[Any], T],
         timeout_s: float | None = None,
-        on_settled: Callable[[], None] | None = None,
+        on_settled: Callable[[ParamStoreError | None], None] | None = None,
         is_cancellable: bool = True,
     ) -> Ticket[T]:
         """Sends `message` and returns its ticket. Requests reach the daemon in the order of these calls.
 
         what: names the request in messages to people. convert: makes the result of the answer, on the reading thread.
-        on_settled: run on the reading thread whatever the outcome. Raises StoreUnavailable or ForkedClient, and
+        on_settled: run on the reading thread with the request's error, or None. Raises StoreUnavailable or ForkedClient, and
         CapacityError when TICKETS_MAX requests are unanswered; then nothing was sent. Raises WaitTimeout if the daemon takes
         nothing off its socket: the request stays in the outbox, goes out in its place, and `on_settled` hears of its end.
         """

@@ -3,18 +3,21 @@
 - A key's gradients are summed in its own range, in push order, in the gradient dtype: bitwise repeatable.
 - All of a push or none of it: keys, shapes and dtypes are checked, memory is taken and the daemon has agreed to the new
   keys before the first sum changes.
-- From `consume` on the ranges belong to the daemon, until the request that consumes them is answered.
+- From `consume` on the ranges belong to the daemon, until the request that consumes them is answered. If that was refused they
+  are pending again, here as in the daemon (`claims`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, SchemaMismatch, WaitTimeout
+from paramstore.errors import CapacityError, ParamStoreError, ProtocolError, SchemaMismatch, WaitTimeout
+from paramstore_client.claims import Claims, Consumer
 from paramstore_client.ticket import Ticket
 from paramstore_client.upload import Range, UploadArea
 
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+OnSettled = Callable[[ParamStoreError | None], None]
+Announce = Callable[[list[tuple[int, int, int, int]]], None]
 Gradients = Mapping[ExpertKey, Mapping[str, "Tensor"]]
 """key -> field -> gradient, every field of the schema."""
 
@@ -37,68 +42,90 @@ class PendingGradients:
         self._space = space
         self._pushing = threading.RLock()
         self._ranges: dict[ExpertKey, Range] = {}
-        self._consuming: list[Ticket[Any]] = []
+        self._claims = Claims(area)
         self._before_push: list[Callable[[], object]] = []
 
     def __len__(self) -> int:
-        return len(self._ranges)
+        with self._pushing:
+            self._take_back()
+            return len(self._ranges)
 
     def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
         """`fn()` is called first in every push; it may consume what is pending. Returns the function that ends this."""
         self._before_push.append(fn)
         return lambda: self._before_push.remove(fn) if fn in self._before_push else None
 
-    def push(self, gradients: Gradients, announce: Callable[[list[tuple[int, int, int, int]]], None]) -> None:
+    def push(self, gradients: Gradients, announce: Announce) -> None:
         """Adds `gradients` to what is pending. announce: tells the daemon of keys that had none, and returns when it agreed.
 
         Raises SchemaMismatch, UnknownKey, CapacityError or what `announce` raises; then nothing has changed.
         """
-        from paramstore_client import tensors
-
         for fn in tuple(self._before_push):
             fn()
         fields = self._check(gradients)
         with self._pushing:
+            self._take_back()
             new_keys = [key for key in gradients if key not in self._ranges]
-            new_ranges = self._take(len(new_keys))
             try:
-                for key, place in zip(new_keys, new_ranges, strict=True):
-                    tensors.copy_into(gradients[key], fields, self._area.mapping(place.segment), place.offset_bytes)
-                if new_keys:
-                    announce([
-                        (*key, place.segment, place.offset_bytes)
-                        for key, place in zip(new_keys, new_ranges, strict=True)
-                    ])  # fmt: skip
-            except WaitTimeout:
-                # The daemon may still take the message, and then it owns the ranges: they are not used again. The same
-                # holds when an interrupt ends the wait, which is why only `Exception` gives them back.
-                raise
-            except Exception:
-                self._area.give_back(new_ranges)
-                raise
-            old_keys = [key for key in gradients if key in self._ranges]
-            self._ranges.update(zip(new_keys, new_ranges, strict=True))
-            for key in old_keys:
-                place = self._ranges[key]
-                tensors.add_into(gradients[key], fields, self._area.mapping(place.segment), place.offset_bytes)
+                self._add(gradients, new_keys, fields, announce)
+            except ProtocolError:
+                # What a request before this push would have consumed may be pending in the daemon: it was refused, which
+                # we had not read yet.
+                for ticket in self._claims.under_way():
+                    ticket.settled_within(ticket.timeout_s)
+                self._take_back()
+                still_new = [key for key in new_keys if key not in self._ranges]
+                if still_new == new_keys:
+                    raise
+                self._add(gradients, still_new, fields, announce)
 
-    def consume(self, send: Callable[[Callable[[], None]], Ticket[T]]) -> Ticket[T]:
-        """Hands everything pending to the request that `send` makes; its ranges are free once that is answered.
+    def _add(self, gradients: Gradients, new_keys: list[ExpertKey], fields: tuple[Any, ...], announce: Announce) -> None:
+        """Sums all of `gradients`, in new ranges for `new_keys`, or changes nothing."""
+        from paramstore_client import tensors
+
+        new_ranges = self._take(len(new_keys))
+        try:
+            for key, place in zip(new_keys, new_ranges, strict=True):
+                tensors.copy_into(gradients[key], fields, self._area.mapping(place.segment), place.offset_bytes)
+            if new_keys:
+                announce([(*key, place.segment, place.offset_bytes) for key, place in zip(new_keys, new_ranges, strict=True)])
+        except WaitTimeout:
+            # The daemon may still take the message, and then it owns the ranges: they are not used again. The same
+            # holds when an interrupt ends the wait, which is why only `Exception` gives them back.
+            raise
+        except Exception:
+            self._area.give_back(new_ranges)
+            raise
+        old_keys = [key for key in gradients if key in self._ranges]
+        self._ranges.update(zip(new_keys, new_ranges, strict=True))
+        for key in old_keys:
+            place = self._ranges[key]
+            tensors.add_into(gradients[key], fields, self._area.mapping(place.segment), place.offset_bytes)
+
+    def consume(self, request: Consumer, send: Callable[[OnSettled], Ticket[T]]) -> Ticket[T]:
+        """Hands everything pending to `request`, which `send` sends: its ranges are free once it has taken effect, and pending
+        again if it is refused.
 
         send: given what must run when the request settles; makes its ticket. If nothing was sent, all stays pending; after a
         WaitTimeout or an interrupt the daemon may take it, so nothing does.
         """
         with self._pushing:
-            ranges, self._ranges = self._ranges, {}
+            self._take_back()
+            claim = self._claims.add(request, self._ranges)
+            self._ranges = {}
             try:
-                ticket = send(lambda: self._area.give_back(ranges.values()))
+                claim.ticket = send(partial(self._claims.settle, claim))
             except WaitTimeout:
                 raise  # the request is on its way: what it consumes is pending here no more
             except Exception:
-                self._ranges = ranges
+                self._claims.withdraw(claim)
+                self._ranges = dict(claim.ranges)
                 raise
-            self._consuming = [*(open_one for open_one in self._consuming if not open_one.is_settled), ticket]
-            return ticket
+            return claim.ticket
+
+    def _take_back(self) -> None:
+        """What refused requests have left is pending again. Only with `_pushing` held."""
+        self._ranges.update(self._claims.take_left())
 
     def _check(self, gradients: Gradients) -> tuple[Any, ...]:
         from paramstore_client import tensors
@@ -118,11 +145,10 @@ class PendingGradients:
         length_bytes = self._schema.gradient_bytes
         most_bytes = len(self._space) * length_bytes
         while True:
+            under_way = self._claims.under_way()
             try:
                 return self._area.take(count, length_bytes, most_bytes=most_bytes)
             except CapacityError:
-                if not self._consuming:
+                if not under_way or not under_way[0].settled_within(under_way[0].timeout_s):
                     raise
-                oldest = self._consuming.pop(0)
-                if not oldest.settled_within(oldest.timeout_s):
-                    raise
+                self._take_back()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError
-from paramstore.wire.messages import InitializeBegin, InitializeEnd, InitializePut
+from paramstore.wire.messages import InitializeEnd, InitializePut
 from paramstore_client import answers
 from paramstore_client.connection import Connection
 from paramstore_client.ticket import Ticket
@@ -32,9 +32,10 @@ def put_initial_values(
     connection: Connection, area: UploadArea, handle: int, *, schema: Schema, keys: Iterable[ExpertKey], fn: InitialValue,
     timeout_s: float | None = None,
 ) -> None:  # fmt: skip
-    """Puts `fn(key)` for every one of `keys`, in their order, and returns when every record is whole on a volume.
+    """Puts `fn(key)` for every one of `keys`, in their order, and returns when every record is whole on a volume. Initialization
+    has begun.
 
-    keys: all of the namespace; of a rank, its share. timeout_s: for the begin and the end, which ranks make together.
+    keys: all of the namespace; of a rank, its share. timeout_s: for the end, which ranks make together.
 
     Raises what `fn` raises, SchemaMismatch, CapacityError or the daemon's error; the namespace then has no whole value
     and `initialize` may start over.
@@ -43,8 +44,6 @@ def put_initial_values(
 
     fields = schema.initial_fields()
     flying: deque[Ticket[None]] = deque()
-    begin = InitializeBegin(connection.next_id(), handle)
-    connection.request(begin, what="initialize", convert=answers.nothing, timeout_s=timeout_s).wait()
     try:
         for key in keys:
             values = fn(key)
@@ -81,6 +80,6 @@ def send_value(
         InitializePut(connection.next_id(), handle, key, place.segment, place.offset_bytes),
         what=f"initialize of key {key}",
         convert=answers.nothing,
-        on_settled=lambda: area.give_back([place]),
+        on_settled=lambda _: area.give_back([place]),
         is_cancellable=False,
     )

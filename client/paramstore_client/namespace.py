@@ -17,12 +17,13 @@ from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.optimizers import AdamW, Options
 from paramstore.core.schema import Schema
 from paramstore.core.visits import Visits, apply_visits, ring_visits, training_visits
-from paramstore.errors import CapacityError, ConfigError, ProtocolError, UnknownNamespace
+from paramstore.errors import CapacityError, ConfigError, ParamStoreError, ProtocolError, UnknownNamespace
 from paramstore.wire import messages
 from paramstore.wire.messages import KEYS_MAX, TRAINING_MINOR, Granted, Request
 from paramstore.wire.options import apply_message
 from paramstore_client import answers
 from paramstore_client.answers import Opened, Result
+from paramstore_client.claims import Consumer
 from paramstore_client.connection import Connection
 from paramstore_client.gradients import Gradients, PendingGradients
 from paramstore_client.initial_values import PUTS_IN_FLIGHT, InitialValue, put_initial_values
@@ -226,6 +227,7 @@ class Namespace(Steps):
         self._check_open()
         ours = self.keys()[self.rank :: self.world_size]
         try:
+            self._consume(messages.InitializeBegin(self._next_id(), self._handle), "initialize", answers.nothing).wait()
             put_initial_values(
                 self._connection, self._area, self._handle, schema=self.schema, keys=ours, fn=fn, timeout_s=self._limit_s
             )
@@ -273,8 +275,8 @@ class Namespace(Steps):
         """One optimizer step over every key with pending gradients, which it consumes. Cannot be cancelled.
 
         options: of the optimizer that the schema is for. Result: {records, bytes_read, bytes_written}. An error half-way leaves the
-        namespace broken: push, apply and commit raise StepFailed until `rollback`. Raises SchemaMismatch for options of another
-        optimizer, VersionMismatch where the daemon knows AdamW alone; then what is pending stays so.
+        namespace broken: push, apply and commit raise StepFailed until `rollback`. Raises SchemaMismatch for other options,
+        VersionMismatch where the daemon knows AdamW alone, StepPrepared, StepMismatch; then all is pending still.
         """
         self.schema.check_options(options)
         if not isinstance(options, AdamW):
@@ -393,7 +395,7 @@ class Namespace(Steps):
 
     def _send(
         self, message: Request, call: str, convert: Callable[[Any], T], *, timeout_s: float | None = None,
-        on_settled: Callable[[], None] | None = None, is_cancellable: bool = True,
+        on_settled: Callable[[ParamStoreError | None], None] | None = None, is_cancellable: bool = True,
     ) -> Ticket[T]:  # fmt: skip
         self._check_open()
         return self._connection.request(
@@ -405,11 +407,9 @@ class Namespace(Steps):
             is_cancellable=is_cancellable,
         )
 
-    def _consume(self, message: Request, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
-        """Sends a request that ends what is pending, and cannot be cancelled."""
-        return self._pending.consume(
-            lambda on_settled: self._send(message, call, convert, on_settled=on_settled, is_cancellable=False)
-        )
+    def _consume(self, message: Consumer, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
+        """Sends a request that ends what is pending, unless it is refused, and cannot be cancelled."""
+        return self._pending.consume(message, lambda end: self._send(message, call, convert, on_settled=end, is_cancellable=False))
 
     def _count_view_change(self) -> None:
         """Once the request has gone out, never before: what was acquired at the old count may be of either side of it.

@@ -14,6 +14,7 @@ from paramstore_client import answers
 from paramstore_client.answers import Opened, Result
 
 if TYPE_CHECKING:
+    from paramstore_client.claims import Consumer
     from paramstore_client.connection import Connection
     from paramstore_client.namespace import Namespace
     from paramstore_client.ticket import Ticket
@@ -41,8 +42,8 @@ class Steps(ABC):
         """Sends a request and gives its ticket."""
 
     @abstractmethod
-    def _consume(self, message: Request, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
-        """Sends a request that ends what is pending, and cannot be cancelled."""
+    def _consume(self, message: Consumer, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
+        """Sends a request that ends what is pending, unless it is refused, and cannot be cancelled."""
 
     @abstractmethod
     def _count_view_change(self) -> None:

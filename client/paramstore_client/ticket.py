@@ -27,6 +27,7 @@ class Ticket(Generic[T]):
     """One request and what became of it. Made by the client; settled by whichever thread reads the answer.
 
     Owner of its outcome. `convert` and `on_settled` run on the reading thread: they only assign and append.
+    `on_settled` is given the error with which the request failed, None if the daemon has done it.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Ticket(Generic[T]):
         what: str,
         convert: Callable[[Any], T],
         timeout_s: float,
-        on_settled: Callable[[], None] | None,
+        on_settled: Callable[[ParamStoreError | None], None] | None,
         is_cancellable: bool,
     ) -> None:
         self._connection = connection
@@ -118,17 +119,17 @@ class Ticket(Generic[T]):
             self._result = self._convert(answer)
         except Exception as error:  # noqa: BLE001 - belongs to whoever waits, not to the thread that happens to read
             self._error = error
-        self._finish()
+        self._finish(None)
 
     def settle_error(self, error: ParamStoreError, *, is_expected: bool = False) -> None:
         """The request failed, or its connection did. is_expected: it need not be logged."""
         self._error = error
         self._is_seen = self._is_seen or is_expected
-        self._finish()
+        self._finish(error)
 
-    def _finish(self) -> None:
+    def _finish(self, refusal: ParamStoreError | None) -> None:
         if self._on_settled is not None:
-            self._on_settled()
+            self._on_settled(refusal)
         self.is_settled = True
         if not self._is_wanted:
             self._drop_result()

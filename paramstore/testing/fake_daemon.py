@@ -21,6 +21,7 @@ from paramstore.errors import (
     CapacityError,
     NamespaceExists,
     ParamStoreError,
+    ProtocolError,
     StepDropped,
     StepOutOfOrder,
     TicketCancelled,
@@ -270,6 +271,8 @@ class FakeDaemon:
             case m.Prefetch():
                 return {"loaded": 0, "resident": len(request.keys), "skipped": 0, "bytes": 0}
             case m.Push():
+                if any((layer, expert) in namespace.pending for layer, expert, _, _ in request.entries):
+                    raise ProtocolError("a key was pushed that has a pending gradient; a client adds to it in place")
                 namespace.pending |= {(layer, expert): (segment, at) for layer, expert, segment, at in request.entries}
             case m.GradientNorm():
                 return namespace.norm()
@@ -288,7 +291,7 @@ class FakeDaemon:
                 return {"epoch": namespace.epoch, "version": version}
             case m.Residency():
                 return {"layers": list(namespace.space.layers), "experts": namespace.space.experts}
-            case m.CloseNamespace():
+            case m.CloseNamespace() | m.InitializeBegin():
                 namespace.pending.clear()
             case _:
                 return self._step_result(namespace, request)

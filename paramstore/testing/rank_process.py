@@ -107,6 +107,12 @@ class _Commands:
     def commit(self, step: int) -> Any:
         return self.namespace.commit(step).wait()
 
+    def prepare(self, step: int) -> Any:
+        return self.namespace.prepare(step).wait()
+
+    def finalize(self, step: int) -> None:
+        self.namespace.finalize(step).wait()
+
     def rollback(self, step: int) -> int:
         return self.namespace.rollback(step)
 

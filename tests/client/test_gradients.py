@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import FakeDaemon
+from paramstore.testing.fake_daemon import FakeDaemon, FakeSession
 from paramstore.wire import messages as m
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
@@ -74,23 +74,135 @@ def test_ranges_come_back_when_the_apply_is_answered(
     assert free_bytes() == before
 
 
-@pytest.mark.parametrize("ends_it", ["apply", "abort", "rollback", "close"])
-def test_ranges_come_back_whatever_ends_what_is_pending(
-    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient, ends_it: str
+def initialize(namespace: ps.Namespace) -> None:
+    namespace.initialize(lambda key: {"gate_up": torch.zeros(8, 4), "down": torch.zeros(4, 8)})
+
+
+CONSUMERS: dict[str, tuple[type[m.Message], Callable[[ps.Namespace], object]]] = {
+    "apply": (m.Apply, lambda namespace: namespace.apply(ps.AdamW()).wait()),
+    "abort": (m.Abort, ps.Namespace.abort),
+    "rollback": (m.Rollback, lambda namespace: namespace.rollback(1)),
+    "initialize": (m.InitializeBegin, initialize),
+    "close": (m.CloseNamespace, ps.Namespace.close),
+}
+
+
+@pytest.mark.parametrize("ends_it", CONSUMERS)
+def test_ranges_come_back_whatever_ends_what_is_pending(namespace: ps.Namespace, gradient: Gradient, ends_it: str) -> None:
+    before = namespace._area.free_bytes()
+    namespace.push({(0, 0): gradient(1.0)})
+    CONSUMERS[ends_it][1](namespace)
+    assert namespace._area.free_bytes() == before
+    assert len(namespace._pending) == 0
+
+
+@pytest.mark.parametrize(
+    ("ends_it", "error"),
+    [
+        ("apply", ps.StepFailed("half-way")), ("apply", ps.WriterFenced("no")), ("apply", ps.RankLost("no")),
+        ("rollback", ps.WriterFenced("no")), ("abort", ps.RankLost("no")), ("close", ps.StepFailed("no")),
+    ],
+)  # fmt: skip
+def test_ranges_come_back_where_the_daemon_keeps_nothing_that_can_be_applied(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient, ends_it: str, error: ps.ParamStoreError
+) -> None:
+    kind, call = CONSUMERS[ends_it]
+    before = namespace._area.free_bytes()
+    namespace.push({(0, 0): gradient(1.0)})
+    daemon.fail(kind, error)
+    with pytest.raises(type(error)):
+        call(namespace)
+    assert namespace._area.free_bytes() == before
+    assert len(namespace._pending) == 0
+
+
+@pytest.mark.parametrize(
+    ("refused", "error"),
+    [
+        ("apply", ps.StepPrepared("no")), ("apply", ps.ConfigError("no")), ("apply", ps.SchemaMismatch("no")),
+        ("apply", ps.StepMismatch("no")), ("abort", ps.StepMismatch("no")), ("abort", ps.StepFailed("no")),
+        ("rollback", ps.StepDropped("no")), ("rollback", ps.StepFailed("a snapshot")), ("rollback", ps.StepMismatch("no")),
+        ("initialize", ps.StepOutOfOrder("no")), ("initialize", ps.StepMismatch("no")),
+    ],
+)  # fmt: skip
+def test_a_refusal_leaves_all_pending_on_both_sides(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient, refused: str, error: ps.ParamStoreError
+) -> None:
+    kind, call = CONSUMERS[refused]
+    before = namespace._area.free_bytes()
+    namespace.push({(0, 0): gradient(1.0), (0, 1): gradient(2.0)})
+    daemon.fail(kind, error)
+    with pytest.raises(type(error)):
+        call(namespace)
+    assert len(namespace._pending) == 2
+    namespace.push({(0, 0): gradient(4.0), (0, 2): gradient(8.0)})
+    found = [pending(daemon, (0, expert)) for expert in range(3)]
+    assert [value.unique().tolist() for value in found] == [[5.0], [2.0], [8.0]]
+    assert [len(push.entries) for push in daemon.requests(m.Push)] == [2, 1], "a key that is pending is announced once"
+    assert namespace.apply(ps.AdamW()).wait()["records"] == 3
+    assert namespace._area.free_bytes() == before
+
+
+def test_a_push_behind_a_refusal_that_nobody_has_read_adds_to_what_is_pending(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
 ) -> None:
     before = namespace._area.free_bytes()
     namespace.push({(0, 0): gradient(1.0)})
-    kinds = {"apply": m.Apply, "abort": m.Abort, "rollback": m.Rollback, "close": m.CloseNamespace}
-    daemon.fail(kinds[ends_it], ps.StepFailed("no"))
-    with pytest.raises(ps.StepFailed):
-        {
-            "apply": lambda: namespace.apply(ps.AdamW()).wait(),
-            "abort": namespace.abort,
-            "rollback": lambda: namespace.rollback(1),
-            "close": namespace.close,
-        }[ends_it]()
+    daemon.fail(m.Apply, ps.StepPrepared("no"))
+    ticket = namespace.apply(ps.AdamW())
+    namespace.push({(0, 0): gradient(2.0), (0, 1): gradient(4.0)})
+    with pytest.raises(ps.StepPrepared):
+        ticket.wait()
+    assert [pending(daemon, (0, expert)).unique().tolist() for expert in range(2)] == [[3.0], [4.0]]
+    assert namespace.abort() == 2
     assert namespace._area.free_bytes() == before
+
+
+def test_a_push_that_overtakes_the_answer_of_a_refused_apply_waits_for_it(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a daemon may answer that serves several ranks: the push first."""
+    namespace.push({(0, 0): gradient(1.0)})
+    unanswered: list[tuple[FakeSession, m.Apply]] = []
+    daemon.script(m.Apply, lambda session, request: unanswered.append((session, request)))
+    ticket = namespace.apply(ps.AdamW())
+    settled_within = ps.Ticket.settled_within
+
+    def answered_at_last(waiting: ps.Ticket[object], timeout_s: float) -> bool:
+        session, request = unanswered.pop()
+        session.send(m.Failed(request.id, "StepPrepared", "no"))
+        return settled_within(waiting, timeout_s)
+
+    monkeypatch.setattr(ps.Ticket, "settled_within", answered_at_last)
+    namespace.push({(0, 0): gradient(2.0)})
+    assert pending(daemon, (0, 0)).unique().tolist() == [3.0]
+    with pytest.raises(ps.StepPrepared):
+        ticket.wait()
+
+
+def test_what_a_refused_apply_leaves_goes_with_the_next_one_even_if_that_was_sent_before_the_answer(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    before = namespace._area.free_bytes()
+    namespace.push({(0, 0): gradient(1.0)})
+    daemon.fail(m.Apply, ps.ConfigError("no"))
+    first, second = namespace.apply(ps.AdamW()), namespace.apply(ps.AdamW())
+    assert second.wait()["records"] == 1
+    with pytest.raises(ps.ConfigError):
+        first.wait()
     assert len(namespace._pending) == 0
+    assert namespace._area.free_bytes() == before
+
+
+def test_a_push_that_no_refusal_explains_fails_with_its_own_error(
+    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    before = namespace._area.free_bytes()
+    daemon.fail(m.Push, ps.ProtocolError("a bug"))
+    with pytest.raises(ps.ProtocolError, match="a bug"):
+        namespace.push({(0, 0): gradient(1.0)})
+    assert len(daemon.requests(m.Push)) == 1
+    assert namespace._area.free_bytes() == before
 
 
 def test_push_after_an_unanswered_apply_starts_a_new_sum(

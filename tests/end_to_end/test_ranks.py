@@ -104,10 +104,10 @@ def test_ranks_train_bitwise_as_torch_does_with_gradients_summed_in_rank_order(
 
 
 def test_ranks_that_call_different_things_are_told_and_go_on_after_a_rollback(
-    directory: Path, serve: Serve, processes: list[RankProcess]
+    directory: Path, serve: Serve, processes: list[RankProcess], value_of: Callable[[ExpertKey], Value]
 ) -> None:
-    ranks = processes[:2]
-    started(serve(directory, *HOST).start(), ranks)
+    ranks, daemon = processes[:2], serve(directory, *HOST).start()
+    started(daemon, ranks)
     ranks[0].ask("push", keys=[KEY], seed=1)
     for rank, process in enumerate(ranks):
         process.tell("apply", lr=0.1 + rank)
@@ -116,10 +116,39 @@ def test_ranks_that_call_different_things_are_told_and_go_on_after_a_rollback(
             process.answer()
     with pytest.raises(ps.StepMismatch):
         ranks[1].ask("push", keys=[KEY], seed=1)
+    assert pending(daemon) == 1, "nothing ran"
     together(ranks, "rollback", lambda _: {"step": 1})
-    for process in ranks:
-        process.ask("push", keys=[KEY], seed=1)
+    assert pending(daemon) == 0
+    for rank, process in enumerate(ranks):
+        process.ask("push", keys=[KEY], seed=5 + rank)
     assert together(ranks, "apply") == [1, 1]
+    assert ranks[0].ask("values", key=KEY) == Oracle(value_of(KEY)["w"]).step([5, 6]), "what was pushed before is gone"
+
+
+def pending(daemon: DaemonProcess) -> int:
+    with ps.connect(daemon.address) as store:
+        return int(store.stats()["namespaces"]["moe"]["pending_gradients"])
+
+
+def test_an_apply_that_is_refused_to_all_ranks_leaves_what_each_has_pushed(
+    directory: Path, serve: Serve, processes: list[RankProcess], value_of: Callable[[ExpertKey], Value]
+) -> None:
+    ranks, daemon = processes[:2], serve(directory, *HOST).start()
+    started(daemon, ranks)
+    together(ranks, "prepare", lambda _: {"step": 2})
+    together(ranks, "push", lambda rank: {"keys": [KEY], "seed": 1 + rank})
+    together(ranks, "begin_apply")
+    together(ranks, "push", lambda rank: {"keys": [KEY], "seed": 3 + rank})
+    for process in ranks:
+        with pytest.raises(ps.StepPrepared):
+            process.ask("wait")
+    assert pending(daemon) == 1
+    together(ranks, "finalize", lambda _: {"step": 2})
+    assert together(ranks, "apply") == [1, 1]
+    oracle = Oracle(value_of(KEY)["w"])
+    oracle.master.grad = (gradient(1, SHAPE) + gradient(3, SHAPE)) + (gradient(2, SHAPE) + gradient(4, SHAPE))
+    oracle.optimizer.step()
+    assert ranks[0].ask("values", key=KEY) == oracle.values()
 
 
 PHASES = ["opened", "pushed", "in apply", "applied", "in commit", "committed"]

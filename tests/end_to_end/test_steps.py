@@ -96,6 +96,59 @@ def test_training_goes_back_to_an_older_step_and_on_from_there(directory: Path, 
         assert trainer.steps() == [3, 4, 5], "this daemon retains two: what is more went with its first commit, but the snapshot"
 
 
+def gradients(namespace: ps.Namespace, seed: int) -> dict[ExpertKey, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {key: {"w": torch.randn(64, 64, generator=generator)} for key in namespace.space}
+
+
+def test_what_is_refused_leaves_its_gradients_pending_and_the_next_apply_takes_them_bitwise(directory: Path, serve: Serve) -> None:
+    with ps.connect(serve(directory).start().address) as store, store.open_namespace("moe", mode="write") as trainer:
+        trainer.prepare(2).wait()
+        trainer.push(gradients(trainer, 1))
+        unread = trainer.apply(OPTIONS)
+        trainer.push(gradients(trainer, 2))
+        with pytest.raises(ps.StepPrepared):
+            unread.wait()
+        with pytest.raises(ps.StepPrepared):
+            trainer.apply(OPTIONS).wait()
+        with pytest.raises(ps.StepDropped):
+            trainer.rollback(77)
+        other = store.create_namespace("other", trainer.schema, layers=2, experts=4)
+        other.initialize(lambda key: {"w": torch.ones(64, 64)})  # takes what upload memory is free
+        trainer.push(gradients(trainer, 3))
+        assert store.stats()["namespaces"]["moe"]["pending_gradients"] == 8
+        trainer.finalize(2).wait()
+        assert trainer.apply(OPTIONS).wait()["records"] == 8
+        found = values(trainer)
+        trainer.rollback(2)
+        for seed in (1, 2, 3):
+            trainer.push(gradients(trainer, seed))
+        trainer.apply(OPTIONS)
+        assert equal(found, values(trainer))
+
+
+def test_what_is_refused_can_be_aborted_and_an_apply_that_failed_has_consumed(directory: Path, serve: Serve) -> None:
+    with ps.connect(serve(directory).start().address) as store, store.open_namespace("moe", mode="write") as trainer:
+        free_bytes = trainer._area.free_bytes
+        trainer.push(gradients(trainer, 1))
+        trainer.apply(OPTIONS).wait()
+        before = free_bytes()
+        trainer.prepare(2).wait()
+        trainer.push(gradients(trainer, 2))
+        with pytest.raises(ps.StepPrepared):
+            trainer.apply(OPTIONS).wait()
+        assert trainer.abort() == 8
+        assert free_bytes() == before
+        assert store.stats()["namespaces"]["moe"]["pending_gradients"] == 0
+        trainer.finalize(2).wait()
+        assert trainer.apply(OPTIONS).wait()["records"] == 0
+        trainer.push(gradients(trainer, 3))
+        fenced = trainer.apply(OPTIONS)
+        with store.open_namespace("moe", mode="write"):  # stops the apply, or comes after it
+            fenced.settled_within(10.0)
+            assert free_bytes() == before
+
+
 def retaining(directory: Path, steps: int) -> Path:
     path = directory.parent / "paramstore.toml"
     path.write_text(f"retained_steps = {steps}\n")
