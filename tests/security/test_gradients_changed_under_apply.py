@@ -32,6 +32,7 @@ SCHEMA = Schema.adamw({"w": SHAPE}, param_dtype="float32")
 VICTIM = (0, 1)
 OTHERS = tuple((0, expert) for expert in range(EXPERTS) if expert != VICTIM[1])
 ROUNDS = 12
+"""At least so many applies; more, until one has read a gradient that was half of one kind and half of the other."""
 LIMIT_S = 60.0
 PUNCH_HOLE = 0x02 | 0x01
 SCRIBBLES = {
@@ -48,6 +49,16 @@ def expected(count: int) -> torch.Tensor:
         parameter.grad = torch.ones(SHAPE)
         optimizer.step()
     return parameter.detach()
+
+
+def is_mixed(reader: ps.Namespace) -> bool:
+    """Whether an apply has met two gradients in one: whole ones, all of one number, leave the victim's master all of one number.
+
+    How often that happens depends on how the machine shares its cores out between the one that writes and the one that reads.
+    """
+    reader.refresh()
+    master = reader.read(VICTIM)["master/w"]
+    return bool((master != master.flatten()[0]).any())
 
 
 @contextmanager
@@ -119,17 +130,22 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 @pytest.mark.parametrize("values", SCRIBBLES.values(), ids=SCRIBBLES)
 def test_the_daemon_lives_and_all_other_records_are_exact(values: tuple[bytes, ...], daemon: DaemonProcess) -> None:
-    async def scenario() -> None:
+    rounds = 0
+
+    async def scenario(reader: ps.Namespace) -> None:
+        nonlocal rounds
         scribbler = Scribbler(daemon.socket)
         await scribbler.begin()
-        for step in range(2, 2 + ROUNDS):
-            assert (await scribbler.round(step, values))["records"] == EXPERTS
+        while rounds < ROUNDS or not is_mixed(reader):
+            assert (await scribbler.round(2 + rounds, values))["records"] == EXPERTS
+            rounds += 1
         scribbler.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
-    wanted = expected(ROUNDS)
     with ps.connect(daemon.address) as store, store.open_namespace(NAME) as reader:
-        assert reader.view_step == 1 + ROUNDS
+        asyncio.run(asyncio.wait_for(scenario(reader), LIMIT_S))  # its end: no gradient changed while it was read
+    wanted = expected(rounds)
+    with ps.connect(daemon.address) as store, store.open_namespace(NAME) as reader:
+        assert reader.view_step == 1 + rounds
         for key in OTHERS:
             assert torch.equal(reader.read(key)["master/w"], wanted), key
         with reader.acquire([VICTIM]) as lease:
@@ -137,7 +153,6 @@ def test_the_daemon_lives_and_all_other_records_are_exact(values: tuple[bytes, .
             assert lease[VICTIM]["w"].numpy().tobytes() == found["master/w"].numpy().tobytes()
         if values is SCRIBBLES["zeros and ones"]:
             assert found["master/w"].isfinite().all()
-            assert found["master/w"].unique().numel() > 1, "no gradient changed while it was read"
         verified = store.verify(NAME).wait()
         assert (verified["found"], verified["records"] > 0) == (0, True)
     assert [line for line in daemon.stderr.splitlines() if " ERROR " in line] == []
