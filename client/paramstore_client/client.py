@@ -46,7 +46,8 @@ from paramstore_client.address import Address, default_path, nobody_listens, par
 from paramstore_client.answers import Opened, Result, Welcome
 from paramstore_client.autostart import ServeOptions, connect_or_start
 from paramstore_client.connection import Connection
-from paramstore_client.namespace import ANSWER_GRACE_S, Namespace
+from paramstore_client.handle import ANSWER_GRACE_S
+from paramstore_client.namespace import Namespace
 from paramstore_client.ranks import ALONE, Rank, this_rank
 from paramstore_client.ticket import Ticket
 from paramstore_client.upload import UploadArea

@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from paramstore.errors import CapacityError
 from paramstore.wire import messages
-from paramstore.wire.messages import Request
 from paramstore_client import answers
 from paramstore_client.answers import Opened, Result
+from paramstore_client.handle import Handle
 
 if TYPE_CHECKING:
-    from paramstore_client.claims import Consumer
-    from paramstore_client.connection import Connection
     from paramstore_client.namespace import Namespace
     from paramstore_client.ticket import Ticket
 
-T = TypeVar("T")
-
-
-class Steps(ABC):
-    """The part of `Namespace` that is about steps. Its other parts own the connection, the handle and the state."""
-
-    name: str
-    _handle: int
-    _epoch: int
-    _committed_step: int | None
-    _applies: int = 0
-    _committed_applies: int = 0
-    _connection: Connection
-
-    @abstractmethod
-    def _next_id(self) -> int:
-        """An id for the next request."""
-
-    @abstractmethod
-    def _send(self, message: Request, call: str, convert: Callable[[Any], T], *, is_cancellable: bool = True) -> Ticket[T]:
-        """Sends a request and gives its ticket."""
-
-    @abstractmethod
-    def _consume(self, message: Consumer, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
-        """Sends a request that ends what is pending, unless it is refused, and cannot be cancelled."""
-
-    @abstractmethod
-    def _count_view_change(self) -> None:
-        """The bytes behind this handle's keys may have become others."""
+class Steps(Handle, ABC):
+    """The part of `Namespace` that is about steps."""
 
     @abstractmethod
     def _reader(self, opened: Opened) -> Namespace:

@@ -19,8 +19,8 @@ from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.waiting import until_woken
 from paramstore.errors import ParamStoreError, StepOutOfOrder, StepPrepared
-from paramstore.storage.ledger import Publication
 from paramstore.storage.note_slots import NoteSlots
+from paramstore.storage.publication import Publication
 
 
 class Chain:

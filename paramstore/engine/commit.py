@@ -34,9 +34,9 @@ from paramstore.errors import CapacityError, StepFailed, StepOutOfOrder, VolumeE
 from paramstore.storage.apply_log import pack_log
 from paramstore.storage.catalog import DRAFT_STEP, StepRow
 from paramstore.storage.format import CommitNote, NotedStep, Superblock, combine_roots, pack_description
-from paramstore.storage.ledger import Publication
 from paramstore.storage.note_slots import NoteSlots
 from paramstore.storage.notes import write_note
+from paramstore.storage.publication import Publication
 from paramstore.storage.volume import Volume
 from paramstore.wire.messages import EXTRA_BYTES_MAX
 

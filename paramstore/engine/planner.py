@@ -243,7 +243,7 @@ class Planner:
         for working in discarded:
             self.working.discard(namespace, working)
         error = StepFailed(f"namespace {namespace.name!r} was rolled back")
-        self.working.fail_waiting(namespace, error)
+        self.working.requests.fail_waiting(namespace, error)
         self._fail_unmade(namespace, error)
         self.copies.retire_unseen(namespace)
         for key, copies in namespace.copies.items():

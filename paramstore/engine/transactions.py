@@ -15,7 +15,7 @@ from paramstore.engine.runner import CATALOG_LANE, Runner
 from paramstore.engine.transfers import Transfers
 from paramstore.errors import CatalogError, ParamStoreError
 from paramstore.storage.catalog import Catalog, Change, Contents
-from paramstore.storage.ledger import Publication
+from paramstore.storage.publication import Publication
 
 logger = logging.getLogger(__name__)
 

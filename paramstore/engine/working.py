@@ -1,4 +1,4 @@
-"""The planner's rules for working copies: slots, loads, updates, writes, orphans, and who waits for which.
+"""The planner's rules for working copies: slots, loads, updates, writes, orphans.
 
 - A slot request waits in FIFO order per arena; eviction never writes, so a request that finds only dirty slots has some
   of them written at its own urgency.
@@ -19,7 +19,8 @@ from paramstore.core.residency import MAY_MATERIALISE, Working, WorkingEvent, ne
 from paramstore.engine.moves import Move, MoveKind, Outbox
 from paramstore.engine.namespace import NamespaceState, WorkingCopy
 from paramstore.engine.requests import PrefetchRequest, SlotRequest, Urgency
-from paramstore.errors import ParamStoreError, StepFailed, VolumeError
+from paramstore.engine.slot_requests import SlotRequests
+from paramstore.errors import ParamStoreError, VolumeError
 from paramstore.storage.extents import Space
 
 WRITE_TRIES = 2
@@ -32,6 +33,7 @@ class WorkingPlanner:
     def __init__(self, space: Space, outbox: Outbox) -> None:
         self._space = space
         self._outbox = outbox
+        self.requests = SlotRequests(outbox)
         self.orphan_writes = 0
         """Writes under way of records that a rollback discarded: their extents come free when they end."""
 
@@ -58,7 +60,7 @@ class WorkingPlanner:
             working.holders += 1
             arena.policy.record(request.key)
             namespace.stats.optim.hits += 1
-            self._finish(request)
+            self.requests.finish(request)
             return True
         if working.state in (Working.LOADING, Working.UPDATING):
             working.requests.append(request)
@@ -74,7 +76,7 @@ class WorkingPlanner:
             self._record(namespace, working.key)
             working.state = next_working(working.state, WorkingEvent.FILL)
             working.move = Move(MoveKind.UPDATE, namespace, working, Urgency.DEMAND)
-            self._finish(request)
+            self.requests.finish(request)
         else:
             working.requests.append(request)
             namespace.stats.optim.misses += 1
@@ -223,7 +225,7 @@ class WorkingPlanner:
             working.write_failures += 1
             working.write_error, working.failed_volume = error, located.extent.volume
             if working.write_failures >= WRITE_TRIES:
-                self.fail_waiting(namespace, error)
+                self.requests.fail_waiting(namespace, error)
             if working.is_cut:
                 self._wake_cut(namespace)
         else:
@@ -265,17 +267,17 @@ class WorkingPlanner:
         """The record is in its slot, verified; or the load failed, the slot is free and all who waited get the error."""
         working.move = None
         if working.is_orphan:
-            self._fail_requests(working, error)
+            self.requests.fail(working, error)
             self.settle_orphan(namespace, working)
             return
         if error is not None:
             working.state = next_working(working.state, WorkingEvent.LOAD_FAILED)
             self._free_slot(namespace, working)
-            self._fail_requests(working, error)
+            self.requests.fail(working, error)
         else:
             working.state = next_working(working.state, WorkingEvent.LOADED)
             working.optimizer_step, working.last_apply = optimizer_step, last_apply
-            self._land_requests(namespace, working)
+            self.requests.land(namespace, working)
         self._wake(working)
 
     def may_update(self, working: WorkingCopy) -> bool:
@@ -295,19 +297,19 @@ class WorkingPlanner:
         """The slot holds `identity` now; or the update failed, and its torn bytes are gone."""
         working.move = None
         if working.is_orphan:
-            self._fail_requests(working, error)
+            self.requests.fail(working, error)
             self.settle_orphan(namespace, working)
             return
         if error is not None:
             working.state = next_working(working.state, WorkingEvent.UPDATE_FAILED)
             self._free_slot(namespace, working)
-            self._fail_requests(working, error)
+            self.requests.fail(working, error)
         else:
             working.state = next_working(working.state, WorkingEvent.UPDATED)
             working.identity = identity
             working.write_failures, working.write_error, working.failed_volume = 0, None, None
             namespace.changed.add(working.key)
-            self._land_requests(namespace, working)
+            self.requests.land(namespace, working)
         self._wake(working)
 
     def unhold(self, namespace: NamespaceState, working: WorkingCopy) -> None:
@@ -352,48 +354,6 @@ class WorkingPlanner:
     def settle_orphan(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         if working.move is None and working.holders == 0 and working.slot is not None:
             self._free_slot(namespace, working)
-
-    # --- who waits
-
-    def fail_waiting(self, namespace: NamespaceState, error: ParamStoreError) -> None:
-        """Requests that wait for a slot end with `error`: what they meant is gone, or the write fails that would free one."""
-        for arena in namespace.arenas():
-            for request in [waiting for waiting in arena.waiting if isinstance(waiting, SlotRequest)]:
-                arena.waiting.remove(request)
-                request.error = error
-                self._finish(request)
-
-    def _land_requests(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        requests, working.requests = working.requests, []
-        for request in requests:
-            working.holders += 1
-            self._finish(request)
-        prefetches, working.prefetches = working.prefetches, []
-        for prefetch in prefetches:
-            prefetch.loaded += 1
-            prefetch.bytes_loaded += namespace.schema.record_bytes
-            self._land_prefetch(prefetch, working)
-
-    def _fail_requests(self, working: WorkingCopy, error: ParamStoreError | None) -> None:
-        reason = error or StepFailed(f"{working.key} was discarded by a rollback")
-        requests, working.requests = working.requests, []
-        for request in requests:
-            request.error = reason
-            self._finish(request)
-        prefetches, working.prefetches = working.prefetches, []
-        for prefetch in prefetches:
-            prefetch.error = prefetch.error or reason
-            self._land_prefetch(prefetch, working)
-
-    def _land_prefetch(self, request: PrefetchRequest, working: WorkingCopy) -> None:
-        request.pending.discard(working)
-        if not request.pending and not request.is_finished:
-            request.is_finished = True
-            self._outbox.finished.append(request)
-
-    def _finish(self, request: SlotRequest) -> None:
-        request.is_finished = True
-        self._outbox.finished.append(request)
 
     def _wake(self, working: WorkingCopy) -> None:
         self._outbox.woken.extend(working.waiters)

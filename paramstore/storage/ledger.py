@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from operator import attrgetter
 
@@ -28,41 +28,11 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located
 from paramstore.errors import StepDropped, StepFailed, StepPrepared
 from paramstore.storage.apply_log import unpack_log
-from paramstore.storage.catalog import DRAFT_STEP, Change, NamespaceContents, NamespaceRow, Row, StepRow
+from paramstore.storage.catalog import DRAFT_STEP, NamespaceContents, NamespaceRow, Row, StepRow
+from paramstore.storage.publication import Publication
 from paramstore.storage.roots import RootTable
 
 _first_step = attrgetter("first_step")
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """One planned change of a namespace. namespace: its row as it will be.
-
-    freed: extents that nobody sees any more once this is durable (reads under way may still pin them).
-    freed_note_slots: note slots of the dropped steps.
-    """
-
-    namespace: NamespaceRow
-    put_rows: tuple[tuple[str, ExpertKey, Row], ...]
-    drop_rows: tuple[tuple[str, ExpertKey, int], ...]
-    put_steps: tuple[tuple[str, StepRow], ...]
-    drop_steps: tuple[tuple[str, int], ...]
-    freed: tuple[Extent, ...]
-    freed_note_slots: tuple[int, ...]
-    rows_after: Mapping[ExpertKey, list[Row]] = field(repr=False)
-    """What `Ledger.settle` puts in place: made here, so that settling a large commit is short."""
-    keys_gone: frozenset[ExpertKey] = field(repr=False)
-    keys_layered: frozenset[ExpertKey] = field(repr=False)
-
-    def change(self) -> Change:
-        """The transaction that makes it durable."""
-        return Change(
-            put_namespaces=(self.namespace,),
-            put_rows=self.put_rows,
-            drop_rows=self.drop_rows,
-            put_steps=self.put_steps,
-            drop_steps=self.drop_steps,
-        )
 
 
 class Ledger:

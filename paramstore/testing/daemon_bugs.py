@@ -17,7 +17,8 @@ from paramstore.engine.host import HostTier
 from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.transactions import Transactions
 from paramstore.storage.catalog import StepRow
-from paramstore.storage.ledger import Ledger, Publication
+from paramstore.storage.ledger import Ledger
+from paramstore.storage.publication import Publication
 
 PUBLISH_DELAY_S = 0.02
 

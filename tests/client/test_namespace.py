@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.core.visits import ring_visits
 from paramstore.testing.fake_daemon import STORE_UUID, FakeDaemon, FakeSession
 from paramstore.wire import messages as m
 
@@ -53,7 +52,7 @@ def test_acquire_of_an_unknown_part_is_refused(namespace: ps.Namespace) -> None:
 def test_lease_that_comes_after_its_wait_was_given_up_is_released(
     daemon: FakeDaemon, namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paramstore_client.namespace.ANSWER_GRACE_S", 0.01)
+    monkeypatch.setattr("paramstore_client.handle.ANSWER_GRACE_S", 0.01)
     held: list[m.Acquire] = []
     daemon.script(m.Acquire, lambda session, request: held.append(request))
     with pytest.raises(ps.WaitTimeout):
@@ -201,98 +200,6 @@ def test_reader_moves_by_refresh_only(store: ps.Store, namespace: ps.Namespace) 
     assert (reader.view_step, reader.committed_step) == (2, 2)
 
 
-def test_rollback_drops_pending_gradients_and_counts_the_epoch(
-    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
-) -> None:
-    namespace.commit(1).wait()
-    namespace.push({(0, 0): gradient(1.0)})
-    assert namespace.rollback(1) == namespace.epoch == 2
-    assert namespace.apply(ps.AdamW()).wait()["records"] == 0
-
-
-def test_apply_sends_the_options_of_the_optimizer(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
-    options = ps.AdamW(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2)
-    namespace.apply(options, grad_scale=0.5).wait()
-    (request,) = daemon.requests(m.Apply)
-    sent = (request.lr, request.beta1, request.beta2, request.eps, request.weight_decay, request.grad_scale)
-    assert sent == (0.1, 0.8, 0.95, 1e-6, 0.2, 0.5)
-
-
-def test_options_of_another_optimizer_are_refused_before_anything_is_sent(
-    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
-) -> None:
-    namespace.push({(0, 0): gradient(1.0)})
-    with pytest.raises(ps.SchemaMismatch, match="SGD cannot update a namespace of schema kind 'adamw'"):
-        namespace.apply(ps.SGD())
-    assert not daemon.requests(m.Apply)
-    assert namespace.apply(ps.AdamW()).wait()["records"] == 1, "what was pushed is pending still"
-
-
-def test_another_optimizer_needs_a_daemon_that_knows_it(daemon: FakeDaemon, store: ps.Store) -> None:
-    with store.create_namespace("sgd", ps.sgd_schema({"w": (4,)}), layers=1, experts=1) as namespace:
-        namespace.apply(ps.SGD(lr=0.5, momentum=0.9), grad_scale=0.5).wait()
-    (request,) = daemon.requests(m.Apply)
-    assert request.options == {
-        "kind": "sgd", "lr": 0.5, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
-    }  # fmt: skip
-    assert request.grad_scale == 0.5
-    daemon.minor = m.TRAINING_MINOR - 1
-    store.reconnect()
-    with (
-        store.create_namespace("old", ps.sgd_schema({"w": (4,)}), layers=1, experts=1) as namespace,
-        pytest.raises(ps.VersionMismatch, match=r"apply\(SGD\) needs 1\.3"),
-    ):
-        namespace.apply(ps.SGD())
-
-
-def test_a_declared_schedule_is_that_of_a_step_for_a_writer(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
-    namespace.declare_schedule()
-    namespace.declare_schedule(micro_batches=2)
-    namespace.declare_schedule(ring_visits([1, 0]))
-    namespace.declare_schedule((), ())
-    one, two, ring, none = daemon.requests(m.DeclareSchedule)
-    assert one.param_visits == ((0, "routed"), (1, "routed"), (1, "repeated"), (0, "repeated"), (1, "updated"), (0, "updated"))
-    assert one.optim_visits == ((1, "gathered"), (0, "gathered"))
-    assert (len(two.param_visits), two.optim_visits) == (10, one.optim_visits)
-    assert (ring.param_visits, ring.optim_visits) == (((1, "routed"), (0, "routed")), ())
-    assert (none.param_visits, none.optim_visits) == ((), ())
-
-
-def test_a_declared_schedule_is_a_ring_for_a_reader(daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace) -> None:
-    namespace.commit(0).wait()
-    with store.open_namespace("moe") as reader:
-        reader.declare_schedule()
-    (ring,) = daemon.requests(m.DeclareSchedule)
-    assert (ring.param_visits, ring.optim_visits) == (((0, "routed"), (1, "routed")), ())
-
-
-def test_an_older_daemon_takes_no_schedule(daemon: FakeDaemon) -> None:
-    daemon.minor = m.TRAINING_MINOR - 1
-    with ps.connect(daemon.path, timeout_s=5.0) as store:
-        handle = store.create_namespace("old", ps.adamw_schema({"w": (4,)}), layers=1, experts=2)
-        with pytest.raises(ps.VersionMismatch, match="declare_schedule"):
-            handle.declare_schedule()
-
-
-def test_wishes_and_moves_name_their_keys(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
-    namespace.protect(KEYS)
-    namespace.unprotect(KEYS)
-    namespace.write_back().wait()
-    namespace.evict(KEYS, "param").wait()
-    namespace.prefetch(KEYS, deadline_s=0.5).wait()
-    assert [(wish.keys, wish.is_wanted) for wish in daemon.requests(m.Protect)] == [(KEYS, True), (KEYS, False)]
-    assert daemon.requests(m.WriteBack)[0].keys is None
-    assert (daemon.requests(m.Evict)[0].keys, daemon.requests(m.Evict)[0].part) == (KEYS, "param")
-    assert daemon.requests(m.Prefetch)[0].deadline_s == 0.5
-
-
-def test_device_reports_are_one_way(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
-    namespace.report_device(resident=KEYS, touched=KEYS[:1], bytes_resident=4096)
-    (report,) = daemon.wait_for(m.DeviceReport)
-    assert (report.resident, report.touched, report.bytes_resident) == (KEYS, KEYS[:1], 4096)
-    assert namespace.residency()["experts"] == 4
-
-
 def test_close_ends_the_handle_and_its_leases(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
     lease = namespace.acquire(KEYS)
     namespace.close()
@@ -365,28 +272,8 @@ def test_view_change_count_grows_even_when_the_answer_is_an_error(daemon: FakeDa
         assert namespace.view_change_count > before
 
 
-def test_leased_memory_is_told_before_it_is_unmapped(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
-    told: list[int] = []
-    stop = namespace.before_unmap(lambda address, length_bytes: told.append(length_bytes))
-    namespace.acquire(KEYS).release()
-    daemon.ask_back([daemon.namespaces["moe"].arena])
-    namespace.steps()
-    daemon.wait_for(m.Unmapped)
-    assert told == [2 << 20]
-    stop()
-
-
 def test_it_knows_its_store(namespace: ps.Namespace) -> None:
     assert namespace.store_uuid == STORE_UUID
-
-
-def test_pending_count_counts_keys_until_something_consumes_them(namespace: ps.Namespace, gradient: Gradient) -> None:
-    assert namespace.pending_count == 0
-    namespace.push({key: gradient(1.0) for key in KEYS})
-    namespace.push({KEYS[0]: gradient(1.0)})
-    assert namespace.pending_count == 2
-    namespace.apply(ps.AdamW()).wait()
-    assert namespace.pending_count == 0
 
 
 def test_uncommitted_applies_are_those_that_no_settled_commit_covers(namespace: ps.Namespace) -> None:
@@ -404,20 +291,3 @@ def test_uncommitted_applies_are_those_that_no_settled_commit_covers(namespace: 
     assert namespace.uncommitted_applies == 1
     namespace.finalize(2).wait()
     assert namespace.uncommitted_applies == 0
-
-
-def test_before_push_is_called_first_and_may_refuse(namespace: ps.Namespace, gradient: Gradient) -> None:
-    called: list[int] = []
-
-    def refuse() -> None:
-        called.append(namespace.pending_count)
-        raise ValueError("not now")
-
-    end = namespace.before_push(refuse)
-    with pytest.raises(ValueError, match="not now"):
-        namespace.push({KEYS[0]: gradient(1.0)})
-    end()
-    end()
-    namespace.push({KEYS[0]: gradient(1.0)})
-    assert called == [0]
-    assert namespace.pending_count == 1

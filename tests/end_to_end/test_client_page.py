@@ -74,7 +74,7 @@ def test_the_page_is_one_screenful_of_pages() -> None:
 
 
 def test_the_page_names_every_call_that_returns_a_ticket() -> None:
-    source = client_source("namespace.py", "steps.py", "client.py")
+    source = client_source("namespace.py", "residency.py", "steps.py", "updates.py", "client.py")
     methods = re.findall(r"^    def ([a-z]\w*)\([^)]*\)\s*-> (\w+)", source, flags=re.MULTILINE | re.DOTALL)
     calls = {name for name, answer in methods if answer == Ticket.__name__}
     tickets = PAGE.read_text().partition("## Tickets")[2].partition("\n## ")[0]
@@ -83,7 +83,7 @@ def test_the_page_names_every_call_that_returns_a_ticket() -> None:
 
 
 def test_the_page_explains_every_public_call_of_a_namespace() -> None:
-    source = client_source("namespace.py", "steps.py")
+    source = client_source("namespace.py", "residency.py", "steps.py", "updates.py")
     calls = set(re.findall(r"^    def ([a-z]\w*)\(\s*self", source, flags=re.MULTILINE))
     internal = {"keys", "layers", "experts", "epoch", "view_change_count", "report_device", "store_uuid"}
     internal |= {"before_unmap", "before_push"}

@@ -10,7 +10,8 @@ from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import StepDropped, StepFailed
 from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, StepRow
 from paramstore.storage.format import combine_roots
-from paramstore.storage.ledger import Ledger, Publication
+from paramstore.storage.ledger import Ledger
+from paramstore.storage.publication import Publication
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.state_machines import run_fixed, run_new
 

@@ -10,7 +10,8 @@ import pytest
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import StepDropped, StepFailed
 from paramstore.storage.catalog import DRAFT_STEP, Change, NamespaceContents, NamespaceRow, Row, StepRow
-from paramstore.storage.ledger import Ledger, Publication
+from paramstore.storage.ledger import Ledger
+from paramstore.storage.publication import Publication
 
 A, B, C = (0, 0), (0, 1), (2, 0)
 

@@ -1,0 +1,119 @@
+"""A handle on a namespace: what all of its calls share. They are sent in its name, and refused once it is closed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.schema import Schema
+from paramstore.errors import CapacityError, ConfigError, ParamStoreError, UnknownNamespace
+from paramstore.wire.messages import KEYS_MAX, Request
+from paramstore_client.answers import Opened
+from paramstore_client.claims import Consumer
+from paramstore_client.connection import Connection
+from paramstore_client.gradients import PendingGradients
+from paramstore_client.ranks import ALONE, Rank
+from paramstore_client.ticket import Ticket
+from paramstore_client.upload import UploadArea
+
+T = TypeVar("T")
+
+ANSWER_GRACE_S = 1.0
+"""How long after a deadline that the daemon keeps itself its answer is still waited for: it says who was in the way."""
+
+
+class Handle:
+    """What the other parts of `Namespace` stand on. Owner of the pending gradients and of what is known of the chain of commits."""
+
+    def __init__(
+        self, connection: Connection, area: UploadArea, opened: Opened, *, mode: str, is_debug: bool, ours: Rank = ALONE
+    ) -> None:
+        self.name = opened.name
+        self._ours = ours
+        self.mode = mode
+        self.schema = Schema.from_description(opened.schema)
+        self.space = KeySpace.of(opened.layers, opened.experts)
+        self.wait_timeout_s = opened.wait_timeout_s
+        self._committed_step = opened.committed_step
+        self._epoch = opened.epoch
+        self._handle = opened.handle
+        self._connection = connection
+        self._area = area
+        self._is_debug = is_debug
+        self._is_closed = False
+        self._applies = 0
+        self._committed_applies = 0
+        self._view_changes = itertools.count(1)
+        self._view_change_count = 0
+        self._pending = PendingGradients(area, name=self.name, schema=self.schema, space=self.space)
+
+    @property
+    def rank(self) -> int:
+        """Which of the `world_size` processes this is that write together; 0 where it writes alone."""
+        return self._ours.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes write together: with more than one, calls that change records are collective."""
+        return self._ours.world_size
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The indices of the layers that have experts, ascending."""
+        return self.space.layers
+
+    def keys(self) -> list[ExpertKey]:
+        """All expert keys, in key order."""
+        return list(self.space)
+
+    @property
+    def _limit_s(self) -> float:
+        """How long an answer is waited for; of ranks a little longer than the daemon waits for the others: it says who lacks."""
+        return self.wait_timeout_s + (0.0 if self._ours.is_alone else ANSWER_GRACE_S)
+
+    def _next_id(self) -> int:
+        return self._connection.next_id()
+
+    def _send(
+        self, message: Request, call: str, convert: Callable[[Any], T], *, timeout_s: float | None = None,
+        on_settled: Callable[[ParamStoreError | None], None] | None = None, is_cancellable: bool = True,
+    ) -> Ticket[T]:  # fmt: skip
+        self._check_open()
+        return self._connection.request(
+            message,
+            what=f"{call} on {self.name!r}",
+            convert=convert,
+            timeout_s=self._limit_s if timeout_s is None else timeout_s,
+            on_settled=on_settled,
+            is_cancellable=is_cancellable,
+        )
+
+    def _consume(self, message: Consumer, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
+        """Sends a request that ends what is pending, unless it is refused, and cannot be cancelled."""
+        return self._pending.consume(message, lambda end: self._send(message, call, convert, on_settled=end, is_cancellable=False))
+
+    def _count_view_change(self) -> None:
+        """Once the request has gone out, never before: what was acquired at the old count may be of either side of it.
+
+        Of two threads at once the smaller number may stay: no number is drawn twice, so none can stand for two views.
+        """
+        self._view_change_count = next(self._view_changes)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UnknownNamespace(f"this handle of {self.name!r} was closed; open the namespace again")
+
+    def _key_list(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
+        """Plain tuples of plain integers, whatever kind of integers the caller counts with."""
+        try:
+            wanted = [(int(layer), int(expert)) for layer, expert in keys]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"keys of {self.name!r}: give (layer, expert) pairs of integers: {error}") from error
+        if len(wanted) > KEYS_MAX:
+            raise CapacityError(f"{len(wanted)} keys in one call; the limit is {KEYS_MAX}: ask in parts")
+        return wanted
+
+    def _keys_or_all(self, keys: Iterable[ExpertKey] | None) -> list[ExpertKey] | None:
+        return None if keys is None else self._key_list(keys)

@@ -1,0 +1,100 @@
+"""What a writer does with records: their first values, gradients, and the steps of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paramstore.core.optimizers import AdamW, Options
+from paramstore.wire import messages
+from paramstore.wire.options import apply_message
+from paramstore_client import answers
+from paramstore_client.answers import Result
+from paramstore_client.gradients import Gradients
+from paramstore_client.handle import Handle
+from paramstore_client.initial_values import PUTS_IN_FLIGHT, InitialValue, put_initial_values
+from paramstore_client.initialization import Initialization
+from paramstore_client.ticket import Ticket
+
+
+class Updates(Handle):
+    """The part of `Namespace` that changes records."""
+
+    @property
+    def pending_count(self) -> int:
+        """How many keys have pending gradients that this handle pushed."""
+        return len(self._pending)
+
+    def initialize(self, fn: InitialValue) -> None:
+        """Gives every key its first value, version 0, and returns when all are whole on the volumes.
+
+        fn: called with each (layer, expert) in key order; returns {field: tensor}, in fp32 or the param dtype. Starts
+        over from nothing. Of several ranks each is asked for its share: the keys whose place in key order, modulo `world_size`,
+        is its `rank`. Raises StepOutOfOrder after the first commit, SchemaMismatch, CapacityError, VolumeError.
+        """
+        self._check_open()
+        ours = self.keys()[self.rank :: self.world_size]
+        try:
+            self._consume(messages.InitializeBegin(self._next_id(), self._handle), "initialize", answers.nothing).wait()
+            put_initial_values(
+                self._connection, self._area, self._handle, schema=self.schema, keys=ours, fn=fn, timeout_s=self._limit_s
+            )
+        finally:
+            self._count_view_change()
+
+    def begin_initialize(self, *, resume: bool = True, values_in_flight: int = PUTS_IN_FLIGHT) -> Initialization:
+        """The same in steps that survive this process: `put` for each of its `missing` keys, `save` now and then, `end`.
+
+        resume: go on from what an earlier attempt saved; False, or `initialize`: start over. Raises StepOutOfOrder after the first
+        commit, VersionMismatch on an older daemon.
+        """
+        self._check_open()
+        try:
+            return Initialization(
+                self._connection, self._area, self._handle, schema=self.schema, space=self.space, is_resumed=resume,
+                values_in_flight=values_in_flight,
+            )  # fmt: skip
+        finally:
+            self._count_view_change()
+
+    def push(self, gradients: Gradients) -> None:
+        """Adds `gradients` to the pending ones: {key: {field: tensor}}, every field of the schema. The tensors are copied.
+
+        Raises SchemaMismatch, UnknownKey, or CapacityError naming the size that `--gradient-budget` would need; then
+        nothing has changed.
+        """
+
+        def announce(entries: list[tuple[int, int, int, int]]) -> None:
+            self._send(messages.Push(self._next_id(), self._handle, entries), "push", answers.nothing).wait()
+
+        self._check_open()
+        self._pending.push(dict(zip(self._key_list(gradients), gradients.values(), strict=True)), announce)
+
+    def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
+        """`fn()` is called first in every push of this handle, by the pushing thread; what it raises ends the push. Returns the
+        function that ends this."""
+        return self._pending.before_push(fn)
+
+    def gradient_norm(self) -> float:
+        """The L2 norm over everything pending."""
+        return self._send(messages.GradientNorm(self._next_id(), self._handle), "gradient_norm", answers.real).wait()
+
+    def apply(self, options: Options, *, grad_scale: float = 1.0) -> Ticket[Result]:
+        """One optimizer step over every key with pending gradients, which it consumes. Cannot be cancelled.
+
+        options: of the optimizer that the schema is for. Result: {records, bytes_read, bytes_written}. An error half-way leaves the
+        namespace broken: push, apply and commit raise StepFailed until `rollback`. Raises SchemaMismatch for other options,
+        VersionMismatch where the daemon knows AdamW alone, StepPrepared, StepMismatch; then all is pending still.
+        """
+        self.schema.check_options(options)
+        if not isinstance(options, AdamW):
+            self._connection.check_minor(messages.TRAINING_MINOR, f"apply({type(options).__name__})")
+        message = apply_message(self._next_id(), self._handle, options, grad_scale)
+        try:
+            return self._consume(message, "apply", answers.mapping)
+        finally:
+            self._count_view_change()
+            self._applies += 1
+
+    def abort(self) -> int:
+        """Drops the pending gradients; returns how many keys had some."""
+        return self._consume(messages.Abort(self._next_id(), self._handle), "abort", answers.number).wait()
