@@ -1,5 +1,6 @@
-"""Training throughput of a Qwen3-MoE-shaped model on real text: experts in the store with host budgets of 100, 50, 25 and 10 % of
-the states, beside everything in memory. Writes bench/results/training-<date>.json and a picture next to it.
+"""Training throughput of a Qwen3-MoE-shaped model on real text, as a user of `ps.hf` has it: experts in the store with host budgets
+of 100, 50, 25 and 10 % of the states, beside the unmodified model with everything in memory. Each budget resumes where the one
+before it stopped. The losses of the rule `exact` must be those in memory, and the host budget must hold: else the run ends. Writes bench/results/training-<date>.json and a picture next to it.
 
 Run it on an idle machine: `python bench/bench_training.py [--quick] [--budgets 1.0,0.5,0.25,0.1] [--dir DIR] [--out FILE]`.
 """
@@ -7,37 +8,45 @@ Run it on an idle machine: `python bench/bench_training.py [--quick] [--budgets 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from bench_tiers import check_out
 from rich.console import Console
-from training_models import QUICK, InMemory, Shape, Stored, Trained
+from torch import Tensor
+from training_models import QUICK, InMemory, Shape, Step, Stored, run, save_model
 
 import paramstore as ps
 from paramstore.bench import machine, pages, table
-from paramstore.bench.context import Bench
-from paramstore.bench.experts import WAIT_S
+from paramstore.bench.context import GIGA, Bench
 from paramstore.bench.plan import Plan
+from paramstore.bench.process import peak_bytes, reset_peak
 from paramstore.bench.raw import RawFile
-from paramstore.bench.report import Report, Row, encode
+from paramstore.bench.report import SUBJECT, Report, Row, encode
 from paramstore.bench.service import Service, serving
 from paramstore.bench.step_plot import draw_training
-from paramstore.bench.training import TARGETS, PairedStep, row_of
+from paramstore.bench.training import EXACT, RULES, TARGETS, PairedStep, check_host_peak, check_losses, row_of
 from paramstore.cli.exits import exit_code
 from paramstore.cli.signals import end_as_interrupt
 from paramstore.config import Config
 from paramstore.demo.batches import BatchSampler
 from paramstore.demo.corpus import Corpus, open_corpus
+from paramstore.engine.host import staging_bytes_of
 from paramstore.errors import ConfigError, ParamStoreError
 
 RESULTS = Path(__file__).parent / "results"
-NAMESPACE = "experts"
-STEPS, QUICK_STEPS, WARM_UP_STEPS = 7, 2, 2
+MEMORY = "memory"
+DENSE = "dense.pt"
+ROUNDS, QUICK_ROUNDS = 2, 1
+LEAD_STEPS, STEPS = 1, 3
+"""In a row: the first one's update runs beside the second one's forward, as that of every step does."""
+REPLAY_BUFFERS = 4
 CORPUS_BYTES, QUICK_CORPUS_BYTES = 8 << 20, 1 << 20
 LIMIT_BYTES = 640 << 20
 ROUNDING_BYTES = 16 << 20
@@ -79,13 +88,13 @@ def measure(file: Path, directory: Path, shares: list[float], *, is_quick: bool)
     command = "python bench/bench_training.py" + (" --quick" if is_quick else "")
     end_as_interrupt()
     progress, date = Console(stderr=True), machine.now()
-    shape, steps = (QUICK, QUICK_STEPS) if is_quick else (Shape(), STEPS)
+    shape, rounds = (QUICK, QUICK_ROUNDS) if is_quick else (Shape(), ROUNDS)
     with progress.status("bench training") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
         bench = Bench(Plan(), Path(folder), tell=status.update)
         started_s = bench.clock.now_s()
         bench.tell("the corpus is built")
         corpus = open_corpus(bench.directory / "corpus", size_bytes=QUICK_CORPUS_BYTES if is_quick else CORPUS_BYTES)
-        rows = measure_all(bench, shape, corpus, shares, steps=steps)
+        rows = measure_all(bench, shape, corpus, shares, rounds=rounds)
         seconds = bench.clock.now_s() - started_s
     facts = {**machine.describe(directory), "model": f"{shape}, {shape.expert_parameters} expert parameters, bf16"}
     report = Report(machine=facts, commit=machine.commit(), command=command, date=date, seconds=seconds, rows=rows)
@@ -96,82 +105,171 @@ def measure(file: Path, directory: Path, shares: list[float], *, is_quick: bool)
     return 1 if report.short_rows else 0
 
 
-def measure_all(bench: Bench, shape: Shape, corpus: Corpus, shares: list[float], *, steps: int) -> list[Row]:
-    """One row per budget, over one store."""
-    schema = ps.adamw_schema(shape.fields(), param_dtype=torch.bfloat16)
-    memory = InMemory(shape, seed=SEED)
+def measure_all(bench: Bench, shape: Shape, corpus: Corpus, shares: list[float], *, rounds: int) -> list[Row]:
+    """The rows of the import under the smallest budget, then of each budget; one store per rule."""
+    checkpoint = bench.directory / "checkpoint"
+    save_model(shape, checkpoint, seed=SEED)
+    schema = ps.adamw_schema(
+        {"gate_up_proj": (2 * shape.inner, shape.hidden), "down_proj": (shape.hidden, shape.inner)}, updates=EXACT,
+        param_dtype=torch.bfloat16,
+    )  # fmt: skip
     count = min(shape.layers * shape.experts, max(2, LIMIT_BYTES // schema.record_bytes))
-    rows = []
-    with (
-        bench.folder("raw") as raw_folder,
-        bench.raw_file(raw_folder, pages.optim_kind(), record_bytes=schema.record_bytes, record_count=count) as raw,
-        bench.folder("store") as folder,
-    ):
-        for share in shares:
+    sampler = BatchSampler(corpus, batch=shape.rows, context=shape.context, seed=SEED)
+    with ExitStack() as stack:
+        raw_folder = stack.enter_context(bench.folder("raw"))
+        raw = stack.enter_context(
+            bench.raw_file(raw_folder, pages.optim_kind(), record_bytes=schema.record_bytes, record_count=count)
+        )
+        folders = {rule: stack.enter_context(bench.folder(rule)) for rule in RULES}
+        budgets = {share: max(round(share * shape.states_bytes), least_budget_bytes(schema)) for share in shares}
+        rows = [_import(bench, checkpoint, folders[rule], rule, budget_bytes=min(budgets.values())) for rule in RULES]
+        memory = InMemory(checkpoint)
+        for number, (share, budget_bytes) in enumerate(budgets.items()):
             bench.tell(f"training, host budget {share:.0%} of the states")
-            budget_bytes = max(round(share * shape.expert_parameters * 12), least_budget_bytes(schema))
-            with opened(folder, schema, shape, memory, budget_bytes=budget_bytes) as (service, namespace):
-                service.wait_until_quiet(bench.clock)
-                stored = Stored(shape, namespace, seed=SEED)
-                rows.append(_measure_cell(bench, shape, corpus, share, (memory, stored), service, raw, steps=steps))
+            with ExitStack() as cells:
+                ours = {
+                    rule: cells.enter_context(resumed(bench, checkpoint, folders[rule], rule, budget_bytes=budget_bytes))
+                    for rule in RULES
+                }
+                rounds_taken = [
+                    _round(memory, ours, [sampler.draw().input_BT for _ in range(LEAD_STEPS + STEPS)], raw, turn)
+                    for turn in range(rounds)
+                ]
+                for rule, cell in ours.items():
+                    cell.commit_s = cell.stored.save(folders[rule] / DENSE, number + 1)
+                rows += [_row(share, shape, cell, [taken[rule] for taken in rounds_taken]) for rule, cell in ours.items()]
     return rows
 
 
 def least_budget_bytes(schema: ps.Schema) -> int:
     """What a daemon needs at least, about: quick models are so small that a share of them is less."""
-    staging_bytes = Config().io_workers * max(field.length_bytes for field in schema.stored.fields)
+    config = Config()
+    staging_bytes = staging_bytes_of(
+        schema, io_threads=config.io_workers, piece_bytes=config.piece_bytes, replay_buffers=REPLAY_BUFFERS
+    )
     return 4 * (schema.record_bytes + schema.part("param").image_bytes) + staging_bytes + ROUNDING_BYTES
 
 
+@dataclass(slots=True)
+class Running:
+    """A daemon, and the model that trains on it. resume_s, commit_s: of its checkpoints."""
+
+    rule: str
+    service: Service
+    stored: Stored
+    resume_s: float
+    resume_peak_bytes: int
+    commit_s: float = 0.0
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes read and written so far: of both parts, whoever asked."""
+        figures = self.service.stats()["namespaces"][self.rule]
+        return int(figures["bytes_read"]), int(figures["bytes_written"])
+
+    def host_peak_bytes(self, what: str) -> int:
+        """By the kernel's count. Raises CapacityError where it is above the budget."""
+        peak = int(self.service.stats()["tiers"]["host"]["kernel_peak_bytes"])
+        check_host_peak(peak, self.service.host_budget_bytes, what=f"{what}, {self.rule}")
+        return peak
+
+
 @contextmanager
-def opened(
-    folder: Path, schema: ps.Schema, shape: Shape, memory: InMemory, *, budget_bytes: int
-) -> Iterator[tuple[Service, ps.Namespace]]:
-    """A daemon on the store in `folder`, and its namespace opened for writing; made from the model in memory at first."""
-    with serving(folder, host_budget_bytes=budget_bytes, settings={"held_steps": 0, "scrub_days": 0}) as service:
-        if service.store.namespaces():
-            namespace = service.store.open_namespace(NAMESPACE, mode="write")
-        else:
-            namespace = service.store.create_namespace(NAMESPACE, schema, layers=shape.layers, experts=shape.experts)
-            namespace.initialize(lambda key: memory.expert(*key))
-            namespace.commit(1).wait(WAIT_S)
-        yield service, namespace
+def running(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget_bytes: int) -> Iterator[Running]:
+    """A daemon on the store in `folder`, and a model that trains on it: from the checkpoint, or resumed where it stopped."""
+    settings = {"held_steps": 0, "scrub_days": 0}
+    with serving(folder, host_budget_bytes=budget_bytes, settings=settings) as service:
+        started_s = bench.clock.now_s()
+        stored = Stored(checkpoint, service.store, name=rule, updates=rule)
+        if (folder / DENSE).exists():
+            stored.resume(folder / DENSE)
+        made = Running(rule, service, stored, bench.clock.now_s() - started_s, 0)
+        made.resume_peak_bytes = made.host_peak_bytes("import or resume")
+        yield made
 
 
-def _measure_cell(
-    bench: Bench, shape: Shape, corpus: Corpus, share: float, models: tuple[Trained, Trained], service: Service, raw: RawFile,
-    *, steps: int,
-) -> Row:  # fmt: skip
-    memory, stored = models
-    sampler = BatchSampler(corpus, batch=shape.rows, context=shape.context, seed=SEED)
-    taken = []
-    for number in range(-WARM_UP_STEPS, steps):
-        batch = sampler.draw().input_BT
-        before = moved(service)
-        if number % 2:
-            in_memory, ours = memory.step(batch), stored.step(batch)
+@contextmanager
+def resumed(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget_bytes: int) -> Iterator[Running]:
+    """As `running`, once the daemon has nothing of its own to do."""
+    with running(bench, checkpoint, folder, rule, budget_bytes=budget_bytes) as cell:
+        cell.service.wait_until_quiet(bench.clock)
+        yield cell
+
+
+def _import(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget_bytes: int) -> Row:
+    """The row of the first load, which puts the checkpoint's experts into a new store; leaves a checkpoint to resume from."""
+    bench.tell(f"import, {rule}")
+    before_bytes = begin_peak()
+    with running(bench, checkpoint, folder, rule, budget_bytes=budget_bytes) as cell:
+        client_bytes = peak_bytes(os.getpid()) - before_bytes
+        counted = cell.service.stats()["namespaces"][rule]
+        written_bytes = float(counted["keys"]) * float(counted["record_bytes"])
+    parts = {
+        "import_s": cell.resume_s, "host_peak_bytes": float(cell.resume_peak_bytes), "host_budget_bytes": float(budget_bytes),
+        "client_peak_bytes": float(client_bytes),
+    }  # fmt: skip
+    return Row(
+        name="import", case=f"{rule}, the smallest host budget", subject=SUBJECT, record_bytes=int(counted["record_bytes"]),
+        value=written_bytes / cell.resume_s / GIGA, unit="GB/s", parts=parts,
+    )  # fmt: skip
+
+
+def begin_peak() -> int:
+    """The peak of this process counts anew; what is resident now."""
+    reset_peak()
+    return peak_bytes(os.getpid())
+
+
+def _round(
+    memory: InMemory, ours: dict[str, Running], batches: list[Tensor], raw: RawFile, turn: int
+) -> dict[str, tuple[list[PairedStep], int]]:
+    """Per rule the steps after the lead-in beside those in memory, and by how much this process grew meanwhile. Whoever comes
+    first in one round comes last in the next. Raises StepMismatch."""
+    taken: dict[str, list[Step]] = {}
+    moved_bytes: dict[str, tuple[float, float]] = {}
+    grown_bytes: dict[str, int] = {}
+
+    def train(rule: str) -> None:
+        cell, before_bytes = ours[rule], begin_peak()
+        lead = [cell.stored.step(batch) for batch in batches[:LEAD_STEPS]]
+        before = cell.moved()
+        taken[rule] = [*lead, *run(cell.stored, batches[LEAD_STEPS:])]
+        read, written = (late - early for late, early in zip(cell.moved(), before, strict=True))
+        moved_bytes[rule] = read / STEPS, written / STEPS
+        grown_bytes[rule] = peak_bytes(os.getpid()) - before_bytes
+
+    for who in (MEMORY, *ours) if turn % 2 else (*reversed(ours), MEMORY):
+        if who == MEMORY:
+            taken[MEMORY] = run(memory, batches)
         else:
-            ours, in_memory = stored.step(batch), memory.step(batch)
-        after, order = moved(service), range(raw.record_count)
-        if number < 0:
-            continue
-        read_bytes, written_bytes = (late - early for late, early in zip(after, before, strict=True))
-        io_s = read_bytes / raw.read(order).rate + written_bytes / raw.write(order).rate
-        taken.append(PairedStep(ours, in_memory, io_s, read_bytes + written_bytes))
-    figures = service.stats()
-    counted, host = figures["namespaces"][NAMESPACE], figures["tiers"]["host"]
+            train(who)
+    order = range(raw.record_count)
+    read_rate, write_rate = raw.read(order).rate, raw.write(order).rate
+    check_losses([step.loss for step in taken[EXACT]], [step.loss for step in taken[MEMORY]], what=f"round {turn}")
+    return {
+        rule: (
+            [
+                PairedStep(mine.phases, theirs.phases, read / read_rate + written / write_rate, read + written)
+                for mine, theirs in list(zip(taken[rule], taken[MEMORY], strict=True))[LEAD_STEPS:]
+            ],
+            grown_bytes[rule],
+        )
+        for rule, (read, written) in moved_bytes.items()
+    }
+
+
+def _row(share: float, shape: Shape, cell: Running, rounds: list[tuple[list[PairedStep], int]]) -> Row:
+    """The row of one cell. Raises CapacityError where the host budget did not hold."""
+    peak = cell.host_peak_bytes(f"host budget {share:.0%} of the states")
+    counted = cell.service.stats()["namespaces"][cell.rule]
     facts = {
         "optim_slots": float(counted["optim"]["slots"]), "param_slots": float(counted["param"]["slots"]),
-        "records": float(counted["keys"]), "host_budget_bytes": float(service.host_budget_bytes),
-        "host_peak_bytes": float(host["kernel_peak_bytes"]), "own_memory_bytes": float(service.own_memory_bytes()),
+        "records": float(counted["keys"]), "host_budget_bytes": float(cell.service.host_budget_bytes),
+        "host_peak_bytes": float(peak), "own_memory_bytes": float(cell.service.own_memory_bytes()),
+        "client_peak_bytes": float(max(grown for _, grown in rounds)), "commit_s": cell.commit_s,
+        "resume_s": cell.resume_s, "resume_host_peak_bytes": float(cell.resume_peak_bytes),
     }  # fmt: skip
-    return row_of(share, taken, tokens=shape.tokens, record_bytes=int(counted["record_bytes"]), facts=facts)
-
-
-def moved(service: Service) -> tuple[int, int]:
-    """Bytes read and written for the namespace so far: of both parts, whoever asked."""
-    figures = service.stats()["namespaces"][NAMESPACE]
-    return int(figures["bytes_read"]), int(figures["bytes_written"])
+    steps = [step for taken, _ in rounds for step in taken]
+    return row_of(share, steps, tokens=shape.tokens, record_bytes=int(counted["record_bytes"]), facts=facts, rule=cell.rule)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""A Qwen3-MoE-shaped model in training, its experts in this process or in the store, behind one small interface.
+"""A Qwen3-MoE-shaped model in training: unmodified with everything in memory, or through `ps.hf` with its experts in a store.
 
-Dense weights, data and arithmetic are the same in both: bf16 weights, fp32 masters, fused AdamW.
+Both load one checkpoint, and compute the same numbers: bf16 weights, fp32 masters of the experts, fused AdamW, the kernel that the
+model chooses by itself.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging
 
 import paramstore as ps
 from paramstore.bench.training import Phases
@@ -20,6 +23,8 @@ from paramstore.bench.training import Phases
 LEARNING_RATE = 1e-4
 WAIT_S = 600.0
 BF16 = torch.bfloat16
+EXPERTS = ".mlp.experts."
+"""In the name of every parameter that holds experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Shape:
     inner: int = 512
     top_k: int = 4
     rows: int = 8
-    context: int = 256
+    context: int = 512
 
     @property
     def tokens(self) -> int:
@@ -42,6 +47,11 @@ class Shape:
     def expert_parameters(self) -> int:
         return self.layers * self.experts * 3 * self.hidden * self.inner
 
+    @property
+    def states_bytes(self) -> int:
+        """Of masters and both moments, fp32."""
+        return self.expert_parameters * 12
+
     def config(self) -> Qwen3MoeConfig:
         return Qwen3MoeConfig(
             vocab_size=256, hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=8, num_key_value_heads=4,
@@ -49,88 +59,119 @@ class Shape:
             num_experts_per_tok=self.top_k, max_position_embeddings=self.context, norm_topk_prob=True, use_cache=False,
         )  # fmt: skip
 
-    def fields(self) -> dict[str, tuple[int, int]]:
-        """An expert's tensors as the store has them."""
-        return {"gate_up": (2 * self.inner, self.hidden), "down": (self.hidden, self.inner)}
-
 
 QUICK = Shape(layers=2, experts=8, hidden=256, inner=256, top_k=2, rows=2, context=64)
 
 
-class MasterAdamW:
-    """Fused AdamW on fp32 masters of bf16 parameters, which get the result."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step. phases: until `optimizer.step()` has returned."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
-        self._optimizer = torch.optim.AdamW(self._masters, lr=LEARNING_RATE, fused=True)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
-        self._optimizer.step()
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            parameter.copy_(master)
-            master.grad = None
+    loss: float
+    phases: Phases
 
 
 class Trained(Protocol):
     """A model in training."""
 
-    def step(self, input_BT: Tensor) -> Phases:  # noqa: N803 - B rows, T bytes
-        """One step on these bytes; the new weights are there on return."""
+    def step(self, input_BT: Tensor) -> Step:  # noqa: N803 - B rows, T bytes
+        """One step on these bytes."""
+        ...
+
+    def settle(self) -> None:
+        """Nothing of the last step is under way any more."""
         ...
 
 
 class InMemory:
-    """Everything in this process."""
+    """The unmodified model. Its experts' masters are fp32, in the same optimizer as the rest."""
 
-    def __init__(self, shape: Shape, *, seed: int) -> None:
-        self.model = make_model(shape, seed=seed)
-        self._optimizer = MasterAdamW(list(self.model.parameters()))
+    def __init__(self, checkpoint: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=BF16, attn_implementation="sdpa").train()
+        named = list(self.model.named_parameters())
+        self._experts = [parameter for name, parameter in named if EXPERTS in name]
+        self._masters = [parameter.detach().float().requires_grad_() for parameter in self._experts]
+        dense = [parameter for name, parameter in named if EXPERTS not in name]
+        self._optimizer = torch.optim.AdamW([*dense, *self._masters], lr=LEARNING_RATE, fused=True)
 
-    def step(self, input_BT: Tensor) -> Phases:  # noqa: N803
-        return timed_step(self.model, input_BT, self._optimizer.step)
+    def step(self, input_BT: Tensor) -> Step:  # noqa: N803
+        return timed_step(self.model, input_BT, self._update)
 
-    def expert(self, layer: int, expert: int) -> dict[str, Tensor]:
-        """An expert's weights in fp32, by the store's names."""
-        module = self.model.model.layers[layer].mlp.experts
-        return {"gate_up": module.gate_up_proj[expert].detach().float(), "down": module.down_proj[expert].detach().float()}
+    def settle(self) -> None:
+        """A step is over when it returns."""
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        for parameter, master in zip(self._experts, self._masters, strict=True):
+            assert parameter.grad is not None, "every layer has run"
+            master.grad, parameter.grad = parameter.grad.float(), None
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for parameter, master in zip(self._experts, self._masters, strict=True):
+            parameter.copy_(master)
 
 
 class Stored:
-    """Experts in `namespace`, the rest in this process: `StoredExperts` in place of each layer's experts, no integration."""
+    """The same model as a user has it: three lines of `ps.hf`.
 
-    def __init__(self, shape: Shape, namespace: ps.Namespace, *, seed: int) -> None:
-        self.model = make_model(shape, seed=seed)
-        schedule = ps.nn.ExpertSchedule()
-        for index, layer in enumerate(self.model.model.layers):
-            layer.mlp.experts = ps.nn.StoredExperts(namespace, index, group=schedule)
-        self._dense = MasterAdamW(list(self.model.parameters()))
-        self._namespace = namespace
+    name: of the namespace, made from the checkpoint where it is not there yet. updates: the rule of idle experts.
+    """
 
-    def step(self, input_BT: Tensor) -> Phases:  # noqa: N803
+    def __init__(self, checkpoint: Path, store: ps.Store, *, name: str, updates: str) -> None:
+        self.model = ps.hf.from_pretrained(
+            AutoModelForCausalLM, checkpoint, store=store, name=name, updates=updates, dtype=BF16, attn_implementation="sdpa"
+        ).train()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+        self.experts = ps.hf.experts(self.model)
+        self.experts.attach(self._optimizer)
+
+    def step(self, input_BT: Tensor) -> Step:  # noqa: N803
         return timed_step(self.model, input_BT, self._update)
 
+    def settle(self) -> None:
+        self.experts.settle()
+
+    def save(self, file: Path, step: int) -> float:
+        """A checkpoint of step `step`: the experts are committed, the rest is in `file`. Returns the seconds of the commit."""
+        started_s = time.perf_counter()
+        self.experts.commit(step).wait(WAIT_S)
+        seconds = time.perf_counter() - started_s
+        parts = {"model": self.model, "optimizer": self._optimizer, "experts": self.experts}
+        torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+        return seconds
+
+    def resume(self, file: Path) -> None:
+        """Goes on from what `save` left there and in the store."""
+        saved: dict[str, Any] = torch.load(file)
+        self.model.load_state_dict(saved["model"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self.experts.load_state_dict(saved["experts"])
+
     def _update(self) -> None:
-        ticket = self._namespace.apply(ps.AdamW(lr=LEARNING_RATE))
-        self._dense.step()
-        ticket.wait(WAIT_S)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
-def make_model(shape: Shape, *, seed: int) -> Qwen3MoeForCausalLM:
-    """In bf16, equal for equal seeds."""
+def save_model(shape: Shape, checkpoint: Path, *, seed: int) -> None:
+    """Writes a checkpoint with new weights, equal for equal seeds, as it would lie on the hub."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bench has one of its own
     torch.manual_seed(seed)
-    return Qwen3MoeForCausalLM._from_config(shape.config(), dtype=BF16, attn_implementation="sdpa").train()
+    Qwen3MoeForCausalLM._from_config(shape.config(), dtype=BF16).save_pretrained(checkpoint)
 
 
-def timed_step(model: nn.Module, input_BT: Tensor, update: Callable[[], None]) -> Phases:  # noqa: N803
+def run(trained: Trained, batches: Sequence[Tensor]) -> list[Step]:
+    """One step on each of the batches, one right after the other; at the end nothing is under way."""
+    steps = [trained.step(batch) for batch in batches]
+    trained.settle()
+    return steps
+
+
+def timed_step(model: nn.Module, input_BT: Tensor, update: Callable[[], None]) -> Step:  # noqa: N803
     started_s = time.perf_counter()
     loss = model(input_ids=input_BT, labels=input_BT).loss
     forward_s = time.perf_counter()
     loss.backward()
     backward_s = time.perf_counter()
     update()
-    return Phases(forward_s - started_s, backward_s - forward_s, time.perf_counter() - backward_s)
+    return Step(loss.item(), Phases(forward_s - started_s, backward_s - forward_s, time.perf_counter() - backward_s))
