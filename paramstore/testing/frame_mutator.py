@@ -56,6 +56,8 @@ class FrameMaker:
             return self._value(arguments[0], depth)
         if origin is list:
             return [self._value(arguments[0], depth + 1) for _ in range(random.randrange(LIST_MAX))]
+        if origin is tuple and arguments[-1] is Ellipsis:
+            return tuple(self._value(arguments[0], depth + 1) for _ in range(random.randrange(LIST_MAX)))
         if origin is tuple:
             return tuple(self._value(part, depth + 1) for part in arguments)
         if origin is dict:

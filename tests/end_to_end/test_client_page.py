@@ -18,6 +18,7 @@ from paramstore_client.ticket import Ticket
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "client.md"
 RANKS = ROOT / "docs" / "ranks.md"
+NODES = ROOT / "docs" / "nodes.md"
 TRAINING = ROOT / "docs" / "training.md"
 TRANSFORMERS = ROOT / "docs" / "transformers.md"
 LINES_MAX = 200
@@ -53,7 +54,7 @@ def client_source(*names: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [PAGE, RANKS, TRAINING, TRANSFORMERS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [PAGE, RANKS, NODES, TRAINING, TRANSFORMERS], ids=lambda page: page.stem)
 def test_the_pages_program_runs(page: Path, folder: Path) -> None:
     script = folder / "client_page.py"
     script.write_text(program(page))
