@@ -19,6 +19,7 @@ from paramstore.clock import MonotonicClock
 from paramstore.config import PMEM_PREFIX, Config, format_size
 from paramstore.core.schema import round_up
 from paramstore.engine.admission import make_namespace
+from paramstore.engine.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.engine.arithmetic import load
 from paramstore.engine.chain import Chain
 from paramstore.engine.cleaner import Cleaner
@@ -28,7 +29,6 @@ from paramstore.engine.host import HostTier, Memory
 from paramstore.engine.load import Loader
 from paramstore.engine.patrol import Patrol, patrol_start
 from paramstore.engine.planner import Planner
-from paramstore.engine.replay import REPLAY_LOOKAHEAD_RECORDS
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
 from paramstore.engine.scrub import Scrubber
 from paramstore.engine.scrub_notes import NoteScrub
@@ -322,7 +322,7 @@ def connect(
         runner, memory, budget_bytes=config.host_budget_bytes, io_threads=config.io_workers * len(volumes),
         piece_bytes=config.piece_bytes, pipeline_slots=update_workers + LOOKAHEAD_RECORDS,
         make_policy=lambda capacity: make_policy(config.policy, capacity), dirty_limit_bytes=config.dirty_limit_bytes,
-        replay_buffers=update_workers + REPLAY_LOOKAHEAD_RECORDS,
+        advance_buffers=update_workers + ADVANCE_LOOKAHEAD_RECORDS,
     )  # fmt: skip
     volume_set = VolumeSet(
         volumes, superblocks=recovered.superblocks, rows=volume_rows, space=recovered.space, catalog=catalog, runner=runner,

@@ -129,7 +129,7 @@ class CopyPlanner:
             source.holders += 1
         if copy.missed and working.identity != copy.identity:
             move = Move(
-                MoveKind.REPLAY, namespace, copy, urgency, located=None if source is not None else located, source=source,
+                MoveKind.ADVANCE, namespace, copy, urgency, located=None if source is not None else located, source=source,
                 deadline_s=deadline_s,
             )  # fmt: skip
         elif source is not None:

@@ -37,9 +37,9 @@ class NamespaceStats:
     records_updated: int = 0
     records_caught_up: int = 0
     """Of those updated, the ones without a gradient."""
-    records_replayed: int = 0
+    records_advanced: int = 0
     """`param` copies, and records read, that were made of a record with missed steps."""
-    steps_replayed: int = 0
+    missed_steps_made: int = 0
     """Missed steps that were made, for these and in updates."""
     records_written: int = 0
     commits: int = 0

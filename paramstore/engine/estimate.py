@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from paramstore.config import Config
 from paramstore.core.schema import Schema
+from paramstore.engine.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.engine.host import Split, least_bytes, split_budget, staging_bytes_of
-from paramstore.engine.replay import REPLAY_LOOKAHEAD_RECORDS
 from paramstore.engine.update import LOOKAHEAD_RECORDS
 from paramstore.engine.volumes import entitled_bytes
 
@@ -37,7 +37,7 @@ def estimate(schema: Schema, key_count: int, config: Config, *, volume_count: in
     update_workers = config.update_workers or core_count
     staging_bytes = staging_bytes_of(
         schema, io_threads=config.io_workers * volume_count, piece_bytes=config.piece_bytes,
-        replay_buffers=update_workers + REPLAY_LOOKAHEAD_RECORDS,
+        advance_buffers=update_workers + ADVANCE_LOOKAHEAD_RECORDS,
     )  # fmt: skip
     split = split_budget(
         schema, key_count=key_count, budget_bytes=config.host_budget_bytes, staging_bytes=staging_bytes,

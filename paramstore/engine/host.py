@@ -14,9 +14,9 @@ from typing import Protocol
 
 from paramstore.config import format_size
 from paramstore.core.schema import Schema
+from paramstore.engine.advance import Advances
 from paramstore.engine.arena import SEGMENT_ALIGNMENT_BYTES, Arena, SegmentMemory, segment_lengths, slots_within
 from paramstore.engine.namespace import NamespaceState
-from paramstore.engine.replay import Replays
 from paramstore.engine.routes import Staging, cut_pieces
 from paramstore.engine.runner import BACKGROUND_LANE, Runner
 from paramstore.errors import CapacityError
@@ -89,12 +89,12 @@ def least_bytes(schema: Schema, key_count: int, staging_bytes: int) -> int:
     return staging_bytes + working + _used(least, schema.part("param").image_bytes)
 
 
-def staging_bytes_of(schema: Schema, *, io_threads: int, piece_bytes: int, replay_buffers: int = 0) -> int:
-    """What a namespace takes beside its arenas: a staging buffer for each worker thread of all volumes, and replay buffers."""
+def staging_bytes_of(schema: Schema, *, io_threads: int, piece_bytes: int, advance_buffers: int = 0) -> int:
+    """What a namespace takes beside its arenas: a staging buffer for each worker thread of all volumes, and advance buffers."""
     if not schema.is_trainable:
         return 0
-    replay_bytes = replay_buffers * schema.record_bytes if schema.updates == "exact" else 0
-    total_bytes = io_threads * _buffer_bytes(schema, piece_bytes) + replay_bytes
+    advance_bytes = advance_buffers * schema.record_bytes if schema.updates == "exact" else 0
+    total_bytes = io_threads * _buffer_bytes(schema, piece_bytes) + advance_bytes
     return -(-total_bytes // SEGMENT_ALIGNMENT_BYTES) * SEGMENT_ALIGNMENT_BYTES
 
 
@@ -119,9 +119,9 @@ class HostTier:
 
     def __init__(
         self, runner: Runner, memory: Memory, *, budget_bytes: int, io_threads: int, piece_bytes: int, pipeline_slots: int,
-        make_policy: Callable[[int], Policy], dirty_limit_bytes: int | None = None, replay_buffers: int = 2,
+        make_policy: Callable[[int], Policy], dirty_limit_bytes: int | None = None, advance_buffers: int = 2,
     ) -> None:  # fmt: skip
-        """dirty_limit_bytes: of every namespace's working arena. replay_buffers: of a record each, for an exact namespace."""
+        """dirty_limit_bytes: of every namespace's working arena. advance_buffers: of a record each, for an exact namespace."""
         self.budget_bytes = budget_bytes
         self.memory = memory
         self._runner = runner
@@ -130,7 +130,7 @@ class HostTier:
         self._pipeline_slots = pipeline_slots
         self._make_policy = make_policy
         self._dirty_limit_bytes = dirty_limit_bytes
-        self._replay_buffers = replay_buffers
+        self._advance_buffers = advance_buffers
         self._segments: dict[int, _Segment] = {}
         self._next_segment = 1
         self._upload_bytes: dict[object, int] = {}
@@ -159,7 +159,7 @@ class HostTier:
             return
         schema, key_count = namespace.schema, len(namespace.keys)
         staging_bytes = staging_bytes_of(
-            schema, io_threads=self._io_threads, piece_bytes=self._piece_bytes, replay_buffers=self._replay_buffers
+            schema, io_threads=self._io_threads, piece_bytes=self._piece_bytes, advance_buffers=self._advance_buffers
         )
         left = self.budget_bytes - self.used_bytes
         granted = left if host_bytes is None else min(left, host_bytes)
@@ -254,15 +254,15 @@ class HostTier:
             staging.add(memory.view(index * each, each))
         if namespace.is_exact:
             start, record_bytes = self._io_threads * each, namespace.schema.record_bytes
-            count = self._replay_buffers
-            namespace.replays = Replays([memory.view(start + index * record_bytes, record_bytes) for index in range(count)])
+            count = self._advance_buffers
+            namespace.advances = Advances([memory.view(start + index * record_bytes, record_bytes) for index in range(count)])
         return staging
 
     def close_arenas(self, namespace: NamespaceState) -> dict[object, list[int]]:
         """Gives up a namespace's memory; nothing in it is in use. Clients that mapped a segment are returned with the ids
         they must unmap; its bytes come back to the budget when they have."""
         namespace.param_arena = namespace.working_arena = None
-        namespace.staging = namespace.replays = None
+        namespace.staging = namespace.advances = None
         to_unmap: dict[object, list[int]] = {}
         for segment_id, segment in list(self._segments.items()):
             if segment.namespace == namespace.name:

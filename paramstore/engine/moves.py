@@ -25,7 +25,7 @@ class MoveKind(StrEnum):
     """Extent to `param` slot; cast on the way where `param` is not stored as such."""
     MATERIALISE = "materialise"
     """Working slot to `param` slot."""
-    REPLAY = "replay"
+    ADVANCE = "advance"
     """A whole record, from its extent or working slot, through a buffer in which it makes its missed steps, to a `param` slot."""
     LOAD_WORKING = "load_working"
     """Extent to working slot."""

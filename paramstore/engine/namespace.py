@@ -25,9 +25,9 @@ from paramstore.errors import WriterFenced
 from paramstore.storage.ledger import Ledger
 
 if TYPE_CHECKING:
+    from paramstore.engine.advance import Advances
     from paramstore.engine.moves import Move
     from paramstore.engine.ranks import Gathering
-    from paramstore.engine.replay import Replays
     from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
     from paramstore.engine.routes import Staging
 
@@ -287,7 +287,7 @@ class NamespaceState:
         """Of the stored part: `optim`; for a param schema the same arena as `param_arena`."""
         self.staging: Staging | None = None
         """Buffers for reads that end in another layout."""
-        self.replays: Replays | None = None
+        self.advances: Advances | None = None
         """Buffers for records that make missed steps, and who waits for one."""
         self.working: dict[ExpertKey, WorkingCopy] = {}
         self.resident: dict[ExpertKey, WorkingCopy] = {}

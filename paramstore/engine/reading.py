@@ -12,10 +12,10 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.core.place import Identity
 from paramstore.core.residency import MAY_MATERIALISE
+from paramstore.engine.advance import advance, count_advance
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.planner import Planner
-from paramstore.engine.replay import count_replay, replay
 from paramstore.engine.runner import CPU_LANE, Runner
 from paramstore.engine.transfers import Transfers
 from paramstore.errors import StepDropped, StepFailed
@@ -81,6 +81,6 @@ class Reading:
     ) -> None:
         if not missed:
             return
-        job = partial(replay, namespace.schema, image, key=key, missed=missed, optimizer_step=optimizer_step)
+        job = partial(advance, namespace.schema, image, key=key, missed=missed, optimizer_step=optimizer_step)
         await self._runner.call(CPU_LANE, job)
-        count_replay(namespace, len(missed))
+        count_advance(namespace, len(missed))

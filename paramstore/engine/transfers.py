@@ -16,12 +16,12 @@ from typing import Any
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
 from paramstore.core.schema import Part
+from paramstore.engine.advance import Advancer
 from paramstore.engine.arithmetic import materialise
 from paramstore.engine.hashing import Hashing
 from paramstore.engine.moves import Move, MoveKind
 from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
 from paramstore.engine.planner import Planner
-from paramstore.engine.replay import Replayer
 from paramstore.engine.requests import PrefetchRequest, Urgency
 from paramstore.engine.routes import ImageRead, ImageWrite, MasterRead, Piece, PieceRead, check_pieces, cut_for_write, cut_pieces
 from paramstore.engine.runner import CPU_LANE, Runner, call, volume_lane, wake
@@ -61,7 +61,7 @@ class Transfers:
         self._store_uuid = store_uuid
         self._piece_bytes = piece_bytes
         self.hashing = hashing
-        self._replayer = Replayer(self)
+        self._advancer = Advancer(self)
 
     def drain(self) -> None:
         """Carries out everything in the planner's outbox."""
@@ -75,8 +75,8 @@ class Transfers:
             for move in moves:
                 self._start(move)
             for move in promoted:
-                if move.kind is MoveKind.REPLAY:
-                    self._replayer.promote(move)
+                if move.kind is MoveKind.ADVANCE:
+                    self._advancer.promote(move)
                 if move.transfer is not None:
                     self.runner.promote(move.transfer, Urgency.DEMAND)
             for request in finished:
@@ -97,8 +97,8 @@ class Transfers:
             self._start_materialise(move)
         elif move.kind is MoveKind.WRITE:
             self._start_write(move)
-        elif move.kind is MoveKind.REPLAY:
-            self._replayer.start(move)
+        elif move.kind is MoveKind.ADVANCE:
+            self._advancer.start(move)
         else:
             self._start_read(move)
 

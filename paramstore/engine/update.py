@@ -180,7 +180,7 @@ class Updater:
                 working.last_apply = namespace.applies
                 namespace.stats.records_updated += 1
                 namespace.stats.records_caught_up += not gradients
-                namespace.stats.steps_replayed += len(missed)
+                namespace.stats.missed_steps_made += len(missed)
             self._planner.settle_update(namespace, working, copy, transfer.error)
             self._transfers.drain()
             wake(future)

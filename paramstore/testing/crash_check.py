@@ -17,7 +17,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located, Tier
 from paramstore.core.schema import PAGE_BYTES, round_up
 from paramstore.daemon.assembly import adopt_new_volumes
-from paramstore.engine.replay import replay
+from paramstore.engine.advance import advance
 from paramstore.storage.catalog import DRAFT_STEP, Contents, StepRow
 from paramstore.storage.format import check_checksums, check_header, chunk_checksums, combine_roots, extents_start_bytes
 from paramstore.storage.ledger import Ledger
@@ -266,7 +266,7 @@ def verify_record(
     optimizer_step, row = header.optimizer_step, ledger.find(step)
     if namespace.schema.get("updates") == "exact" and row is not None:
         missed = ledger.log_at(step).missed(after=located.identity.version, until=row.applies)
-        replay(SCHEMA, image, key=key, missed=missed, optimizer_step=optimizer_step)
+        advance(SCHEMA, image, key=key, missed=missed, optimizer_step=optimizer_step)
         optimizer_step += len(missed)
     assert image[part.header_bytes :] == state[key].image, f"bytes of {key} at {place} are of another step"
     assert optimizer_step == state[key].step, f"step of {key} at {place}"

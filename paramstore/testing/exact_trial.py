@@ -318,7 +318,7 @@ class ExactTrial:
     async def crash(self) -> None:
         """The power fails; then every step there is has its own bits, and training goes on from the newest."""
         stats = self.writer.namespace.stats
-        for name in ("records_updated", "records_caught_up", "records_replayed", "steps_replayed", "commits"):
+        for name in ("records_updated", "records_caught_up", "records_advanced", "missed_steps_made", "commits"):
             self.figures[name] += getattr(stats, name)
         self.tasks.clear()
         self.readers.clear()
@@ -354,10 +354,10 @@ class ExactTrial:
         namespace = self.writer.namespace
         assert namespace.param_arena is not None
         assert namespace.working_arena is not None
-        assert namespace.replays is not None
-        assert not namespace.replays.waiting
-        assert not namespace.replays.running
-        assert len(namespace.replays.free) == len(set(map(id, namespace.replays.free))) > 0
+        assert namespace.advances is not None
+        assert not namespace.advances.waiting
+        assert not namespace.advances.running
+        assert len(namespace.advances.free) == len(set(map(id, namespace.advances.free))) > 0
         copies = sum(len(found) for found in namespace.copies.values())
         for arena, used in ((namespace.param_arena, copies), (namespace.working_arena, len(namespace.resident))):
             assert arena.slots.count - arena.slots.free_count - self.stolen(arena) == used

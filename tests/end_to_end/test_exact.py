@@ -74,7 +74,7 @@ def test_a_killed_daemon_goes_on_with_torchs_dense_states(serve: Callable[..., D
             writer.commit(step + 1).wait()
         train(writer, 4)  # and is lost
         check(writer, torch_states[5])
-        assert store.stats()["namespaces"]["moe"]["steps_replayed"] > 0
+        assert store.stats()["namespaces"]["moe"]["missed_steps_made"] > 0
         daemon.kill()
     daemon.start()
     with ps.connect(daemon.address) as store:

@@ -75,7 +75,7 @@ def test_the_writer_reads_what_the_dense_optimizer_has(is_resident: bool) -> Non
         version, found, stored = await read(store, view, key)
         assert (version, stored if not is_resident else 1) == (2, 1)
         assert same(found, dense(3.0, [1.0, 0.0]))
-        assert view.namespace.stats.records_replayed == 1
+        assert view.namespace.stats.records_advanced == 1
         assert not view.namespace.changed
 
     on_store(scenario)

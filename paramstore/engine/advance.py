@@ -1,4 +1,4 @@
-"""The replayer: makes the missed steps of a record on a private copy, and `param` from that. Nothing becomes dirty by it.
+"""The advancer: makes the missed steps of a record on a private copy, and `param` from that. Nothing becomes dirty by it.
 
 A record lies whole in a buffer of its namespace while its steps are made: read from its extent, or copied from its working slot,
 which is held meanwhile. Buffers are few and go to the most urgent; who waits for one keeps the extent pinned, or the slot held.
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from paramstore.engine.transfers import Transfers
 
 
-REPLAY_LOOKAHEAD_RECORDS = 2
+ADVANCE_LOOKAHEAD_RECORDS = 2
 """Buffers of a namespace beside one for each worker that makes steps: read into meanwhile."""
 
 
-class Replays:
-    """The replays of one namespace: free buffers of a record each, and the moves that have one or wait for one."""
+class Advances:
+    """The advances of one namespace: free buffers of a record each, and the moves that have one or wait for one."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self.free = deque(buffers)
@@ -41,8 +41,8 @@ class Replays:
         self.running: list[Move] = []
 
 
-class Replayer:
-    """Carries out moves of kind REPLAY; part of `Transfers`, on the event-loop thread."""
+class Advancer:
+    """Carries out moves of kind ADVANCE; part of `Transfers`, on the event-loop thread."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -51,7 +51,7 @@ class Replayer:
         """The move ends in one settle of its copy, as every move does."""
         if move.located is not None:
             self._transfers.planner.space.pin(move.located.extent)
-        _replays(move.namespace).waiting.append(move)
+        _advances(move.namespace).waiting.append(move)
         self._give_buffers(move.namespace)
 
     def promote(self, move: Move) -> None:
@@ -60,24 +60,24 @@ class Replayer:
         self._hurry(move.namespace)
 
     def _give_buffers(self, namespace: NamespaceState) -> None:
-        replays = _replays(namespace)
-        while replays.free and replays.waiting:
-            move = min(replays.waiting, key=_order)  # of equals the first that came
-            replays.waiting.remove(move)
-            replays.running.append(move)
-            buffer = replays.free.popleft()
+        advances = _advances(namespace)
+        while advances.free and advances.waiting:
+            move = min(advances.waiting, key=_order)  # of equals the first that came
+            advances.waiting.remove(move)
+            advances.running.append(move)
+            buffer = advances.free.popleft()
             if move.located is not None:
                 self._read(move, buffer)
             else:
                 assert move.source is not None
-                self._replay(move, buffer, optimizer_step=move.source.optimizer_step)
+                self._advance(move, buffer, optimizer_step=move.source.optimizer_step)
         self._hurry(namespace)
 
     def _hurry(self, namespace: NamespaceState) -> None:
         """Who has a buffer that demand waits for takes its class."""
-        replays = _replays(namespace)
-        if any(move.urgency is Urgency.DEMAND for move in replays.waiting):
-            for move in replays.running:
+        advances = _advances(namespace)
+        if any(move.urgency is Urgency.DEMAND for move in advances.waiting):
+            for move in advances.running:
                 if move.transfer is not None:
                     self._transfers.runner.promote(move.transfer, Urgency.DEMAND)
 
@@ -100,10 +100,10 @@ class Replayer:
             self._finish(move, buffer, error)
         else:
             move.urgency = min(move.urgency, transfer.urgency)
-            self._replay(move, buffer, optimizer_step=header.optimizer_step)
+            self._advance(move, buffer, optimizer_step=header.optimizer_step)
         self._transfers.drain()
 
-    def _replay(self, move: Move, buffer: memoryview, *, optimizer_step: int) -> None:
+    def _advance(self, move: Move, buffer: memoryview, *, optimizer_step: int) -> None:
         copy, namespace = move.subject, move.namespace
         assert isinstance(copy, ParamCopy)
         assert namespace.param_arena is not None
@@ -114,29 +114,29 @@ class Replayer:
             image = namespace.working_arena.view(move.source.slot)
         param = namespace.param_arena.view(copy.slot)
         job = partial(
-            replay, namespace.schema, buffer, key=copy.key, missed=copy.missed, optimizer_step=optimizer_step, source=image,
+            advance, namespace.schema, buffer, key=copy.key, missed=copy.missed, optimizer_step=optimizer_step, source=image,
             param=param,
         )  # fmt: skip
         move.transfer = Transfer(
             lane=CPU_LANE, urgency=move.urgency, run=call, pieces=deque[Callable[[], object]]([job]), deadline_s=move.deadline_s,
-            settle=partial(self._settle_replay, move, buffer),
+            settle=partial(self._settle_advance, move, buffer),
         )  # fmt: skip
         self._transfers.runner.submit(move.transfer)
 
-    def _settle_replay(self, move: Move, buffer: memoryview, transfer: Transfer) -> None:
+    def _settle_advance(self, move: Move, buffer: memoryview, transfer: Transfer) -> None:
         copy = move.subject
         assert isinstance(copy, ParamCopy)
         if transfer.error is None:
-            count_replay(move.namespace, len(copy.missed))
+            count_advance(move.namespace, len(copy.missed))
         self._finish(move, buffer, transfer.error)
         self._transfers.drain()
 
     def _finish(self, move: Move, buffer: memoryview, error: ParamStoreError | None) -> None:
         copy, namespace, planner = move.subject, move.namespace, self._transfers.planner
         assert isinstance(copy, ParamCopy)
-        replays = _replays(namespace)
-        replays.running.remove(move)
-        replays.free.append(buffer)
+        advances = _advances(namespace)
+        advances.running.remove(move)
+        advances.free.append(buffer)
         if move.source is not None:
             planner.working.unhold(namespace, move.source)
         planner.copies.settle(namespace, copy, error)
@@ -144,7 +144,7 @@ class Replayer:
         self._give_buffers(namespace)
 
 
-def replay(
+def advance(
     schema: Schema, buffer: memoryview, *, key: ExpertKey, missed: Sequence[Options], optimizer_step: int,
     source: memoryview | None = None, param: memoryview | None = None,
 ) -> None:  # fmt: skip
@@ -161,15 +161,15 @@ def replay(
     )  # fmt: skip
 
 
-def count_replay(namespace: NamespaceState, steps: int) -> None:
+def count_advance(namespace: NamespaceState, steps: int) -> None:
     """A record made so many missed steps for somebody who looks at it."""
-    namespace.stats.records_replayed += 1
-    namespace.stats.steps_replayed += steps
+    namespace.stats.records_advanced += 1
+    namespace.stats.missed_steps_made += steps
 
 
-def _replays(namespace: NamespaceState) -> Replays:
-    assert namespace.replays is not None
-    return namespace.replays
+def _advances(namespace: NamespaceState) -> Advances:
+    assert namespace.advances is not None
+    return namespace.advances
 
 
 def _order(move: Move) -> tuple[Urgency, float]:

@@ -37,18 +37,18 @@ def apply_without_gradients(small: SmallPlanner, count: int = 1) -> None:
         small.update()
 
 
-def test_a_record_that_missed_steps_is_replayed_from_its_extent() -> None:
+def test_a_record_that_missed_steps_is_advanced_from_its_extent() -> None:
     small = desk()
     view = small.writer()
     apply_without_gradients(small, 2)
     request = small.lease(view, A)
     (move,) = small.start()
-    assert (move.kind, move.located, move.source) == (MoveKind.REPLAY, small.namespace.ledger.at(A, 0), None)
+    assert (move.kind, move.located, move.source) == (MoveKind.ADVANCE, small.namespace.ledger.at(A, 0), None)
     copy = request.copies[0]
     assert (copy.identity, copy.base, len(copy.missed)) == (Identity(1, 2), Identity(1, 0), 2)
 
 
-def test_a_record_in_its_working_slot_is_replayed_from_there_and_held_meanwhile() -> None:
+def test_a_record_in_its_working_slot_is_advanced_from_there_and_held_meanwhile() -> None:
     small = desk()
     view = small.writer()
     small.update(A)
@@ -56,14 +56,14 @@ def test_a_record_in_its_working_slot_is_replayed_from_there_and_held_meanwhile(
     working = small.namespace.working[A]
     request = small.lease(view, A)
     (move,) = small.start()
-    assert (move.kind, move.located, move.source, working.holders) == (MoveKind.REPLAY, None, working, 1)
+    assert (move.kind, move.located, move.source, working.holders) == (MoveKind.ADVANCE, None, working, 1)
     assert len(request.copies[0].missed) == 1
     small.land(move)
     assert request.is_finished
     assert working.holders == 0
 
 
-def test_what_took_part_in_the_last_apply_needs_no_replay() -> None:
+def test_what_took_part_in_the_last_apply_needs_no_advance() -> None:
     small = desk()
     view = small.writer()
     apply_without_gradients(small)
@@ -132,7 +132,7 @@ def test_a_lease_needs_no_room_beside_the_copies_that_it_takes_the_place_of() ->
     small.check()
 
 
-def test_a_lease_waits_for_an_apply_called_before_it_and_replays_the_later_one() -> None:
+def test_a_lease_waits_for_an_apply_called_before_it_and_advances_the_later_one() -> None:
     small = desk()
     view = small.writer()
     small.begin_apply(A)
@@ -144,7 +144,7 @@ def test_a_lease_waits_for_an_apply_called_before_it_and_replays_the_later_one()
     assert copy is None, "nobody sees the version in between"
     small.planner.settle_update(small.namespace, working, copy, None)
     small.start()
-    assert [move.kind for move in small.under_way] == [MoveKind.REPLAY]
+    assert [move.kind for move in small.under_way] == [MoveKind.ADVANCE]
     small.land_all()
     assert (request.copies[0].identity, request.copies[0].base) == (Identity(1, 2), Identity(1, 1))
 
@@ -265,9 +265,9 @@ def test_a_lease_has_what_the_dense_optimizer_has_and_the_record_is_as_it_was(is
         assert await first_values(site.store, site.view) == dense(range(6), 3)
         assert site.namespace.changed == set()
         stats = site.namespace.stats
-        assert (stats.records_replayed, stats.steps_replayed, stats.records_caught_up) == (6, 18, 0)
+        assert (stats.records_advanced, stats.missed_steps_made, stats.records_caught_up) == (6, 18, 0)
         assert await first_values(site.store, site.view) == dense(range(6), 3)
-        assert stats.records_replayed == 6, "they are there now"
+        assert stats.records_advanced == 6, "they are there now"
 
     on_site(scenario)
 
@@ -277,12 +277,12 @@ def test_an_update_makes_the_missed_steps_first_and_its_param_with_them() -> Non
         await site.idle(2)
         keys = keys_of(site.view)
         await train(site.store, site.view, keys[:2])
-        assert site.namespace.stats.steps_replayed == 4
+        assert site.namespace.stats.missed_steps_made == 4
         assert [site.namespace.working[key].identity for key in keys[:2]] == [Identity(site.namespace.epoch, 4)] * 2
         assert [site.namespace.working[key].optimizer_step for key in keys[:2]] == [4, 4]
-        assert site.namespace.stats.records_replayed == 0
+        assert site.namespace.stats.records_advanced == 0
         await first_values(site.store, site.view, keys[:2])
-        assert site.namespace.stats.records_replayed == 0
+        assert site.namespace.stats.records_advanced == 0
 
     on_site(scenario)
 
@@ -291,10 +291,10 @@ def test_demand_goes_before_prefetch_where_buffers_are_short() -> None:
     async def scenario(site: Site) -> None:
         await site.idle()
         keys, order = keys_of(site.view), list[ExpertKey]()
-        replays = site.namespace.replays
-        assert replays is not None
-        while len(replays.free) > 1:
-            replays.free.pop()
+        advances = site.namespace.advances
+        assert advances is not None
+        while len(advances.free) > 1:
+            advances.free.pop()
         settle = site.store._planner.copies.settle
 
         def noting(namespace: NamespaceState, copy: Any, error: Any) -> None:
@@ -306,23 +306,23 @@ def test_demand_goes_before_prefetch_where_buffers_are_short() -> None:
         await lease(site.store, site.view, [keys[5]])
         await site.store.wait_prefetch(prefetch)
         assert order.index(keys[5]) <= 1, "behind the one that has the buffer, at most"
-        assert len(replays.free) == 1
+        assert len(advances.free) == 1
 
     on_site(scenario)
 
 
-def test_a_replay_that_somebody_comes_to_wait_for_is_demand() -> None:
+def test_an_advance_that_somebody_comes_to_wait_for_is_demand() -> None:
     async def scenario(site: Site) -> None:
         await site.idle()
-        keys, replays = keys_of(site.view), site.namespace.replays
-        assert replays is not None
-        free, replays.free = list(replays.free), type(replays.free)()
+        keys, advances = keys_of(site.view), site.namespace.advances
+        assert advances is not None
+        free, advances.free = list(advances.free), type(advances.free)()
         prefetch = site.store.prefetch(site.view, keys[:3], "param", None)
         request = site.store.acquire(site.view, 7, [keys[2]], "param")
         await turns()
-        assert [(move.subject.key, move.urgency) for move in replays.waiting] == [(keys[0], 1), (keys[1], 1), (keys[2], 0)]
-        replays.free.extend(free)
-        site.store._transfers._replayer._give_buffers(site.namespace)
+        assert [(move.subject.key, move.urgency) for move in advances.waiting] == [(keys[0], 1), (keys[1], 1), (keys[2], 0)]
+        advances.free.extend(free)
+        site.store._transfers._advancer._give_buffers(site.namespace)
         site.store._transfers.drain()
         await site.store.wait_lease(request, 5.0)
         await site.store.wait_prefetch(prefetch)
@@ -341,9 +341,9 @@ def test_a_damaged_record_fails_who_asked_for_it_and_nobody_else() -> None:
             await lease(site.store, site.view, [keys[1]])
         assert await first_values(site.store, site.view, [keys[0], keys[2]]) == [dense(range(6), 1)[at] for at in (0, 2)]
         assert site.namespace.broken is None
-        replays = site.namespace.replays
-        assert replays is not None
-        assert not replays.running
+        advances = site.namespace.advances
+        assert advances is not None
+        assert not advances.running
 
     on_site(scenario)
 
@@ -360,11 +360,11 @@ def test_a_lease_given_up_and_a_view_closed_leave_no_buffer_behind() -> None:
         site.machine.workers.resume()
         while not site.store._runner.is_idle:
             await asyncio.sleep(0)
-        replays = site.namespace.replays
-        assert replays is not None
-        assert not replays.waiting
-        assert not replays.running
-        assert all(isinstance(buffer, memoryview) for buffer in replays.free)
+        advances = site.namespace.advances
+        assert advances is not None
+        assert not advances.waiting
+        assert not advances.running
+        assert all(isinstance(buffer, memoryview) for buffer in advances.free)
         assert all(copy.leases == 0 for copies in site.namespace.copies.values() for copy in copies)
 
     on_site(scenario)
