@@ -1,6 +1,7 @@
 """Training throughput of a Qwen3-MoE-shaped model on real text, as a user of `ps.hf` has it: experts in the store with host budgets
 of 100, 50, 25 and 10 % of the states, beside the unmodified model with everything in memory. Each budget resumes where the one
-before it stopped. The losses of the rule `exact` must be those in memory, and the host budget must hold: else the run ends. Writes bench/results/training-<date>.json and a picture next to it.
+before it stopped. The losses of the rule `exact` must be those in memory, and the host budget must hold: else the run ends.
+Writes bench/results/training-<date>.json and a picture next to it.
 
 Run it on an idle machine: `python bench/bench_training.py [--quick] [--budgets 1.0,0.5,0.25,0.1] [--dir DIR] [--out FILE]`.
 """

@@ -100,7 +100,7 @@ def check_losses(ours: Sequence[float], memory: Sequence[float], *, what: str) -
     """Returns if the two have trained alike, bit for bit; else raises StepMismatch naming the first step that differs."""
     for number, (mine, theirs) in enumerate(zip(ours, memory, strict=True)):
         if mine != theirs:
-            raise StepMismatch(f"{what}: the loss of step {number} is {mine!r}, in memory it is {theirs!r}; exact promises the same")
+            raise StepMismatch(f"{what}: the loss of step {number} is {mine!r}, in memory {theirs!r}; exact promises the same")
 
 
 def check_host_peak(peak_bytes: int, budget_bytes: int, *, what: str) -> None:
