@@ -111,7 +111,7 @@ class Committer:
             if not namespace.is_initializing:
                 raise StepOutOfOrder(f"namespace {namespace.name!r} is not being initialized: begin that first")
             cut = self._cut(namespace, DRAFT_STEP)
-        row = StepRow(DRAFT_STEP, cut.sequence, NO_SLOT, len(cut.keys), extra, cut.applies)
+        row = StepRow(DRAFT_STEP, cut.sequence, NO_SLOT, len(cut.keys), extra, cut.applies, log=pack_log(cut.log))
         written = await self._make_durable(namespace, cut, row)
         return {"records": len(cut.keys), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
 

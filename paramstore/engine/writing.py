@@ -38,8 +38,11 @@ def check_pushing(view: View) -> NamespaceState:
 
 
 def check_changing(view: View) -> NamespaceState:
-    """As `check_writer`; raises StepPrepared too, while no record may change."""
+    """As `check_writer`; raises StepPrepared too, while no record may change, and StepFailed while first values are given: a key
+    may have none yet."""
     namespace = check_writer(view)
+    if namespace.is_initializing and namespace.committed_step is None:
+        raise StepFailed(f"namespace {namespace.name!r} is being initialized: end that first")
     if namespace.prepared_step is not None:
         raise prepared_error(namespace, what="apply or prepare")
     return namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -292,5 +293,30 @@ def test_the_keys_of_a_writer_that_finds_a_draft_can_be_read() -> None:
         with pytest.raises(StepFailed, match="has no value yet"):
             await store.read(view, (0, 1), target)
         assert len(keys_of(view)) == EXPERTS
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("updates", ["touched", "exact"])
+def test_nothing_is_trained_while_first_values_are_given(updates: str) -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=1)
+        store = machine.start()
+        schema = replace(SCHEMA, updates=updates)
+        view = await store.admission.create("moe", schema.describe(), layers=[0], experts=EXPERTS, host_bytes=None)
+        await store.initialize_begin(view)
+        await put(store, view, ALL[:2])
+        with pytest.raises(StepFailed, match="'moe' is being initialized: end that first"):
+            await train(store, view, ALL[:1])
+        assert list(view.namespace.pending) == ALL[:1]
+        await store.initialize_save(view, SOURCE)
+        store = await restarted(machine)
+        view = await store.admission.create("moe", schema.describe(), layers=[0], experts=EXPERTS, host_bytes=None)
+        assert (await store.initialize_begin(view, is_resumed=True))["extra"] == SOURCE
+        await put(store, view, ALL[2:])
+        await store.initialize_end(view)
+        assert (await train(store, view))["records"] == EXPERTS
+        await store.commit(view, 0, b"")
+        assert await versions(store, view) == [1] * EXPERTS
 
     run(scenario())
