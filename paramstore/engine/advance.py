@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING
 
 from paramstore.core.key import ExpertKey
@@ -36,9 +38,31 @@ class Advances:
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self.free = deque(buffers)
-        self.waiting: list[Move] = []
-        """At most one for each slot of the `param` arena: a copy's."""
+        self.waiting: dict[Move, int] = {}
+        """At most one for each slot of the `param` arena, a copy's; with its number in the order in which they came."""
         self.running: list[Move] = []
+        self._queue: list[tuple[Urgency, float, int, Move]] = []
+        """Who waits, the most urgent first; one that became more urgent is there twice, and who waits no more is passed over."""
+        self._numbers = count()
+
+    def add(self, move: Move) -> None:
+        self.waiting[move] = next(self._numbers)
+        self._push(move)
+
+    def raise_urgency(self, move: Move) -> None:
+        """`move` has become more urgent; nothing to do if it does not wait."""
+        if move in self.waiting:
+            self._push(move)
+
+    def _push(self, move: Move) -> None:
+        deadline_s = float("inf") if move.deadline_s is None else move.deadline_s
+        heappush(self._queue, (move.urgency, deadline_s, self.waiting[move], move))
+
+    def head(self) -> Move | None:
+        """The most urgent of those who wait, of equals the first that came."""
+        while self._queue and self._queue[0][3] not in self.waiting:
+            heappop(self._queue)
+        return self._queue[0][3] if self._queue else None
 
 
 class Advancer:
@@ -51,19 +75,27 @@ class Advancer:
         """The move ends in one settle of its copy, as every move does."""
         if move.located is not None:
             self._transfers.planner.space.pin(move.located.extent)
-        _advances(move.namespace).waiting.append(move)
+        _advances(move.namespace).add(move)
         self._give_buffers(move.namespace)
 
     def promote(self, move: Move) -> None:
         """Somebody waits for it now."""
         move.urgency = Urgency.DEMAND
+        _advances(move.namespace).raise_urgency(move)
         self._hurry(move.namespace)
+
+    def give_up(self, move: Move, error: ParamStoreError) -> None:
+        """Its copy's load ends with `error`, if it waits for a buffer still; else nothing happens."""
+        if _advances(move.namespace).waiting.pop(move, None) is None:
+            return
+        if move.located is not None:
+            self._transfers.planner.space.unpin(move.located.extent)
+        self._settle(move, error)
 
     def _give_buffers(self, namespace: NamespaceState) -> None:
         advances = _advances(namespace)
-        while advances.free and advances.waiting:
-            move = min(advances.waiting, key=_order)  # of equals the first that came
-            advances.waiting.remove(move)
+        while advances.free and (move := advances.head()) is not None:
+            del advances.waiting[move]
             advances.running.append(move)
             buffer = advances.free.popleft()
             if move.located is not None:
@@ -76,7 +108,8 @@ class Advancer:
     def _hurry(self, namespace: NamespaceState) -> None:
         """Who has a buffer that demand waits for takes its class."""
         advances = _advances(namespace)
-        if any(move.urgency is Urgency.DEMAND for move in advances.waiting):
+        head = advances.head()
+        if head is not None and head.urgency is Urgency.DEMAND:
             for move in advances.running:
                 if move.transfer is not None:
                     self._transfers.runner.promote(move.transfer, Urgency.DEMAND)
@@ -90,6 +123,7 @@ class Advancer:
             lane=volume_lane(extent.volume), urgency=move.urgency, run=read.run, pieces=deque(pieces), deadline_s=move.deadline_s,
             settle=partial(self._settle_read, move, buffer), light_bytes=part.image_bytes if len(pieces) == 1 else 0,
         )  # fmt: skip
+        self._transfers.log.watch(move, move.transfer, bytes_moved=part.image_bytes)
         self._transfers.runner.submit(move.transfer)
 
     def _settle_read(self, move: Move, buffer: memoryview, transfer: Transfer) -> None:
@@ -121,6 +155,7 @@ class Advancer:
             lane=CPU_LANE, urgency=move.urgency, run=call, pieces=deque[Callable[[], object]]([job]), deadline_s=move.deadline_s,
             settle=partial(self._settle_advance, move, buffer),
         )  # fmt: skip
+        self._transfers.log.watch(move, move.transfer, bytes_moved=namespace.schema.part("param").image_bytes)
         self._transfers.runner.submit(move.transfer)
 
     def _settle_advance(self, move: Move, buffer: memoryview, transfer: Transfer) -> None:
@@ -132,16 +167,19 @@ class Advancer:
         self._transfers.drain()
 
     def _finish(self, move: Move, buffer: memoryview, error: ParamStoreError | None) -> None:
-        copy, namespace, planner = move.subject, move.namespace, self._transfers.planner
-        assert isinstance(copy, ParamCopy)
-        advances = _advances(namespace)
+        advances = _advances(move.namespace)
         advances.running.remove(move)
         advances.free.append(buffer)
+        self._settle(move, error)
+        self._give_buffers(move.namespace)
+
+    def _settle(self, move: Move, error: ParamStoreError | None) -> None:
+        copy, namespace, planner = move.subject, move.namespace, self._transfers.planner
+        assert isinstance(copy, ParamCopy)
         if move.source is not None:
             planner.working.unhold(namespace, move.source)
         planner.copies.settle(namespace, copy, error)
         planner.leases.pump(namespace)
-        self._give_buffers(namespace)
 
 
 def advance(
@@ -170,7 +208,3 @@ def count_advance(namespace: NamespaceState, steps: int) -> None:
 def _advances(namespace: NamespaceState) -> Advances:
     assert namespace.advances is not None
     return namespace.advances
-
-
-def _order(move: Move) -> tuple[Urgency, float]:
-    return move.urgency, float("inf") if move.deadline_s is None else move.deadline_s

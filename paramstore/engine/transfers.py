@@ -285,9 +285,13 @@ class Transfers:
         error = TicketCancelled("the prefetch was cancelled")
         for subject in list(request.pending):
             others = subject.waiters if isinstance(subject, ParamCopy) else [*subject.prefetches, *subject.requests]
-            transfer = subject.move.transfer if subject.move is not None else None
-            if transfer is not None and list(others) == [request] and transfer.urgency is not Urgency.DEMAND:
-                self.runner.cancel(transfer, error)
+            move = subject.move
+            if move is None or list(others) != [request]:
+                continue
+            if move.transfer is not None and move.transfer.urgency is not Urgency.DEMAND:
+                self.runner.cancel(move.transfer, error)
+            elif move.kind is MoveKind.ADVANCE and move.urgency is not Urgency.DEMAND:
+                self._advancer.give_up(move, error)
         if not request.is_finished:
             request.error = request.error or error
             request.is_finished = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,5 +93,21 @@ def test_a_listener_is_told_of_rows_that_there_was_no_room_for(monkeypatch: pyte
         result = await moved()
         assert [row.expert for row in rows_of(result)] == [row.expert for row in every[-3:]]
         assert result["dropped"] == len(every) - 3 > 0
+
+    run(scenario())
+
+
+def test_missed_steps_are_rows_of_their_own() -> None:
+    async def scenario() -> None:
+        store = started()
+        view = await create(store, schema=replace(SCHEMA, updates="exact"))
+        await train(store, view, [])
+        await store.evict(view, None, None)
+        store.transfer_log.listen(view)
+        await first_values(store, view)
+        rows = rows_of(store.transfer_log.end(view))
+        assert [row.kind for row in rows] == ["advance"] * 2 * EXPERTS
+        read, made = SCHEMA.record_bytes, SCHEMA.part("param").image_bytes
+        assert [row.bytes_moved for row in rows] == [read, made] * EXPERTS, "read into a buffer, and made there"
 
     run(scenario())

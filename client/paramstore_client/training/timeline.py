@@ -27,7 +27,7 @@ DENSE = ("gloo:all_gather", "gloo:_allgather_base", "nccl:all_gather", "nccl:_al
 """What FSDP2's unsharding of dense slices looks like to the profiler."""
 DAEMON_PID = 1 << 30
 """The daemon's row in the picture: a number that no process has."""
-LOADS = ("load_param", "load_working", "materialise")
+LOADS = ("load_param", "load_working", "materialise", "advance")
 
 
 class TransferSource(Protocol):
