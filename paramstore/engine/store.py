@@ -220,6 +220,8 @@ class Store:
                 except ParamStoreError as error:
                     self._updater.give_up(namespace, epoch, error)
                     raise
+                if namespace.epoch != epoch:  # what it took, and the steps that it counts from, are gone
+                    raise StepFailed(f"apply on {namespace.name!r}: it was rolled back meanwhile")
                 return await self._updater.apply(namespace, pending, options, grad_scale=grad_scale)
 
         return run()
