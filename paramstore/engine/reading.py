@@ -50,6 +50,9 @@ class Reading:
         working = namespace.working[key]
         if working.identity is None:
             raise StepFailed(f"{key} of {namespace.name!r} has no value yet: call initialize")
+        if namespace.is_exact and namespace.broken is not None and working.identity != working.target:
+            # its gradient was not applied: a step without it would be taken for the one that has it
+            raise StepFailed(f"{key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
         identity, applies, log = working.identity, namespace.applies, namespace.log
         if working.state not in MAY_MATERIALISE:
             located = namespace.working_location(key)

@@ -16,10 +16,11 @@ from paramstore.core.schema import Schema
 from paramstore.engine.arithmetic import update
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
-from paramstore.errors import StepDropped
+from paramstore.errors import StepDropped, StepFailed
 from paramstore.optim.tensors import field_tensor
 from paramstore.storage.format import unpack_header
 from paramstore.testing.machine import Machine, PlainSegment
+from paramstore.testing.scrub_site import damage
 from paramstore.testing.small_store import OPTIONS, SCHEMA, create, keys_of, push, run, train
 
 EXACT = replace(SCHEMA, updates="exact")
@@ -145,5 +146,21 @@ def test_missed_steps_are_those_with_a_gradient_of_zeros_whatever_the_optimizer(
         fields = schema.stored.header_bytes
         assert found[fields:] == stepped[fields:]
         assert (await store.read(view, key, found)).version == 4
+
+    run(scenario())
+
+
+def test_a_gradient_that_a_broken_apply_never_took_is_no_gradient_of_zeros() -> None:
+    async def scenario() -> None:
+        machine = Machine(seed=1)
+        store = machine.start()
+        view = await create(store, schema=EXACT, experts=24)
+        await store.evict(view, None, None)
+        damage(machine, view.namespace.ledger.changed_at(0)[0, 23], PART.header_bytes)
+        with pytest.raises(StepFailed, match="apply on 'moe' failed"):
+            await train(store, view, [(0, expert) for expert in range(1, 24)])
+        with pytest.raises(StepFailed, match=r"\(0, 1\) of 'moe': an apply failed.*rollback\(\) is the way on"):
+            await read(store, view, (0, 1))
+        assert (await read(store, view, (0, 0)))[0] == 1, "it had none"
 
     run(scenario())
