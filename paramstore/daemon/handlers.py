@@ -31,7 +31,7 @@ COLLECTIVE: dict[type[m.Message], str] = {
 """What all ranks of a group call together, by the name that its users know."""
 OPENING = frozenset({m.CreateRank, m.OpenRank})
 ORDERED = frozenset(
-    {*COLLECTIVE, m.Acquire, m.Prefetch, m.Push, m.Read, m.WriteBack, m.Evict, m.InitializePut}
+    {*COLLECTIVE, m.Acquire, m.Prefetch, m.Push, m.Read, m.WriteBack, m.Evict, m.InitializePut, m.InitializeSave}
 ) - OPENING  # fmt: skip
 """On a handle: what a rank asks for after a collective call of its own takes effect after it."""
 NOT_COMPARED = frozenset({"id", "handle", "rank"})

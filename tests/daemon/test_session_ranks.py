@@ -392,3 +392,23 @@ def test_a_session_that_ends_with_calls_under_way_leaves_nothing(is_held: bool, 
         assert len(await open_ranks(desk)) == 2
 
     at_desk(scenario)
+
+
+def test_a_draft_that_a_rank_saves_behind_a_call_of_its_own_is_saved_after_it(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        schema = Schema.adamw({"w": (16, 16)}, param_dtype="float32")
+        clients = [await desk.client() for _ in range(2)]
+        asked = []
+        for rank, client in enumerate(clients):
+            message = m.CreateRank(client.next_id(), "moe", schema.describe(), [0], 2, None, rank, 2, "g")
+            await client.send(message)
+            asked.append(message.id)
+        opened = [await client.result(number) for client, number in zip(clients, asked, strict=True)]
+        one, other = (Rank(client, found["handle"], 0) for client, found in zip(clients, opened, strict=True))
+        begun = await one.send(m.InitializeBegin)
+        saved = await one.send(m.InitializeSave, b"source")
+        assert (await other.ask(m.InitializeBegin))["extra"] is None
+        assert (await one.client.result(begun))["extra"] is None
+        assert (await one.client.result(saved))["records"] == 0
+
+    at_desk(scenario)
