@@ -115,7 +115,11 @@ class Store:
         layers: a count, or the indices of the layers that have experts. host_bytes: its share of the host budget.
         rank, world_size, group: as for `open_namespace`.
         Raises NamespaceExists, CapacityError naming the missing bytes, SchemaMismatch, ConfigError; of ranks also StepMismatch.
+        VersionMismatch on a daemon that is too old for the schema.
         """
+        if schema.updates != "touched" or schema.state_dtype != "float32":  # which an older daemon would pass over
+            what = f"create_namespace(updates={schema.updates!r}, state_dtype={schema.state_dtype!r})"
+            self._connection.check_minor(TRAINING_MINOR, what)
         space, ours = KeySpace.of(layers, experts), this_rank(rank, world_size, group)
         arguments = (
             self._connection.next_id(), check_name(name), schema.describe(), list(space.layers), space.experts, _size(host_bytes),

@@ -95,6 +95,8 @@ class InitializeBegin(Message, tag="init_begin"):
     the draft was saved with, None without one. Error: StepOutOfOrder once it has a committed step.
     """
 
+    ADDED_FIELDS: ClassVar[int] = 1
+
     id: int
     handle: int
     is_resumed: bool = False

@@ -3,12 +3,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
 import paramstore_client as ps
 from paramstore.testing.fake_daemon import STORE_UUID, FakeDaemon, FakeSession
 from paramstore.wire import messages as m
+from paramstore.wire.codec import LENGTH, encode
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
 KEYS = [(0, 0), (1, 1)]
@@ -291,3 +293,19 @@ def test_uncommitted_applies_are_those_that_no_settled_commit_covers(namespace: 
     assert namespace.uncommitted_applies == 1
     namespace.finalize(2).wait()
     assert namespace.uncommitted_applies == 0
+
+
+@pytest.mark.parametrize("options", [{"updates": "exact"}, {"state_dtype": "bfloat16"}])
+def test_an_older_daemon_is_not_asked_for_a_schema_that_it_would_take_for_another(
+    daemon: FakeDaemon, options: dict[str, str]
+) -> None:
+    daemon.minor = m.TRAINING_MINOR - 1
+    with ps.connect(daemon.path, timeout_s=5.0) as store:
+        with pytest.raises(ps.VersionMismatch, match=r"create_namespace\(updates='.*', state_dtype='.*'\) needs 1\.3"):
+            store.create_namespace("old", ps.adamw_schema({"w": (4,)}, **options), layers=1, experts=2)  # type: ignore[arg-type]
+        assert not daemon.requests(m.CreateNamespace)
+        store.create_namespace("old", ps.adamw_schema({"w": (4,)}), layers=1, experts=2)
+
+
+def test_an_older_daemon_understands_the_beginning_of_an_initialization() -> None:
+    assert msgspec.msgpack.decode(encode(m.InitializeBegin(1, 2))[LENGTH.size :]) == ["init_begin", 1, 2]
