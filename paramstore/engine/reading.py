@@ -37,6 +37,7 @@ class Reading:
         namespace.keys.check([key], namespace=namespace.name)
         if view.is_writer:
             async with namespace.turn:
+                self._planner.leases.check_view(view)  # else another writer may have gone back meanwhile
                 return await self._read_working(namespace, key, target)
         identity, located = view.locate(key)
         if identity is None or located is None:

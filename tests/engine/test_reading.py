@@ -16,12 +16,12 @@ from paramstore.core.schema import Schema
 from paramstore.engine.arithmetic import update
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
-from paramstore.errors import StepDropped, StepFailed
+from paramstore.errors import StepDropped, StepFailed, WriterFenced
 from paramstore.optim.tensors import field_tensor
 from paramstore.storage.format import unpack_header
 from paramstore.testing.machine import Machine, PlainSegment
 from paramstore.testing.scrub_site import damage
-from paramstore.testing.small_store import OPTIONS, SCHEMA, create, keys_of, push, run, train
+from paramstore.testing.small_store import OPTIONS, SCHEMA, create, keys_of, push, run, train, turns
 
 EXACT = replace(SCHEMA, updates="exact")
 PART = EXACT.stored
@@ -164,3 +164,18 @@ def test_a_gradient_that_a_broken_apply_never_took_is_no_gradient_of_zeros() -> 
         assert (await read(store, view, (0, 0)))[0] == 1, "it had none"
 
     run(scenario())
+
+
+def test_a_read_that_waited_while_another_writer_came_is_refused() -> None:
+    async def scenario(store: Store, view: View) -> None:
+        await view.namespace.turn.acquire()
+        late = asyncio.ensure_future(read(store, view, (0, 0)))
+        await turns()
+        opening = asyncio.ensure_future(store.admission.open("moe", mode="write", at=None, host_bytes=None))
+        await turns()
+        view.namespace.turn.release()
+        await opening
+        with pytest.raises(WriterFenced):
+            await late
+
+    on_store(scenario)
