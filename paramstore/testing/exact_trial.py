@@ -20,7 +20,7 @@ from paramstore.core.schema import Schema
 from paramstore.engine.namespace import ParamCopy, View
 from paramstore.engine.requests import LeaseRequest
 from paramstore.engine.store import Store
-from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, TicketCancelled, WriterFenced
+from paramstore.errors import CapacityError, LeaseError, StepDropped, TicketCancelled, WriterFenced
 from paramstore.optim.tensors import field_tensor
 from paramstore.testing.dense_model import DenseState
 from paramstore.testing.machine import Machine, PlainSegment
@@ -35,6 +35,7 @@ ACTS = {
     "rollback": 1, "reopen": 1, "close": 1, "snapshot": 1, "drop snapshot": 1,
 }  # fmt: skip
 """How often each is chosen."""
+Gradients = dict[ExpertKey, dict[str, torch.Tensor]]
 
 
 class ExactTrial:
@@ -47,7 +48,7 @@ class ExactTrial:
         self.dtype = getattr(torch, dtype)
         self.machine = Machine(
             seed=seed, host_budget_bytes=self.random.choice((13, 20)) << 20, volume_count=self.random.choice((1, 2)),
-            policy=self.random.choice(("lru", "decayed_lfu")), retained_steps=self.random.choice((2, 3)),
+            policy=self.random.choice(("lru", "decayed_lfu", "schedule")), retained_steps=self.random.choice((2, 3)),
             held_steps=self.random.choice((0, 1, 2)),
         )  # fmt: skip
         self.working = DenseState.initial(KEYS, ELEMENTS)
@@ -65,8 +66,7 @@ class ExactTrial:
 
     async def begin(self) -> None:
         self.store = self.machine.start()
-        description = self.schema.describe()
-        self.writer = await self.store.admission.create(NAME, description, layers=range(2), experts=5, host_bytes=None)
+        self.writer = await self.open_writer(is_new=True)
         await self.store.initialize_begin(self.writer)
         for key in KEYS:
             values = {name: self.working.row(key, "master", name) for name in SHAPES}
@@ -77,6 +77,12 @@ class ExactTrial:
             self.apply()
         await self.commit()
         self.shrink_arenas()
+
+    async def open_writer(self, *, is_new: bool = False) -> View:
+        """The view that writes from now on."""
+        if not is_new:
+            return await self.store.admission.open(NAME, mode="write", at=None, host_bytes=None)
+        return await self.store.admission.create(NAME, self.schema.describe(), layers=range(2), experts=5, host_bytes=None)
 
     def shrink_arenas(self) -> None:
         """Takes slots away, so that eviction, waiting and streaming happen at this small size."""
@@ -103,19 +109,26 @@ class ExactTrial:
 
     def apply(self, *, share: float = 0.4) -> asyncio.Future[Any]:
         """share: of the keys, those with a gradient."""
-        keys = [key for key in KEYS if self.random.random() < share]
-        gradients, entries = {}, []
-        for key in keys:
+        gradients, options = self.push(share), self.options()
+        applying = self.store.apply(self.writer, options, 1.0)
+        self.working = self.working.after(gradients, options)
+        self.history.append(self.working)
+        return self.task(applying)
+
+    def push(self, share: float) -> Gradients:
+        """What the apply sums them to."""
+        return self.push_as(self.writer, share)
+
+    def push_as(self, view: View, share: float) -> Gradients:
+        gradients, entries = Gradients(), []
+        for key in [key for key in KEYS if self.random.random() < share]:
             self.next_gradient += 1
             generator = torch.Generator().manual_seed(self.next_gradient)
             fields = {name: torch.randn(count, generator=generator).to(self.dtype) for name, count in ELEMENTS.items()}
             gradients[key] = fields
             entries.append((key, self.image(fields, self.schema.gradient_fields(), self.schema.gradient_bytes), 0))
-        options = self.options()
-        self.working = self.working.after(gradients, options)
-        self.history.append(self.working)
-        self.store.push(self.writer, entries)
-        return self.task(self.store.apply(self.writer, options, 1.0))
+        self.store.push(view, entries)
+        return gradients
 
     def options(self) -> AdamW:
         """A schedule's: the rate changes often, the rest now and then."""
@@ -309,7 +322,7 @@ class ExactTrial:
         elif name == "drop snapshot" and snapshots:
             await self.store.drop_snapshot(self.writer, self.random.choice(snapshots))
         elif name == "reopen":
-            old, self.writer = self.writer, await self.store.admission.open(NAME, mode="write", at=None, host_bytes=None)
+            old, self.writer = self.writer, await self.open_writer()
             self.store.close_view(old)
             self.working = self.steps[self.acknowledged]
 
@@ -324,7 +337,7 @@ class ExactTrial:
         self.readers.clear()
         await self.machine.crash(keeps_random_writes=True)
         self.store = self.machine.start()
-        self.writer = await self.store.admission.open(NAME, mode="write", at=None, host_bytes=None)
+        self.writer = await self.open_writer()
         step = self.writer.namespace.committed_step
         assert step is not None
         assert self.acknowledged <= step <= self.started
@@ -362,37 +375,3 @@ class ExactTrial:
         for arena, used in ((namespace.param_arena, copies), (namespace.working_arena, len(namespace.resident))):
             assert arena.slots.count - arena.slots.free_count - self.stolen(arena) == used
         assert all(working.holders == 0 and working.move is None for working in namespace.working.values())
-
-
-async def run_trial(seed: int, *, rounds: int, acts: int) -> ExactTrial:
-    trial = ExactTrial(seed)
-    await trial.begin()
-    for number in range(rounds):
-        for _ in range(acts):
-            await trial.act()
-            if trial.random.random() < 0.3:
-                await asyncio.sleep(0)
-        if number % 2:
-            await trial.settle()
-            while not trial.store._runner.is_idle:  # a cancelled prefetch may still land
-                await asyncio.sleep(0)
-            trial.check_nothing_leaked()
-            if trial.writer.namespace.prepared_step is None:
-                await trial.check_all()
-        await trial.crash()
-    return trial
-
-
-def run_seed(seed: int, *, rounds: int = 4, acts: int = 40, timeout_s: float = 60.0) -> ExactTrial:
-    """The trial of `seed`, whose checks all passed. Whatever it raises tells the seed."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # records of a few hundred bytes: more threads only wait for each other
-    try:
-        return asyncio.run(asyncio.wait_for(run_trial(seed, rounds=rounds, acts=acts), timeout_s))
-    except StepFailed as error:
-        raise AssertionError(f"seed {seed}: {error!r}") from error
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
-    finally:
-        torch.set_num_threads(threads)

@@ -1,5 +1,5 @@
 """An exact namespace is torch's dense optimizer over all experts, bit for bit, whatever happens to it: see
-`paramstore/testing/exact_trial.py`.
+`paramstore/testing/exact_trial.py`, and `exact_ranks_trial.py` for two ranks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from paramstore.testing.exact_trial import run_seed
+from paramstore.testing.exact_ranks_trial import RanksTrial
+from paramstore.testing.exact_run import run_seed
 
 FEW = 6
 """Missed steps of a record at most: few, so that records catch up and logs are cut in every run."""
@@ -31,6 +32,19 @@ def test_an_exact_namespace_is_torchs_dense_optimizer_over_many_seeds() -> None:
     assert figures["checked"] > 100_000
     assert figures["records_advanced"] > 10_000
     assert figures["records_caught_up"] > 1_000
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_it_is_with_ranks_that_get_lost(seed: int) -> None:
+    assert run_seed(seed, rounds=2, acts=30, kind=RanksTrial).figures["checked"] > 50
+
+
+@pytest.mark.slow
+def test_it_is_with_ranks_that_get_lost_over_many_seeds() -> None:
+    figures = sum((run_seed(seed, kind=RanksTrial).figures for seed in range(500, 600)), Counter[str]())
+    assert figures["checked"] > 50_000
+    assert figures["lost"] > 300
+    assert figures["records_caught_up"] > 500
 
 
 @pytest.mark.slow
