@@ -66,7 +66,8 @@ class Initializer:
 
 def _present(namespace: NamespaceState) -> bytes:
     """A bit for each key: whether it has a value."""
-    bits = 0
+    bits = bytearray(-(-len(namespace.keys) // 8))
     for number, key in enumerate(namespace.keys):
-        bits |= (namespace.working[key].identity is not None) << number
-    return bits.to_bytes(-(-len(namespace.keys) // 8), "little")
+        if namespace.working[key].identity is not None:
+            bits[number >> 3] |= 1 << (number & 7)
+    return bytes(bits)

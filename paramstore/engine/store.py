@@ -37,7 +37,7 @@ from paramstore.engine.reading import Reading
 from paramstore.engine.report import namespace_stats, residency, volume_stats
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
 from paramstore.engine.runner import Runner
-from paramstore.engine.schedules import declare_schedule
+from paramstore.engine.schedules import choose_schedule, declare_schedule
 from paramstore.engine.scrub import Scrub, Scrubber
 from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
@@ -103,6 +103,7 @@ class Store:
         """The view's session is gone; its process, which may still read what it leased, is not."""
         self.ranks.leave(view, reason)
         view.end_writing()
+        choose_schedule(view.namespace)
 
     def tell_lease_slots(self, namespace: NamespaceState) -> None:
         """After views came or went: every client learns how many slots it may lease from now on."""

@@ -74,6 +74,8 @@ class TransferLog:
         transfer.settle = settle_timed
 
     def _add(self, move: Move, transfer: Transfer, bytes_moved: int, submitted_s: float, started_s: float) -> None:
+        if not self._starts:
+            return  # whoever listened when it was submitted has ended
         key = move.subject.key
         self._row_count += 1
         self._rows.append(

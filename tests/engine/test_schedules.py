@@ -169,3 +169,21 @@ def test_what_is_no_order_is_refused_and_changes_nothing() -> None:
             store.declare_schedule(view, (), ())
 
     run(scenario())
+
+
+def test_what_a_dead_writer_declared_ends_with_its_session_though_its_leases_stay() -> None:
+    async def scenario() -> None:
+        store = Machine(seed=1, policy="schedule").start()
+        view = await store.admission.create("moe", SCHEMA.describe(), layers=[0], experts=2, host_bytes=None)
+        await initialize(store, view)
+        await store.commit(view, 0, b"")
+        store.declare_schedule(view, TRAINING, APPLY)
+        await lease(store, view, keys_of(view))
+        arena = view.namespace.param_arena
+        assert arena is not None
+        assert isinstance(arena.policy, Schedule)
+        assert arena.policy.visits == TRAINING
+        store.end_writing(view, reason="is gone")
+        assert (arena.policy.visits, len(view.leased)) == ((), 2)
+
+    run(scenario())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from paramstore.engine import transfer_log
 from paramstore.engine.store import Store
 from paramstore.engine.transfer_log import TransferRow
 from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import EXPERTS, SCHEMA, create, first_values, run, train
+from paramstore.testing.small_store import EXPERTS, SCHEMA, create, first_values, run, train, turns
 
 
 def started() -> Store:
@@ -109,5 +110,19 @@ def test_missed_steps_are_rows_of_their_own() -> None:
         assert [row.kind for row in rows] == ["advance"] * 2 * EXPERTS
         read, made = SCHEMA.record_bytes, SCHEMA.part("param").image_bytes
         assert [row.bytes_moved for row in rows] == [read, made] * EXPERTS, "read into a buffer, and made there"
+
+    run(scenario())
+
+
+def test_a_transfer_that_ends_after_the_last_listener_leaves_no_row() -> None:
+    async def scenario() -> None:
+        store = started()
+        view = await create(store)
+        store.transfer_log.listen(view)
+        training = asyncio.ensure_future(train(store, view))
+        await turns(2)
+        store.transfer_log.end(view)
+        await training
+        assert not store.transfer_log._rows
 
     run(scenario())
