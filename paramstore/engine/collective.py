@@ -110,6 +110,11 @@ class Collective:
         return self._refusal is None
 
     @property
+    def refusal(self) -> str | None:
+        """Why the ranks are out of step; None while they are in step."""
+        return self._refusal
+
+    @property
     def is_lost(self) -> bool:
         return self._loss is not None
 
@@ -166,9 +171,11 @@ class Collective:
         """Calls that wait fail with `error`; whoever ends them sees to it that no other comes."""
         return Settled(self._taken(), error)
 
-    def mend(self) -> None:
-        """A call that starts over has succeeded: the ranks are in step."""
-        self._refusal = None
+    def mend(self, refusal: str | None) -> None:
+        """A call that starts over has succeeded, which had begun when `refusal` was in force: the ranks are in step, unless
+        another call of theirs was refused since."""
+        if self._refusal is refusal:
+            self._refusal = None
 
     def _refuse(self, refusal: str) -> Settled:
         self._refusal = refusal

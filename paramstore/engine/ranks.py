@@ -99,28 +99,30 @@ class Gathering:
         self._on_settled(settled.ranks)
 
     def _begin(self, settled: Settled, call: Call, begin: Callable[[], object]) -> None:
-        futures = self._taken(settled.ranks)
+        futures, refusal = self._taken(settled.ranks), self.collective.refusal
         try:
             result = begin()
         except Exception as error:  # noqa: BLE001 - belongs to the ranks, each of which is told
             _refuse(futures, error)
         else:
             if asyncio.iscoroutine(result):
-                task = asyncio.get_running_loop().create_task(self._run(call, result, futures))
+                task = asyncio.get_running_loop().create_task(self._run(call, result, futures, refusal))
                 self._tasks.add(task)
                 task.add_done_callback(partial(self._over, coroutine=result, futures=futures))
             else:
                 _give(futures, result)
         self._on_settled(settled.ranks)
 
-    async def _run(self, call: Call, coroutine: Coroutine[Any, Any, object], futures: list[asyncio.Future[Any]]) -> None:
+    async def _run(
+        self, call: Call, coroutine: Coroutine[Any, Any, object], futures: list[asyncio.Future[Any]], refusal: str | None
+    ) -> None:
         try:
             result = await coroutine
         except Exception as error:  # noqa: BLE001 - as in `_begin`
             _refuse(futures, error)
             return
         if call.name in MENDING:
-            self.collective.mend()
+            self.collective.mend(refusal)
         _give(futures, result)
 
     def _over(

@@ -88,7 +88,7 @@ EVENTS: dict[str, Callable[[Collective], object]] = {
     "rank 2 is withdrawn": lambda group: group.withdraw(2),
     "the deadline passes": lambda group: group.expire(),
     "another group fences it": lambda group: group.end(WriterFenced("fenced")),
-    "a rollback succeeds": lambda group: group.mend(),
+    "a rollback succeeds": lambda group: group.mend(group.refusal),
 }
 WAITING = ("gathering", "mending")
 BOTH, ALL = (0, 1), (0, 1, 2)
@@ -220,7 +220,7 @@ def test_ranks_out_of_step_are_in_step_after_a_call_that_starts_over() -> None:
     group = mending()
     assert group.arrive(2, ROLLBACK) == Settled(ALL)
     assert not group.is_in_step, "it has begun, and may fail"
-    group.mend()
+    group.mend(group.refusal)
     group.check_in_step()
     assert group.arrive(0, APPLY) is None
 

@@ -151,6 +151,21 @@ def test_a_mismatch_runs_nothing_and_all_calls_are_refused_until_the_ranks_start
     run_ranks(scenario)
 
 
+def test_what_is_refused_while_a_rollback_runs_is_not_mended_by_it() -> None:
+    async def scenario(store: Store) -> None:
+        one, two = await open_ranks(store, 2)
+        backs = [rollback(store, view, 0) for view in (one, two)]
+        mixed = [apply(store, one), commit(store, two, 1)]
+        assert await outcomes(backs) == [one.namespace.epoch] * 2
+        assert {type(error) for error in await outcomes(mixed)} == {StepMismatch}
+        with pytest.raises(StepMismatch):
+            commit(store, one, 1)
+        await outcomes(rollback(store, view, 0) for view in (one, two))
+        assert (await outcomes(commit(store, view, 1) for view in (one, two)))[0]["step"] == 1
+
+    run_ranks(scenario)
+
+
 def test_a_rollback_that_fails_does_not_bring_the_ranks_together() -> None:
     async def scenario(store: Store) -> None:
         views = await open_ranks(store, 2)
