@@ -13,16 +13,13 @@ import torch
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Identity
 from paramstore.core.residency import Copy, Working
-from paramstore.core.schema import Schema
 from paramstore.engine.moves import MoveKind
 from paramstore.engine.namespace import NamespaceState, View
-from paramstore.engine.advance import Advances
-from paramstore.engine.requests import PrefetchRequest, Urgency
 from paramstore.engine.store import Store
 from paramstore.errors import CorruptRecord, StepFailed
 from paramstore.testing.machine import Machine
 from paramstore.testing.small_planner import SmallPlanner
-from paramstore.testing.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, lease, push, run, train, turns
+from paramstore.testing.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, lease, run, train, turns
 
 EXACT = replace(SCHEMA, updates="exact")
 A, B, C, D = ((0, expert) for expert in range(4))
@@ -396,72 +393,3 @@ def test_the_same_step_again_after_an_apply_without_gradients_is_no_repetition()
             await site.store.commit(site.view, 1, b"")
 
     on_site(scenario)
-
-
-@pytest.mark.parametrize("schema", [SCHEMA, EXACT])
-def test_an_apply_that_took_what_a_rollback_dropped_never_runs(schema: Schema) -> None:
-    async def scenario() -> None:
-        machine = Machine(seed=1)
-        store = machine.start()
-        view = await create(store, schema=schema)
-        push(store, view, keys_of(view))
-        back = asyncio.ensure_future(store.rollback(view, 0))
-        while not view.namespace.turn.locked():
-            await asyncio.sleep(0)
-        late = asyncio.ensure_future(store.apply(view, OPTIONS, 1.0))
-        await back
-        with pytest.raises(StepFailed, match="apply on 'moe': it was rolled back meanwhile"):
-            await late
-        assert await first_values(store, view) == [0.0, 1.0, 2.0, 3.0]
-        await train(store, view)
-        await store.commit(view, 1, b"")
-        trained = await first_values(store, view)
-        await machine.crash()
-        store = machine.start()
-        view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
-        assert await first_values(store, view) == trained
-        assert view.namespace.applies == 1
-
-    run(scenario())
-
-
-def test_a_cancelled_prefetch_gives_up_the_advances_that_have_no_buffer() -> None:
-    async def scenario(site: Site) -> None:
-        await site.idle()
-        keys, advances, stats = keys_of(site.view), site.namespace.advances, site.namespace.stats
-        assert advances is not None
-        free, advances.free = list(advances.free), type(advances.free)()
-        given_up, wanted = (site.store.prefetch(site.view, some, "param", None) for some in (keys[:4], keys[2:]))
-        request = site.store.acquire(site.view, 7, [keys[1]], "param")
-        site.store.cancel_prefetch(given_up)
-        assert [move.subject.key for move in advances.waiting] == keys[1:], "what nobody else waits for"
-        assert keys[0] not in site.namespace.copies
-        advances.free.extend(free)
-        site.store._transfers._advancer._give_buffers(site.namespace)
-        site.store._transfers.drain()
-        await site.store.wait_lease(request, 5.0)
-        assert (await site.store.wait_prefetch(wanted))["loaded"] == 4
-        assert stats.records_advanced == 5
-        assert not site.store._planner.space._pins
-        assert await first_values(site.store, site.view) == dense(range(6), 1)
-
-    on_site(scenario)
-
-
-def test_those_who_wait_for_a_buffer_get_it_by_urgency_deadline_and_order() -> None:
-    small = desk(param_slots=4)
-    view = small.writer()
-    apply_without_gradients(small)
-    for key, deadline_s in ((A, None), (B, 2.0), (C, 1.0), (D, None)):
-        request = PrefetchRequest(small.namespace, "param", deadline_s)
-        small.planner.leases.request_prefetch(request, view, [key])
-    advances, moves = Advances([]), small.start()
-    for move in moves:
-        advances.add(move)
-    moves[3].urgency = Urgency.DEMAND
-    advances.raise_urgency(moves[3])
-    found = []
-    while (head := advances.head()) is not None:
-        found.append(head.subject.key)
-        del advances.waiting[head]
-    assert found == [D, C, B, A]
