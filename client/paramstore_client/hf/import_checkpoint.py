@@ -180,6 +180,27 @@ def check_schema(layout: ExpertLayout, namespace: Namespace) -> None:
         )
 
 
+def check_imported(path: str | os.PathLike[str], namespace: Namespace, model: nn.Module) -> None:
+    """Raises CheckpointError if the step a reader stands on is an import of another checkpoint than that at `path`.
+
+    A step that came after the import, and a directory that has no experts (the dense part of a trained model), tell nothing.
+    """
+    step = namespace.view_step
+    assert step is not None, "a reader stands on a step"
+    try:
+        begun = json.loads(namespace.extra(step))["import"]
+        imported, where = str(begun["fingerprint"]), str(begun["source"])
+        with Files() as files:
+            found = ExpertSource(model, find_layout(model), open_checkpoint(path)).fingerprint(files)
+    except (ValueError, KeyError, TypeError, CheckpointError):
+        return
+    if found != imported:
+        raise CheckpointError(
+            f"namespace {namespace.name!r} holds the experts of another checkpoint than {path}: those of {where}, imported as step "
+            f"{step} and not trained since: give another name="
+        )
+
+
 def _check_same(extra: bytes | None, fingerprint: str, *, path: str | os.PathLike[str], name: str) -> None:
     """Raises CheckpointError if what is there is of another checkpoint."""
     if extra is None:

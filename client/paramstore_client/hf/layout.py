@@ -68,7 +68,10 @@ class ExpertLayout:
                 f"expert tensors of dtype {', '.join(dtypes)}: training needs one of {', '.join(PARAM_DTYPES)}; load with dtype=..."
             )
         shapes = {tensor.name: tensor.shape for tensor in self.tensors}
-        schema: Schema = make(shapes, param_dtype=dtypes[0], updates=updates, **options)
+        try:
+            schema: Schema = make(shapes, param_dtype=dtypes[0], updates=updates, **options)
+        except TypeError as error:
+            raise SchemaMismatch(f"schema_options {sorted(options)}: {error}; `dtype=` of the model is that of its experts") from error
         return schema
 
 

@@ -10,15 +10,15 @@ import copy
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from paramstore.errors import ConfigError
+from paramstore.errors import CheckpointError, ConfigError
 from paramstore_client.client import Store
 from paramstore_client.hf import _compat, experts_function
 from paramstore_client.hf.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
+from paramstore_client.hf.checkpoint import checkpoint_directory
 from paramstore_client.hf.initial_experts import InitialExperts
 from paramstore_client.hf.kernels import choose_kernel
 from paramstore_client.hf.layout import find_layout
@@ -27,7 +27,6 @@ from paramstore_client.hf.refusals import check_arguments, check_config
 from paramstore_client.hf.stripping import stripped_class
 from paramstore_client.namespace import Namespace
 from paramstore_client.training import bind as bind_training
-from paramstore_client.training import launched
 from paramstore_client.training.sentinel import ExpertSentinel
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 MODES = ("train", "infer")
 CONFIG_OPTIONS = ("cache_dir", "revision", "token", "local_files_only", "subfolder")
 """Arguments of from_pretrained that say where the config is."""
+CACHE_OPTIONS = ("cache_dir", "revision")
+"""Those of them that say which files of the hub's cache are meant."""
 
 
 def from_pretrained(
@@ -63,7 +64,7 @@ def from_pretrained(
     function. progress: as of `import_checkpoint`.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
-    other experts, and what `create_namespace`, `open_namespace` and the import raise. Then nothing is left open.
+    other experts, CheckpointError where it still holds those imported from another checkpoint, and what `create_namespace`, `open_namespace` and the import raise. Then nothing is left open.
     """
     _check_mode(mode)
     check_arguments(options)
@@ -79,15 +80,31 @@ def from_pretrained(
     loaded = stripped_class(concrete).from_pretrained(path, config=config, experts_implementation=experts_function.NAME, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
 
+    cached = {key: options[key] for key in CACHE_OPTIONS if options.get(key) is not None}
+    subfolder = options.get("subfolder") or ""
+
+    def check(namespace: Namespace) -> None:
+        from paramstore_client.hf.import_checkpoint import check_imported
+
+        try:
+            source = checkpoint_directory(path, **cached) / subfolder
+        except CheckpointError:
+            return  # in a format whose experts could not have been imported either
+        check_imported(source, namespace, model)
+
     def fill(namespace: Namespace) -> None:
         from paramstore_client.hf.import_checkpoint import import_checkpoint
 
-        import_checkpoint(path, namespace, model, progress=progress, **launched())
+        source = checkpoint_directory(path, **cached) / subfolder
+        import_checkpoint(
+            source, namespace, model, progress=progress, rank=namespace.rank, world_size=namespace.world_size
+        )
 
     layout = find_layout(model)
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
     kernel = choose_kernel(model, experts_kernel, requested)
-    join(model, open_experts(store, name or _name_of(path), layout, schema, mode=mode, fill=fill), kernel=kernel)
+    opened = open_experts(store, name or _name_of(path), layout, schema, mode=mode, fill=fill, check=check)
+    join(model, opened, kernel=kernel)
     return loaded
 
 
@@ -171,4 +188,4 @@ def _check_mode(mode: str) -> None:
 
 def _name_of(path: str | os.PathLike[str]) -> str:
     """What names a checkpoint: the last part of its path or hub name, as a namespace's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name)[:64]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(os.path.abspath(path)))[:64]

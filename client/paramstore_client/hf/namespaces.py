@@ -1,11 +1,13 @@
 """The namespace of a model's experts: opened where it is committed, made and filled where it is not.
 
-Under torchrun every rank of the node opens the same namespace, and those that train write it together.
+Under torchrun every rank of the node opens the same namespace: those that train write it together, and so do those that only want
+to read while they make it. A writer that would be refused is refused before it opens: opening fences the one that is at work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paramstore.core.schema import Schema
@@ -15,32 +17,58 @@ from paramstore_client.hf.layout import ExpertLayout
 from paramstore_client.namespace import Namespace
 from paramstore_client.training import launched
 
+_log = logging.getLogger(__name__)
+
 Fill = Callable[[Namespace], object]
 """Gives a new namespace its first values; it may commit them."""
+
+Check = Callable[[Namespace], object]
+"""Looks at a reader's handle of a committed one, and raises where it is not the one that is meant."""
 
 FIRST_STEP = 0
 
 
-def open_experts(store: Store, name: str, layout: ExpertLayout, schema: Schema, *, mode: str, fill: Fill) -> Namespace:
+def open_experts(
+    store: Store, name: str, layout: ExpertLayout, schema: Schema, *, mode: str, fill: Fill, check: Check | None = None
+) -> Namespace:
     """The namespace `name`, committed: as its writer (mode "train") or a reader of its newest step ("infer").
 
     One that has no commit yet is filled and committed as step 0 first; its schema is `schema`. Raises SchemaMismatch where one
-    that is to be trained has another schema, and what opening and filling raise; then no handle is left open.
+    that is to be trained has another schema, layers or experts, and what opening and filling raise; then no handle is left open.
     """
     ranks = _ranks()
-    committed = {known["name"] for known in store.namespaces() if known["committed_step"] is not None}
+    committed = {known["name"]: known for known in store.namespaces() if known["committed_step"] is not None}
     if mode == "infer":
         if name not in committed:
-            _make(store, name, layout, schema, fill=fill, ranks={}).close()
-        return store.open_namespace(name)
+            _make(store, name, layout, schema, fill=fill, ranks=ranks).close()
+        return _checked(store.open_namespace(name), check if name in committed else None)
     if name not in committed:
         return _make(store, name, layout, schema, fill=fill, ranks=ranks)
-    namespace = store.open_namespace(name, mode="write", **ranks)
-    described = namespace.schema.describe()
-    if described != schema.describe():
-        namespace.close()
-        raise SchemaMismatch(f"namespace {name!r} has the schema {described}, asked was {schema.describe()}: give another name=")
-    return namespace
+    _check_same(committed[name], layout, schema)
+    if check is not None:
+        _checked(store.open_namespace(name), check).close()
+    return store.open_namespace(name, mode="write", **ranks)
+
+
+def _checked(reader: Namespace, check: Check | None) -> Namespace:
+    """The same handle; it is closed where `check` raises."""
+    if check is not None:
+        try:
+            check(reader)
+        except BaseException:
+            reader.close()
+            raise
+        _log.info("%r is committed at step %s: its experts are used", reader.name, reader.view_step)
+    return reader
+
+
+def _check_same(known: Mapping[str, Any], layout: ExpertLayout, schema: Schema) -> None:
+    """Raises SchemaMismatch if the namespace that `Store.namespaces` told of is not of that layout and schema."""
+    found = Schema.from_description(known["schema"]).describe(), list(known["layers"]), known["experts"]
+    wanted = schema.describe(), list(layout.layers), layout.experts
+    for what, held, asked in zip(("schema", "layers", "experts per layer"), found, wanted, strict=True):
+        if held != asked:
+            raise SchemaMismatch(f"namespace {known['name']!r} has the {what} {held}, asked was {asked}: give another name=")
 
 
 def _make(

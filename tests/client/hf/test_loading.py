@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import paramstore as ps
-from paramstore.errors import ConfigError, SchemaMismatch, UnsupportedModel
+from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, UnsupportedModel
 from paramstore.testing.daemon_process import DaemonProcess
 from paramstore.testing.moe_models import tiny_config, tokens
 from paramstore_client.hf import _compat
@@ -123,6 +124,32 @@ def test_whole_checkpoint_is_loaded_without_its_experts_and_without_complaint(
     assert not info["mismatched_keys"]
     assert "UNEXPECTED" not in caplog.text
     assert torch.equal(model(tokens()).logits, stock_model()(tokens()).logits)
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_other_checkpoint_of_the_same_name_does_not_get_the_experts_of_the_first(
+    store: ps.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    for seed, folder in enumerate(("a", "b")):
+        torch.manual_seed(seed)
+        auto().from_config(tiny_config("qwen3_moe")).save_pretrained(tmp_path / folder / f"final-{mode}")
+    first = tmp_path / "a" / f"final-{mode}"
+    model = ps.hf.from_pretrained(auto(), first, store=store, mode=mode)
+    with pytest.raises(CheckpointError, match="another checkpoint.*another name="):
+        ps.hf.from_pretrained(auto(), tmp_path / "b" / f"final-{mode}", store=store, mode=mode)
+    monkeypatch.chdir(first)
+    again = ps.hf.from_pretrained(auto(), ".", store=store, mode="infer")  # the same one, and named so
+    with torch.no_grad():
+        assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+    ps.hf.namespace(model).close()
+
+
+def test_copy_of_a_model_that_trains_shares_its_experts(store: ps.Store) -> None:
+    model = new_model(store, "copied")
+    again = copy.deepcopy(model)
+    again(tokens(), labels=tokens()).loss.backward()
+    assert ps.hf.experts(again) is ps.hf.experts(model)
+    assert ps.hf.experts(model).abort() > 0
 
 
 def test_inference_schema_holds_the_models_own_bytes(store: ps.Store) -> None:

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -64,3 +69,59 @@ def test_inference_namespace_is_made_from_a_checkpoints_own_bytes(address: str) 
         assert (reader.mode, reader.schema.kind) == ("read", "param")
         with reader.acquire([(5, 3)]) as lease:
             assert torch.equal(lease[5, 3]["w"], torch.full((8, 8), 3.0))
+
+
+@pytest.mark.parametrize("wrong", ["schema", "layers"])
+def test_refused_writer_does_not_fence_the_one_at_work(address: str, wrong: str) -> None:
+    layout = ExpertLayout({0: "layers.0.experts"}, 4, LAYOUT.tensors) if wrong == "layers" else LAYOUT
+    schema = LAYOUT.schema(updates="exact") if wrong == "schema" else SCHEMA
+    with ps.connect(address) as store, ps.connect(address) as other:
+        trainer = open_experts(store, f"busy-{wrong}", LAYOUT, SCHEMA, mode="train", fill=fill)
+        with pytest.raises(SchemaMismatch, match=f"has the {wrong} .*another name="):
+            open_experts(other, f"busy-{wrong}", layout, schema, mode="train", fill=refuse)
+        trainer.commit(1).wait()
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_committed_namespace_that_the_check_refuses_is_not_opened(address: str, mode: str) -> None:
+    def refuse_it(reader: ps.Namespace) -> None:
+        assert reader.view_step == 0
+        raise SchemaMismatch("not the one that is meant")
+
+    with ps.connect(address) as store, ps.connect(address) as other:
+        trainer = open_experts(store, f"checked-{mode}", LAYOUT, SCHEMA, mode="train", fill=fill, check=refuse_it)
+        with pytest.raises(SchemaMismatch, match="not the one"):
+            open_experts(other, f"checked-{mode}", LAYOUT, SCHEMA, mode=mode, fill=refuse, check=refuse_it)
+        trainer.commit(1).wait()
+
+
+RANK = """
+import sys, torch, paramstore_client as ps
+from paramstore_client.hf.namespaces import open_experts
+from tests.client.hf.test_namespaces import LAYOUT
+asked = []
+def fill(namespace):
+    namespace.initialize(lambda key: (asked.append(key), {"w": torch.full((8, 8), float(key[1]))})[1])
+with ps.connect(sys.argv[1]) as store:
+    reader = open_experts(store, "ranks", LAYOUT, LAYOUT.schema(None), mode="infer", fill=fill)
+    values = []
+    for key in reader.keys():
+        with reader.acquire([key]) as lease:
+            values.append(int(lease[key]["w"][0, 0]))
+    print(reader.mode, reader.view_step, len(asked), values)
+"""
+
+
+def test_ranks_that_read_make_the_namespace_together(address: str) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, address], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={
+                **os.environ, "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run",
+            },
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=60)[0] for process in processes]
+    assert said == ["read 0 4 [0, 1, 2, 3, 0, 1, 2, 3]\n"] * 2
