@@ -72,6 +72,10 @@ class ExpertSentinel(nn.Module):
     def experts(self, experts: Experts) -> None:
         self._experts = [experts]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertSentinel:
+        """Itself: a copy of a model shares the experts, and what stands for them."""
+        return self
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -32,6 +34,12 @@ def sentinel_of(model: nn.Module) -> ExpertSentinel:
     child = model.get_submodule("paramstore")
     assert isinstance(child, ExpertSentinel)
     return child
+
+
+def test_a_copy_of_the_model_shares_it(model: nn.Module) -> None:
+    again = copy.deepcopy(model)
+    assert sentinel_of(again) is sentinel_of(model)
+    assert again.get_submodule("0") is not model.get_submodule("0")
 
 
 def test_a_models_state_dict_has_none_and_misses_none(model: nn.Module) -> None:
