@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paramstore.errors import CapacityError
+from paramstore.errors import CapacityError, ConfigError
 from paramstore.wire import messages
 from paramstore_client import answers
 from paramstore_client.answers import Opened, Result
@@ -33,7 +34,7 @@ class Steps(Handle, ABC):
 
         Result: {step, records, bytes_written, seconds}. Raises StepOutOfOrder, StepFailed, VolumeError.
         """
-        covered = self._applies
+        step, covered = _number(step), self._applies
 
         def committed(answer: object) -> Result:
             result = answers.mapping(answer)
@@ -52,7 +53,7 @@ class Steps(Handle, ABC):
         Result: as of `commit`. Raises as `commit`, and StepOutOfOrder before the first commit.
         """
         self._connection.check_minor(messages.PREPARE_MINOR, "prepare")
-        message = messages.Prepare(self._next_id(), self._handle, step, self._checked(extra, f"prepare {step}"))
+        message = messages.Prepare(self._next_id(), self._handle, _number(step), self._checked(extra, f"prepare {step}"))
         return self._send(message, f"prepare {step}", answers.mapping, is_cancellable=False)
 
     def finalize(self, step: int) -> Ticket[None]:
@@ -61,6 +62,7 @@ class Steps(Handle, ABC):
         Raises StepOutOfOrder if another step, or none, is prepared; CatalogError, and then the step is still prepared.
         """
         self._connection.check_minor(messages.PREPARE_MINOR, "finalize")
+        step = _number(step)
 
         def committed(answer: object) -> None:
             answers.nothing(answer)
@@ -80,7 +82,7 @@ class Steps(Handle, ABC):
 
     def extra(self, step: int) -> bytes:
         """The bytes committed with `step`. Raises StepDropped."""
-        return self._send(messages.Extra(self._next_id(), self._handle, step), "extra", answers.data).wait()
+        return self._send(messages.Extra(self._next_id(), self._handle, _number(step)), "extra", answers.data).wait()
 
     def rollback(self, step: int) -> int:
         """Back to `step`, any of `steps()`: later steps, pending gradients and working copies are gone for good, readers of
@@ -88,6 +90,7 @@ class Steps(Handle, ABC):
 
         Raises StepDropped, and StepFailed while a later step is a snapshot; then nothing has changed.
         """
+        step = _number(step)
 
         def rolled_back(answer: object) -> int:
             self._epoch, self._committed_step = answers.number(answer), step
@@ -104,7 +107,7 @@ class Steps(Handle, ABC):
         waits for a commit under way. Raises StepDropped, and CapacityError naming the bytes that are missing. Where only the
         reader could not be opened the step is a snapshot all the same.
         """
-        self._send(messages.Snapshot(self._next_id(), self._handle, step), f"snapshot {step}", answers.nothing).wait()
+        self._send(messages.Snapshot(self._next_id(), self._handle, _number(step)), f"snapshot {step}", answers.nothing).wait()
         return self.reader(step)
 
     def reader(self, at: int | None = None) -> Namespace:
@@ -116,9 +119,17 @@ class Steps(Handle, ABC):
 
     def drop_snapshot(self, step: int) -> None:
         """Ends a snapshot: `step` stays as long as any other would. Raises StepDropped if it is none."""
-        message = messages.DropSnapshot(self._next_id(), self._handle, step)
+        message = messages.DropSnapshot(self._next_id(), self._handle, _number(step))
         self._send(message, f"drop_snapshot {step}", answers.nothing).wait()
 
     def snapshots(self) -> list[int]:
         """The steps that are snapshots, oldest first."""
         return self._send(messages.Snapshots(self._next_id(), self._handle), "snapshots", answers.numbers).wait()
+
+
+def _number(step: int) -> int:
+    """A plain number for whatever integer the caller counts with; another message would end the session. Raises ConfigError."""
+    try:
+        return operator.index(step)
+    except TypeError as error:
+        raise ConfigError(f"step={step!r}: a step is a whole number") from error

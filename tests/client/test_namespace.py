@@ -158,6 +158,18 @@ def test_commit_moves_the_committed_step(namespace: ps.Namespace) -> None:
     assert namespace.committed_step == 7
 
 
+def test_step_that_is_no_whole_number_is_refused_and_the_session_goes_on(namespace: ps.Namespace) -> None:
+    for call in (
+        namespace.commit, namespace.prepare, namespace.finalize, namespace.rollback, namespace.extra, namespace.snapshot,
+        namespace.drop_snapshot,
+    ):  # fmt: skip
+        with pytest.raises(ps.ConfigError, match="whole number"):
+            call(1.5)  # type: ignore[arg-type]
+    namespace.commit(torch.tensor(3)).wait()  # type: ignore[arg-type]
+    assert namespace.committed_step == 3
+    assert type(namespace.committed_step) is int
+
+
 def test_a_prepared_step_is_the_committed_one_once_it_is_finalized(store: ps.Store, namespace: ps.Namespace) -> None:
     namespace.commit(3).wait()
     assert namespace.prepare(4, extra=b"rng").wait()["step"] == 4
