@@ -205,10 +205,11 @@ class Connection:
     def close(self, reason: str, *, is_expected: bool = False) -> None:
         """Ends the session: tickets in flight raise StoreUnavailable, leases end, memory is let go of. Idempotent.
 
-        is_expected: what that does to tickets nobody waits for need not be logged.
+        is_expected: what that does to tickets nobody waits for need not be logged. That of prefetches and other requests that can
+        be cancelled never is: this process ends them itself, and nothing is lost by it.
         """
         if os.getpid() == self._process_id:
-            self._fail(StoreUnavailable(reason), is_expected=is_expected)
+            self._fail(StoreUnavailable(reason), is_ours=True, is_expected=is_expected)
             self.segments.clear()
 
     def close_in_child(self) -> None:
@@ -345,8 +346,11 @@ class Connection:
 
     # --- the end ---
 
-    def _fail(self, error: ParamStoreError, *, is_expected: bool = False) -> None:
-        """Settles every ticket with `error`'s like and shuts the socket down. Only the first call counts."""
+    def _fail(self, error: ParamStoreError, *, is_ours: bool = False, is_expected: bool = False) -> None:
+        """Settles every ticket with `error`'s like and shuts the socket down. Only the first call counts.
+
+        is_ours: this process ends the session.
+        """
         with self._changed:
             if self._failure is not None:
                 return
@@ -356,7 +360,7 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that polls
         for ticket in tickets:
-            ticket.settle_error(type(error)(f"{ticket.what}: {error}"), is_expected=is_expected)
+            ticket.settle_error(type(error)(f"{ticket.what}: {error}"), is_expected=is_expected or (is_ours and ticket.is_cancellable))
         with self._changed:
             self._changed.notify_all()
             self._close_if_unused()

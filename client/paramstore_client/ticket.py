@@ -48,7 +48,7 @@ class Ticket(Generic[T]):
         self.is_settled = False
         self._convert = convert
         self._on_settled = on_settled
-        self._is_cancellable = is_cancellable
+        self.is_cancellable = is_cancellable
         self._is_wanted = True
         self._is_seen = False
         self._is_cancelling = False
@@ -84,7 +84,7 @@ class Ticket(Generic[T]):
 
         False: it has its outcome already, or is one that cannot be cancelled (`apply`, `commit`).
         """
-        if self.is_settled or not self._is_cancellable:
+        if self.is_settled or not self.is_cancellable:
             return False
         self._is_cancelling = True
         self._connection.post(Cancel(self.request_id))

@@ -83,6 +83,14 @@ def test_what_an_error_in_the_with_block_ends_is_not_logged_beside_it(
     assert "commit 1 on 'moe' failed and nobody waited for it" in caplog.text  # the caller's own mistake is told
 
 
+def test_prefetch_that_closing_the_store_ends_is_not_logged(daemon: FakeDaemon, caplog: pytest.LogCaptureFixture) -> None:
+    daemon.hold(m.Prefetch)
+    with ps.connect(daemon.path) as store:
+        store.create_namespace("moe", SCHEMA, layers=1, experts=2).prefetch([(0, 0)])
+    gc.collect()
+    assert "nobody waited" not in caplog.text
+
+
 def test_welcome_without_a_timeout_leaves_the_default(daemon: FakeDaemon) -> None:
     daemon.script(m.Hello, lambda session, request: session.send(m.Done(request.id, {})))
     with ps.connect(daemon.path) as store:
