@@ -30,12 +30,13 @@ PUTS_IN_FLIGHT = 8
 
 def put_initial_values(
     connection: Connection, area: UploadArea, handle: int, *, schema: Schema, keys: Iterable[ExpertKey], fn: InitialValue,
-    timeout_s: float | None = None,
+    timeout_s: float, puts_of_others: int = 0,
 ) -> None:  # fmt: skip
     """Puts `fn(key)` for every one of `keys`, in their order, and returns when every record is whole on a volume. Initialization
     has begun.
 
-    keys: all of the namespace; of a rank, its share. timeout_s: for the end, which ranks make together.
+    keys: all of the namespace; of a rank, its share. timeout_s: for the end, which ranks make together: it waits so long for each
+    of the `puts_of_others` too.
 
     Raises what `fn` raises, SchemaMismatch, CapacityError or the daemon's error; the namespace then has no whole value
     and `initialize` may start over.
@@ -57,7 +58,7 @@ def put_initial_values(
         for ticket in flying:
             ticket.abandon()
     end = InitializeEnd(connection.next_id(), handle)
-    connection.request(end, what="initialize, its end", convert=answers.nothing, timeout_s=timeout_s).wait()
+    connection.request(end, what="initialize, its end", convert=answers.nothing, timeout_s=timeout_s * (1 + puts_of_others)).wait()
 
 
 def free_place(area: UploadArea, length_bytes: int, flying: deque[Ticket[None]], *, flying_max: int) -> Range:

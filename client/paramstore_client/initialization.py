@@ -39,11 +39,12 @@ class Initialization:
     """What `Namespace.begin_initialize` gives. Owner of the values under way. A context manager: its end gives up those.
 
     is_resumed: values that an earlier attempt made durable stay. values_in_flight: how many are in memory at once, at most.
+    timeout_s: for the begin and the end, which ranks make together; the end waits so long for each of the `puts_of_others` too.
     """
 
     def __init__(
         self, connection: Connection, area: UploadArea, handle: int, *, schema: Schema, space: KeySpace, is_resumed: bool,
-        values_in_flight: int,
+        values_in_flight: int, timeout_s: float, puts_of_others: int,
     ) -> None:  # fmt: skip
         connection.check_minor(TRAINING_MINOR, "begin_initialize")
         self._connection = connection
@@ -51,9 +52,12 @@ class Initialization:
         self._handle = handle
         self._schema = schema
         self._values_in_flight = values_in_flight
+        self._end_timeout_s = timeout_s * (1 + puts_of_others)
         self._flying: deque[Ticket[None]] = deque()
         begin = InitializeBegin(connection.next_id(), handle, is_resumed)
-        begun = connection.request(begin, what="initialize", convert=lambda answer: answers.result_of(answer, Begun)).wait()
+        begun = connection.request(
+            begin, what="initialize", convert=lambda answer: answers.result_of(answer, Begun), timeout_s=timeout_s
+        ).wait()
         present = int.from_bytes(begun.present, "little")
         self._missing = {key: None for number, key in enumerate(space) if not present >> number & 1}
         self.extra = begun.extra
@@ -99,7 +103,7 @@ class Initialization:
         """
         self.settle()
         message = InitializeEnd(self._connection.next_id(), self._handle)
-        self._connection.request(message, what="initialize, its end", convert=answers.nothing).wait()
+        self._connection.request(message, what="initialize, its end", convert=answers.nothing, timeout_s=self._end_timeout_s).wait()
 
     def __enter__(self) -> Initialization:
         return self

@@ -36,8 +36,9 @@ class Updates(Handle):
         try:
             self._consume(messages.InitializeBegin(self._next_id(), self._handle), "initialize", answers.nothing).wait()
             put_initial_values(
-                self._connection, self._area, self._handle, schema=self.schema, keys=ours, fn=fn, timeout_s=self._limit_s
-            )
+                self._connection, self._area, self._handle, schema=self.schema, keys=ours, fn=fn, timeout_s=self._limit_s,
+                puts_of_others=self._puts_of_others,
+            )  # fmt: skip
         finally:
             self._count_view_change()
 
@@ -51,10 +52,15 @@ class Updates(Handle):
         try:
             return Initialization(
                 self._connection, self._area, self._handle, schema=self.schema, space=self.space, is_resumed=resume,
-                values_in_flight=values_in_flight,
+                values_in_flight=values_in_flight, timeout_s=self._limit_s, puts_of_others=self._puts_of_others,
             )  # fmt: skip
         finally:
             self._count_view_change()
+
+    @property
+    def _puts_of_others(self) -> int:
+        """At most so many initial values come from other ranks."""
+        return 0 if self.world_size == 1 else len(self.space)
 
     def push(self, gradients: Gradients) -> None:
         """Adds `gradients` to the pending ones: {key: {field: tensor}}, every field of the schema. The tensors are copied.

@@ -74,6 +74,12 @@ class Gathering:
             self._begin(settled, call, begin)
         return future
 
+    def put_off(self) -> None:
+        """The deadline of a call that waits begins anew."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+
     def lose(self, rank: int, reason: str) -> None:
         self._fail(self.collective.lose(rank, reason))
 
@@ -212,6 +218,12 @@ class Ranks:
         assert group.calls is not None
         self._planner.leases.check_view(view)
         return group.calls.call(view.rank, call, partial(begin, view))
+
+    @staticmethod
+    def note_progress(view: View) -> None:
+        """A rank is at work on what the others wait for, as on its share of the initial values: their deadline begins anew."""
+        if view.group is not None and view.group.calls is not None:
+            view.group.calls.put_off()
 
     @staticmethod
     def _go_on(group: WriterGroup, ranks: tuple[int, ...]) -> None:

@@ -283,6 +283,7 @@ class Store:
         return await self._initializer.begin(check_writing(view), is_resumed=is_resumed)
 
     async def initialize_put(self, view: View, key: ExpertKey, initial: memoryview) -> None:
+        self.ranks.note_progress(view)
         await self._initializer.put(check_writer(view), key, initial)
 
     async def initialize_save(self, view: View, extra: bytes) -> dict[str, object]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 import torch
 
 from paramstore.core.optimizers import AdamW
+from paramstore.engine.collective import Call
+from paramstore.engine.namespace import View, WriterGroup
+from paramstore.engine.ranks import Arrival
 from paramstore.engine.store import Store
 from paramstore.errors import (
     LeaseError,
@@ -20,6 +25,7 @@ from paramstore.errors import (
     StoreUnavailable,
     WriterFenced,
 )
+from paramstore.testing.machine import PlainSegment
 from paramstore.testing.small_ranks import (
     NAME,
     apply,
@@ -203,6 +209,28 @@ def test_each_call_has_its_own_deadline() -> None:
             assert await outcomes([waiting, norm(store, two)]) == [0.0, 0.0]
 
     run_ranks(scenario, wait_timeout_s=TIMEOUT_S)
+
+
+def test_a_rank_that_still_puts_initial_values_is_waited_for() -> None:
+    async def scenario(store: Store) -> None:
+        def open_first(formed: WriterGroup) -> Coroutine[Any, Any, View]:
+            return store.admission.create(NAME, SCHEMA.describe(), layers=[0], experts=4, host_bytes=None, group=formed)
+
+        opening = Call("create_namespace")
+        arrivals = [store.ranks.open(Arrival(NAME, "g", rank, 2), opening, open_first) for rank in range(2)]
+        one, two = [(await arrival)[rank] for rank, arrival in enumerate(arrivals)]
+        await outcomes(call(store, view, "initialize", store.initialize_begin) for view in (one, two))
+        ended = call(store, one, "initialize, its end", store.initialize_end)
+        for key in list(one.namespace.keys):
+            await asyncio.sleep(0.8 * TIMEOUT_S)
+            await store.initialize_put(two, key, PlainSegment(SCHEMA.initial_bytes).view(0, SCHEMA.initial_bytes))
+        assert not ended.done()
+        started_s = asyncio.get_running_loop().time()
+        (error,) = await outcomes([ended])  # and no longer than that
+        assert asyncio.get_running_loop().time() - started_s == pytest.approx(TIMEOUT_S, abs=0.1)
+        assert "rank 1 did not call in time" in str(error)
+
+    run_ranks(scenario, is_new=True, wait_timeout_s=TIMEOUT_S)
 
 
 def test_an_error_at_the_beginning_of_a_call_is_every_rank_s_and_leaves_them_in_step() -> None:
