@@ -77,7 +77,10 @@ class LayerExperts:
         ids, compact_TK = torch.unique(ids_TK, return_inverse=True)
         experts = ids.tolist()  # the layer's one wait for the device
         if not experts:  # no token: nothing to compute
-            return hidden_TH.clone()
+            y_TH = hidden_TH.clone()
+            anchor = self._model.anchor
+            # A rank without tokens takes part in what ranks do together after backward.
+            return y_TH if anchor is None or not torch.is_grad_enabled() else y_TH + anchor()
         keys = [(self.layer, expert) for expert in experts]
         forward_hint = partial(self._model.after_forward, self.layer, experts)
         backward_hint = partial(self._model.after_backward, self.layer)

@@ -71,3 +71,15 @@ def test_no_token_is_no_work() -> None:
 def test_layers_know_their_number() -> None:
     twin = Twin.of(tiny_config("deepseek_v3"))
     assert [layer_of(module).layer for module in experts_modules(twin.stored).values()] == [1, 2]
+
+
+def test_layer_without_tokens_is_in_the_graph_as_others_are() -> None:
+    twin = Twin.of(tiny_config("mixtral"))
+    heard: list[torch.Tensor] = []
+    twin.anchor.register_hook(heard.append)
+    layer = layer_of(next(iter(experts_modules(twin.stored).values())))
+    none = torch.zeros(0, 32)
+    y = layer.run(twin.stored, none, torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 3))
+    assert (y.shape, y.dtype) == (none.shape, none.dtype)
+    y.sum().backward()
+    assert len(heard) == 1, "who waits for the end of the backward hears of it"
