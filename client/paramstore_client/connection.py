@@ -360,7 +360,8 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that polls
         for ticket in tickets:
-            ticket.settle_error(type(error)(f"{ticket.what}: {error}"), is_expected=is_expected or (is_ours and ticket.is_cancellable))
+            is_quiet = is_expected or (is_ours and ticket.is_cancellable)
+            ticket.settle_error(type(error)(f"{ticket.what}: {error}"), is_expected=is_quiet)
         with self._changed:
             self._changed.notify_all()
             self._close_if_unused()

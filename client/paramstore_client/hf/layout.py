@@ -71,7 +71,7 @@ class ExpertLayout:
         try:
             schema: Schema = make(shapes, param_dtype=dtypes[0], updates=updates, **options)
         except TypeError as error:
-            raise SchemaMismatch(f"schema_options {sorted(options)}: {error}; `dtype=` of the model is that of its experts") from error
+            raise SchemaMismatch(f"schema_options {sorted(options)}: {error}; `dtype=` is of model and experts") from error
         return schema
 
 

@@ -64,7 +64,8 @@ def from_pretrained(
     function. progress: as of `import_checkpoint`.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
-    other experts, CheckpointError where it still holds those imported from another checkpoint, and what `create_namespace`, `open_namespace` and the import raise. Then nothing is left open.
+    other experts, CheckpointError where it still holds those imported from another checkpoint, and what `create_namespace`,
+    `open_namespace` and the import raise. Then nothing is left open.
     """
     _check_mode(mode)
     check_arguments(options)

@@ -16,7 +16,7 @@ ARGUMENTS = {
     "share one store instead",
     "quantization_config": "quantized layers replace the experts module; load the checkpoint without it",
     "gguf_file": "a GGUF file has no safetensors to read expert by expert; convert it first",
-    "variant": "experts are read from the files without a variant, the dense part from those with it; load a directory that has one",
+    "variant": "experts are read from the files without a variant, the dense part from those with it; load a copy without",
     "state_dict": "experts are read from the checkpoint's files, not from a state dict; save it as a checkpoint first",
     "adapter_kwargs": "adapters replace modules while loading; add them to the loaded model",
 }

@@ -135,7 +135,7 @@ def test_other_checkpoint_of_the_same_name_does_not_get_the_experts_of_the_first
         auto().from_config(tiny_config("qwen3_moe")).save_pretrained(tmp_path / folder / f"final-{mode}")
     first = tmp_path / "a" / f"final-{mode}"
     model = ps.hf.from_pretrained(auto(), first, store=store, mode=mode)
-    with pytest.raises(CheckpointError, match="another checkpoint.*another name="):
+    with pytest.raises(CheckpointError, match=r"another checkpoint.*another name="):
         ps.hf.from_pretrained(auto(), tmp_path / "b" / f"final-{mode}", store=store, mode=mode)
     monkeypatch.chdir(first)
     again = ps.hf.from_pretrained(auto(), ".", store=store, mode="infer")  # the same one, and named so
