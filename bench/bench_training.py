@@ -3,7 +3,7 @@ of 100, 50, 25 and 10 % of the states, beside the unmodified model with everythi
 before it stopped. The losses of the rule `exact` must be those in memory, and the host budget must hold: else the run ends.
 Writes bench/results/training-<date>.json and a picture next to it.
 
-Run it on an idle machine: `python bench/bench_training.py [--quick] [--budgets 1.0,0.5,0.25,0.1] [--dir DIR] [--out FILE]`.
+Run it on an idle machine: `python bench/bench_training.py [--quick] [--budgets 1.0,0.5] [--rules exact] [--dir DIR] [--out FILE]`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from paramstore.cli.signals import end_as_interrupt
 from paramstore.config import Config
 from paramstore.demo.batches import BatchSampler
 from paramstore.demo.corpus import Corpus, open_corpus
+from paramstore.engine.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.engine.host import staging_bytes_of
 from paramstore.errors import ConfigError, ParamStoreError
 
@@ -47,7 +48,6 @@ DENSE = "dense.pt"
 ROUNDS, QUICK_ROUNDS = 2, 1
 LEAD_STEPS, STEPS = 1, 3
 """In a row: the first one's update runs beside the second one's forward, as that of every step does."""
-REPLAY_BUFFERS = 4
 CORPUS_BYTES, QUICK_CORPUS_BYTES = 8 << 20, 1 << 20
 LIMIT_BYTES = 640 << 20
 ROUNDING_BYTES = 16 << 20
@@ -60,6 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model, one budget: a check, not figures to quote")
     parser.add_argument("--budgets", help="shares of the states, of 1.0, 0.5, 0.25, 0.1; default: all of them")
+    parser.add_argument("--rules", default=",".join(RULES), help="exact, or exact,touched: a store on the disk for each")
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
     parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/training-<date>.json")
     arguments = parser.parse_args()
@@ -68,7 +69,10 @@ def main() -> int:
     try:
         check_out(file)
         shares = budget_shares(arguments.budgets or default)
-        return measure(file, arguments.dir, shares, is_quick=arguments.quick)
+        rules = arguments.rules.split(",")
+        if rules[0] != EXACT or not set(rules) <= set(RULES):
+            raise ConfigError(f"--rules {arguments.rules}: write exact, or exact,touched")
+        return measure(file, arguments.dir, shares, rules, is_quick=arguments.quick)
     except ParamStoreError as error:
         sys.stderr.write(f"bench_training: {type(error).__name__}: {error}\n")
         return exit_code(error)
@@ -84,7 +88,7 @@ def budget_shares(text: str) -> list[float]:
     return found
 
 
-def measure(file: Path, directory: Path, shares: list[float], *, is_quick: bool) -> int:
+def measure(file: Path, directory: Path, shares: list[float], rules: list[str], *, is_quick: bool) -> int:
     """Runs the bench, writes `file` and the picture, and prints the table."""
     command = "python bench/bench_training.py" + (" --quick" if is_quick else "")
     end_as_interrupt()
@@ -95,7 +99,7 @@ def measure(file: Path, directory: Path, shares: list[float], *, is_quick: bool)
         started_s = bench.clock.now_s()
         bench.tell("the corpus is built")
         corpus = open_corpus(bench.directory / "corpus", size_bytes=QUICK_CORPUS_BYTES if is_quick else CORPUS_BYTES)
-        rows = measure_all(bench, shape, corpus, shares, rounds=rounds)
+        rows = measure_all(bench, shape, corpus, shares, rules, rounds=rounds)
         seconds = bench.clock.now_s() - started_s
     facts = {**machine.describe(directory), "model": f"{shape}, {shape.expert_parameters} expert parameters, bf16"}
     report = Report(machine=facts, commit=machine.commit(), command=command, date=date, seconds=seconds, rows=rows)
@@ -106,7 +110,9 @@ def measure(file: Path, directory: Path, shares: list[float], *, is_quick: bool)
     return 1 if report.short_rows else 0
 
 
-def measure_all(bench: Bench, shape: Shape, corpus: Corpus, shares: list[float], *, rounds: int) -> list[Row]:
+def measure_all(
+    bench: Bench, shape: Shape, corpus: Corpus, shares: list[float], rules: list[str], *, rounds: int
+) -> list[Row]:
     """The rows of the import under the smallest budget, then of each budget; one store per rule."""
     checkpoint = bench.directory / "checkpoint"
     save_model(shape, checkpoint, seed=SEED)
@@ -121,16 +127,16 @@ def measure_all(bench: Bench, shape: Shape, corpus: Corpus, shares: list[float],
         raw = stack.enter_context(
             bench.raw_file(raw_folder, pages.optim_kind(), record_bytes=schema.record_bytes, record_count=count)
         )
-        folders = {rule: stack.enter_context(bench.folder(rule)) for rule in RULES}
+        folders = {rule: stack.enter_context(bench.folder(rule)) for rule in rules}
         budgets = {share: max(round(share * shape.states_bytes), least_budget_bytes(schema)) for share in shares}
-        rows = [_import(bench, checkpoint, folders[rule], rule, budget_bytes=min(budgets.values())) for rule in RULES]
+        rows = [_import(bench, checkpoint, folders[rule], rule, budget_bytes=min(budgets.values())) for rule in rules]
         memory = InMemory(checkpoint)
         for number, (share, budget_bytes) in enumerate(budgets.items()):
             bench.tell(f"training, host budget {share:.0%} of the states")
             with ExitStack() as cells:
                 ours = {
                     rule: cells.enter_context(resumed(bench, checkpoint, folders[rule], rule, budget_bytes=budget_bytes))
-                    for rule in RULES
+                    for rule in rules
                 }
                 rounds_taken = [
                     _round(memory, ours, [sampler.draw().input_BT for _ in range(LEAD_STEPS + STEPS)], raw, turn)
@@ -145,8 +151,9 @@ def measure_all(bench: Bench, shape: Shape, corpus: Corpus, shares: list[float],
 def least_budget_bytes(schema: ps.Schema) -> int:
     """What a daemon needs at least, about: quick models are so small that a share of them is less."""
     config = Config()
+    advance_buffers = len(os.sched_getaffinity(0)) + ADVANCE_LOOKAHEAD_RECORDS
     staging_bytes = staging_bytes_of(
-        schema, io_threads=config.io_workers, piece_bytes=config.piece_bytes, replay_buffers=REPLAY_BUFFERS
+        schema, io_threads=config.io_workers, piece_bytes=config.piece_bytes, advance_buffers=advance_buffers
     )
     return 4 * (schema.record_bytes + schema.part("param").image_bytes) + staging_bytes + ROUNDING_BYTES
 

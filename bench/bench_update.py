@@ -26,7 +26,7 @@ from paramstore.bench.native_update import QUICK_CASES, measure_native
 from paramstore.bench.plan import LARGE, SMALL, Plan, RecordSize
 from paramstore.bench.report import Report, Row, encode
 from paramstore.bench.step_plot import draw_steps
-from paramstore.bench.update_phase import CELLS, measure_phases
+from paramstore.bench.update_phase import cells_of, measure_phases
 from paramstore.cli.exits import exit_code
 from paramstore.cli.signals import end_as_interrupt
 from paramstore.errors import ParamStoreError
@@ -38,7 +38,7 @@ STEPS, QUICK_STEPS = 9, 3
 NATIVE_ROUNDS, QUICK_NATIVE_ROUNDS = 31, 5
 QUICK_SHARE = 16
 """A check takes so much less."""
-QUICK_CELLS = tuple(cell for cell in CELLS if cell.resident in (None, 0.5))
+QUICK_RESIDENT = (None, 0.5)
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer and smaller records: a check, not figures to quote")
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
     parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/update-<date>.json")
-    parser.add_argument("--rules", default="touched", help="of touched, exact: what an apply does to idle records")
+    parser.add_argument("--rules", default="touched,exact", help="of touched, exact: what an apply does to idle records")
     arguments = parser.parse_args()
     file = arguments.out or RESULTS / f"update-{machine.now()[:10]}.json"
     try:
@@ -100,7 +100,7 @@ def measure_size(bench: Bench, size: RecordSize, rules: list[str], python: str |
             peers = list(start_all(python, stack.enter_context(bench.folder("deepspeed")), blocks=count, elements=elements))
             for peer in peers:
                 stack.callback(peer.close)
-        cells = [replace(cell, rule=rule) for rule in rules for cell in (QUICK_CELLS if is_quick else CELLS)]
+        cells = [cell for rule in rules for cell in cells_of(rule) if not is_quick or cell.resident in QUICK_RESIDENT]
         return measure_phases(
             bench, cells, param_dtype=torch.bfloat16, count=count, threads=len(os.sched_getaffinity(0)),
             steps=QUICK_STEPS if is_quick else STEPS, peers=peers,

@@ -10,7 +10,6 @@ import torch
 import paramstore as ps
 from paramstore.bench.plan import RecordSize
 from paramstore.core.schema import UPDATE_RULES, Schema
-from paramstore.engine.namespace import NamespaceState
 from paramstore.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def adamw_schema(size: RecordSize, param_dtype: torch.dtype, rule: str = TOUCHED
 
 def rule_is_known(rule: str) -> bool:
     """Whether this version's engine runs that rule."""
-    return rule == TOUCHED or (rule in UPDATE_RULES and hasattr(NamespaceState, f"is_{rule}"))
+    return rule in UPDATE_RULES
 
 
 def param_values(schema: Schema, key: Key) -> dict[str, torch.Tensor]:

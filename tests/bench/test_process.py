@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.bench.process import cpu_s, rss_anon_bytes, rss_shared_bytes, written_bytes
+from paramstore.bench.process import cpu_s, peak_bytes, reset_peak, rss_anon_bytes, rss_shared_bytes, written_bytes
 
 MIB = 1 << 20
 
@@ -41,6 +41,16 @@ def test_bytes_sent_to_storage_are_counted(tmp_path: Path) -> None:
         os.fsync(file.fileno())
     kind = subprocess.run(["stat", "-f", "-c", "%T", str(tmp_path)], check=True, capture_output=True, text=True).stdout
     assert "tmpfs" in kind or written_bytes(os.getpid()) - before_bytes >= MIB
+
+
+def test_a_peak_stays_after_its_memory_is_freed_and_is_forgotten_when_asked() -> None:
+    reset_peak()
+    before_bytes = peak_bytes(os.getpid())
+    held = bytearray(os.urandom(64 * MIB))
+    del held
+    assert peak_bytes(os.getpid()) >= before_bytes + 64 * MIB
+    reset_peak()
+    assert peak_bytes(os.getpid()) < before_bytes + 64 * MIB
 
 
 def test_process_that_is_gone_is_an_error() -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from paramstore.bench.training import PairedStep, Phases, row_of, target_of
+from paramstore.bench.training import (
+    TOUCHED,
+    PairedStep,
+    Phases,
+    check_host_peak,
+    check_losses,
+    row_of,
+    target_of,
+)
+from paramstore.errors import CapacityError, StepMismatch
 
 
 def step(ours_s: float, *, memory_s: float = 1.0, io_s: float = 0.5) -> PairedStep:
@@ -36,3 +45,20 @@ def test_a_row_gives_tokens_phases_and_efficiency() -> None:
     assert row.parts["roofline_tokens_per_s"] == 100.0
     assert row.parts["optim_slots"] == 6.0
     assert row.case == "host budget 25% of the states"
+
+
+def test_only_the_rule_that_does_what_memory_does_has_a_target() -> None:
+    row = row_of(0.5, [step(2.0)] * 3, tokens=100, record_bytes=7, facts={}, rule=TOUCHED)
+    assert (row.case, row.target, row.holds) == ("host budget 50% of the states, touched", None, None)
+
+
+def test_a_loss_that_differs_in_its_last_bit_ends_the_run() -> None:
+    check_losses([5.5, 5.25], [5.5, 5.25], what="round 0")
+    with pytest.raises(StepMismatch, match="round 0: the loss of step 1"):
+        check_losses([5.5, 5.250000000000001], [5.5, 5.25], what="round 0")
+
+
+def test_a_host_peak_above_the_budget_ends_the_run() -> None:
+    check_host_peak(100, 100, what="import")
+    with pytest.raises(CapacityError, match="import: 101 bytes"):
+        check_host_peak(101, 100, what="import")

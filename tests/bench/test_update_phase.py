@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +18,14 @@ from paramstore.bench.update_phase import (
     Cell,
     Rates,
     Step,
+    cells_of,
     host_budget_bytes,
     measure_phases,
     rows_of,
     touched_keys,
 )
 from paramstore.config import Config
-from paramstore.engine.host import split_budget
-from paramstore.engine.routes import cut_pieces
+from paramstore.engine.host import split_budget, staging_bytes_of
 
 RATES = Rates(read=2.0, write=4.0, update=10.0)
 PEER = "DeepSpeed ZeRO-Infinity NVMe, pipelined"
@@ -86,14 +87,18 @@ def test_touched_experts_are_others_in_each_step_and_the_same_for_equal_numbers(
     assert len(touched_keys(32, 1.0, 1)) == 32
 
 
+@pytest.mark.parametrize("rule", ["touched", "exact"])
 @pytest.mark.parametrize("count", [32, 144])
 @pytest.mark.parametrize("resident", [None, 0.25, 0.5, 1.0])
-def test_a_budget_gives_the_slots_that_its_cell_names(resident: float | None, count: int) -> None:
-    schema, config, pipeline_slots = adamw_schema(RecordSize(57 << 20), torch.bfloat16), Config(), 6
-    buffer_bytes = max(piece.end - piece.start for piece in cut_pieces(schema.stored, config.piece_bytes, len(schema.specs)))
+def test_a_budget_gives_the_slots_that_its_cell_names(resident: float | None, count: int, rule: str) -> None:
+    schema, config = adamw_schema(RecordSize(57 << 20), torch.bfloat16, rule), Config()
+    workers = len(os.sched_getaffinity(0))
+    pipeline_slots = workers + 4
     split = split_budget(
         schema, key_count=count, budget_bytes=host_budget_bytes(schema, count, resident), pipeline_slots=pipeline_slots,
-        staging_bytes=config.io_workers * buffer_bytes,
+        staging_bytes=staging_bytes_of(
+            schema, io_threads=config.io_workers, piece_bytes=config.piece_bytes, advance_buffers=workers + 2
+        ),
     )  # fmt: skip
     assert split is not None
     wanted = max(pipeline_slots, round(count * (resident or 0)))
@@ -107,9 +112,26 @@ def test_every_cell_has_a_name_of_its_own() -> None:
     assert replace(Cell(None), rule="exact").case == "pipeline-sized, all experts touched, exact"
 
 
+def test_another_rule_than_touched_stands_beside_it_without_targets() -> None:
+    cells = cells_of("exact")
+    assert {(cell.resident, cell.touched) for cell in cells} == {(None, 1.0), (0.5, 1.0), (None, 0.25), (0.5, 0.25)}
+    assert cells_of("touched") == CELLS
+    assert [row.target for cell in cells for row in rows(cell, 9.0)] == [None] * 8
+
+
 def test_a_rule_that_nobody_knows_is_not_run() -> None:
     assert rule_is_known("touched")
+    assert rule_is_known("exact")
     assert not rule_is_known("twice")
+
+
+@pytest.mark.slow
+def test_an_exact_cell_updates_what_missed_steps_beside_what_is_touched(tmp_path: Path) -> None:
+    bench = Bench(replace(Plan(), expert_size=RecordSize(1 << 20)), tmp_path)
+    cell = Cell(0.5, 0.25, rule="exact")
+    (phase,) = measure_phases(bench, [cell], param_dtype=torch.bfloat16, count=16, threads=2, steps=2, peers=[])
+    assert phase.case == "50% of the states resident, 25% of the experts touched, exact"
+    assert phase.parts["host_peak_bytes"] <= phase.parts["host_budget_bytes"]
 
 
 @pytest.mark.slow
