@@ -29,6 +29,7 @@ from paramstore.errors import CapacityError, ConfigError, LeaseError, UnknownKey
 from paramstore_client.activity import Activity
 from paramstore_client.device import DeviceTier
 from paramstore_client.source import AheadTicket, ExpertSource, HostSource, WeightLease
+from paramstore_client.visit_order import declare_ring
 
 Experts = dict[int, Mapping[str, Tensor]]
 """expert -> {field: tensor}"""
@@ -97,7 +98,8 @@ class RingMemory:
 
     device: where `layer` gives the weights. layers: the order of visits; default all, ascending. experts_ahead: experts
     that a slot loads ahead of its turn; default all where `slots` whole layers fit in what may be leased, else as many
-    as fit, the likeliest by use so far. Used by one thread. Owner of the turns, and of the `DeviceTier` it makes.
+    as fit, the likeliest by use so far. When it begins, a reader's namespace is told the order. Used by one thread. Owner of the
+    turns, and of the `DeviceTier` it makes.
 
         with ps.RingMemory(ns, slots=2) as ring:
             for token in range(count):
@@ -161,6 +163,7 @@ class RingMemory:
         return self.schema.part("param").image_bytes
 
     def __enter__(self) -> RingMemory:
+        declare_ring(self._source, self.layers)
         self._slots = [_LayerSlot(turn, frozenset(), None) for turn in range(self._slot_count)]
         for turn in range(self._slot_count):
             self._load_ahead(turn)

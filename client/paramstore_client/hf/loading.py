@@ -28,6 +28,7 @@ from paramstore_client.hf.stripping import stripped_class
 from paramstore_client.namespace import Namespace
 from paramstore_client.training import bind as bind_training
 from paramstore_client.training.sentinel import ExpertSentinel
+from paramstore_client.visit_order import declare_order
 
 if TYPE_CHECKING:
     from paramstore_client.training.experts import Experts
@@ -169,11 +170,14 @@ def namespace(model: nn.Module) -> Namespace:
 
 
 def join(model: nn.Module, namespace: Namespace, *, kernel: str) -> None:
-    """Joins a stripped model with an open namespace. Raises SchemaMismatch, and closes the namespace then."""
+    """Joins a stripped model with an open namespace, which is told the order of its visits. Raises SchemaMismatch, and closes the
+    namespace then."""
     trains = namespace.mode == "write"
     try:
         if trains:
             bind_training(model, namespace)
+        else:
+            declare_order(namespace)
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
         anchor = None if sentinel is None else lambda: sentinel.anchor
         bind(model, ModelExperts(namespace, anchor=anchor, is_poisoned=namespace.is_debug), kernel=kernel)

@@ -48,6 +48,8 @@ class Attachment:
         self._main = main
         self._state = _State.EMPTY
         self._norm = 0.0
+        self._backwards = 0
+        """Since the last step."""
         self._report: tuple[Tensor, int] | None = None
         """The gradient as reported, and its version: clipping and zeroing in place count it up. (Unscaling does not.)"""
         self._join()
@@ -94,6 +96,7 @@ class Attachment:
         sentinel.grad = gradient
         self._report = gradient, _version(gradient)
         self._state = _State.REPORTED
+        self._backwards += 1
 
     # --- the optimizer
 
@@ -112,6 +115,8 @@ class Attachment:
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         self._state = _State.STEPPED
+        self._experts.expect_micro_batches(self._backwards)
+        self._backwards = 0
         # Fused optimizers step under a GradScaler that found inf or nan, and skip inside the kernel.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item() > 0:
@@ -150,7 +155,7 @@ class Attachment:
 
     def _drop(self, reason: str) -> None:
         dropped = self._experts.abort()
-        self._state = _State.EMPTY
+        self._state, self._backwards = _State.EMPTY, 0
         _log.info("gradients of %d experts dropped: %s", dropped, reason)
 
     def _is_zeroed(self) -> bool:

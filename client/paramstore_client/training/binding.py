@@ -10,6 +10,7 @@ from paramstore_client.namespace import Namespace
 from paramstore_client.nn.stored_experts import StoredExperts
 from paramstore_client.training.experts import Experts
 from paramstore_client.training.sentinel import CHILD_NAME, ExpertSentinel
+from paramstore_client.visit_order import declare_order
 
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """What DDP reads from the module that it wraps (torch/nn/parallel/distributed.py)."""
@@ -19,8 +20,8 @@ def bind(model: nn.Module, namespace: Namespace) -> Experts:
     """The handle of the experts that `model` has in `namespace`. The model gets one child more, the module `paramstore`.
 
     The model's `StoredExperts`, if it has any, must be over `namespace`, or over a `DeviceTier` of it. Bind before DDP,
-    `fully_shard` or `prepare` wrap the model. Raises ConfigError for a reader's handle, or a model that is bound; SchemaMismatch
-    for a namespace without optimizer states.
+    `fully_shard` or `prepare` wrap the model. The service is told the order in which training steps visit the layers. Raises
+    ConfigError for a reader's handle, or a model that is bound; SchemaMismatch for a namespace without optimizer states.
     """
     if namespace.mode != "write":
         raise ConfigError(f"bind: namespace {namespace.name!r} is open with mode={namespace.mode!r}; a training loop needs 'write'")
@@ -33,6 +34,7 @@ def bind(model: nn.Module, namespace: Namespace) -> Experts:
         source = layer.namespace.namespace if isinstance(layer.namespace, DeviceTier) else layer.namespace
         if source is not namespace:
             raise ConfigError(f"bind: the experts of layer {layer.layer} are not in this handle of {namespace.name!r}")
+    declare_order(namespace)
     sentinel = ExpertSentinel()
     model.add_module(CHILD_NAME, sentinel)
     setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, ()), f"{CHILD_NAME}.sentinel"])

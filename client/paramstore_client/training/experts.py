@@ -18,6 +18,7 @@ from paramstore_client.training.attachment import Attachment
 from paramstore_client.training.checkpoint import Manifest, check_committed, roll_to
 from paramstore_client.training.options import MainGroup, options_class, unwrapped
 from paramstore_client.training.sentinel import ExpertSentinel
+from paramstore_client.visit_order import declare_order
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class Experts:
         self._attachment: Attachment | None = None
         self._apply: Ticket[Result] | None = None
         self._commit: Ticket[Result] | None = None
+        self._micro_batches = 1
+        """Of the order of visits that is declared."""
 
     # --- the step
 
@@ -103,6 +106,12 @@ class Experts:
         self.settle()
         self._apply = self.namespace.apply(options, grad_scale=clip_coef * self._share)
         return self._apply
+
+    def expect_micro_batches(self, count: int) -> None:
+        """For the attachment: a step has had so many forwards and backwards. The service is told where that is news."""
+        if count != self._micro_batches:
+            declare_order(self.namespace, micro_batches=count)
+            self._micro_batches = count
 
     def settle(self) -> None:
         """Waits for the update and the commit under way, and raises their errors."""
