@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import paramstore_client as ps
 from paramstore.core.visits import VISITS_MAX
+from paramstore.errors import ConfigError
 from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore.testing.moe_models import Twin, tiny_config
 from paramstore.wire import messages as m
+from paramstore_client.hf.loading import join
+from paramstore_client.training import bind
 from paramstore_client.visit_order import declare_order, declare_ring
 
 RING = ((0, "routed"), (1, "routed"))
@@ -83,3 +88,31 @@ def test_an_older_daemon_is_told_nothing(
         declare_ring(handle, [0, 1])
     assert not daemon.requests(m.DeclareSchedule)
     assert "no order of visits is declared: the daemon speaks protocol" in caplog.text
+
+
+def test_binding_a_model_declares_its_steps(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    model = torch.nn.Linear(1, 1)
+    experts = bind(model, namespace)
+    (request,) = daemon.requests(m.DeclareSchedule)
+    assert len(request.param_visits) == 6
+    with pytest.raises(ConfigError, match="bound once"):
+        bind(model, namespace)
+    experts.expect_micro_batches(1)
+    assert len(daemon.requests(m.DeclareSchedule)) == 1, "as declared"
+    experts.expect_micro_batches(2)
+    experts.expect_micro_batches(2)
+    (_, request) = daemon.requests(m.DeclareSchedule)
+    assert len(request.param_visits) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "expected"), [("write", 6), ("read", 2)])
+def test_joining_a_model_of_transformers_declares_its_order(daemon: FakeDaemon, store: ps.Store, mode: str, expected: int) -> None:
+    twin = Twin.of(tiny_config("mixtral"))
+    schema = twin.layout.schema("adamw" if mode == "write" else None)
+    writer = store.create_namespace("joined", schema, layers=twin.layout.layers, experts=twin.layout.experts)
+    writer.initialize(lambda key: twin.namespace.values(key))
+    writer.commit(0).wait()
+    join(twin.stored, writer if mode == "write" else store.open_namespace("joined"), kernel="eager")
+    (request,) = daemon.requests(m.DeclareSchedule)
+    assert len(request.param_visits) == expected

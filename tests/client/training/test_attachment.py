@@ -307,3 +307,27 @@ def test_an_error_of_an_update_is_raised_by_the_next_call(namespace: ps.Namespac
     pair.stored_optimizer.zero_grad()
     with store.open_namespace(namespace.name, mode="write"), pytest.raises(ps.WriterFenced):
         pair.stored(batch(1)).backward()
+
+
+# --- the order of visits
+
+
+def test_a_step_tells_how_many_backwards_it_had(namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_stored(namespace)
+    experts = bind(model, namespace)
+    counts: list[int] = []
+    tell = experts.expect_micro_batches
+    monkeypatch.setattr(experts, "expect_micro_batches", lambda count: (counts.append(count), tell(count)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    experts.attach(optimizer)
+    for micro_batches in (1, 3, 3):
+        for micro in range(micro_batches):
+            model(batch(micro)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(batch(0)).backward()
+    optimizer.zero_grad()  # dropped, and not counted
+    model(batch(1)).backward()
+    optimizer.step()
+    experts.settle()
+    assert counts == [1, 3, 3, 1]
