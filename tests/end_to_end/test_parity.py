@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,17 @@ from paramstore_client.hf.export_checkpoint import export_checkpoint
 pytestmark = pytest.mark.slow
 STEPS = 6
 FP32 = torch.float32
-BUDGETS = ("--host-budget", "8MiB", "--volume-size", "256MiB")
+BUDGETS = ("--host-budget", "8MiB", "--volume-size", "160MiB")
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are small: threads only wait for each other."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
 
 
 def text() -> torch.Tensor:
