@@ -42,6 +42,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 UNBUILDABLE = {"deepseek_ocr2", "diffusion_gemma", "lfm2_moe", "qwen3_omni_moe", "qwen4_exp"}
 """Models whose default config makes none: their experts class is looked at instead."""
 
+MODULE_LISTS = {"nllb_moe", "switch_transformers"}
+"""Supported, and in no registry: a module per expert."""
+
 
 def sources() -> dict[str, Path]:
     """The modeling files that have experts, by model, without importing transformers."""
@@ -91,3 +94,13 @@ def test_model_is_supported_or_refused_with_its_reason(model: str) -> None:
 def test_list_of_refused_models_names_none_that_is_gone() -> None:
     gone = REFUSED.keys() - SOURCES.keys()
     assert gone <= {"ernie4_5_vl_moe", "step3p7"}, "these came with later versions of transformers"
+
+
+def test_page_counts_the_models_of_its_version() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "transformers.md").read_text()
+    found = re.search(r"of transformers (\S+) (\d+) build and are supported, and (\d+) more", page)
+    assert found is not None
+    if found[1] != _compat.transformers().__version__:
+        pytest.skip(f"the page counts those of {found[1]}")
+    in_registry = SOURCES.keys() - REFUSED.keys() - UNBUILDABLE - MODULE_LISTS
+    assert (int(found[2]), int(found[3])) == (len(in_registry), len(UNBUILDABLE & SOURCES.keys()))
