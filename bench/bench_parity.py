@@ -133,7 +133,8 @@ def run_facts(trial: Trial, store: ps.Store) -> dict[str, Any]:
         "experts": counted["keys"], "idle_experts_per_step": trial.idle, "lease_slots": trial.ours.namespace.lease_slots,
         "host_budget_bytes": host["budget_bytes"], "host_peak_bytes": host["kernel_peak_bytes"],
         "state_bytes": counted["state_bytes"], "evictions": counted["param"]["evictions"] + counted["optim"]["evictions"],
-        "steps_replayed": counted["steps_replayed"], "records_updated": counted["records_updated"], "commits": counted["commits"],
+        "missed_steps_made": counted["missed_steps_made"], "records_updated": counted["records_updated"],
+        "commits": counted["commits"],
     }  # fmt: skip
 
 
