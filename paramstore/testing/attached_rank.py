@@ -172,7 +172,7 @@ def restart(job: Job) -> None:
         job.namespace.push({(0, 0): {name: torch.ones(shape) for name, shape in FIELDS.items()}})
         dist.barrier()
         raise SystemExit(3)
-    saved = torch.load(Path(sys.argv[3]))
+    saved = torch.load(Path(sys.argv[3]), weights_only=True)
     job.stored.load_state_dict(saved["model"])
     job.optimizer.load_state_dict(saved["optimizer"])
     for step in range(2):  # the resident model alone, to where the saved one is

@@ -36,6 +36,7 @@ TRUE: dict[str, Any] = {
     "leases": [], "target": 0, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "grad_scale": 1.0,
     "is_wanted": True, "step": 1, "extra": b"", "segments": [], "resident": [], "touched": [], "bytes_resident": 0,
     "namespace": NAME, "host_bytes": None, "at": None, "bytes_per_s": None, "rank": 0, "world_size": 1, "group": "g",
+    "is_resumed": False, "options": None, "param_visits": ((0, "routed"),), "optim_visits": ((0, "gathered"),),
 }  # fmt: skip
 """A value of each field that no one would object to."""
 REQUESTS: tuple[type[m.Message], ...] = tuple(
@@ -54,9 +55,14 @@ def lying(value: object, kind: Any, lie: int) -> Iterator[object]:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is int or (int in arguments and origin is not list and origin is not tuple):
         yield lie
+    elif origin is typing.Annotated:
+        yield from lying(value, arguments[0], lie)
+    elif origin is tuple and arguments[-1] is Ellipsis:
+        truth = value[0] if isinstance(value, tuple) and value else ()
+        yield from ((item,) for item in lying(truth, arguments[0], lie))
     elif origin is tuple:
         truth = value if isinstance(value, tuple) else (0,) * len(arguments)
-        for index in range(len(arguments)):
+        for index in (index for index, part in enumerate(arguments) if part is int):
             yield (*truth[:index], lie, *truth[index + 1 :])
     elif origin is list:
         truth = value[0] if isinstance(value, list) and value else 0
@@ -70,9 +76,9 @@ def lying(value: object, kind: Any, lie: int) -> Iterator[object]:
 def lies(segment: int) -> dict[str, m.Message]:
     """Every request, true but for one number. ids are set when they are sent. segment: of upload memory of the session."""
     found: dict[str, m.Message] = {}
-    true = {**TRUE, "segment": segment, "entries": [(0, 0, segment, 0)]}
+    true = {**TRUE, "id": 1, "segment": segment, "entries": [(0, 0, segment, 0)]}
     for cls in REQUESTS:
-        truth = cls(**{field.name: true.get(field.name, 1) for field in msgspec.structs.fields(cls)})
+        truth = cls(**{field.name: true[field.name] for field in msgspec.structs.fields(cls)})
         for field in msgspec.structs.fields(cls):
             if field.name in ("id", "schema"):
                 continue
