@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,42 +25,47 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-def paramstore(*words: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "paramstore", *words], capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
 
 
-def test_a_checkpoint_goes_in_and_comes_out_again(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_in_and_comes_out_again(
+    daemon: DaemonProcess, tmp_path: Path, paramstore: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = save_stock("mixtral", tmp_path / "hub")
     (path / "tokenizer.json").write_text("{}")
     common = ("--socket", daemon.address)
-    done = paramstore("import", str(path), "--namespace", "moe", "--updates", "touched", "--json", *common)
+    done = run("import", str(path), "--namespace", "moe", "--updates", "touched", "--json", *common)
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout)
     assert (result["namespace"], result["step"], result["records"], result["resumed"]) == ("moe", 0, 16, 0)
-    again = paramstore("import", str(path), "--namespace", "moe", "--updates", "touched", *common)
-    assert again.returncode == 1
-    assert "NamespaceExists: namespace 'moe' is committed at step 0" in again.stderr
-    out = paramstore("export", "moe", "--model", str(path), "--out", str(tmp_path / "out"), "--at", "0", "--json", *common)
-    assert (out.returncode, out.stderr) == (0, "")
-    assert json.loads(out.stdout)["records"] == 16
+    capsys.readouterr()
+    assert paramstore("import", str(path), "--namespace", "moe", "--updates", "touched", *common) == 1
+    assert "NamespaceExists: namespace 'moe' is committed at step 0" in capsys.readouterr().err
+    assert paramstore("export", "moe", "--model", str(path), "--out", str(tmp_path / "out"), "--at", "0", "--json", *common) == 0
+    out = capsys.readouterr()
+    assert out.err == ""
+    assert json.loads(out.out)["records"] == 16
     assert tensors_of(tmp_path / "out") == tensors_of(path)
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
 
 
-def test_exit_codes_tell_what_went_wrong(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_exit_codes_tell_what_went_wrong(
+    daemon: DaemonProcess, tmp_path: Path, paramstore: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = save_stock("mixtral", tmp_path / "hub")
-    nobody = paramstore("import", str(path), "--namespace", "x", "--socket", f"unix://{tmp_path}/none")
-    assert (nobody.returncode, nobody.stdout) == (3, "")
-    missing = paramstore("import", str(tmp_path / "none"), "--namespace", "x", "--socket", daemon.address)
-    assert missing.returncode == 1
-    assert "CheckpointError" in missing.stderr
-    assert paramstore("import", str(path)).returncode == 2
-    unknown = paramstore("export", "unknown", "--model", str(path), "--out", str(tmp_path / "out"), "--socket", daemon.address)
-    assert unknown.returncode == 1
-    assert "UnknownNamespace" in unknown.stderr
+    capsys.readouterr()
+    assert paramstore("import", str(path), "--namespace", "x", "--socket", f"unix://{tmp_path}/none") == 3
+    assert capsys.readouterr().out == ""
+    assert paramstore("import", str(tmp_path / "none"), "--namespace", "x", "--socket", daemon.address) == 1
+    assert "CheckpointError" in capsys.readouterr().err
+    assert paramstore("import", str(path)) == 2
+    words = ("--model", str(path), "--out", str(tmp_path / "out"), "--socket", daemon.address)
+    assert paramstore("export", "unknown", *words) == 1
+    assert "UnknownNamespace" in capsys.readouterr().err
 
 
 def test_an_interrupt_says_how_to_go_on_and_the_same_command_does(daemon: DaemonProcess, tmp_path: Path) -> None:
@@ -77,7 +82,7 @@ def test_an_interrupt_says_how_to_go_on_and_the_same_command_does(daemon: Daemon
         _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, said
     assert "interrupted; 'interrupted' keeps what is there, and the same command goes on from it" in said
-    done = paramstore(*words, "--json")
+    done = run(*words, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["resumed"] > 0
