@@ -25,7 +25,8 @@ Handler = Callable[[Any], object]
 """Gives the result at once, or a coroutine that gives it."""
 COLLECTIVE: dict[type[m.Message], str] = {
     m.CreateRank: "create_namespace", m.OpenRank: "open_namespace", m.InitializeBegin: "initialize",
-    m.InitializeEnd: "initialize, its end", m.GradientNorm: "gradient_norm", m.Apply: "apply", m.Abort: "abort", m.Commit: "commit",
+    m.InitializeEnd: "initialize, its end", m.GradientNorm: "gradient_norm", m.Apply: "apply",
+    m.BeginApply: "begin_apply", m.EndApply: "end_apply", m.Abort: "abort", m.Commit: "commit",
     m.Prepare: "prepare", m.Finalize: "finalize", m.Rollback: "rollback",
 }  # fmt: skip
 """What all ranks of a group call together, by the name that its users know."""
@@ -72,6 +73,8 @@ class Handlers:
             m.Push: self._push,
             m.GradientNorm: lambda r: self._together(r, store.gradient_norm),
             m.Apply: lambda r: self._together(r, lambda one: store.apply(one, options_of(r), r.grad_scale)),
+            m.BeginApply: lambda r: self._together(r, lambda one: store.begin_apply(one, options_of(r), r.grad_scale)),
+            m.EndApply: lambda r: self._together(r, store.end_apply),
             m.Abort: lambda r: self._together(r, store.abort),
             m.WriteBack: lambda r: store.write_back(view(r), r.keys),
             m.Evict: lambda r: store.evict(view(r), r.keys, r.part),
@@ -160,7 +163,8 @@ class Handlers:
 
     def _push(self, r: m.Push) -> None:
         view = self.view(r)
-        self._store.push(view, self._uploads.ranges(r.entries, view.namespace.schema.gradient_bytes))
+        ranges = self._uploads.ranges(r.entries, view.namespace.schema.gradient_bytes)
+        self._store.push(view, ranges, is_last=r.is_last)
 
     def _read(self, r: m.Read) -> object:
         view = self.view(r)

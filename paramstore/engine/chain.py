@@ -141,6 +141,8 @@ class Chain:
     async def _stopped(self, namespace: NamespaceState) -> AsyncIterator[None]:
         """Within the block the caller has the turn, and no commit is under way. An apply before it stops at its next record."""
         namespace.stop_requests += 1
+        self._planner.wake_open(namespace)
+        self._transfers.drain()
         try:
             await namespace.turn.acquire()
         finally:

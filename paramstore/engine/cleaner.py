@@ -6,7 +6,7 @@ limit on dirty bytes it writes early all the same, so that a commit never waits 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
@@ -29,12 +29,12 @@ class Cleaner:
         self._transfers = transfers
         self._loader = loader
 
-    def clean_ahead(self, namespace: NamespaceState, wanted_slots: int) -> None:
+    def clean_ahead(self, namespace: NamespaceState, wanted_slots: int, *, spared: Container[ExpertKey] = ()) -> None:
         """Starts the writes that make `wanted_slots` slots evictable, counting those free, clean or being written, and those
-        that bring what is dirty, and not being written, below the limit."""
+        that bring what is dirty, and not being written, below the limit. spared: not evictable for whoever wants the slots."""
         arena = namespace.working_arena
         assert arena is not None
-        self._planner.working.clean(namespace, slots_to_clean(namespace, wanted_slots), Urgency.WRITE_BACK)
+        self._planner.working.clean(namespace, slots_to_clean(namespace, wanted_slots, spared), Urgency.WRITE_BACK)
         if arena.dirty_limit_bytes is not None:
             dirty = sum(copy.state is Working.DIRTY for copy in namespace.resident.values())
             above = dirty - arena.dirty_limit_bytes // namespace.schema.record_bytes

@@ -7,12 +7,12 @@ came too late is let go.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from paramstore.core.key import ExpertKey
 from paramstore.engine.namespace import NamespaceState, View, WorkingCopy
 from paramstore.engine.planner import Planner
-from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
+from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.waiting import until_woken
 from paramstore.errors import ParamStoreError, SchemaMismatch, StepFailed, WaitTimeout
@@ -79,10 +79,13 @@ class Loader:
             "loaded": request.loaded, "resident": request.resident, "skipped": request.skipped, "bytes": request.bytes_loaded,
         }  # fmt: skip
 
-    async def hold(self, namespace: NamespaceState, key: ExpertKey, *, is_fill: bool = False) -> WorkingCopy:
+    async def hold(
+        self, namespace: NamespaceState, key: ExpertKey, *, is_fill: bool = False, urgency: Urgency = Urgency.DEMAND,
+        spared: Container[ExpertKey] = (),
+    ) -> WorkingCopy:  # fmt: skip
         """The key's working copy, in its slot and held (`is_fill`: in state UPDATING, to be filled). Raises its load's
-        error, or WaitTimeout."""
-        request = SlotRequest(namespace, key, is_fill=is_fill)
+        error, or WaitTimeout. urgency, spared: as of `SlotRequest`."""
+        request = SlotRequest(namespace, key, is_fill=is_fill, urgency=urgency, spared=spared)
         self._planner.working.request_slot(request)
         self._transfers.drain()
         working = namespace.working[key]

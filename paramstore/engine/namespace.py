@@ -21,6 +21,7 @@ from paramstore.core.visits import Visits
 from paramstore.engine.arena import Arena
 from paramstore.engine.counters import CommitProgress, NamespaceStats
 from paramstore.engine.gradients import GradientRange
+from paramstore.engine.open_apply import Claims
 from paramstore.errors import WriterFenced
 from paramstore.storage.ledger import Ledger
 
@@ -297,6 +298,8 @@ class NamespaceState:
         """Keys whose newest identity no step has published."""
         self.pending: dict[ExpertKey, tuple[GradientRange, ...]] = {}
         """Per key what ranks pushed for it, in rank order."""
+        self.open_apply: Claims | None = None
+        """The apply that was begun before its gradients are there, and claims keys as they come."""
         self.views: list[View] = []
         self.group: WriterGroup | None = None
         """Who writes."""
@@ -362,7 +365,7 @@ class NamespaceState:
     def wanted(self, working: WorkingCopy) -> Identity | None:
         """What the writer sees of a key: the bytes that exist once every apply called so far has run, and made its missed steps."""
         target = working.target
-        if not self.is_exact or target is None or target.version == self.log.last:
+        if not self.is_exact or target is None or target.version >= self.log.last:  # above: claimed by the open apply
             return target
         return Identity(self.log.epoch_of(self.log.last), self.log.last)
 

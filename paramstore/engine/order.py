@@ -15,10 +15,10 @@ def update_order(keys: Iterable[ExpertKey], resident: Container[ExpertKey]) -> l
     return sorted(keys, key=lambda key: (key in resident, key), reverse=True)
 
 
-def slots_to_clean(namespace: NamespaceState, wanted_slots: int) -> int:
-    """How many dirty records must be written so that `wanted_slots` slots are free, clean or being written."""
+def slots_to_clean(namespace: NamespaceState, wanted_slots: int, spared: Container[ExpertKey] = ()) -> int:
+    """How many dirty records must be written so that `wanted_slots` are free, clean or being written; `spared` do not count."""
     arena = namespace.working_arena
     assert arena is not None
-    states = [copy.state for copy in namespace.resident.values()]
+    states = [copy.state for key, copy in namespace.resident.items() if not spared or key not in spared]
     ready = arena.slots.free_count + states.count(Working.CLEAN) + states.count(Working.WRITING)
     return max(0, wanted_slots - ready)

@@ -8,7 +8,8 @@ those of who gets them; this file holds what spans them: an apply's claim, the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from paramstore.config import Retention
 from paramstore.core.apply_log import ApplyLog
@@ -22,7 +23,9 @@ from paramstore.engine.gradients import Claimed
 from paramstore.engine.leases import LeasePlanner
 from paramstore.engine.moves import Outbox
 from paramstore.engine.namespace import Cut, NamespaceState, ParamCopy, View, WorkingCopy
-from paramstore.engine.requests import Urgency
+from paramstore.engine.open_apply import Claims, awaited_keys
+from paramstore.engine.order import update_order
+from paramstore.engine.requests import SlotRequest, Urgency
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
 from paramstore.storage.extents import Space
@@ -53,20 +56,89 @@ class Planner:
         namespace.pending = {}
         if namespace.is_exact:
             assert options is not None
-            namespace.log = namespace.log.trimmed(namespace.applies).appended(namespace.epoch, options)
+            kept_since = min(namespace.applies, namespace.log.last)  # an apply that was open counts as soon as it updates
+            namespace.log = namespace.log.trimmed(kept_since).appended(namespace.epoch, options)
             claimed = dict.fromkeys(due_keys(namespace), ()) | claimed
-        for key in claimed:
-            working = namespace.working[key]
-            assert working.target is not None
-            older, working.current = working.current, None
-            version = namespace.log.last if namespace.is_exact else working.target.version + 1
-            working.target = Identity(namespace.epoch, version)
-            if older is not None:
-                self.copies.supersede(namespace, older)
+        self._claim(namespace, claimed, apply=namespace.log.last)
         if namespace.is_exact:
             self.copies.evict_left_behind(namespace)
         self.leases.pump(namespace)
         return claimed
+
+    def _claim(self, namespace: NamespaceState, keys: Iterable[ExpertKey], *, apply: int) -> None:
+        """From here on the working view of `keys` means what `apply`, of an exact namespace its number, makes of them."""
+        for key in keys:
+            working = namespace.working[key]
+            assert working.target is not None
+            older, working.current = working.current, None
+            version = apply if namespace.is_exact else working.target.version + 1
+            working.target = Identity(namespace.epoch, version)
+            if older is not None:
+                self.copies.supersede(namespace, older)
+
+    # --- an open apply
+
+    def open_apply(self, namespace: NamespaceState, claims: Claims, *, pipeline_slots: int) -> None:
+        """Begins an apply that claims keys as their gradients come. Until it claims one nothing has changed.
+
+        pipeline_slots: of the arena, that no record which is awaited may take.
+        """
+        arena = namespace.working_arena
+        assert arena is not None
+        heat = {key: arena.policy.heat(key) for key in namespace.resident}
+        claims.awaited = awaited_keys(heat, arena.slots.count - pipeline_slots)
+        arena.policy.expect(claims.awaited)
+        namespace.open_apply = claims
+
+    def claim(self, namespace: NamespaceState, claims: Claims, keys: Sequence[ExpertKey]) -> None:
+        """The open apply takes the pending gradients of `keys`, which are complete: from here on the working view of these means
+        what it will make. In an exact namespace every other key is seen as it stood before, until the apply is closed."""
+        for key in keys:
+            claims.gradients[key] = namespace.pending.pop(key)
+        claims.awaited.difference_update(keys)
+        self._claim(namespace, keys, apply=namespace.log.last + 1)
+        claims.queue.extend(update_order(keys, namespace.resident))
+        self.leases.pump(namespace)
+        self._wake(claims)
+
+    def close_apply(self, namespace: NamespaceState, claims: Claims) -> None:
+        """The open apply claims what a plain one would, and whatever it still does is urgent."""
+        self._end_claims(namespace, claims)
+        taken = claims.gradients.keys() - claims.queue
+        claims.gradients |= self.begin_apply(namespace, claims.options)
+        claims.queue = deque(update_order(claims.gradients.keys() - taken, namespace.resident))
+        for arena in namespace.arenas():
+            for request in arena.waiting:
+                if isinstance(request, SlotRequest):
+                    request.urgency = Urgency.DEMAND
+        moves = (namespace.working[key].move for key in taken)
+        self.outbox.promoted.extend(move for move in moves if move is not None)
+        self.leases.pump(namespace)
+
+    def drop_apply(self, namespace: NamespaceState, reason: str) -> None:
+        """The open apply, if there is one, comes to no end. What it has claimed cannot be undone: then the namespace is broken."""
+        claims = namespace.open_apply
+        if claims is None:
+            return
+        claims.error = StepFailed(f"the open apply of namespace {namespace.name!r} was given up: {reason}")
+        self._end_claims(namespace, claims)
+        if claims.gradients:
+            self.mark_broken(namespace, f"an open apply was given up half-way: {reason}")
+
+    def _end_claims(self, namespace: NamespaceState, claims: Claims) -> None:
+        namespace.open_apply = None
+        claims.is_open = False
+        claims.awaited.clear()
+        self._wake(claims)
+
+    def wake_open(self, namespace: NamespaceState) -> None:
+        """An open apply that waits for gradients looks whether it is to stop."""
+        if namespace.open_apply is not None:
+            self._wake(namespace.open_apply)
+
+    def _wake(self, claims: Claims) -> None:
+        self.outbox.woken.extend(claims.waiters)
+        claims.waiters.clear()
 
     def reserve_extents(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
         """Every key has an extent to be written to that no later event can take; else CapacityError, nothing changed.
@@ -232,6 +304,7 @@ class Planner:
         The new epoch is durable already. No commit is under way. What workers still use is freed when they return.
         """
         assert namespace.cut is None
+        self.drop_apply(namespace, "the namespace was rolled back")
         namespace.pending.clear()
         namespace.changed.clear()
         namespace.broken = None

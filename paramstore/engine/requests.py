@@ -6,7 +6,7 @@ tells whoever awaits them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -56,11 +56,16 @@ class PrefetchRequest:
 
 @dataclass(slots=True, eq=False)
 class SlotRequest:
-    """Somebody needs `key`'s working copy in a slot, held (`fill`: an empty slot to fill). FIFO per arena."""
+    """Somebody needs `key`'s working copy in a slot, held (`fill`: an empty slot to fill). FIFO per arena.
+
+    urgency: of its load, and of writes that it waits for. spared: what it evicts nothing of.
+    """
 
     namespace: NamespaceState
     key: ExpertKey
     is_fill: bool = False
+    urgency: Urgency = Urgency.DEMAND
+    spared: Container[ExpertKey] = ()
     is_finished: bool = False
     error: ParamStoreError | None = None
     future: object | None = None

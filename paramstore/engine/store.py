@@ -22,10 +22,11 @@ from paramstore.core.optimizers import Options
 from paramstore.core.place import Identity
 from paramstore.core.visits import check_visits
 from paramstore.engine.admission import Admission
+from paramstore.engine.applies import Applies
 from paramstore.engine.chain import Chain
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
-from paramstore.engine.gradients import GradientRange, UploadMemory
+from paramstore.engine.gradients import UploadMemory
 from paramstore.engine.host import HostTier
 from paramstore.engine.initialization import Initializer
 from paramstore.engine.load import Loader
@@ -43,12 +44,11 @@ from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import Updater
 from paramstore.engine.volumes import VolumeSet
-from paramstore.engine.writing import check_changing, check_pushing, check_writer, check_writing
+from paramstore.engine.writing import check_changing, check_unclaimed, check_writer, check_writing
 from paramstore.errors import (
     ConfigError,
     ParamStoreError,
     ProtocolError,
-    SchemaMismatch,
     StepDropped,
     StepFailed,
     StoreUnavailable,
@@ -79,6 +79,7 @@ class Store:
         self._committer = committer
         self._chain = chain
         self._transactions = transactions
+        self._applies = Applies(updater)
         self._initializer = Initializer(chain, updater, cleaner, committer)
         self.scrubber = scrubber
         self.patrol = patrol
@@ -96,12 +97,14 @@ class Store:
         """Ends a view: its leases, waits and, of a writer, its pending gradients. reason: what other ranks are told of it."""
         if not view.is_closed:
             self.ranks.leave(view, reason)
+            self._applies.leave(view, reason)
             self._planner.leases.close_view(view)
             self._transfers.drain()
 
     def end_writing(self, view: View, *, reason: str) -> None:
         """The view's session is gone; its process, which may still read what it leased, is not."""
         self.ranks.leave(view, reason)
+        self._applies.leave(view, reason)
         view.end_writing()
         choose_schedule(view.namespace)
 
@@ -185,57 +188,33 @@ class Store:
 
     # --- the writer's calls
 
-    def push(self, view: View, entries: Sequence[tuple[ExpertKey, UploadMemory, int]]) -> None:
-        """Makes the gradients at these places pending. All of them, or none and an error."""
-        namespace = check_pushing(view)
-        if not namespace.is_trainable():
-            raise SchemaMismatch(f"namespace {namespace.name!r} has a param schema: it takes no gradients")
-        namespace.keys.check((key for key, _, _ in entries), namespace=namespace.name)
-        length_bytes = namespace.schema.gradient_bytes
-        ranges = {key: GradientRange(memory, offset, length_bytes, view.rank) for key, memory, offset in entries}
-        pending = namespace.pending
-        has_some = (key for key in ranges if any(other.rank == view.rank for other in pending.get(key, ())))
-        if len(ranges) != len(entries) or next(has_some, None) is not None:
-            raise ProtocolError("a key was pushed that has a pending gradient; a client adds to it in place")
-        for key in ranges:
-            if namespace.working[key].target is None:
-                raise StepFailed(f"{key} of {namespace.name!r} has no value yet: call initialize")
-        for key, pushed in ranges.items():
-            pending[key] = tuple(sorted((*pending.get(key, ()), pushed), key=_rank_of))
+    def push(self, view: View, entries: Sequence[tuple[ExpertKey, UploadMemory, int]], *, is_last: bool = False) -> None:
+        """Makes the gradients at these places pending. See `Applies.push`."""
+        self._applies.push(view, entries, is_last=is_last)
 
     def gradient_norm(self, view: View) -> Coroutine[Any, Any, float]:
-        """Of what is pending at the moment of the call."""
-        namespace = check_writer(view)
-        return self._updater.norm(namespace, dict(namespace.pending))
+        return self._applies.norm(view)
 
     def apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
         """Takes what is pending now; the rest happens in turn. Raises StepPrepared, SchemaMismatch; then all is pending still."""
-        namespace = check_changing(view)
-        namespace.schema.check_options(options)
-        pending, epoch = self._updater.begin(namespace, options), namespace.epoch
+        return self._applies.apply(view, options, grad_scale)
 
-        async def run() -> dict[str, int]:
-            async with namespace.turn:
-                try:
-                    check_writer(view)
-                except ParamStoreError as error:
-                    self._updater.give_up(namespace, epoch, error)
-                    raise
-                if namespace.epoch != epoch:  # what it took, and the steps that it counts from, are gone
-                    raise StepFailed(f"apply on {namespace.name!r}: it was rolled back meanwhile")
-                return await self._updater.apply(namespace, pending, options, grad_scale=grad_scale)
+    def begin_apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
+        """Opens an apply before its gradients are there. See `Applies.begin`."""
+        return self._applies.begin(view, options, grad_scale)
 
-        return run()
+    def end_apply(self, view: View) -> Coroutine[Any, Any, dict[str, int]]:
+        """The open apply takes what is pending now; gives its result."""
+        return self._applies.end(view)
 
     def abort(self, view: View) -> int:
-        namespace = check_writer(view)
-        count = len(namespace.pending)
-        namespace.pending.clear()
-        return count
+        """Drops what is pending, and an apply that is open."""
+        return self._applies.abort(view)
 
-    async def commit(self, view: View, step: int, extra: bytes) -> dict[str, object]:
-        """Durable on return, and committed. See `Committer.commit`."""
-        return await self._committer.commit(view.namespace, step, extra, check=partial(check_writer, view))
+    def commit(self, view: View, step: int, extra: bytes) -> Coroutine[Any, Any, dict[str, object]]:
+        """Durable on return, and committed. See `Committer.commit`. Raises StepOutOfOrder while an apply is open and under way."""
+        check_unclaimed(view.namespace, what=f"commit({step})")
+        return self._committer.commit(view.namespace, step, extra, check=partial(check_writer, view))
 
     def prepare(self, view: View, step: int, extra: bytes) -> Coroutine[Any, Any, dict[str, object]]:
         """Durable on return, and not committed before `finalize`: no record changes from now on. Raises StepPrepared too."""
@@ -269,10 +248,12 @@ class Store:
         return namespace.epoch
 
     async def write_back(self, view: View, keys: Sequence[ExpertKey] | None) -> dict[str, int]:
+        check_unclaimed(view.namespace, what="write_back")
         async with view.namespace.turn:
             return await self._cleaner.write_back(view.namespace, keys)
 
     async def evict(self, view: View, keys: Sequence[ExpertKey] | None, part: str | None) -> dict[str, object]:
+        check_unclaimed(view.namespace, what="evict")
         async with view.namespace.turn:
             return await self._cleaner.evict(view.namespace, keys, part)
 
@@ -295,7 +276,10 @@ class Store:
         await self._initializer.end(check_writer(view))
 
     async def read(self, view: View, key: ExpertKey, target: memoryview) -> Identity:
-        """Copies the stored part's image, as `view` sees it, to `target` (record_bytes, page-aligned). Raises CorruptRecord."""
+        """Copies the stored part's image, as `view` sees it, to `target` (record_bytes, page-aligned). Raises CorruptRecord;
+        StepOutOfOrder for a writer whose open apply is under way."""
+        if view.is_writer:
+            check_unclaimed(view.namespace, what="read")
         return await self._reading.read(view, key, target)
 
     def open_upload(self, client: object, length_bytes: int, views: Sequence[View]) -> tuple[int, Any]:
@@ -328,9 +312,11 @@ class Store:
 
     async def snapshot(self, view: View, step: int) -> None:
         """`step` stays until it is dropped. Raises StepDropped, CapacityError."""
+        check_unclaimed(view.namespace, what="snapshot")
         await self.admission.snapshot(view.namespace, step)
 
     async def drop_snapshot(self, view: View, step: int) -> None:
+        check_unclaimed(view.namespace, what="drop_snapshot")
         await self.admission.drop_snapshot(view.namespace, step)
 
     def extra(self, view: View, step: int) -> bytes:
@@ -362,6 +348,7 @@ class Store:
         """Waits, within `shutdown_timeout_s`, for what is under way; then volumes, catalog and threads are closed."""
         for namespace in self.namespaces.values():
             namespace.stop_requests += 1  # an apply stops at its next record; it was never acknowledged
+            self._planner.wake_open(namespace)
         stopping = StoreUnavailable("the daemon is stopping")
         await asyncio.gather(self.scrubber.close(stopping), self.patrol.close())
         self._runner.cancel_waiting(Urgency.PREFETCH, stopping)
@@ -371,7 +358,3 @@ class Store:
             await asyncio.sleep(0.01)
         await asyncio.gather(self.ranks.close(), self.admission.close())
         await self._volumes.close()
-
-
-def _rank_of(gradient: GradientRange) -> int:
-    return gradient.rank

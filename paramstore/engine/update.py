@@ -22,6 +22,7 @@ from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.gradients import Claimed, GradientRange
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import NamespaceState, WorkingCopy
+from paramstore.engine.open_apply import Claims
 from paramstore.engine.order import update_order
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
@@ -61,38 +62,85 @@ class Updater:
             self._planner.mark_broken(namespace, f"an apply was given up: {error}")
             self._transfers.drain()
 
+    def open(self, namespace: NamespaceState, options: Options, grad_scale: float) -> Claims:
+        """Begins an apply whose gradients are still to come; `follow` runs it."""
+        claims = Claims(options, grad_scale, is_open=True, outcome=asyncio.get_running_loop().create_future())
+        self._planner.open_apply(namespace, claims, pipeline_slots=self._depth)
+        self._transfers.drain()
+        return claims
+
+    def claim(self, namespace: NamespaceState, claims: Claims, keys: Sequence[ExpertKey]) -> None:
+        """All gradients of `keys` are there: their updates begin."""
+        self._planner.claim(namespace, claims, keys)
+        self._transfers.drain()
+
+    def close(self, namespace: NamespaceState, claims: Claims) -> None:
+        """The open apply takes everything pending; from here on the working view means what it will make."""
+        self._planner.close_apply(namespace, claims)
+        self._transfers.drain()
+
+    def drop(self, namespace: NamespaceState, reason: str) -> None:
+        """The open apply, if there is one, is given up. Where it has claimed a key the namespace is broken."""
+        self._planner.drop_apply(namespace, reason)
+        self._transfers.drain()
+
+    async def follow(self, namespace: NamespaceState, claims: Claims, check: Callable[[], object]) -> dict[str, int]:
+        """Runs an open apply: as `apply`, once it is closed. It takes the turn when it has claimed its first key. check: raises
+        what keeps it from running then."""
+        epoch = namespace.epoch
+        while not claims.has_begun:
+            await _changed(claims)
+        async with namespace.turn:
+            if claims.error is not None:
+                raise claims.error
+            try:
+                check()
+            except ParamStoreError as error:
+                if namespace.open_apply is claims:
+                    self.drop(namespace, str(error))
+                self.give_up(namespace, epoch, error)
+                raise
+            return await self._update_all(namespace, claims)
+
     async def apply(
         self, namespace: NamespaceState, claimed: Claimed, options: Options, *, grad_scale: float
     ) -> dict[str, int]:
         """On return every record of `claimed` has had one optimizer step, and before it those that it missed. If that fails
         half-way the namespace is broken: raises StepFailed, and rollback is the way on."""
+        return await self._update_all(namespace, Claims(options, grad_scale, claimed))
+
+    async def _update_all(self, namespace: NamespaceState, claims: Claims) -> dict[str, int]:
         epoch = namespace.epoch
         before = namespace.stats.bytes_read, namespace.stats.bytes_written
         try:
-            await self._reserve(namespace, claimed)
+            if not claims.is_open:  # else each record's is reserved when it is taken up
+                await self._reserve(namespace, claims.gradients)
+                self._expect(namespace, claims.gradients)
+                claims.queue = deque(update_order(claims.gradients, namespace.resident))
             namespace.applies += 1
-            self._expect(namespace, claimed)
-            queue = deque(update_order(claimed, namespace.resident))
-            depth = min(self._depth, max(1, len(queue)), _slot_count(namespace))
-            await _all_or_first_error(
-                [self._update_some(namespace, epoch, queue, claimed, options, grad_scale) for _ in range(depth)]
-            )
+            wanted = self._depth if claims.is_open else max(1, len(claims.queue))
+            depth = min(self._depth, wanted, _slot_count(namespace))
+            await _all_or_first_error([self._update_some(namespace, epoch, claims) for _ in range(depth)])
         except ParamStoreError as error:
-            if namespace.epoch == epoch:
-                self._planner.mark_broken(namespace, f"an apply failed: {error}")
-                self._transfers.drain()
+            self._break(namespace, epoch, claims, f"an apply failed: {error}")
             raise StepFailed(f"apply on {namespace.name!r} failed: {error}") from error
         except BaseException:
-            if namespace.epoch == epoch:
-                self._planner.mark_broken(namespace, "an apply was interrupted")
-                self._transfers.drain()
+            self._break(namespace, epoch, claims, "an apply was interrupted")
             raise
         namespace.stats.applies += 1
         return {
-            "records": sum(map(bool, claimed.values())),
+            "records": sum(map(bool, claims.gradients.values())),
             "bytes_read": namespace.stats.bytes_read - before[0],
             "bytes_written": namespace.stats.bytes_written - before[1],
         }
+
+    def _break(self, namespace: NamespaceState, epoch: int, claims: Claims, reason: str) -> None:
+        if namespace.epoch != epoch:
+            return  # a rollback has seen to it
+        self._planner.mark_broken(namespace, reason)
+        if namespace.open_apply is claims:
+            self._planner.drop_apply(namespace, reason)
+        self._transfers.drain()
 
     async def _reserve(self, namespace: NamespaceState, keys: Collection[ExpertKey]) -> None:
         """An extent for every record; waits for those that are on their way back."""
@@ -111,19 +159,29 @@ class Updater:
         assert namespace.working_arena is not None
         namespace.working_arena.policy.expect(keys)
 
-    async def _update_some(
-        self, namespace: NamespaceState, epoch: int, queue: deque[ExpertKey], claimed: Claimed, options: Options, grad_scale: float
-    ) -> None:
-        while queue:
+    async def _update_some(self, namespace: NamespaceState, epoch: int, claims: Claims) -> None:
+        while (key := await self._next(namespace, epoch, claims)) is not None:
+            urgency = Urgency.PREFETCH if claims.is_open else Urgency.DEMAND  # below what a backward waits for
+            working = await self._loader.hold(namespace, key, urgency=urgency, spared=claims.awaited)
+            await self._until_mine(namespace, working, epoch)
+            is_shared = len(claims.queue) < self._update_workers
+            await self._update_one(namespace, working, claims, is_shared=is_shared)
+            absent = sum(later not in namespace.resident for later in islice(claims.queue, self._depth))
+            self._cleaner.clean_ahead(namespace, absent, spared=claims.awaited)
+
+    @staticmethod
+    async def _next(namespace: NamespaceState, epoch: int, claims: Claims) -> ExpertKey | None:
+        """The key to update next; None when all are taken. Of an open apply waits for the next push, as long as the writer takes:
+        its end, a rollback and the daemon's end all end the wait."""
+        while claims.error is None and (claims.queue or claims.is_open):
             if namespace.stop_requests or namespace.epoch != epoch:
                 raise StepFailed("another writer took over")
-            key = queue.popleft()
-            working = await self._loader.hold(namespace, key)
-            await self._until_mine(namespace, working, epoch)
-            is_shared = len(queue) < self._update_workers
-            await self._update_one(namespace, working, claimed[key], options, grad_scale, is_shared=is_shared)
-            absent = sum(later not in namespace.resident for later in islice(queue, self._depth))
-            self._cleaner.clean_ahead(namespace, absent)
+            if claims.queue:
+                return claims.queue.popleft()
+            await _changed(claims)
+        if claims.error is not None:
+            raise claims.error
+        return None
 
     async def _until_mine(self, namespace: NamespaceState, working: WorkingCopy, epoch: int) -> None:
         """Waits until the update may start: other holders done, the write that a cut needs landed."""
@@ -155,10 +213,10 @@ class Updater:
         return True
 
     async def _update_one(
-        self, namespace: NamespaceState, working: WorkingCopy, gradients: Sequence[GradientRange], options: Options,
-        grad_scale: float, *, is_shared: bool,
-    ) -> None:  # fmt: skip
+        self, namespace: NamespaceState, working: WorkingCopy, claims: Claims, *, is_shared: bool
+    ) -> None:
         """is_shared: too few records are left for one per worker, so that this one is worked on by several."""
+        gradients = claims.gradients[working.key]
         copy = self._planner.plan_update(namespace, working)
         missed = missed_steps(namespace, working, has_gradient=bool(gradients))
         optimizer_step = working.optimizer_step + len(missed) + bool(gradients)
@@ -168,7 +226,7 @@ class Updater:
             param = namespace.param_arena.view(copy.slot)
         job = partial(
             update, namespace.schema, self._image(namespace, working), [each.view() for each in gradients],
-            options=options if gradients else None, optimizer_step=optimizer_step, grad_scale=grad_scale, param=param,
+            options=claims.options if gradients else None, optimizer_step=optimizer_step, grad_scale=claims.grad_scale, param=param,
             missed=missed, key=working.key,
         )  # fmt: skip
         jobs = [partial(job, spans=spans) for spans in cut_update(namespace.schema)] if is_shared else [job]
@@ -185,13 +243,14 @@ class Updater:
             self._transfers.drain()
             wake(future)
 
-        await self._run(working, jobs, future, settle)
+        urgency = Urgency.PREFETCH if claims.is_open else Urgency.DEMAND
+        await self._run(working, jobs, future, settle, urgency)
 
     async def _run(
         self, working: WorkingCopy, jobs: Sequence[Callable[[], object]], future: asyncio.Future[None],
-        settle: Callable[[Transfer], None],
+        settle: Callable[[Transfer], None], urgency: Urgency = Urgency.DEMAND,
     ) -> None:  # fmt: skip
-        transfer = Transfer(lane=CPU_LANE, urgency=Urgency.DEMAND, run=call, pieces=deque(jobs), settle=settle)
+        transfer = Transfer(lane=CPU_LANE, urgency=urgency, run=call, pieces=deque(jobs), settle=settle)
         if working.move is not None:
             working.move.transfer = transfer
             self._transfers.log.watch(working.move, transfer, bytes_moved=working.move.namespace.schema.record_bytes)
@@ -241,6 +300,13 @@ class Updater:
         working = namespace.working[key]
         if not namespace.is_initializing or working.identity is not None or working.slot is not None:
             raise StepFailed(f"{key} of {namespace.name!r} has its initial value already")
+
+
+async def _changed(claims: Claims) -> None:
+    """Returns after the next change of an open apply."""
+    future = asyncio.get_running_loop().create_future()
+    claims.waiters.append(future)
+    await future
 
 
 def _slot_count(namespace: NamespaceState) -> int:

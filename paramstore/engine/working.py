@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from heapq import nsmallest
 from itertools import islice
 
@@ -65,10 +65,10 @@ class WorkingPlanner:
         if working.state in (Working.LOADING, Working.UPDATING):
             working.requests.append(request)
             namespace.stats.optim.joins += 1
-            if working.move is not None:
+            if working.move is not None and request.urgency is Urgency.DEMAND:
                 self._outbox.promoted.append(working.move)
             return True
-        slot = self._make_room(namespace)
+        slot = self._make_room(namespace, request.spared)
         if slot is None:
             return False
         if request.is_fill:
@@ -80,29 +80,30 @@ class WorkingPlanner:
         else:
             working.requests.append(request)
             namespace.stats.optim.misses += 1
-            self._load(namespace, working, slot, urgency=Urgency.DEMAND)
+            self._load(namespace, working, slot, urgency=request.urgency)
         return True
 
-    def _make_room(self, namespace: NamespaceState) -> int | None:
+    def _make_room(self, namespace: NamespaceState, spared: Container[ExpertKey] = ()) -> int | None:
         arena = namespace.working_arena
         assert arena is not None
         if not arena.slots.free_count and namespace.is_trainable():
-            victims = arena.policy.victims(1, lambda name: not _is_evictable(namespace.working[name]))  # type: ignore[index]
+            victims = arena.policy.victims(1, lambda name: name in spared or not _is_evictable(namespace.working[name]))  # type: ignore[index]
             if victims is None:
                 return None
             self.evict(namespace, namespace.working[victims[0]])  # type: ignore[index]
         return arena.slots.take() if arena.slots.free_count else None
 
     def _load(
-        self, namespace: NamespaceState, working: WorkingCopy, slot: int, *, urgency: Urgency, deadline_s: float | None = None
-    ) -> None:
+        self, namespace: NamespaceState, working: WorkingCopy, slot: int, *, urgency: Urgency, deadline_s: float | None = None,
+        is_ahead: bool = False,
+    ) -> None:  # fmt: skip
         located = namespace.working_location(working.key)
         assert located is not None, f"{working.key} has no record"
         self._take_slot(namespace, working, slot)
         working.state = next_working(working.state, WorkingEvent.LOAD)
         move = Move(MoveKind.LOAD_WORKING, namespace, working, urgency, located=located, deadline_s=deadline_s)
         working.move = move
-        self._record(namespace, working.key, is_ahead=urgency is Urgency.PREFETCH)
+        self._record(namespace, working.key, is_ahead=is_ahead)
         self._outbox.moves.append(move)
 
     def _record(self, namespace: NamespaceState, key: ExpertKey, *, is_ahead: bool = False) -> None:
@@ -129,7 +130,7 @@ class WorkingPlanner:
             working.prefetches.append(request)
             namespace.stats.optim.prefetched += 1
             namespace.stats.optim.prefetched_bytes += namespace.schema.record_bytes
-            self._load(namespace, working, slot, urgency=Urgency.PREFETCH, deadline_s=request.deadline_s)
+            self._load(namespace, working, slot, urgency=Urgency.PREFETCH, deadline_s=request.deadline_s, is_ahead=True)
 
     def evict(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Frees a clean, unheld slot."""
@@ -156,18 +157,21 @@ class WorkingPlanner:
     # --- writes
 
     def clean_for_waiting(self, namespace: NamespaceState) -> None:
-        """Starts as many writes, at DEMAND, as there are requests waiting for a slot; raises writes already under way."""
+        """Starts as many writes, as urgent as the most urgent of them, as there are requests waiting for a slot; raises writes
+        already under way where that is DEMAND."""
         arena = namespace.working_arena
         assert arena is not None
-        needed = sum(isinstance(request, SlotRequest) for request in arena.waiting)
-        if not needed:
+        urgencies = [request.urgency for request in arena.waiting if isinstance(request, SlotRequest)]
+        if not urgencies:
             return
+        needed, urgency = len(urgencies), min(urgencies)
         for working in namespace.resident.values():
             if working.state is Working.WRITING:
                 assert working.move is not None
-                self._outbox.promoted.append(working.move)
+                if urgency is Urgency.DEMAND:
+                    self._outbox.promoted.append(working.move)
                 needed -= 1
-        self.clean(namespace, needed, Urgency.DEMAND)
+        self.clean(namespace, needed, urgency)
 
     def clean(self, namespace: NamespaceState, count: int, urgency: Urgency) -> None:
         """Starts writing up to `count` dirty records, those first that the policy gives up first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paramstore.engine.chain import prepared_error
 from paramstore.engine.leases import LeasePlanner
 from paramstore.engine.namespace import NamespaceState, View
-from paramstore.errors import SchemaMismatch, StepFailed
+from paramstore.errors import SchemaMismatch, StepFailed, StepOutOfOrder
 
 
 def check_writing(view: View) -> NamespaceState:
@@ -37,6 +37,19 @@ def check_pushing(view: View) -> NamespaceState:
     return namespace
 
 
+def check_closed(namespace: NamespaceState, *, what: str) -> NamespaceState:
+    """Raises StepOutOfOrder while an apply is open: what it has claimed is half-way."""
+    if namespace.open_apply is not None:
+        raise StepOutOfOrder(f"{what} on {namespace.name!r}: an apply is open (begin_apply): call end_apply first")
+    return namespace
+
+
+def check_unclaimed(namespace: NamespaceState, *, what: str) -> None:
+    """Raises StepOutOfOrder where the open apply has claimed a record: `what` would wait for its end."""
+    if namespace.open_apply is not None and namespace.open_apply.gradients:
+        check_closed(namespace, what=what)
+
+
 def check_changing(view: View) -> NamespaceState:
     """As `check_writer`; raises StepPrepared too, while no record may change, and StepFailed while first values are given: a key
     may have none yet."""
@@ -45,4 +58,4 @@ def check_changing(view: View) -> NamespaceState:
         raise StepFailed(f"namespace {namespace.name!r} is being initialized: end that first")
     if namespace.prepared_step is not None:
         raise prepared_error(namespace, what="apply or prepare")
-    return namespace
+    return check_closed(namespace, what="apply or prepare")

@@ -19,6 +19,7 @@ from paramstore.wire.answers import (
     Unmap,
     Uploaded,
 )
+from paramstore.wire.applies import Apply, BeginApply, EndApply
 from paramstore.wire.base import (
     EXTRA_BYTES_MAX,
     KEYS_MAX,
@@ -39,7 +40,6 @@ from paramstore.wire.base import (
 from paramstore.wire.requests import (
     Abort,
     Acquire,
-    Apply,
     Cancel,
     CloseNamespace,
     Commit,
@@ -98,6 +98,7 @@ __all__ = [
     "Acquire",
     "Answer",
     "Apply",
+    "BeginApply",
     "Cancel",
     "CloseNamespace",
     "Commit",
@@ -107,6 +108,7 @@ __all__ = [
     "DeviceReport",
     "Done",
     "DropSnapshot",
+    "EndApply",
     "Evict",
     "Extra",
     "Failed",

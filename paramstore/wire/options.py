@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paramstore.core.optimizers import AdamW, Options, describe, options_from_description
-from paramstore.wire.requests import Apply
+from paramstore.wire.applies import Apply, BeginApply
 
 
 def apply_message(request_id: int, handle: int, options: Options, grad_scale: float) -> Apply:
@@ -14,7 +14,13 @@ def apply_message(request_id: int, handle: int, options: Options, grad_scale: fl
     return Apply(request_id, handle, options.lr, 0.0, 0.0, 0.0, 0.0, grad_scale, describe(options))
 
 
-def options_of(message: Apply) -> Options:
+def begin_message(request_id: int, handle: int, options: Options, grad_scale: float) -> BeginApply:
+    """The request that opens one."""
+    plain = apply_message(request_id, handle, options, grad_scale)
+    return BeginApply(*(getattr(plain, name) for name in plain.__struct_fields__))
+
+
+def options_of(message: Apply | BeginApply) -> Options:
     """What `apply_message` was given. Raises ConfigError where the message has none that any optimizer takes."""
     if message.options is not None:
         return options_from_description(message.options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from paramstore.wire.applies import Apply, BeginApply, EndApply
 from paramstore.wire.base import Key, Keys, Message, VisitPairs
 
 
@@ -170,11 +171,16 @@ class Push(Message, tag="push"):
     """Pending gradients of keys that had none: (layer, expert, segment, offset), laid out as `schema.gradient_fields()`.
 
     All entries or none. The ranges belong to the daemon until the apply or abort that consumes them is answered.
+    is_last: an apply is open, which may update these keys from now on: also keys that have a gradient, with their places. Since
+    TRAINING_MINOR.
     """
+
+    ADDED_FIELDS: ClassVar[int] = 1
 
     id: int
     handle: int
     entries: list[tuple[int, int, int, int]]
+    is_last: bool = False
 
 
 class GradientNorm(Message, tag="norm"):
@@ -184,28 +190,8 @@ class GradientNorm(Message, tag="norm"):
     handle: int
 
 
-class Apply(Message, tag="apply"):
-    """Runs the optimizer over everything pending. Result: {records, bytes_read, bytes_written}.
-
-    options: None for AdamW, whose options are the fields before; else the optimizer's, as `core.optimizers.describe` gives
-    them, and of the fields before `grad_scale` alone counts. Since TRAINING_MINOR.
-    """
-
-    ADDED_FIELDS: ClassVar[int] = 1
-
-    id: int
-    handle: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_scale: float
-    options: dict[str, Any] | None = None
-
-
 class Abort(Message, tag="abort"):
-    """Drops pending gradients. Result: how many keys had some."""
+    """Drops pending gradients, and an open apply that has claimed none. Result: how many keys had some."""
 
     id: int
     handle: int
@@ -386,7 +372,7 @@ class DeviceReport(Message, tag="device"):
 Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | OpenUpload
     | InitializeBegin | InitializePut | InitializeSave | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push
-    | GradientNorm | Apply | Abort | WriteBack | Evict | Protect | DeclareSchedule | Commit | Prepare | Finalize | Steps
+    | GradientNorm | Apply | BeginApply | EndApply | Abort | WriteBack | Evict | Protect | DeclareSchedule | Commit | Prepare | Finalize | Steps
     | Extra | Rollback | Snapshot | DropSnapshot | Snapshots | Read | Residency | Stats | Verify | TraceBegin | TraceEnd
     | Unmapped | DeviceReport
 )  # fmt: skip

@@ -1,0 +1,176 @@
+"""The writer's gradients, and the applies that consume them: plain ones, and *open* ones, which begin before these are there.
+
+An open apply claims a key when every rank has pushed its last gradient of it, and the rest when it is closed; from its first claim
+on it has the namespace's turn. Its records are bit for bit those of a plain apply of the same gradients. What it has claimed
+cannot be undone one by one: given up half-way it leaves the namespace broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import Options
+from paramstore.engine.gradients import GradientRange, UploadMemory
+from paramstore.engine.namespace import NamespaceState, View
+from paramstore.engine.open_apply import Claims
+from paramstore.engine.update import Updater
+from paramstore.engine.writing import check_changing, check_pushing, check_unclaimed, check_writer
+from paramstore.errors import ParamStoreError, ProtocolError, SchemaMismatch, StepFailed, StepOutOfOrder
+
+
+class Applies:
+    """Part of the store, on the event loop."""
+
+    def __init__(self, updater: Updater) -> None:
+        self._updater = updater
+
+    def push(self, view: View, entries: Sequence[tuple[ExpertKey, UploadMemory, int]], *, is_last: bool = False) -> None:
+        """Makes the gradients at these places pending. All of them, or none and an error.
+
+        is_last: an apply is open, and the view's rank pushes no more for these keys before it is closed; one that has a pending
+        gradient is named with its place. When all ranks have, the apply claims it.
+        """
+        namespace = check_pushing(view)
+        if not namespace.is_trainable():
+            raise SchemaMismatch(f"namespace {namespace.name!r} has a param schema: it takes no gradients")
+        namespace.keys.check((key for key, _, _ in entries), namespace=namespace.name)
+        length_bytes = namespace.schema.gradient_bytes
+        ranges = {key: GradientRange(memory, offset, length_bytes, view.rank) for key, memory, offset in entries}
+        claims = namespace.open_apply
+        if claims is not None or is_last:
+            _check_last(namespace, ranges, rank=view.rank, is_last=is_last)
+        _check_entries(namespace, entries, ranges, rank=view.rank, is_last=is_last)
+        pending = namespace.pending
+        for key, pushed in ranges.items():
+            if not is_last or pushed not in pending.get(key, ()):
+                pending[key] = tuple(sorted((*pending.get(key, ()), pushed), key=_rank_of))
+        if claims is not None and is_last:
+            self._updater.claim(namespace, claims, _complete_keys(view, claims, ranges))
+
+    def norm(self, view: View) -> Coroutine[Any, Any, float]:
+        """Of what is pending at the moment of the call."""
+        namespace = check_writer(view)
+        check_unclaimed(namespace, what="gradient_norm")
+        return self._updater.norm(namespace, dict(namespace.pending))
+
+    def apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
+        """Takes what is pending now; the rest happens in turn. Raises StepPrepared, SchemaMismatch; then all is pending still."""
+        namespace = check_changing(view)
+        namespace.schema.check_options(options)
+        pending, epoch = self._updater.begin(namespace, options), namespace.epoch
+
+        async def run() -> dict[str, int]:
+            async with namespace.turn:
+                try:
+                    check_writer(view)
+                except ParamStoreError as error:
+                    self._updater.give_up(namespace, epoch, error)
+                    raise
+                if namespace.epoch != epoch:  # what it took, and the steps that it counts from, are gone
+                    raise StepFailed(f"apply on {namespace.name!r}: it was rolled back meanwhile")
+                return await self._updater.apply(namespace, pending, options, grad_scale=grad_scale)
+
+        return run()
+
+    def begin(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
+        """Opens an apply before its gradients are there: it updates a key as soon as all ranks have pushed their last gradient of
+        it, and is over some time after `end_apply`. Raises StepPrepared, SchemaMismatch, StepOutOfOrder where one is open."""
+        namespace = check_changing(view)
+        namespace.schema.check_options(options)
+        claims = self._updater.open(namespace, options, grad_scale)
+        outcome = claims.outcome
+        assert outcome is not None
+
+        async def run() -> dict[str, int]:
+            try:
+                result = await self._updater.follow(namespace, claims, partial(check_writer, view))
+            except BaseException as error:
+                told = error if isinstance(error, ParamStoreError) else StepFailed(f"apply on {namespace.name!r}: {error!r}")
+                outcome.set_result(told)
+                raise
+            outcome.set_result(result)
+            return result
+
+        return run()
+
+    def end(self, view: View) -> Coroutine[Any, Any, dict[str, int]]:
+        """The open apply takes what is pending now; gives its result. Raises StepOutOfOrder if none is open, StepFailed."""
+        namespace = check_writer(view)
+        claims = namespace.open_apply
+        if claims is None:
+            raise StepOutOfOrder(f"end_apply on {namespace.name!r}: no apply is open: begin_apply opens one")
+        self._updater.close(namespace, claims)
+        outcome = claims.outcome
+        assert outcome is not None
+
+        async def wait() -> dict[str, int]:
+            result = await asyncio.shield(outcome)
+            if isinstance(result, ParamStoreError):
+                raise result
+            return result
+
+        return wait()
+
+    def abort(self, view: View) -> int:
+        """Drops what is pending, and an apply that is open. Raises StepFailed if that has claimed a key: rollback is the way on."""
+        namespace = check_writer(view)
+        count = len(namespace.pending)
+        namespace.pending.clear()
+        self._updater.drop(namespace, "abort")
+        check_writer(view)
+        return count
+
+    def leave(self, view: View, reason: str) -> None:
+        """An apply that was begun with the view's gradients comes to no end."""
+        if view.group is not None and view.group is view.namespace.group:
+            self._updater.drop(view.namespace, f"rank {view.rank} {reason}" if view.is_ranked else f"its writer {reason}")
+
+
+def _rank_of(gradient: GradientRange) -> int:
+    return gradient.rank
+
+
+def _check_entries(
+    namespace: NamespaceState, entries: Sequence[object], ranges: Mapping[ExpertKey, GradientRange], *, rank: int, is_last: bool
+) -> None:
+    """Raises ProtocolError for a key that is named twice, or has a gradient of this rank elsewhere; StepFailed for one without a
+    value."""
+    pending = namespace.pending
+    has_some = (
+        key for key, pushed in ranges.items()
+        if any(other.rank == rank and not (is_last and other == pushed) for other in pending.get(key, ()))
+    )  # fmt: skip
+    if len(ranges) != len(entries) or next(has_some, None) is not None:
+        raise ProtocolError("a key was pushed that has a pending gradient; a client adds to it in place")
+    for key in ranges:
+        if namespace.working[key].target is None:
+            raise StepFailed(f"{key} of {namespace.name!r} has no value yet: call initialize")
+
+
+def _check_last(namespace: NamespaceState, keys: Iterable[ExpertKey], *, rank: int, is_last: bool) -> None:
+    """Raises StepOutOfOrder for a last gradient while no apply is open, and for any gradient after a last one."""
+    claims = namespace.open_apply
+    if claims is None:
+        raise StepOutOfOrder(f"push of last gradients on {namespace.name!r}: no apply is open: begin_apply opens one")
+    for key in keys:
+        if rank in claims.last_ranks.get(key, ()):
+            raise StepOutOfOrder(
+                f"push on {namespace.name!r}: {key} was pushed already since begin_apply, and its update may have begun; "
+                "push what comes before the last gradient of a key before begin_apply"
+            )
+
+
+def _complete_keys(view: View, claims: Claims, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
+    """The view's rank has pushed its last gradients of `keys`; gives those of which all ranks have."""
+    assert view.group is not None
+    complete = []
+    for key in keys:
+        ranks = claims.last_ranks.setdefault(key, set())
+        ranks.add(view.rank)
+        if len(ranks) == view.group.world_size:
+            complete.append(key)
+    return complete
