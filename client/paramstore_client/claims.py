@@ -21,15 +21,16 @@ from paramstore.errors import (
     RankLost,
     SchemaMismatch,
     StepMismatch,
+    StepOutOfOrder,
     StepPrepared,
     StoreUnavailable,
     WriterFenced,
 )
-from paramstore.wire.messages import Abort, Apply, CloseNamespace, InitializeBegin, Rollback
+from paramstore.wire.messages import Abort, Apply, CloseNamespace, EndApply, InitializeBegin, Rollback
 from paramstore_client.ticket import Ticket
 from paramstore_client.upload import Range, UploadArea
 
-Consumer = Abort | Apply | CloseNamespace | InitializeBegin | Rollback
+Consumer = Abort | Apply | CloseNamespace | EndApply | InitializeBegin | Rollback
 """The requests that end what is pending."""
 Ranges = Mapping[ExpertKey, Range]
 
@@ -44,7 +45,9 @@ def leaves_pending(request: Consumer, error: ParamStoreError) -> bool:
     """Whether all is pending still, since the daemon has answered `request` with `error`."""
     if isinstance(request, CloseNamespace) or isinstance(error, ENDED):
         return False
-    return not isinstance(request, Apply) or isinstance(error, NOT_BEGUN)
+    if isinstance(request, EndApply) and isinstance(error, StepOutOfOrder):
+        return True  # none was open
+    return not isinstance(request, Apply | EndApply) or isinstance(error, NOT_BEGUN)
 
 
 @dataclass(eq=False, slots=True)

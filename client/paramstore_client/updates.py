@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from paramstore.core.optimizers import AdamW, Options
 from paramstore.wire import messages
-from paramstore.wire.options import apply_message
+from paramstore.wire.options import apply_message, begin_message
 from paramstore_client import answers
 from paramstore_client.answers import Result
 from paramstore_client.gradients import Gradients
@@ -69,8 +69,9 @@ class Updates(Handle):
         nothing has changed.
         """
 
-        def announce(entries: list[tuple[int, int, int, int]]) -> None:
-            self._send(messages.Push(self._next_id(), self._handle, entries), "push", answers.nothing).wait()
+        def announce(entries: list[tuple[int, int, int, int]], is_last: bool) -> None:
+            message = messages.Push(self._next_id(), self._handle, entries, is_last)
+            self._send(message, "push", answers.nothing).wait()
 
         self._check_open()
         self._pending.push(dict(zip(self._key_list(gradients), gradients.values(), strict=True)), announce)
@@ -92,6 +93,7 @@ class Updates(Handle):
         VersionMismatch where the daemon knows AdamW alone, StepPrepared, StepMismatch; then all is pending still.
         """
         self.schema.check_options(options)
+        self._pending.check_closed("apply")
         if not isinstance(options, AdamW):
             self._connection.check_minor(messages.TRAINING_MINOR, f"apply({type(options).__name__})")
         message = apply_message(self._next_id(), self._handle, options, grad_scale)
@@ -101,6 +103,37 @@ class Updates(Handle):
             self._count_view_change()
             self._applies += 1
 
+    def begin_apply(self, options: Options, *, grad_scale: float = 1.0) -> None:
+        """Opens an `apply` before its gradients are there: each key is updated as soon as it is pushed, by all ranks, while the
+        caller goes on with others; `end_apply` closes it, with the result of an `apply`, bit for bit.
+
+        From now on a key may be pushed once: what of it comes before its last gradient is pushed before. A lease of a key that was
+        pushed waits for its update; of others it sees the state before. Until the end `apply`, `prepare` and, once a key was
+        pushed, `commit`, `gradient_norm`, `write_back`, `evict`, `read` and `snapshot` raise StepOutOfOrder. `abort` gives it up,
+        once a key was pushed with StepFailed: the namespace is broken until `rollback`, as after any error half-way.
+        Raises StepOutOfOrder where one is open, SchemaMismatch, VersionMismatch; what the daemon refuses the next push or
+        `end_apply` raises.
+        """
+        self.schema.check_options(options)
+        self._connection.check_minor(messages.TRAINING_MINOR, "begin_apply")
+        message = begin_message(self._next_id(), self._handle, options, grad_scale)
+        self._pending.open(lambda: self._send(message, "begin_apply", answers.mapping, is_cancellable=False))
+
+    def end_apply(self) -> Ticket[Result]:
+        """Closes the apply that `begin_apply` opened: it takes all that is pending. Cannot be cancelled. Result and errors as of
+        `apply`; StepOutOfOrder where none is open."""
+        self._pending.check_open("end_apply")
+        try:
+            return self._consume(messages.EndApply(self._next_id(), self._handle), "end_apply", answers.mapping)
+        finally:
+            self._count_view_change()
+            self._applies += 1
+
+    @property
+    def is_applying(self) -> bool:
+        """Whether `begin_apply` was called, and no `end_apply`, `abort` or `rollback` since."""
+        return self._pending.is_open
+
     def abort(self) -> int:
-        """Drops the pending gradients; returns how many keys had some."""
+        """Drops the pending gradients, and an apply that is open; returns how many keys had some."""
         return self._consume(messages.Abort(self._next_id(), self._handle), "abort", answers.number).wait()

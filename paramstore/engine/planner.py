@@ -81,12 +81,12 @@ class Planner:
     def open_apply(self, namespace: NamespaceState, claims: Claims, *, pipeline_slots: int) -> None:
         """Begins an apply that claims keys as their gradients come. Until it claims one nothing has changed.
 
-        pipeline_slots: of the arena, that no record which is awaited may take.
+        pipeline_slots: how many of the arena's are left to the others while what is awaited stays.
         """
         arena = namespace.working_arena
         assert arena is not None
         heat = {key: arena.policy.heat(key) for key in namespace.resident}
-        claims.awaited = awaited_keys(heat, arena.slots.count - pipeline_slots)
+        claims.awaited = awaited_keys(heat, len(heat) + arena.slots.free_count - pipeline_slots)
         arena.policy.expect(claims.awaited)
         namespace.open_apply = claims
 

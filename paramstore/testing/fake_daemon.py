@@ -258,6 +258,8 @@ class FakeDaemon:
                     self.memory.drop(segment)
             case m.DeviceReport():
                 pass
+            case m.BeginApply():  # answered with its end
+                session.handles[request.handle].opened = request
             case _:
                 return m.Done(request.id, self._result(session, request))
         return None
@@ -278,7 +280,15 @@ class FakeDaemon:
                 return namespace.norm()
             case m.Apply():
                 return {"records": namespace.apply(request.lr, request.grad_scale), "bytes_read": 12, "bytes_written": 8}
+            case m.EndApply():
+                opened, namespace.opened = namespace.opened, None
+                if opened is None:
+                    raise StepOutOfOrder("no apply is open")
+                result = {"records": namespace.apply(opened.lr, opened.grad_scale), "bytes_read": 12, "bytes_written": 8}
+                session.send(m.Done(opened.id, result))
+                return result
             case m.Abort():
+                namespace.opened = None
                 count = len(namespace.pending)
                 namespace.pending.clear()
                 return count

@@ -15,6 +15,7 @@ from paramstore.core.schema import Field, Schema
 from paramstore.errors import StepOutOfOrder, UnknownKey
 from paramstore.memory.arena import PageKind, PageReport, Segment, allocate_shared, allocate_upload
 from paramstore.memory.pages import SEGMENT_ALIGNMENT_BYTES
+from paramstore.wire.messages import BeginApply
 
 PAGES = PageReport(shared=PageKind.SMALL, private=PageKind.SMALL, advice="")
 SLOTS_PER_SEGMENT = 4
@@ -85,6 +86,7 @@ class FakeNamespace:
     pending: dict[ExpertKey, tuple[int, int]] = field(default_factory=dict)
     extras: dict[int, bytes] = field(default_factory=dict)
     slots: dict[tuple[ExpertKey, int], tuple[int, int]] = field(default_factory=dict)
+    opened: BeginApply | None = None
     arena: int = 0
     used_slots: int = SLOTS_PER_SEGMENT
 

@@ -8,8 +8,8 @@ import pytest
 from paramstore.core.optimizers import SGD, Adagrad, AdamW, Options
 from paramstore.errors import ConfigError
 from paramstore.wire.codec import LENGTH, decode_request, encode
-from paramstore.wire.messages import Apply
-from paramstore.wire.options import apply_message, options_of
+from paramstore.wire.messages import Apply, BeginApply
+from paramstore.wire.options import apply_message, begin_message, options_of
 
 EXAMPLES: list[Options] = [
     AdamW(lr=0.5, betas=(0.1, 0.2), eps=0.3, weight_decay=0.4), SGD(lr=0.5, momentum=0.9, nesterov=True),
@@ -23,6 +23,13 @@ def test_options_come_out_as_they_went_in(options: Options) -> None:
     assert isinstance(message, Apply)
     assert (message.id, message.handle, message.grad_scale) == (7, 3, 0.25)
     assert options_of(message) == options
+
+
+@pytest.mark.parametrize("options", EXAMPLES)
+def test_options_of_an_apply_that_begins_early_are_the_same(options: Options) -> None:
+    message = decode_request(encode(begin_message(7, 3, options, 0.25))[LENGTH.size :])
+    assert isinstance(message, BeginApply)
+    assert (message.id, message.handle, message.grad_scale, options_of(message)) == (7, 3, 0.25, options)
 
 
 def test_an_apply_of_adamw_is_the_message_of_older_daemons() -> None:

@@ -26,6 +26,7 @@ from paramstore_client.training.options import MainGroup
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from paramstore_client.training.early import EarlyUpdates
     from paramstore_client.training.experts import Experts
     from paramstore_client.training.sentinel import ExpertSentinel
 
@@ -41,11 +42,16 @@ class _State(enum.Enum):
 class Attachment:
     """One optimizer that leads the experts. Owner of the state, and of the sentinel's gradient and place in the optimizer."""
 
-    def __init__(self, experts: Experts, sentinel: ExpertSentinel, optimizer: torch.optim.Optimizer, main: MainGroup) -> None:
+    def __init__(
+        self, experts: Experts, sentinel: ExpertSentinel, optimizer: torch.optim.Optimizer, main: MainGroup,
+        early: EarlyUpdates | None = None,
+    ) -> None:  # fmt: skip
+        """early: where updates begin in backward."""
         self._experts = experts
         self._module = sentinel
         self._optimizer = optimizer
         self._main = main
+        self.early = early
         self._state = _State.EMPTY
         self._norm = 0.0
         self._backwards = 0
@@ -55,13 +61,15 @@ class Attachment:
         self._join()
         sentinel.listener = self
         self._removals: list[Callable[[], object]] = [
-            experts.namespace.before_push(self._drop_if_zeroed),
+            experts.namespace.before_push(self._before_push),
             optimizer.register_step_post_hook(self._after_step).remove,
             optimizer.register_load_state_dict_pre_hook(self._before_load).remove,
         ]
 
     def remove(self) -> None:
         """Ends it: the optimizer steps alone again. The sentinel stays where it is, at 0, with nothing to do."""
+        if self.early is not None:
+            self.early.remove()
         for removal in self._removals:
             removal()
         self._module.listener = None
@@ -75,6 +83,13 @@ class Attachment:
         self._drop_if_zeroed()
         if self._state is _State.EMPTY and self._module.sentinel.grad is None and self._experts.namespace.pending_count:
             self._drop("a backward did not end, or ran in torch.autograd.grad")
+        if self.early is not None:
+            self.early.before_forward()
+
+    def _before_push(self) -> None:
+        self._drop_if_zeroed()
+        if self.early is not None:
+            self.early.before_push()
 
     def after_backward(self) -> None:
         """Reports the norm of what is pending. Raises StepMismatch where the dense gradients are not those of the experts."""
@@ -89,7 +104,7 @@ class Attachment:
                 f"backward after the gradients were scaled by {coefficient:g}: the experts' pending gradients were not; clip or "
                 "unscale once, after the last backward before optimizer.step()"
             )
-        self._norm = self._experts.gradient_norm()
+        self._norm = self._experts.gradient_norm() if self.early is None else self.early.after_backward()
         self._match_mesh()
         sentinel = self._module.sentinel.requires_grad_()  # from now on: DDP, made before, has not taken it in
         gradient = _like(sentinel, self._norm)
@@ -117,6 +132,9 @@ class Attachment:
         self._state = _State.STEPPED
         self._experts.expect_micro_batches(self._backwards)
         self._backwards = 0
+        if self.early is not None:
+            self.early.step(optimizer, is_scaled=self._coefficient() != 1.0 or self._is_scaled_in_place())
+            return
         # Fused optimizers step under a GradScaler that found inf or nan, and skip inside the kernel.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item() > 0:
@@ -166,6 +184,10 @@ class Attachment:
 
     def _is_touched(self, gradient: Tensor) -> bool:
         return self._report is None or gradient is not self._report[0] or _version(gradient) != self._report[1]
+
+    def _is_scaled_in_place(self) -> bool:
+        gradient = self._module.sentinel.grad
+        return gradient is not None and self._is_touched(gradient)
 
     def _coefficient(self) -> float:
         """What the gradients were multiplied with since the report."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from paramstore_client.namespace import Namespace
 from paramstore_client.ticket import Ticket
 from paramstore_client.training.attachment import Attachment
 from paramstore_client.training.checkpoint import Manifest, check_committed, roll_to
+from paramstore_client.training.early import EarlyUpdates
 from paramstore_client.training.options import MainGroup, options_class, unwrapped
 from paramstore_client.training.sentinel import ExpertSentinel
 from paramstore_client.visit_order import declare_order
@@ -49,8 +51,9 @@ class Experts:
     # --- the step
 
     def attach(
-        self, optimizer: Any, *, reduce: Reduce = "mean", weight_decay: float | None = None, group: int | None = None
-    ) -> None:
+        self, optimizer: Any, *, reduce: Reduce = "mean", weight_decay: float | None = None, group: int | None = None,
+        updates_in_backward: bool = False,
+    ) -> None:  # fmt: skip
         """From here on `optimizer.step()` updates the experts too, with the options of its main parameter group at that moment.
 
         Whoever clips, unscales or looks at the norm of `model.parameters()` counts the experts. `zero_grad()` drops what is
@@ -58,6 +61,8 @@ class Experts:
 
         optimizer: torch's AdamW, SGD or Adagrad, as the schema says, or a wrapper of it by accelerate or Lightning. weight_decay:
         the experts'; None: the main group's. group: the index of the main group; None: the one with the most elements.
+        updates_in_backward: an expert is updated as soon as backward has its gradient, with the options that the group has at the
+        forward; not with clipping, a GradScaler, or several backwards for a step, but those in `accumulate`.
         Raises ConfigError where the experts cannot follow: another optimizer, groups that differ in more than weight decay,
         amsgrad, maximize, capturable, differentiable, or an optimizer that is attached already; then nothing has changed.
         """
@@ -70,13 +75,27 @@ class Experts:
             inner, self.namespace.schema, sentinel=self.sentinel.sentinel, index=group, weight_decay=weight_decay
         )
         self.reduce = reduce
-        self._attachment = Attachment(self, self.sentinel, inner, main)
+        early = EarlyUpdates(self, main) if updates_in_backward else None
+        self._attachment = Attachment(self, self.sentinel, inner, main, early)
 
     def detach(self) -> None:
-        """Ends `attach`; pending gradients stay pending. Does nothing where no optimizer is attached."""
+        """Ends `attach`; pending gradients stay pending. Does nothing where no optimizer is attached.
+
+        Raises StepMismatch between a forward and its step where updates begin in backward, and there are pending gradients."""
         if self._attachment is not None:
             self._attachment.remove()
             self._attachment = None
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around the forward and backward of every micro-batch of a step but the last, where updates begin in backward: their
+        gradients add up until the last one's come. Elsewhere it does nothing."""
+        early = None if self._attachment is None else self._attachment.early
+        if early is None:
+            yield
+            return
+        with early.held_back():
+            yield
 
     def gradient_norm(self) -> float:
         """The L2 norm of everything pending, after averaging over the ranks; the same on each."""
@@ -112,6 +131,16 @@ class Experts:
         if count != self._micro_batches:
             declare_order(self.namespace, micro_batches=count)
             self._micro_batches = count
+
+    def begin_apply(self, options: Options) -> None:
+        """Opens the step's apply before its gradients are there: see `Namespace.begin_apply`."""
+        self.namespace.begin_apply(options, grad_scale=self._share)
+
+    def end_apply(self) -> Ticket[Result]:
+        """Closes it; as `apply` from there on."""
+        self.settle()
+        self._apply = self.namespace.end_apply()
+        return self._apply
 
     def settle(self) -> None:
         """Waits for the update and the commit under way, and raises their errors."""
