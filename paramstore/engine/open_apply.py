@@ -36,7 +36,7 @@ class Claims:
     last_ranks: dict[ExpertKey, set[int]] = field(default_factory=dict)
     """Per key the ranks that have pushed their last gradient of it."""
     awaited: set[ExpertKey] = field(default_factory=set)
-    """Records in memory that will probably be claimed: an open apply evicts none of them for another."""
+    """Records in memory that are claimed, or probably will be, and wait for their update: an open apply evicts none of them."""
     waiters: list[object] = field(default_factory=list)
     """Futures of those who wait for a change of it; opaque to the planner."""
     outcome: Future[dict[str, int] | ParamStoreError] | None = None

@@ -78,26 +78,33 @@ class Planner:
 
     # --- an open apply
 
-    def open_apply(self, namespace: NamespaceState, claims: Claims, *, pipeline_slots: int) -> None:
-        """Begins an apply that claims keys as their gradients come. Until it claims one nothing has changed.
+    @staticmethod
+    def open_apply(namespace: NamespaceState, claims: Claims) -> None:
+        """Begins an apply that claims keys as their gradients come. Until it claims one nothing has changed."""
+        namespace.open_apply = claims
+
+    @staticmethod
+    def await_resident(namespace: NamespaceState, claims: Claims, *, pipeline_slots: int) -> None:
+        """The open apply begins to update: from here on it evicts nothing that is claimed, or probably will be, before it was
+        updated; but it leaves itself slots enough. What is in memory comes first.
 
         pipeline_slots: how many of the arena's are left to the others while what is awaited stays.
         """
         arena = namespace.working_arena
         assert arena is not None
         heat = {key: arena.policy.heat(key) for key in namespace.resident}
-        claims.awaited = awaited_keys(heat, len(heat) + arena.slots.free_count - pipeline_slots)
-        arena.policy.expect(claims.awaited)
-        namespace.open_apply = claims
+        claims.awaited.update(awaited_keys(heat, len(heat) + arena.slots.free_count - pipeline_slots))
+        claims.queue = deque(update_order(claims.queue, namespace.resident))
+        arena.policy.expect(claims.awaited | claims.gradients.keys())
 
     def claim(self, namespace: NamespaceState, claims: Claims, keys: Sequence[ExpertKey]) -> None:
         """The open apply takes the pending gradients of `keys`, which are complete: from here on the working view of these means
         what it will make. In an exact namespace every other key is seen as it stood before, until the apply is closed."""
         for key in keys:
             claims.gradients[key] = namespace.pending.pop(key)
-        claims.awaited.difference_update(keys)
         self._claim(namespace, keys, apply=namespace.log.last + 1)
-        claims.queue.extend(update_order(keys, namespace.resident))
+        for key in update_order(keys, namespace.resident):  # what is in memory first: it needs no transfer
+            (claims.queue.appendleft if key in namespace.resident else claims.queue.append)(key)
         self.leases.pump(namespace)
         self._wake(claims)
 
@@ -107,6 +114,7 @@ class Planner:
         taken = claims.gradients.keys() - claims.queue
         claims.gradients |= self.begin_apply(namespace, claims.options)
         claims.queue = deque(update_order(claims.gradients.keys() - taken, namespace.resident))
+        claims.awaited.intersection_update(claims.queue)
         for arena in namespace.arenas():
             for request in arena.waiting:
                 if isinstance(request, SlotRequest):
@@ -128,7 +136,6 @@ class Planner:
     def _end_claims(self, namespace: NamespaceState, claims: Claims) -> None:
         namespace.open_apply = None
         claims.is_open = False
-        claims.awaited.clear()
         self._wake(claims)
 
     def wake_open(self, namespace: NamespaceState) -> None:

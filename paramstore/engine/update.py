@@ -65,8 +65,7 @@ class Updater:
     def open(self, namespace: NamespaceState, options: Options, grad_scale: float) -> Claims:
         """Begins an apply whose gradients are still to come; `follow` runs it."""
         claims = Claims(options, grad_scale, is_open=True, outcome=asyncio.get_running_loop().create_future())
-        self._planner.open_apply(namespace, claims, pipeline_slots=self._depth)
-        self._transfers.drain()
+        self._planner.open_apply(namespace, claims)
         return claims
 
     def claim(self, namespace: NamespaceState, claims: Claims, keys: Sequence[ExpertKey]) -> None:
@@ -117,6 +116,8 @@ class Updater:
                 await self._reserve(namespace, claims.gradients)
                 self._expect(namespace, claims.gradients)
                 claims.queue = deque(update_order(claims.gradients, namespace.resident))
+            else:
+                self._planner.await_resident(namespace, claims, pipeline_slots=self._depth)
             namespace.applies += 1
             wanted = self._depth if claims.is_open else max(1, len(claims.queue))
             depth = min(self._depth, wanted, _slot_count(namespace))
@@ -177,7 +178,9 @@ class Updater:
             if namespace.stop_requests or namespace.epoch != epoch:
                 raise StepFailed("another writer took over")
             if claims.queue:
-                return claims.queue.popleft()
+                key = claims.queue.popleft()
+                claims.awaited.discard(key)
+                return key
             await _changed(claims)
         if claims.error is not None:
             raise claims.error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,14 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 class Job:
     """This rank's part: the stored model, wrapped, beside the resident one that sees every rank's batches."""
 
-    def __init__(self, store: ps.Store, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(self, store: ps.Store, wrap: Callable[[nn.Module], nn.Module], *, updates_in_backward: bool = False) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.namespace = self._open(store)
         self.stored = make_stored(self.namespace)
         self.experts: Experts = bind(self.stored, self.namespace)
         self.model = wrap(self.stored)
         self.optimizer = adamw(self.model.parameters())
-        self.experts.attach(self.optimizer)
+        self.experts.attach(self.optimizer, updates_in_backward=updates_in_backward)
         self.resident = make_resident()
         self.expected = adamw(self.resident.parameters())
         self.next_step = 0
@@ -63,7 +64,8 @@ class Job:
             self.expected.zero_grad()
             for micro in range(micro_batches):
                 number = self.next_step * micro_batches + micro
-                self.model(batch(number * self.world_size + self.rank)).backward()
+                with self.experts.accumulate() if micro < micro_batches - 1 else nullcontext():
+                    self.model(batch(number * self.world_size + self.rank)).backward()
                 self.differentiate_resident(number)
             if clip is not None:
                 norm = clip_grad_norm_(self.model.parameters(), MAX_NORM, **clip)
@@ -134,6 +136,14 @@ def train_plainly(job: Job) -> None:
     for foreach in (None, True, False):
         job.train(2, clip={"foreach": foreach})
         job.check(**CLOSE)
+
+
+def train_early(job: Job) -> None:
+    """Updates begin in backward: without clipping."""
+    job.train(3)
+    job.check()
+    job.train(2, micro_batches=3)
+    job.check(**CLOSE)
 
 
 def save_and_load(job: Job) -> None:
@@ -228,6 +238,8 @@ MODES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Job], None]]]
     "trainer": (keep, trainer),
     "nested": (nest, train_plainly),
     "restart": (replicate, restart),
+    "early ddp": (replicate, train_early),
+    "early fsdp2": (shard, train_early),
 }
 
 
@@ -238,7 +250,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     try:
         with ps.connect(address) as store:
-            act(Job(store, wrap))
+            act(Job(store, wrap, updates_in_backward=mode.startswith("early")))
             dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -37,7 +37,7 @@ def run(daemon: DaemonProcess, mode: str, *arguments: str, torchrun: tuple[str, 
     return done.stderr
 
 
-@pytest.mark.parametrize("mode", ["ddp", "nested", "fsdp2", "trainer"])
+@pytest.mark.parametrize("mode", ["ddp", "nested", "fsdp2", "trainer", "early ddp", "early fsdp2"])
 def test_ranks_compute_what_one_process_does_with_all_batches(daemon: DaemonProcess, mode: str) -> None:
     run(daemon, mode)
 

@@ -92,7 +92,7 @@ def check_committed(namespace: Namespace) -> int:
 
 def roll_to(namespace: Namespace, step: int) -> None:
     """The namespace is at `step`, with nothing pending. Raises StepDropped naming the kept steps; then nothing has changed."""
-    if step == namespace.committed_step and not namespace.uncommitted_applies:
+    if step == namespace.committed_step and not (namespace.uncommitted_applies or namespace.is_applying):
         namespace.abort()  # it is there: its residency stays
         return
     kept = namespace.steps()

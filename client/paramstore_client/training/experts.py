@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from paramstore.core.optimizers import Options
-from paramstore.errors import ConfigError
+from paramstore.errors import ConfigError, StepOutOfOrder
 from paramstore_client.answers import Result
 from paramstore_client.namespace import Namespace
 from paramstore_client.ticket import Ticket
@@ -180,9 +180,12 @@ class Experts:
     def state_dict(self) -> dict[str, Any]:
         """A small manifest, plain values: which store, namespace and committed step the experts are at.
 
-        Raises StepOutOfOrder where no commit covers what was applied, unless `commit_on_state_dict`, and before the first commit.
+        Raises StepOutOfOrder where no commit covers what was applied, unless `commit_on_state_dict`, before the first commit, and
+        between a backward that updates and its step.
         """
         self.settle()
+        if self.namespace.is_applying and self.namespace.pending_count:
+            raise StepOutOfOrder("state_dict: updates have begun in backward: call optimizer.step() and commit first")
         if self.commit_on_state_dict and (applied := self.namespace.uncommitted_applies):
             self.commit(check_committed(self.namespace) + applied).wait()
         return Manifest.of(self.namespace).to_dict()

@@ -184,6 +184,8 @@ def test_a_commit_between_backward_and_step_is_refused(namespace: ps.Namespace) 
     with pytest.raises(StepOutOfOrder, match="end_apply"):
         pair.experts.commit(1).wait()
     pair.experts._commit = None
+    with pytest.raises(StepOutOfOrder, match="begun in backward"):
+        pair.experts.state_dict()
     pair.stored_optimizer.step()
     pair.experts.commit(1).wait()
 
