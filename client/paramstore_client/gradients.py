@@ -4,7 +4,8 @@
 - All of a push or none of it: keys, shapes and dtypes are checked, memory is taken and the daemon has agreed to the new
   keys before the first sum changes.
 - From `consume` on the ranges belong to the daemon, until the request that consumes them is answered. If that was refused they
-  are pending again, here as in the daemon (`claims`). While an apply is open the daemon reads each key as soon as it was pushed, once.
+  are pending again, here as in the daemon (`claims`). While an apply is open the daemon reads each key as soon as it was pushed,
+  once.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ class PendingGradients:
             try:
                 self._add(gradients, new_keys, fields, announce)
             except ProtocolError:
+                if self._last is not None:
+                    raise  # some sums have grown already
                 # What a request before this push would have consumed may be pending in the daemon: it was refused, which
                 # we had not read yet.
                 for ticket in self._claims.under_way():

@@ -84,8 +84,8 @@ class Updater:
         self._transfers.drain()
 
     async def follow(self, namespace: NamespaceState, claims: Claims, check: Callable[[], object]) -> dict[str, int]:
-        """Runs an open apply: as `apply`, once it is closed. It takes the turn when it has claimed its first key: it is woken by that,
-        before the task of any later call starts. check: raises what keeps it from running then."""
+        """Runs an open apply: as `apply`, once it is closed. It takes the turn when it has claimed its first key: it is woken by
+        that, before the task of any later call starts. check: raises what keeps it from running then."""
         epoch = namespace.epoch
         while not claims.has_begun:
             await _changed(claims)

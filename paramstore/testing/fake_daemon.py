@@ -273,9 +273,11 @@ class FakeDaemon:
             case m.Prefetch():
                 return {"loaded": 0, "resident": len(request.keys), "skipped": 0, "bytes": 0}
             case m.Push():
-                if any((layer, expert) in namespace.pending for layer, expert, _, _ in request.entries):
+                places = {(layer, expert): (segment, at) for layer, expert, segment, at in request.entries}
+                known = {key: place for key, place in namespace.pending.items() if key in places}
+                if any(not request.is_last or places[key] != place for key, place in known.items()):
                     raise ProtocolError("a key was pushed that has a pending gradient; a client adds to it in place")
-                namespace.pending |= {(layer, expert): (segment, at) for layer, expert, segment, at in request.entries}
+                namespace.pending |= places
             case m.GradientNorm():
                 return namespace.norm()
             case m.Apply():

@@ -373,6 +373,6 @@ Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | OpenUpload
     | InitializeBegin | InitializePut | InitializeSave | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push
     | GradientNorm | Apply | BeginApply | EndApply | Abort | WriteBack | Evict | Protect | DeclareSchedule | Commit | Prepare
-    | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots | Read | Residency | Stats | Verify | TraceBegin | TraceEnd
-    | Unmapped | DeviceReport
+    | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots | Read | Residency | Stats | Verify
+    | TraceBegin | TraceEnd | Unmapped | DeviceReport
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Updates that begin in backward: opens the step's apply at its first forward and closes it at `optimizer.step()`.
 
-Of gradients that are applied while backward goes on nobody can know the norm, nor scale or drop them afterwards. So the sentinel gets
-a mark for a gradient, too small to count in any norm: whoever scales it is found out at the step, which then raises StepFailed.
+Of gradients that are applied while backward goes on nobody can know the norm, nor scale or drop them afterwards. So the
+sentinel gets a mark for a gradient, too small to count in any norm: whoever scales it is found out at the step, which then raises
+StepFailed.
 """
 
 from __future__ import annotations

@@ -154,10 +154,14 @@ def test_a_scaler_is_refused(namespace: ps.Namespace, is_fused: bool, is_finite:
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(pair.stored(batch(0)) * (1.0 if is_finite else torch.inf)).backward()
-    with pytest.raises(StepFailed):
+
+    def go_on() -> None:
         scaler.step(pair.stored_optimizer)
         pair.stored_optimizer.zero_grad()  # one that skips an unfused optimizer calls nobody
         pair.stored(batch(0))
+
+    with pytest.raises(StepFailed):
+        go_on()
 
 
 def test_a_second_backward_before_the_step_says_what_to_do(namespace: ps.Namespace) -> None:
@@ -200,7 +204,7 @@ def test_detach_ends_an_apply_that_saw_no_backward_and_no_other(namespace: ps.Na
     pair.stored_optimizer.step()
     pair.stored_optimizer.zero_grad()
     pair.stored(batch(1)).backward()
-    with pytest.raises(StepMismatch, match="optimizer.step"):
+    with pytest.raises(StepMismatch, match=r"optimizer.step\(\)"):
         pair.experts.detach()
     pair.stored_optimizer.step()
     pair.experts.detach()
