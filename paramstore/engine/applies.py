@@ -81,13 +81,13 @@ class Applies:
         it, and is over some time after `end_apply`. Raises StepPrepared, SchemaMismatch, StepOutOfOrder where one is open."""
         namespace = check_changing(view)
         namespace.schema.check_options(options)
-        claims = self._updater.open(namespace, options, grad_scale)
+        claims, epoch = self._updater.open(namespace, options, grad_scale), namespace.epoch
         outcome = claims.outcome
         assert outcome is not None
 
         async def run() -> dict[str, int]:
             try:
-                result = await self._updater.follow(namespace, claims, partial(check_writer, view))
+                result = await self._updater.follow(namespace, claims, partial(check_writer, view), epoch=epoch)
             except BaseException as error:
                 told = error if isinstance(error, ParamStoreError) else StepFailed(f"apply on {namespace.name!r}: {error!r}")
                 outcome.set_result(told)

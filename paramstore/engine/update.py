@@ -83,10 +83,11 @@ class Updater:
         self._planner.drop_apply(namespace, reason)
         self._transfers.drain()
 
-    async def follow(self, namespace: NamespaceState, claims: Claims, check: Callable[[], object]) -> dict[str, int]:
+    async def follow(
+        self, namespace: NamespaceState, claims: Claims, check: Callable[[], object], *, epoch: int
+    ) -> dict[str, int]:
         """Runs an open apply: as `apply`, once it is closed. It takes the turn when it has claimed its first key: it is woken by
-        that, before the task of any later call starts. check: raises what keeps it from running then."""
-        epoch = namespace.epoch
+        that, before the task of any later call starts. check: raises what keeps it from running then. epoch: of its opening."""
         while not claims.has_begun:
             await _changed(claims)
         async with namespace.turn:
@@ -99,6 +100,8 @@ class Updater:
                     self.drop(namespace, str(error))
                 self.give_up(namespace, epoch, error)
                 raise
+            if namespace.epoch != epoch:  # it was closed, and rolled back before its turn came
+                raise StepFailed(f"apply on {namespace.name!r}: it was rolled back meanwhile")
             return await self._update_all(namespace, claims)
 
     async def apply(

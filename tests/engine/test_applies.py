@@ -227,6 +227,23 @@ def test_rollback_ends_an_open_apply(is_claimed: bool) -> None:
     on_site(scenario)
 
 
+def test_a_closed_apply_that_is_rolled_back_before_its_turn_changes_nothing() -> None:
+    async def scenario(site: Site) -> None:
+        rolled = asyncio.ensure_future(site.store.rollback(site.view, 0))  # takes the turn first
+        begun = begin(site)
+        await asyncio.sleep(0)
+        push_last(site, keys_of(site.view)[:1])
+        ended = asyncio.ensure_future(site.store.end_apply(site.view))
+        assert await rolled > 0
+        for task in (begun, ended):
+            with pytest.raises(StepFailed, match="rolled back meanwhile"):
+                await task
+        assert await versions(site.store, site.view) == [0] * 12
+        assert (await train(site.store, site.view))["records"] == 12
+
+    on_site(scenario)
+
+
 @pytest.mark.parametrize("is_fenced", [True, False], ids=["fenced", "closed"])
 def test_an_open_apply_ends_with_its_writer(is_fenced: bool) -> None:
     async def scenario(site: Site) -> None:
