@@ -130,6 +130,6 @@ class ResidencyModel:
         leased = self.leased(owner)
         new = sum(copy not in leased for copy in found)
         waiting = sum(len(lease.keys) for lease in self.leases if lease.owner is owner and lease.is_waiting)
-        if new > self.cap():
-            return CapacityError
-        return LeaseError if new and new + len(leased) + waiting > self.cap() else None
+        if not new or new + len(leased) + waiting <= self.cap():
+            return None
+        return CapacityError if len(found) > self.cap() else LeaseError  # the latter where releasing helps
