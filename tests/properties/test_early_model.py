@@ -18,5 +18,5 @@ def test_early_applies_leave_the_records_of_plain_ones(seed: int) -> None:
 
 @pytest.mark.slow
 def test_early_applies_leave_the_records_of_plain_ones_over_many_seeds() -> None:
-    figures = sum((run_seed(seed, steps=10).figures for seed in range(100, 180)), Counter[str]())
-    assert min(figures[name] for name in ("claimed seen", "unclaimed seen", "abort refused", "rollback", "reopen", "refused")) > 20
+    figures = sum((run_seed(seed, steps=10).figures for seed in range(100, 140)), Counter[str]())
+    assert min(figures[name] for name in ("claimed seen", "unclaimed seen", "abort refused", "rollback", "reopen", "refused")) > 10

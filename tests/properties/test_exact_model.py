@@ -28,10 +28,10 @@ def test_an_exact_namespace_is_torchs_dense_optimizer(seed: int) -> None:
 
 @pytest.mark.slow
 def test_an_exact_namespace_is_torchs_dense_optimizer_over_many_seeds() -> None:
-    figures = sum((run_seed(seed).figures for seed in range(100, 400)), Counter[str]())
-    assert figures["checked"] > 100_000
-    assert figures["records_advanced"] > 10_000
-    assert figures["records_caught_up"] > 1_000
+    figures = sum((run_seed(seed).figures for seed in range(100, 250)), Counter[str]())
+    assert figures["checked"] > 50_000
+    assert figures["records_advanced"] > 5_000
+    assert figures["records_caught_up"] > 500
 
 
 @pytest.mark.parametrize("seed", [3, 4])
@@ -41,10 +41,10 @@ def test_it_is_with_ranks_that_get_lost(seed: int) -> None:
 
 @pytest.mark.slow
 def test_it_is_with_ranks_that_get_lost_over_many_seeds() -> None:
-    figures = sum((run_seed(seed, kind=RanksTrial).figures for seed in range(500, 600)), Counter[str]())
-    assert figures["checked"] > 50_000
-    assert figures["lost"] > 300
-    assert figures["records_caught_up"] > 500
+    figures = sum((run_seed(seed, kind=RanksTrial).figures for seed in range(500, 550)), Counter[str]())
+    assert figures["checked"] > 25_000
+    assert figures["lost"] > 150
+    assert figures["records_caught_up"] > 250
 
 
 @pytest.mark.slow
