@@ -36,7 +36,7 @@ TRUE: dict[str, Any] = {
     "leases": [], "target": 0, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "grad_scale": 1.0,
     "is_wanted": True, "step": 1, "extra": b"", "segments": [], "resident": [], "touched": [], "bytes_resident": 0,
     "namespace": NAME, "host_bytes": None, "at": None, "bytes_per_s": None, "rank": 0, "world_size": 1, "group": "g",
-    "is_resumed": False, "options": None, "param_visits": ((0, "routed"),), "optim_visits": ((0, "gathered"),),
+    "is_resumed": False, "is_last": False, "options": None, "param_visits": ((0, "routed"),), "optim_visits": ((0, "gathered"),),
 }  # fmt: skip
 """A value of each field that no one would object to."""
 REQUESTS: tuple[type[m.Message], ...] = tuple(
