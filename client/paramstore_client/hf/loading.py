@@ -10,6 +10,8 @@ import copy
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -38,6 +40,39 @@ CONFIG_OPTIONS = ("cache_dir", "revision", "token", "local_files_only", "subfold
 """Arguments of from_pretrained that say where the config is."""
 CACHE_OPTIONS = ("cache_dir", "revision")
 """Those of them that say which files of the hub's cache are meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The checkpoint that a model was loaded from. options: those of `from_pretrained`."""
+
+    path: str | os.PathLike[str]
+    options: Mapping[str, Any]
+    model: Any
+    progress: Any
+
+    def directory(self) -> Path:
+        """Where its files are. Raises CheckpointError."""
+        cached = {key: self.options[key] for key in CACHE_OPTIONS if self.options.get(key) is not None}
+        return checkpoint_directory(self.path, **cached) / (self.options.get("subfolder") or "")
+
+    def fill(self, namespace: Namespace) -> None:
+        """Imports the experts into a new namespace; of several ranks, this one's share."""
+        from paramstore_client.hf.import_checkpoint import import_checkpoint
+
+        import_checkpoint(
+            self.directory(), namespace, self.model, progress=self.progress, rank=namespace.rank, world_size=namespace.world_size
+        )
+
+    def check(self, namespace: Namespace) -> None:
+        """Raises CheckpointError where a committed namespace still holds what was imported from another checkpoint."""
+        from paramstore_client.hf.import_checkpoint import check_imported
+
+        try:
+            directory = self.directory()
+        except CheckpointError:
+            return  # in a format whose experts could not have been imported either
+        check_imported(directory, namespace, self.model)
 
 
 def from_pretrained(
@@ -81,31 +116,13 @@ def from_pretrained(
     requested = options.pop("experts_implementation", None) or config._experts_implementation
     loaded = stripped_class(concrete).from_pretrained(path, config=config, experts_implementation=experts_function.NAME, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
-
-    cached = {key: options[key] for key in CACHE_OPTIONS if options.get(key) is not None}
-    subfolder = options.get("subfolder") or ""
-
-    def check(namespace: Namespace) -> None:
-        from paramstore_client.hf.import_checkpoint import check_imported
-
-        try:
-            source = checkpoint_directory(path, **cached) / subfolder
-        except CheckpointError:
-            return  # in a format whose experts could not have been imported either
-        check_imported(source, namespace, model)
-
-    def fill(namespace: Namespace) -> None:
-        from paramstore_client.hf.import_checkpoint import import_checkpoint
-
-        source = checkpoint_directory(path, **cached) / subfolder
-        import_checkpoint(
-            source, namespace, model, progress=progress, rank=namespace.rank, world_size=namespace.world_size
-        )
-
     layout = find_layout(model)
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
     kernel = choose_kernel(model, experts_kernel, requested)
-    opened = open_experts(store, name or _name_of(path), layout, schema, mode=mode, fill=fill, check=check)
+    source = _Source(path, options, model, progress)
+    opened = open_experts(
+        store, name or _name_of(path), layout, schema, mode=mode, fill=source.fill, check=source.check
+    )  # fmt: skip
     join(model, opened, kernel=kernel)
     return loaded
 
