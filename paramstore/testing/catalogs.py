@@ -7,6 +7,7 @@ took effect, as an LMDB commit does whose outcome is unknown. CatalogContract is
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -176,16 +177,16 @@ def row_of(key: ExpertKey, first_step: int, number: int = 0) -> tuple[str, Exper
     return "moe", key, Row(first_step, located(number))
 
 
-class CatalogContract:
+class CatalogContract(ABC):
     """Subclass it in a test module, define `make`, and pytest runs these."""
 
+    @abstractmethod
     def make(self, path: Path) -> Catalog:
         """A new catalog of STORE_UUID, loaded. path: an empty directory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reopened(self, catalog: Catalog, path: Path) -> Catalog:
         """What the next process finds; `catalog` is not used any more."""
-        raise NotImplementedError
 
     def test_a_new_catalog_holds_nothing_but_the_uuid(self, tmp_path: Path) -> None:
         contents = self.make(tmp_path).load()

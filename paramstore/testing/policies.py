@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 
 from paramstore.policy.base import Policy
@@ -13,12 +14,12 @@ def nothing(name: Hashable) -> bool:
     return False
 
 
-class PolicyContract:
+class PolicyContract(ABC):
     """Subclass it as `TestX`, with `make`; the names below stand for (layer, expert) keys."""
 
+    @abstractmethod
     def make(self, capacity: int) -> Policy:
         """A new policy for an arena of `capacity` slots."""
-        raise NotImplementedError
 
     def filled(self, count: int) -> Policy:
         policy = self.make(count)
@@ -120,7 +121,7 @@ class PolicyContract:
                 expected = sorted(held, key=self.rank(uses, capacity=8))
                 assert policy.victims(len(held), nothing) == expected, f"seed {seed}, turn {turn}"
 
+    @abstractmethod
     def rank(self, uses: list[Hashable], *, capacity: int) -> Callable[[Hashable], tuple[float, ...]]:
         """The policy's definition in plain, slow code: held names sorted by it after `uses` are worst
         first."""
-        raise NotImplementedError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,12 +16,12 @@ LIMIT_S = 5.0
 Outcome = tuple[Any, ParamStoreError | None]
 
 
-class WorkersContract:
+class WorkersContract(ABC):
     """Subclass it as `TestX`, with `make`."""
 
+    @abstractmethod
     def make(self, loop: asyncio.AbstractEventLoop) -> Workers:
         """New workers without lanes."""
-        raise NotImplementedError
 
     def outcomes(self, *calls: Callable[[Any], Any], prepare: Callable[[], None] | None = None) -> list[Outcome]:
         """What `done` was told of each call, all of them made at once in one lane of two threads with the argument 21."""
