@@ -6,7 +6,7 @@ limit on dirty bytes it writes early all the same, so that a commit never waits 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
@@ -29,15 +29,14 @@ class Cleaner:
         self._transfers = transfers
         self._loader = loader
 
-    def clean_ahead(self, namespace: NamespaceState, wanted_slots: int, *, spared: Container[ExpertKey] = ()) -> None:
+    def clean_ahead(self, namespace: NamespaceState, wanted_slots: int, *, spared: Collection[ExpertKey] = ()) -> None:
         """Starts the writes that make `wanted_slots` slots evictable, counting those free, clean or being written, and those
         that bring what is dirty, and not being written, below the limit. spared: not evictable for whoever wants the slots."""
         arena = namespace.working_arena
         assert arena is not None
-        self._planner.working.clean(namespace, slots_to_clean(namespace, wanted_slots, spared), Urgency.WRITE_BACK)
+        self._planner.working.clean(namespace, slots_to_clean(namespace, wanted_slots, spared), Urgency.WRITE_BACK, spared=spared)
         if arena.dirty_limit_bytes is not None:
-            dirty = sum(copy.state is Working.DIRTY for copy in namespace.resident.values())
-            above = dirty - arena.dirty_limit_bytes // namespace.schema.record_bytes
+            above = len(namespace.in_state[Working.DIRTY]) - arena.dirty_limit_bytes // namespace.schema.record_bytes
             self._planner.working.clean_settled(namespace, max(0, above))
         self._transfers.drain()
 
@@ -69,7 +68,7 @@ class Cleaner:
     async def _until_written(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Returns when another write of the namespace is over, which may have freed an extent, or when space may have come.
         Raises CapacityError if there is no hope of either."""
-        writing = next((copy for copy in namespace.resident.values() if copy.state is Working.WRITING), None)
+        writing = next(iter(namespace.in_state[Working.WRITING].values()), None)
         if writing is not None:
             await self._loader.changed(namespace, writing)
         elif not await self.until_space(namespace, for_cut=working.is_cut):

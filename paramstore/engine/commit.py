@@ -234,7 +234,8 @@ class Committer:
             lost = list(_unpublished_on(namespace, volume))
             for extent in lost:
                 self._planner.space.quarantine(extent)
-            is_moving = namespace.cut is not None or any(_written_to(working, volume) for working in namespace.resident.values())
+            written = namespace.in_state[Working.WRITING].values()
+            is_moving = namespace.cut is not None or any(_written_to(working, volume) for working in written)
             if lost or is_moving:
                 self._planner.mark_broken(namespace, f"a flush of volume {volume} failed: {error}")
         self._transfers.drain()

@@ -293,6 +293,8 @@ class NamespaceState:
         self.working: dict[ExpertKey, WorkingCopy] = {}
         self.resident: dict[ExpertKey, WorkingCopy] = {}
         """Working copies that have a slot, longest first."""
+        self.in_state: dict[Working, dict[ExpertKey, WorkingCopy]] = {state: {} for state in Working if state is not Working.ABSENT}
+        """The same by state; in each those first that came into it first."""
         self.copies: dict[ExpertKey, list[ParamCopy]] = {}
         self.changed: set[ExpertKey] = set()
         """Keys whose newest identity no step has published."""

@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
+from itertools import islice
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
 from paramstore.engine.namespace import NamespaceState
 
-
-def update_order(keys: Iterable[ExpertKey], resident: Container[ExpertKey]) -> list[ExpertKey]:
-    """`keys` with those first that are in memory, since they would be evicted otherwise; each part in backward order, as a
-    declared schedule has it: the `param` copies made last are those that the next forward needs first."""
-    return sorted(keys, key=lambda key: (key in resident, key), reverse=True)
+LOOKAHEAD_DEPTHS = 8
+"""How far an apply looks for keys that need a slot, in depths of its pipeline."""
 
 
-def slots_to_clean(namespace: NamespaceState, wanted_slots: int, spared: Container[ExpertKey] = ()) -> int:
+def update_order(
+    keys: Iterable[ExpertKey], resident: Container[ExpertKey], *, given_up: int
+) -> tuple[list[ExpertKey], list[ExpertKey]]:
+    """All of `keys` in the order in which to update them, and those among them that must not be evicted before their turn.
+
+    What is absent passes through a few slots: first come as many resident records as must give theirs up, `given_up`; then the
+    absent ones with the other residents evenly among them, so that the volumes are busy from the first record to the last.
+    Each part is in backward order, as a declared schedule has it: the `param` copies made last are those that the next
+    forward needs first.
+    """
+    present, absent = backward_order(keys, resident)
+    if not absent:
+        return present, []
+    return [*present[:given_up], *_mixed(absent, present[given_up:])], present[given_up:]
+
+
+def backward_order(keys: Iterable[ExpertKey], resident: Container[ExpertKey]) -> tuple[list[ExpertKey], list[ExpertKey]]:
+    """`keys` that are resident, and those that are not; those first that a backward comes by first."""
+    present: list[ExpertKey] = []
+    absent: list[ExpertKey] = []
+    for key in sorted(keys, reverse=True):
+        (present if key in resident else absent).append(key)
+    return present, absent
+
+
+def _mixed(first: Sequence[ExpertKey], second: Sequence[ExpertKey]) -> list[ExpertKey]:
+    """Both in their order, evenly spread."""
+    parts = enumerate((first, second))
+    placed = [((index + 0.5) / len(part), number, key) for number, part in parts for index, key in enumerate(part)]
+    return [key for _, _, key in sorted(placed)]
+
+
+def absent_ahead(queue: Iterable[ExpertKey], resident: Container[ExpertKey], *, depth: int) -> int:
+    """How many slots, `depth` at most, the next keys in `queue` will ask for: those far ahead count where none is near."""
+    near = (key for key in islice(queue, LOOKAHEAD_DEPTHS * depth) if key not in resident)
+    return sum(1 for _ in islice(near, depth))
+
+
+def slots_to_clean(namespace: NamespaceState, wanted_slots: int, spared: Collection[ExpertKey] = ()) -> int:
     """How many dirty records must be written so that `wanted_slots` are free, clean or being written; `spared` do not count."""
     arena = namespace.working_arena
     assert arena is not None
-    states = [copy.state for key, copy in namespace.resident.items() if not spared or key not in spared]
-    ready = arena.slots.free_count + states.count(Working.CLEAN) + states.count(Working.WRITING)
-    return max(0, wanted_slots - ready)
+    missing = wanted_slots - arena.slots.free_count
+    for state in (Working.WRITING, Working.CLEAN):
+        if missing > 0:
+            ready = (key for key in reversed(namespace.in_state[state]) if key not in spared)  # the newest are the likely ones
+            missing -= sum(1 for _ in islice(ready, missing))
+    return max(0, missing)

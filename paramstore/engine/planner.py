@@ -24,7 +24,7 @@ from paramstore.engine.leases import LeasePlanner
 from paramstore.engine.moves import Outbox
 from paramstore.engine.namespace import Cut, NamespaceState, ParamCopy, View, WorkingCopy
 from paramstore.engine.open_apply import Claims, awaited_keys
-from paramstore.engine.order import update_order
+from paramstore.engine.order import backward_order, update_order
 from paramstore.engine.requests import SlotRequest, Urgency
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
@@ -94,8 +94,18 @@ class Planner:
         assert arena is not None
         heat = {key: arena.policy.heat(key) for key in namespace.resident}
         claims.awaited.update(awaited_keys(heat, len(heat) + arena.slots.free_count - pipeline_slots))
-        claims.queue = deque(update_order(claims.queue, namespace.resident))
+        present, absent = backward_order(claims.queue, namespace.resident)
+        claims.queue = deque([*present, *absent])
         arena.policy.expect(claims.awaited | claims.gradients.keys())
+
+    @staticmethod
+    def line_up(namespace: NamespaceState, claims: Claims, keys: Iterable[ExpertKey], *, pipeline_slots: int) -> None:
+        """Nothing more will be claimed: `keys` are what is left to update, in this order. What is in memory and waits for its
+        turn is not evicted; `pipeline_slots` of the arena's slots are left to what is not."""
+        arena = namespace.working_arena
+        assert arena is not None
+        order, kept = update_order(keys, namespace.resident, given_up=max(0, pipeline_slots - arena.slots.free_count))
+        claims.queue, claims.awaited = deque(order), set(kept)
 
     def claim(self, namespace: NamespaceState, claims: Claims, keys: Sequence[ExpertKey]) -> None:
         """The open apply takes the pending gradients of `keys`, which are complete: from here on the working view of these means
@@ -103,18 +113,18 @@ class Planner:
         for key in keys:
             claims.gradients[key] = namespace.pending.pop(key)
         self._claim(namespace, keys, apply=namespace.log.last + 1)
-        for key in update_order(keys, namespace.resident):  # what is in memory first: it needs no transfer
-            (claims.queue.appendleft if key in namespace.resident else claims.queue.append)(key)
+        present, absent = backward_order(keys, namespace.resident)
+        claims.queue.extendleft(present)  # it needs no transfer
+        claims.queue.extend(absent)
         self.leases.pump(namespace)
         self._wake(claims)
 
-    def close_apply(self, namespace: NamespaceState, claims: Claims) -> None:
-        """The open apply claims what a plain one would, and whatever it still does is urgent."""
+    def close_apply(self, namespace: NamespaceState, claims: Claims, *, pipeline_slots: int) -> None:
+        """The open apply claims what a plain one would, and whatever it still does is urgent. pipeline_slots: as of `line_up`."""
         self._end_claims(namespace, claims)
         taken = claims.gradients.keys() - claims.queue
         claims.gradients |= self.begin_apply(namespace, claims.options)
-        claims.queue = deque(update_order(claims.gradients.keys() - taken, namespace.resident))
-        claims.awaited.intersection_update(claims.queue)
+        self.line_up(namespace, claims, claims.gradients.keys() - taken, pipeline_slots=pipeline_slots)
         for arena in namespace.arenas():
             for request in arena.waiting:
                 if isinstance(request, SlotRequest):

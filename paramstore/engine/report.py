@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from paramstore.core.residency import Copy
+from paramstore.core.residency import Copy, Working
 from paramstore.engine.arena import Arena
 from paramstore.engine.counters import PartStats
 from paramstore.engine.namespace import NamespaceState, WriterGroup
@@ -21,7 +20,8 @@ def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object
     of commit notes, for each byte of a record that a commit has published; None before the first commit.
     """
     stats = namespace.stats
-    states = Counter(copy.state.value for copy in namespace.resident.values())
+    states = {state.value: len(copies) for state, copies in namespace.in_state.items() if copies}
+    dirty_copies = len(namespace.in_state[Working.DIRTY]) + len(namespace.in_state[Working.WRITING])
     copies = [copy for copies in namespace.copies.values() for copy in copies]
     arena = namespace.working_arena
     written_bytes = stats.bytes_written + stats.note_bytes
@@ -42,7 +42,7 @@ def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object
         "records_written": stats.records_written, "commits": stats.commits, "applies": stats.applies,
         "bytes_committed": stats.bytes_committed, "note_bytes": stats.note_bytes,
         "write_amplification": written_bytes / stats.bytes_committed if stats.bytes_committed else None,
-        "dirty_bytes": (states["dirty"] + states["writing"]) * namespace.schema.record_bytes,
+        "dirty_bytes": dirty_copies * namespace.schema.record_bytes,
         "dirty_limit_bytes": arena.dirty_limit_bytes if arena is not None else None, "snapshots": namespace.ledger.snapshots(),
         "commit": commit_progress(namespace, now_s),
         "leased_slots": sum(copy.leases > 0 for copy in copies),

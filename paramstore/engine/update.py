@@ -1,8 +1,8 @@
 """The updater: initial values, gradient norms and the optimizer, over records that stream through a few slots.
 
 `begin` marks, at the moment of the call, what the apply will make, so that a lease asked for later waits for it. `apply`
-then takes the records already in memory first (they would be evicted otherwise) and the rest in backward order. A record
-is updated in place in its working slot; the new `param` version is made in the same pass where a slot can be had.
+then takes them in an order that keeps volumes and cores busy at once (`order.py`). A record is updated in place in its
+working slot; the new `param` version is made in the same pass where a slot can be had.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from math import fsum, sqrt
 
 from paramstore.core.key import ExpertKey
@@ -23,7 +22,7 @@ from paramstore.engine.gradients import Claimed, GradientRange
 from paramstore.engine.load import Loader
 from paramstore.engine.namespace import NamespaceState, WorkingCopy
 from paramstore.engine.open_apply import Claims
-from paramstore.engine.order import update_order
+from paramstore.engine.order import absent_ahead
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import CPU_LANE, call, wake
@@ -75,7 +74,7 @@ class Updater:
 
     def close(self, namespace: NamespaceState, claims: Claims) -> None:
         """The open apply takes everything pending; from here on the working view means what it will make."""
-        self._planner.close_apply(namespace, claims)
+        self._planner.close_apply(namespace, claims, pipeline_slots=self._depth)
         self._transfers.drain()
 
     def drop(self, namespace: NamespaceState, reason: str) -> None:
@@ -118,7 +117,7 @@ class Updater:
             if not claims.is_open:  # else each record's is reserved when it is taken up
                 await self._reserve(namespace, claims.gradients)
                 self._expect(namespace, claims.gradients)
-                claims.queue = deque(update_order(claims.gradients, namespace.resident))
+                self._planner.line_up(namespace, claims, claims.gradients, pipeline_slots=self._depth)
             else:
                 self._planner.await_resident(namespace, claims, pipeline_slots=self._depth)
             namespace.applies += 1
@@ -170,7 +169,7 @@ class Updater:
             await self._until_mine(namespace, working, epoch)
             is_shared = len(claims.queue) < self._update_workers
             await self._update_one(namespace, working, claims, is_shared=is_shared)
-            absent = sum(later not in namespace.resident for later in islice(claims.queue, self._depth))
+            absent = absent_ahead(claims.queue, namespace.resident, depth=self._depth)
             self._cleaner.clean_ahead(namespace, absent, spared=claims.awaited)
 
     @staticmethod

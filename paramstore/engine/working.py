@@ -74,7 +74,7 @@ class WorkingPlanner:
         if request.is_fill:
             self._take_slot(namespace, working, slot)
             self._record(namespace, working.key)
-            working.state = next_working(working.state, WorkingEvent.FILL)
+            _change(namespace, working, WorkingEvent.FILL)
             working.move = Move(MoveKind.UPDATE, namespace, working, Urgency.DEMAND)
             self.requests.finish(request)
         else:
@@ -100,7 +100,7 @@ class WorkingPlanner:
         located = namespace.working_location(working.key)
         assert located is not None, f"{working.key} has no record"
         self._take_slot(namespace, working, slot)
-        working.state = next_working(working.state, WorkingEvent.LOAD)
+        _change(namespace, working, WorkingEvent.LOAD)
         move = Move(MoveKind.LOAD_WORKING, namespace, working, urgency, located=located, deadline_s=deadline_s)
         working.move = move
         self._record(namespace, working.key, is_ahead=is_ahead)
@@ -135,7 +135,7 @@ class WorkingPlanner:
     def evict(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Frees a clean, unheld slot."""
         assert working.holders == 0
-        working.state = next_working(working.state, WorkingEvent.EVICT)
+        _change(namespace, working, WorkingEvent.EVICT)
         namespace.stats.optim.evictions += 1
         self._free_slot(namespace, working)
 
@@ -157,28 +157,29 @@ class WorkingPlanner:
     # --- writes
 
     def clean_for_waiting(self, namespace: NamespaceState) -> None:
-        """Starts as many writes, as urgent as the most urgent of them, as there are requests waiting for a slot; raises writes
-        already under way where that is DEMAND."""
+        """Starts as many writes, as urgent as the most urgent of them, as there are requests waiting for a slot, of nothing that
+        the first in line spares; raises writes already under way where that is DEMAND."""
         arena = namespace.working_arena
         assert arena is not None
-        urgencies = [request.urgency for request in arena.waiting if isinstance(request, SlotRequest)]
-        if not urgencies:
+        requests = [request for request in arena.waiting if isinstance(request, SlotRequest)]
+        if not requests:
             return
-        needed, urgency = len(urgencies), min(urgencies)
-        for working in namespace.resident.values():
-            if working.state is Working.WRITING:
-                assert working.move is not None
-                if urgency is Urgency.DEMAND:
-                    self._outbox.promoted.append(working.move)
-                needed -= 1
-        self.clean(namespace, needed, urgency)
+        needed, urgency, spared = len(requests), min(request.urgency for request in requests), requests[0].spared
+        for working in namespace.in_state[Working.WRITING].values():
+            assert working.move is not None
+            if urgency is Urgency.DEMAND:
+                self._outbox.promoted.append(working.move)
+            needed -= 1
+        self.clean(namespace, needed, urgency, spared=spared)
 
-    def clean(self, namespace: NamespaceState, count: int, urgency: Urgency) -> None:
-        """Starts writing up to `count` dirty records, those first that the policy gives up first."""
+    def clean(
+        self, namespace: NamespaceState, count: int, urgency: Urgency, *, spared: Container[ExpertKey] = ()
+    ) -> None:
+        """Starts writing up to `count` dirty records, those first that the policy gives up first, none of `spared`."""
         if count <= 0:
             return
         assert namespace.working_arena is not None
-        cleanable = {working.key: working for working in _cleanable(namespace)}
+        cleanable = {working.key: working for working in _cleanable(namespace) if working.key not in spared}
         names = namespace.working_arena.policy.victims(min(count, len(cleanable)), lambda name: name not in cleanable)
         if names is None:  # fills of a param schema: they only pass through an arena whose policy ranks its `param` copies
             self._write_some(namespace, islice(cleanable.values(), count), urgency)
@@ -203,7 +204,7 @@ class WorkingPlanner:
         if extent is None:
             return False
         assert working.identity is not None
-        working.state = next_working(working.state, WorkingEvent.WRITE)
+        _change(namespace, working, WorkingEvent.WRITE)
         move = Move(MoveKind.WRITE, namespace, working, urgency, located=Located(extent, working.identity, 0))
         working.move = move
         self._outbox.moves.append(move)
@@ -225,7 +226,7 @@ class WorkingPlanner:
             self.settle_orphan(namespace, working)
             return
         if error is not None:
-            working.state = next_working(working.state, WorkingEvent.WRITE_FAILED)
+            _change(namespace, working, WorkingEvent.WRITE_FAILED)
             working.write_failures += 1
             working.write_error, working.failed_volume = error, located.extent.volume
             if working.write_failures >= WRITE_TRIES:
@@ -233,7 +234,7 @@ class WorkingPlanner:
             if working.is_cut:
                 self._wake_cut(namespace)
         else:
-            working.state = next_working(working.state, WorkingEvent.WRITTEN)
+            _change(namespace, working, WorkingEvent.WRITTEN)
             working.write_failures, working.write_error, working.failed_volume = 0, None, None
             namespace.stats.records_written += 1
             self._replace_uncommitted(namespace, working, located)
@@ -275,11 +276,11 @@ class WorkingPlanner:
             self.settle_orphan(namespace, working)
             return
         if error is not None:
-            working.state = next_working(working.state, WorkingEvent.LOAD_FAILED)
+            _change(namespace, working, WorkingEvent.LOAD_FAILED)
             self._free_slot(namespace, working)
             self.requests.fail(working, error)
         else:
-            working.state = next_working(working.state, WorkingEvent.LOADED)
+            _change(namespace, working, WorkingEvent.LOADED)
             working.optimizer_step, working.last_apply = optimizer_step, last_apply
             self.requests.land(namespace, working)
         self._wake(working)
@@ -292,7 +293,7 @@ class WorkingPlanner:
         """The caller's hold becomes the update; on return only the update's worker touches the slot."""
         assert self.may_update(working)
         working.holders = 0
-        working.state = next_working(working.state, WorkingEvent.UPDATE)
+        _change(namespace, working, WorkingEvent.UPDATE)
         working.move = Move(MoveKind.UPDATE, namespace, working, Urgency.DEMAND)
 
     def settle_update(
@@ -305,11 +306,11 @@ class WorkingPlanner:
             self.settle_orphan(namespace, working)
             return
         if error is not None:
-            working.state = next_working(working.state, WorkingEvent.UPDATE_FAILED)
+            _change(namespace, working, WorkingEvent.UPDATE_FAILED)
             self._free_slot(namespace, working)
             self.requests.fail(working, error)
         else:
-            working.state = next_working(working.state, WorkingEvent.UPDATED)
+            _change(namespace, working, WorkingEvent.UPDATED)
             working.identity = identity
             working.write_failures, working.write_error, working.failed_volume = 0, None, None
             namespace.changed.add(working.key)
@@ -343,7 +344,7 @@ class WorkingPlanner:
             namespace.working_arena.policy.forget(working.key)
         del namespace.resident[working.key]
         self.orphan_writes += working.state is Working.WRITING
-        working.state = next_working(working.state, WorkingEvent.DISCARD)
+        _change(namespace, working, WorkingEvent.DISCARD)
         working.is_orphan = True
         self.settle_orphan(namespace, working)
         self._wake(working)
@@ -364,11 +365,20 @@ class WorkingPlanner:
         working.waiters.clear()
 
 
+def _change(namespace: NamespaceState, working: WorkingCopy, event: WorkingEvent) -> None:
+    """The only place where a working copy comes into another state."""
+    before, working.state = working.state, next_working(working.state, event)
+    if before is not Working.ABSENT:
+        del namespace.in_state[before][working.key]
+    if working.state is not Working.ABSENT:
+        namespace.in_state[working.state][working.key] = working
+
+
 def _is_evictable(working: WorkingCopy) -> bool:
     return working.state is Working.CLEAN and working.holders == 0
 
 
 def _cleanable(namespace: NamespaceState) -> Iterator[WorkingCopy]:
-    """Dirty records that may be written, in the order in which they got their slots; not those whose write keeps failing."""
-    dirty = (working for working in namespace.resident.values() if working.state is Working.DIRTY)
+    """Dirty records that may be written, those first that changed longest ago; not those whose write keeps failing."""
+    dirty = namespace.in_state[Working.DIRTY].values()
     return (working for working in dirty if not working.holders and working.write_failures < WRITE_TRIES)

@@ -173,7 +173,7 @@ class Schedule:
             layer.begin(self._cursor)
 
     def _arrive_expected(self, layer: LayerUses) -> None:
-        """An apply comes by a layer more than once (what is resident goes first), for one visit of it."""
+        """An apply comes by a layer more than once (what is resident is spread among the rest), for one visit of it."""
         if layer is not self._current and layer.uses:
             self._current, self._cursor = layer, layer.next_use(self._cursor)
         if layer.wave != self._wave_number:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
 from paramstore.core.trace import Trace, TraceEvent, TraceEventKind
 from paramstore.core.visits import Visits
-from paramstore.engine.order import slots_to_clean, update_order
-from paramstore.engine.requests import Urgency
+from paramstore.engine.open_apply import Claims
+from paramstore.engine.order import absent_ahead, slots_to_clean
+from paramstore.engine.requests import SlotRequest, Urgency
 from paramstore.engine.schedules import declare_schedule
 from paramstore.policy.base import Policy
 from paramstore.sim.belady import Belady
@@ -126,18 +128,24 @@ def _apply(world: World, keys: Sequence[ExpertKey]) -> None:
     namespace, planner = world.namespace, world.planner
     world.begin_apply(keys)
     world.working_arena.policy.expect(keys)
-    queue = deque(update_order(keys, namespace.resident))
+    claims = Claims(AdamW(), 1.0)
+    planner.line_up(namespace, claims, keys, pipeline_slots=UPDATE_DEPTH)
+    queue, spared = claims.queue, claims.awaited
+
+    def hold_next() -> SlotRequest:
+        key = queue.popleft()
+        spared.discard(key)
+        return world.hold(key, spared)
+
     depth = min(UPDATE_DEPTH, world.working_arena.slots.count)
-    under_way = deque(world.hold(queue.popleft()) for _ in range(min(depth, len(queue))))
+    under_way = deque(hold_next() for _ in range(min(depth, len(queue))))
     while under_way:
         world.update(under_way.popleft())
-        ahead = [key for key, _ in zip(queue, range(depth), strict=False)]
-        planner.working.clean(
-            namespace, slots_to_clean(namespace, sum(key not in namespace.resident for key in ahead)), Urgency.WRITE_BACK
-        )
+        wanted = absent_ahead(queue, namespace.resident, depth=UPDATE_DEPTH)
+        planner.working.clean(namespace, slots_to_clean(namespace, wanted, spared), Urgency.WRITE_BACK, spared=spared)
         world.finish()
         if queue:
-            under_way.append(world.hold(queue.popleft()))
+            under_way.append(hold_next())
 
 
 def belady_policies(trace: Trace, share: float) -> Policies:

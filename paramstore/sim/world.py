@@ -6,7 +6,7 @@ leaves undone by `start` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -118,9 +118,9 @@ class World:
         self.planner.reserve_extents(self.namespace, keys)
         self.finish()
 
-    def hold(self, key: ExpertKey) -> SlotRequest:
-        """Asks for the key's working copy; finished when it is in a slot and held."""
-        request = SlotRequest(self.namespace, key)
+    def hold(self, key: ExpertKey, spared: Container[ExpertKey] = ()) -> SlotRequest:
+        """Asks for the key's working copy; finished when it is in a slot and held. spared: what is not evicted for it."""
+        request = SlotRequest(self.namespace, key, spared=spared)
         self.planner.working.request_slot(request)
         return request
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.residency import Working
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.store import Store
 from paramstore.testing.machine import Machine
@@ -21,12 +22,15 @@ class Site:
         self.view: View
         self.updated: list[ExpertKey] = []
         self.in_slots: list[int] = []
+        self.writing: list[int] = []
+        """At the start of each update, how many records were being written."""
         planner = self.store._planner
         plan_update = planner.plan_update
 
         def watched(namespace: NamespaceState, working: Any) -> Any:
             self.updated.append(working.key)
             self.in_slots.append(len(namespace.resident))
+            self.writing.append(len(namespace.in_state[Working.WRITING]))
             return plan_update(namespace, working)
 
         planner.plan_update = watched  # type: ignore[method-assign]

@@ -285,8 +285,8 @@ def test_what_is_dirty_beyond_the_limit_is_written_in_the_background_those_first
         limit(site, 3)
         site.machine.workers.pause()
         site.cleaner.clean_ahead(site.namespace, 0)
-        assert site.states() == [Working.DIRTY, Working.WRITING, Working.DIRTY, Working.DIRTY]
-        move = site.namespace.working[B].move
+        assert site.states() == [Working.DIRTY, Working.DIRTY, Working.DIRTY, Working.WRITING], "D was updated before B"
+        move = site.namespace.working[D].move
         assert move is not None
         assert move.transfer is not None
         assert move.transfer.urgency is Urgency.WRITE_BACK

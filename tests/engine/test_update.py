@@ -30,12 +30,44 @@ UPDATE_WORKERS = 2
 # --- the stream
 
 
-def test_records_in_memory_are_updated_first_and_the_rest_in_backward_order() -> None:
+def test_records_in_memory_are_updated_among_the_others_each_part_in_backward_order() -> None:
     async def scenario(site: Site) -> None:
         keys = keys_of(site.view)
-        await site.store.wait_prefetch(site.store.prefetch(site.view, [keys[5], keys[2]], "optim", None))
+        resident = [keys[5], keys[2]]
+        await site.store.wait_prefetch(site.store.prefetch(site.view, resident, "optim", None))
         await train(site.store, site.view)
-        assert site.updated == [keys[5], keys[2], *reversed([key for key in keys if key not in (keys[5], keys[2])])]
+        assert [key for key in site.updated if key in resident] == resident
+        absent = [key for key in site.updated if key not in resident]
+        assert absent == [key for key in reversed(keys) if key not in resident]
+        assert set(site.updated[-2:]).isdisjoint(resident), "they do not wait for the volumes"
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("slots", [2, 7, 9])
+def test_what_is_in_memory_waits_there_for_its_turn_while_the_rest_streams_past_it(slots: int) -> None:
+    async def scenario(site: Site) -> None:
+        site.leave_slots(slots)
+        await train(site.store, site.view)
+        for _ in range(3):
+            site.updated.clear()
+            answer = await train(site.store, site.view)
+            assert len(site.updated) == 12
+            assert answer["bytes_read"] == (12 - slots) * SCHEMA.record_bytes, "no resident record was evicted before its turn"
+            assert answer["bytes_written"] == (12 - slots) * SCHEMA.record_bytes, "and none was written before it"
+
+    on_site(scenario)
+
+
+def test_the_volumes_are_busy_before_the_last_resident_record_is_updated() -> None:
+    async def scenario(site: Site) -> None:
+        site.leave_slots(7)
+        await train(site.store, site.view)
+        resident, before = set(site.namespace.resident), len(site.updated)
+        await train(site.store, site.view)
+        writing = [site.writing[number] for number in range(before, before + 12) if site.updated[number] in resident]
+        assert writing[0] == 0
+        assert writing[-1] > 0, "slots come free already"
 
     on_site(scenario)
 
