@@ -22,7 +22,7 @@ from rich.console import Console
 from paramstore.bench import machine, table
 from paramstore.bench.context import Bench
 from paramstore.bench.experts import adamw_schema, rule_is_known
-from paramstore.bench.native_update import QUICK_CASES, measure_native
+from paramstore.bench.native_update import QUICK_CASES, SERVED_DTYPES, measure_native, measure_served
 from paramstore.bench.plan import LARGE, SMALL, Plan, RecordSize
 from paramstore.bench.report import Report, Row, encode
 from paramstore.bench.step_plot import draw_steps
@@ -76,6 +76,9 @@ def measure(file: Path, directory: Path, *, is_quick: bool, rules: list[str]) ->
         for size in (SMALL,) if is_quick else (LARGE, SMALL):
             rows += measure_size(bench, size, known, None if "DeepSpeed" in left_out else python, is_quick=is_quick)
         rows += measure_native(bench, QUICK_NATIVE_ROUNDS, QUICK_CASES) if is_quick else measure_native(bench, NATIVE_ROUNDS)
+        for size in (SMALL,) if is_quick else (LARGE, SMALL):
+            sized = replace(bench, plan=replace(bench.plan, expert_size=size))
+            rows += [measure_served(sized, dtype, QUICK_NATIVE_ROUNDS if is_quick else NATIVE_ROUNDS) for dtype in SERVED_DTYPES]
         seconds = bench.clock.now_s() - started_s
     facts = {**machine.describe(directory), "left_out": left_out}
     report = Report(machine=facts, commit=machine.commit(), command=command, date=date, seconds=seconds, rows=rows)

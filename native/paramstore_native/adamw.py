@@ -2,8 +2,7 @@
 
 - What it gives is bitwise what `torch._fused_adamw_`, `torch.add`, `torch.mul` and the casts around them give, NaN aside: a NaN is
   a NaN, which one is not promised. `kernel` checks that against torch before it hands the function out.
-- It is a matter of speed alone: without it, torch does the work. `PARAMSTORE_NATIVE=0` leaves it out; `PARAMSTORE_NATIVE=always`
-  uses it where it gains too little as well (`paramstore.optim.native_adamw` says where it gains enough).
+- It is a matter of speed alone: without it, torch does the work. `PARAMSTORE_NATIVE=0` leaves it out.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from paramstore_native.compiled import Unavailable, build
 logger = logging.getLogger(__name__)
 
 SWITCH_VARIABLE = "PARAMSTORE_NATIVE"
-ALWAYS = "always"
 SOURCE = Path(__file__).with_name("adamw.c")
 
 _lock = threading.Lock()

@@ -15,7 +15,7 @@ from paramstore.bench.plan import RecordSize
 from paramstore.bench.update_alone import UpdateAlone, Work
 from paramstore.clock import MonotonicClock
 from paramstore.errors import StoreUnavailable
-from paramstore_native.adamw import ALWAYS, SWITCH_VARIABLE, kernel
+from paramstore_native.adamw import SWITCH_VARIABLE, kernel
 
 
 class UpdateProcess:
@@ -28,7 +28,7 @@ class UpdateProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "paramstore.bench.update_process", *map(str, arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, SWITCH_VARIABLE: ALWAYS if is_native else "0"},
+            env={**os.environ, SWITCH_VARIABLE: "1" if is_native else "0"},
         )  # fmt: skip
         self.uses, self._parameters = self._answer().split()[0], 0
         self._parameters = int(self._ask("parameters"))

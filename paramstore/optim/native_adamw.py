@@ -1,24 +1,15 @@
-"""The AdamW update through the native kernel, where there is one and it pays: whole vectors, bitwise as torch gives them."""
+"""The AdamW update through the native kernel, where there is one: whole vectors, bitwise as torch gives them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import MASTER_DTYPE, Field, Schema
 from paramstore.optim.rule import Step
 from paramstore.optim.tensors import field_tensor
-from paramstore_native.adamw import ALWAYS, SWITCH_VARIABLE, kernel
+from paramstore_native.adamw import kernel
 from paramstore_native.adamw_kernel import ALIGNMENT_ELEMENTS, Span
-
-_is_always = os.environ.get(SWITCH_VARIABLE) == ALWAYS
-
-
-def pays(gradient_dtype: str, *, step_count: int, grad_scale: float) -> bool:
-    """Whether the kernel was measured to be at least 1.3 times as fast as torch (decision 22): with missed steps, or where a
-    gradient of 16 bits is scaled. Elsewhere memory bounds both."""
-    return _is_always or step_count > 1 or (grad_scale != 1.0 and gradient_dtype != MASTER_DTYPE)
 
 
 def update_vectors(
@@ -33,8 +24,6 @@ def update_vectors(
     native = kernel() if schema.kind == AdamW.kind and schema.state_dtype == MASTER_DTYPE else None
     gradient_field, param_field = schema.gradient_fields()[number], schema.part("param").fields[number]
     if native is None or not native.serves(gradient_field.dtype, param_field.dtype):
-        return 0
-    if not pays(gradient_field.dtype, step_count=len(steps), grad_scale=grad_scale):
         return 0
     elements = (end - start) // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS
     states = (schema.stored.fields[number], *(state.values for state in schema.state_fields()[number]))

@@ -42,21 +42,6 @@ def test_states_of_other_dtypes_are_left_to_torch(state_dtype: str) -> None:
     assert taken(Schema.trained("adamw", SHAPES, state_dtype=state_dtype), AdamW(), end=4096) == 0
 
 
-@pytest.mark.parametrize(
-    ("dtype", "step_count", "grad_scale", "expected"),
-    [
-        ("bfloat16", 1, 1.0, False), ("bfloat16", 1, 0.5, True), ("float16", 1, 0.5, True), ("float32", 1, 0.5, False),
-        ("float32", 2, 1.0, True), ("bfloat16", 2, 1.0, True), ("float32", 0, 1.0, False),
-    ],
-)  # fmt: skip
-def test_it_pays_with_missed_steps_and_where_16_bits_are_scaled(
-    dtype: str, step_count: int, grad_scale: float, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert native_adamw.pays(dtype, step_count=step_count, grad_scale=grad_scale) is expected
-    monkeypatch.setattr(native_adamw, "_is_always", True)
-    assert native_adamw.pays(dtype, step_count=step_count, grad_scale=grad_scale)
-
-
 def test_other_optimizers_are_left_to_torch() -> None:
     assert taken(Schema.trained("sgd", SHAPES), SGD(momentum=0.9), end=4096) == 0
 
@@ -72,7 +57,6 @@ def test_without_a_kernel_everything_is_left(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_records_come_out_as_without_it(dtype: str, ranks: int, missed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(SEED)
-    monkeypatch.setattr(native_adamw, "_is_always", True)
     schema = Schema.adamw(SHAPES, param_dtype=dtype)
     values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     gradients = [
