@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from paramstore_client.hf.progress import Progress, Report, bar, unreported
 from paramstore_client.hf.safetensors_file import Files
 from paramstore_client.initialization import Initialization
 from paramstore_client.namespace import Namespace
+from paramstore_client.origin import Origin
 from paramstore_client.tensors import DTYPES
 from paramstore_client.ticket import Ticket
 
@@ -39,7 +39,6 @@ LAST_SAVE_TIMEOUT_S = 10.0
 """How long an import that was interrupted waits for its last save."""
 VALUES_IN_FLIGHT = 2
 """One value is taken by the daemon while the next is read."""
-EXTRA_PATH_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def import_checkpoint(
     with Files() as sampled:
         fingerprint = source.fingerprint(sampled)
     with Files() as files, _reported(progress) as report:
-        extra = json.dumps({"import": {"fingerprint": fingerprint, "source": str(path)[:EXTRA_PATH_MAX]}}).encode()
+        extra = Origin(fingerprint, str(path)).to_extra()
         with namespace.begin_initialize(resume=resume, values_in_flight=VALUES_IN_FLIGHT) as initialization:
             _check_same(initialization.extra, fingerprint, path=path, name=namespace.name)
             missing = set(initialization.missing)
@@ -181,23 +180,25 @@ def check_schema(layout: ExpertLayout, namespace: Namespace) -> None:
 
 
 def check_imported(path: str | os.PathLike[str], namespace: Namespace, model: nn.Module) -> None:
-    """Raises CheckpointError if the step a reader stands on is an import of another checkpoint than that at `path`.
+    """Raises CheckpointError if the step a reader stands on is, or was trained from, another checkpoint than that at `path`.
 
-    A step that came after the import, and a directory that has no experts (the dense part of a trained model), tell nothing.
+    A step that was committed with `extra` bytes of the caller's own, and a directory that has no experts (the dense part of a
+    trained model), tell nothing.
     """
     step = namespace.view_step
     assert step is not None, "a reader stands on a step"
+    origin = Origin.from_extra(namespace.extra(step))
+    if origin is None:
+        return
     try:
-        begun = json.loads(namespace.extra(step))["import"]
-        imported, where = str(begun["fingerprint"]), str(begun["source"])
         with Files() as files:
             found = ExpertSource(model, find_layout(model), open_checkpoint(path)).fingerprint(files)
-    except (ValueError, KeyError, TypeError, CheckpointError):
+    except CheckpointError:
         return
-    if found != imported:
+    if found != origin.fingerprint:
         raise CheckpointError(
-            f"namespace {namespace.name!r} holds the experts of another checkpoint than {path}: those of {where}, imported as step "
-            f"{step} and not trained since: give another name="
+            f"namespace {namespace.name!r} holds, at step {step}, the experts of another checkpoint than {path}: they were "
+            f"imported from {origin.source}; give that path, or another name="
         )
 
 
@@ -205,15 +206,11 @@ def _check_same(extra: bytes | None, fingerprint: str, *, path: str | os.PathLik
     """Raises CheckpointError if what is there is of another checkpoint."""
     if extra is None:
         return
-    try:
-        begun = json.loads(extra)["import"]
-        other, where = str(begun["fingerprint"]), str(begun["source"])
-    except (ValueError, KeyError, TypeError) as error:
+    origin = Origin.from_extra(extra)
+    if origin is None:
+        raise CheckpointError(f"namespace {name!r} has values of an initialization that was no import: resume=False starts over")
+    if origin.fingerprint != fingerprint:
         raise CheckpointError(
-            f"namespace {name!r} has values of an initialization that was no import: resume=False starts over"
-        ) from error
-    if other != fingerprint:
-        raise CheckpointError(
-            f"the import of {name!r} was begun with another checkpoint than {path} (with {where}, fingerprint {other}; this one's "
-            f"is {fingerprint}): give that one to go on, or resume=False to start over"
+            f"the import of {name!r} was begun with another checkpoint than {path} (with {origin.source}, fingerprint "
+            f"{origin.fingerprint}; this one's is {fingerprint}): give that one to go on, or resume=False to start over"
         )

@@ -14,6 +14,7 @@ from paramstore.core.optimizers import Options
 from paramstore.errors import ConfigError, StepOutOfOrder
 from paramstore_client.answers import Result
 from paramstore_client.namespace import Namespace
+from paramstore_client.origin import Origin
 from paramstore_client.ticket import Ticket
 from paramstore_client.training.attachment import Attachment
 from paramstore_client.training.checkpoint import Manifest, check_committed, roll_to
@@ -45,6 +46,8 @@ class Experts:
         self._attachment: Attachment | None = None
         self._apply: Ticket[Result] | None = None
         self._commit: Ticket[Result] | None = None
+        self._origin: bytes | None = None
+        """What commits without `extra` of the caller's carry on; None while nobody has asked."""
         self._micro_batches = 1
         """Of the order of visits that is declared."""
 
@@ -161,10 +164,18 @@ class Experts:
         """Makes everything applied so far durable as `step`; as `Namespace.commit`, but the next call here waits for it.
 
         To be called before the dense weights of the step are saved: a step that is committed and not saved can be rolled back.
+        extra: what `namespace.extra(step)` gives later; without it, where the experts were imported from stays noted.
         """
         self.settle()
-        self._commit = self.namespace.commit(step, extra)
+        self._commit = self.namespace.commit(step, extra or self._origin_extra())
         return self._commit
+
+    def _origin_extra(self) -> bytes:
+        if self._origin is None:
+            step = self.namespace.committed_step
+            extra = b"" if step is None else self.namespace.extra(step)
+            self._origin = b"" if Origin.from_extra(extra) is None else extra
+        return self._origin
 
     def rollback(self, step: int | None = None) -> None:
         """Back to `step`, or to the committed one: what was pushed, applied and committed after it is gone.

@@ -144,6 +144,26 @@ def test_other_checkpoint_of_the_same_name_does_not_get_the_experts_of_the_first
     ps.hf.namespace(model).close()
 
 
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_nor_once_the_first_was_trained(store: ps.Store, tmp_path: Path, mode: str) -> None:
+    for seed, folder in enumerate(("a", "b")):
+        torch.manual_seed(seed)
+        auto().from_config(tiny_config("qwen3_moe")).save_pretrained(tmp_path / folder)
+    name = f"trained-{mode}"
+    model = ps.hf.from_pretrained(auto(), tmp_path / "a", store=store, name=name)
+    for step in (1, 2):
+        model(tokens(), labels=tokens()).loss.backward()
+        ps.hf.experts(model).step(lr=0.1)
+        ps.hf.experts(model).commit(step).wait()
+    with pytest.raises(CheckpointError, match=r"step 2, the experts of another checkpoint .* imported from .*/a;"):
+        ps.hf.from_pretrained(auto(), tmp_path / "b", store=store, name=name, mode=mode)
+    ps.hf.from_pretrained(auto(), tmp_path / "a", store=store, name=name, mode=mode)
+    if mode == "infer":  # else the model was fenced by its like
+        ps.hf.experts(model).commit(3, b"my own").wait()
+    model.save_pretrained(tmp_path / "dense")
+    ps.hf.from_pretrained(auto(), tmp_path / "dense", store=store, name=name, mode=mode)
+
+
 def test_copy_of_a_model_that_trains_shares_its_experts(store: ps.Store) -> None:
     model = new_model(store, "copied")
     again = copy.deepcopy(model)

@@ -1,0 +1,28 @@
+"""Where a namespace's experts came from: what an import notes in the `extra` bytes of its step, and commits after it carry on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+PATH_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A checkpoint. fingerprint: of its experts. source: its path then, for people."""
+
+    fingerprint: str
+    source: str
+
+    def to_extra(self) -> bytes:
+        return json.dumps({"import": {"fingerprint": self.fingerprint, "source": self.source[:PATH_MAX]}}).encode()
+
+    @classmethod
+    def from_extra(cls, extra: bytes) -> Origin | None:
+        """What `to_extra` gave; None if the bytes are anything else."""
+        try:
+            begun = json.loads(extra)["import"]
+            return cls(str(begun["fingerprint"]), str(begun["source"]))
+        except (ValueError, KeyError, TypeError):
+            return None
