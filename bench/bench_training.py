@@ -50,8 +50,11 @@ LEAD_STEPS, STEPS = 1, 3
 """In a row: the first one's update runs beside the second one's forward, as that of every step does."""
 CORPUS_BYTES, QUICK_CORPUS_BYTES = 8 << 20, 1 << 20
 LIMIT_BYTES = 640 << 20
-ROUNDING_BYTES = 16 << 20
+ROUNDING_BYTES = 2 << 20
 """Segments and staging are whole huge pages."""
+SETTINGS: dict[str, object] = {"held_steps": 0, "scrub_days": 0}
+SMALL_IO_WORKERS, SMALL_PIECE_BYTES = 4, 4 << 20
+"""Where the default staging leaves no room for four records."""
 SEED = 3
 
 
@@ -128,14 +131,15 @@ def measure_all(
             bench.raw_file(raw_folder, pages.optim_kind(), record_bytes=schema.record_bytes, record_count=count)
         )
         folders = {rule: stack.enter_context(bench.folder(rule)) for rule in rules}
-        budgets = {share: max(round(share * shape.states_bytes), least_budget_bytes(schema)) for share in shares}
-        rows = [_import(bench, checkpoint, folders[rule], rule, budget_bytes=min(budgets.values())) for rule in rules]
+        budgets = {share: budget_of(round(share * shape.states_bytes), schema) for share in shares}
+        smallest = min(budgets.values(), key=lambda budget: budget.size_bytes)
+        rows = [_import(bench, checkpoint, folders[rule], rule, budget=smallest) for rule in rules]
         memory = InMemory(checkpoint)
-        for number, (share, budget_bytes) in enumerate(budgets.items()):
+        for number, (share, budget) in enumerate(budgets.items()):
             bench.tell(f"training, host budget {share:.0%} of the states")
             with ExitStack() as cells:
                 ours = {
-                    rule: cells.enter_context(resumed(bench, checkpoint, folders[rule], rule, budget_bytes=budget_bytes))
+                    rule: cells.enter_context(resumed(bench, checkpoint, folders[rule], rule, budget=budget))
                     for rule in rules
                 }
                 rounds_taken = [
@@ -148,13 +152,27 @@ def measure_all(
     return rows
 
 
-def least_budget_bytes(schema: ps.Schema) -> int:
-    """What a daemon needs at least, about: quick models are so small that a share of them is less."""
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Of a daemon. settings: of its `ServeOptions`."""
+
+    size_bytes: int
+    settings: dict[str, object]
+
+
+def budget_of(size_bytes: int, schema: ps.Schema) -> Budget:
+    """`size_bytes`, with less staging where the default takes too much of it, or the least that a daemon needs, about: quick
+    models are so small that a share of them is less."""
     config = Config()
+    if size_bytes >= _least_bytes(schema, config.io_workers, config.piece_bytes):
+        return Budget(size_bytes, SETTINGS)
+    least_bytes = _least_bytes(schema, SMALL_IO_WORKERS, SMALL_PIECE_BYTES)
+    return Budget(max(size_bytes, least_bytes), {**SETTINGS, "io_workers": SMALL_IO_WORKERS, "piece_bytes": SMALL_PIECE_BYTES})
+
+
+def _least_bytes(schema: ps.Schema, io_workers: int, piece_bytes: int) -> int:
     advance_buffers = len(os.sched_getaffinity(0)) + ADVANCE_LOOKAHEAD_RECORDS
-    staging_bytes = staging_bytes_of(
-        schema, io_threads=config.io_workers, piece_bytes=config.piece_bytes, advance_buffers=advance_buffers
-    )
+    staging_bytes = staging_bytes_of(schema, io_threads=io_workers, piece_bytes=piece_bytes, advance_buffers=advance_buffers)
     return 4 * (schema.record_bytes + schema.part("param").image_bytes) + staging_bytes + ROUNDING_BYTES
 
 
@@ -182,10 +200,9 @@ class Running:
 
 
 @contextmanager
-def running(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget_bytes: int) -> Iterator[Running]:
+def running(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget: Budget) -> Iterator[Running]:
     """A daemon on the store in `folder`, and a model that trains on it: from the checkpoint, or resumed where it stopped."""
-    settings = {"held_steps": 0, "scrub_days": 0}
-    with serving(folder, host_budget_bytes=budget_bytes, settings=settings) as service:
+    with serving(folder, host_budget_bytes=budget.size_bytes, settings=budget.settings) as service:
         started_s = bench.clock.now_s()
         stored = Stored(checkpoint, service.store, name=rule, updates=rule)
         if (folder / DENSE).exists():
@@ -196,23 +213,23 @@ def running(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget_b
 
 
 @contextmanager
-def resumed(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget_bytes: int) -> Iterator[Running]:
+def resumed(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget: Budget) -> Iterator[Running]:
     """As `running`, once the daemon has nothing of its own to do."""
-    with running(bench, checkpoint, folder, rule, budget_bytes=budget_bytes) as cell:
+    with running(bench, checkpoint, folder, rule, budget=budget) as cell:
         cell.service.wait_until_quiet(bench.clock)
         yield cell
 
 
-def _import(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget_bytes: int) -> Row:
+def _import(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget: Budget) -> Row:
     """The row of the first load, which puts the checkpoint's experts into a new store; leaves a checkpoint to resume from."""
     bench.tell(f"import, {rule}")
     before_bytes = begin_peak()
-    with running(bench, checkpoint, folder, rule, budget_bytes=budget_bytes) as cell:
+    with running(bench, checkpoint, folder, rule, budget=budget) as cell:
         client_bytes = peak_bytes(os.getpid()) - before_bytes
         counted = cell.service.stats()["namespaces"][rule]
         written_bytes = float(counted["keys"]) * float(counted["record_bytes"])
     parts = {
-        "import_s": cell.resume_s, "host_peak_bytes": float(cell.resume_peak_bytes), "host_budget_bytes": float(budget_bytes),
+        "import_s": cell.resume_s, "host_peak_bytes": float(cell.resume_peak_bytes), "host_budget_bytes": float(budget.size_bytes),
         "client_peak_bytes": float(client_bytes),
     }  # fmt: skip
     return Row(
@@ -275,6 +292,7 @@ def _row(share: float, shape: Shape, cell: Running, rounds: list[tuple[list[Pair
         "host_peak_bytes": float(peak), "own_memory_bytes": float(cell.service.own_memory_bytes()),
         "client_peak_bytes": float(max(grown for _, grown in rounds)), "commit_s": cell.commit_s,
         "resume_s": cell.resume_s, "resume_host_peak_bytes": float(cell.resume_peak_bytes),
+        "budget_share": cell.service.host_budget_bytes / shape.states_bytes,
     }  # fmt: skip
     steps = [step for taken, _ in rounds for step in taken]
     return row_of(share, steps, tokens=shape.tokens, record_bytes=int(counted["record_bytes"]), facts=facts, rule=cell.rule)

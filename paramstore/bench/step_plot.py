@@ -47,6 +47,7 @@ def draw_steps(report: Report, file: Path) -> None:
     labels, seconds, colours = zip(*lines, strict=True)
     axes.barh(positions, seconds, color=colours, height=0.8)
     axes.set_yticks(positions, labels, fontsize=8)
+    axes.set_ylim(0.2, len(lines) + 0.8)
     for position, value in zip(positions, seconds, strict=True):
         axes.text(value, position, f" {value:.2f}", va="center", fontsize=8)
     axes.set_xlabel("seconds a step")

@@ -83,7 +83,6 @@ def row_of(
     parts = {
         **phases, **facts, "io_s": median(step.io_s for step in steps), "moved_bytes": median(step.moved_bytes for step in steps),
         "roofline_tokens_per_s": tokens / median(roofline_s), "efficiency": median(step.efficiency for step in steps),
-        "budget_share": share,
     }  # fmt: skip
     return judged(
         Row(
