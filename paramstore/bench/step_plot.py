@@ -64,17 +64,21 @@ def draw_training(report: Report, file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, 5.0), layout="constrained")
+    figure = Figure(figsize=(9.0, len(rows) * 2 * LINE_INCHES + EDGE_INCHES), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    positions = list(range(len(rows)))
-    axes.bar(positions, [row.value for row in rows], width=0.6, color=OURS, label="paramstore", zorder=2)
-    for name, label, colour in (("limit", "everything in memory", PEER), ("roofline", "roofline", TARGET)):
-        values = [row.parts["roofline_tokens_per_s"] if name == "roofline" else row.limit or 0.0 for row in rows]
-        axes.plot(positions, values, "_", markersize=48, markeredgewidth=2, color=colour, label=label, zorder=3)
-    axes.set_xticks(positions, [row.case for row in rows], fontsize=8)
-    axes.set_ylabel("tokens a second")
-    axes.legend(fontsize=8)
+    positions = list(range(len(rows), 0, -1))
+    axes.barh(positions, [row.value for row in rows], color=OURS, height=0.6, label="paramstore", zorder=2)
+    for position, row in zip(positions, rows, strict=True):
+        axes.text(0.0, position, f" {row.value:.0f}, {row.ratio:.2f} of memory", va="center", fontsize=8, color="white", zorder=3)
+    in_memory = [row.limit or 0.0 for row in rows]
+    roofline = [row.parts["roofline_tokens_per_s"] for row in rows]
+    for values, label, colour, length in ((in_memory, "everything in memory", PEER, 30), (roofline, "roofline", TARGET, 16)):
+        axes.plot(values, positions, "|", markersize=length, markeredgewidth=3, color=colour, label=label, zorder=4)
+    axes.set_yticks(positions, [row.case for row in rows], fontsize=8)
+    axes.set_ylim(0.3, len(rows) + 0.7)
+    axes.set_xlabel("tokens a second")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, fontsize=8, markerscale=0.4)
     figure.suptitle("Training with a part of the states in host memory", fontsize=12)
     figure.supxlabel(machine_line(report), fontsize=7.5, color="#666666")
     figure.savefig(file, dpi=130)
