@@ -36,7 +36,8 @@ class Claims:
     last_ranks: dict[ExpertKey, set[int]] = field(default_factory=dict)
     """Per key the ranks that have pushed their last gradient of it."""
     awaited: set[ExpertKey] = field(default_factory=set)
-    """Records in memory that are claimed, or probably will be, and wait for their update: an open apply evicts none of them."""
+    """Records in memory that are claimed, or probably will be, and wait for their update: the apply evicts none of them, nor has
+    them written for a slot. Requests that wait when an open one is closed still go by what it awaited before."""
     waiters: list[object] = field(default_factory=list)
     """Futures of those who wait for a change of it; opaque to the planner."""
     outcome: Future[dict[str, int] | ParamStoreError] | None = None

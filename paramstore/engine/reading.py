@@ -54,7 +54,8 @@ class Reading:
         if namespace.is_exact and namespace.broken is not None and working.identity != working.target:
             # its gradient was not applied: a step without it would be taken for the one that has it
             raise StepFailed(f"{key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
-        identity, applies, log = working.identity, namespace.applies, namespace.log
+        identity, log = working.identity, namespace.log
+        applies = min(namespace.applies, log.last)  # an open apply that was given up counts, and is in no log
         if working.state not in MAY_MATERIALISE:
             located = namespace.working_location(key)
             if located is None or located.identity != identity:  # an update tore the newest bytes
@@ -62,7 +63,7 @@ class Reading:
             optimizer_step = (await self._transfers.read_into(namespace, key, located, target)).optimizer_step
         else:
             optimizer_step = await self._copy_held(namespace, key, target)
-        if not namespace.is_exact or identity.version == applies:
+        if not namespace.is_exact or identity.version >= applies:
             return identity
         await self._make_missed(namespace, key, target, log.missed(after=identity.version, until=applies), optimizer_step)
         return Identity(log.epoch_of(applies), applies)

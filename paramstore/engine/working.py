@@ -169,7 +169,7 @@ class WorkingPlanner:
             assert working.move is not None
             if urgency is Urgency.DEMAND:
                 self._outbox.promoted.append(working.move)
-            needed -= 1
+            needed -= working.key not in spared
         self.clean(namespace, needed, urgency, spared=spared)
 
     def clean(
@@ -379,6 +379,6 @@ def _is_evictable(working: WorkingCopy) -> bool:
 
 
 def _cleanable(namespace: NamespaceState) -> Iterator[WorkingCopy]:
-    """Dirty records that may be written, those first that changed longest ago; not those whose write keeps failing."""
+    """Dirty records that may be written, those first that have been dirty longest; not those whose write keeps failing."""
     dirty = namespace.in_state[Working.DIRTY].values()
     return (working for working in dirty if not working.holders and working.write_failures < WRITE_TRIES)

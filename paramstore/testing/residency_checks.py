@@ -107,6 +107,9 @@ class ResidencyChecks:
         assert sorted(copy.slot for copy in copies) == taken(self.small.param_arena)
         self.orphans = [working for working in self.orphans if working.is_orphan and working.slot is not None]
         residents = [*self.namespace.resident.values(), *self.orphans]
+        by_state = {key: state for state, copies in self.namespace.in_state.items() for key in copies}
+        assert by_state == {key: working.state for key, working in self.namespace.resident.items()}
+        assert all(self.namespace.working[key] is copies[key] for copies in self.namespace.in_state.values() for key in copies)
         assert sorted(working.slot for working in residents if working.slot is not None) == taken(self.small.working_arena)
         for arena in (self.small.param_arena, self.small.working_arena):
             assert arena.slots.free_count + len(taken(arena)) == arena.slots.count

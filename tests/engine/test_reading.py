@@ -166,6 +166,25 @@ def test_a_gradient_that_a_broken_apply_never_took_is_no_gradient_of_zeros() -> 
     run(scenario())
 
 
+def test_an_open_apply_that_was_given_up_half_way_is_no_step_of_those_it_had_not_claimed() -> None:
+    async def scenario(store: Store, view: View) -> None:
+        claimed, other = keys_of(view)[:2]
+        apply = asyncio.ensure_future(store.begin_apply(view, OPTIONS, 1.0))
+        await turns()
+        store.push(view, [(claimed, PlainSegment(EXACT.gradient_bytes), 0)], is_last=True)
+        await turns()
+        with pytest.raises(StepFailed):
+            store.abort(view)
+        with pytest.raises(StepFailed):
+            await apply
+        assert (await read(store, view, claimed))[0] == 3
+        version, found, _ = await read(store, view, other)
+        assert version == 2
+        assert same(found, dense(1.0, [1.0, 0.0]))
+
+    on_store(scenario)
+
+
 def test_a_read_that_waited_while_another_writer_came_is_refused() -> None:
     async def scenario(store: Store, view: View) -> None:
         await view.namespace.turn.acquire()

@@ -44,7 +44,7 @@ def test_records_in_memory_are_updated_among_the_others_each_part_in_backward_or
     on_site(scenario)
 
 
-@pytest.mark.parametrize("slots", [2, 7, 9])
+@pytest.mark.parametrize("slots", [7, 9])
 def test_what_is_in_memory_waits_there_for_its_turn_while_the_rest_streams_past_it(slots: int) -> None:
     async def scenario(site: Site) -> None:
         site.leave_slots(slots)
@@ -68,6 +68,29 @@ def test_the_volumes_are_busy_before_the_last_resident_record_is_updated() -> No
         writing = [site.writing[number] for number in range(before, before + 12) if site.updated[number] in resident]
         assert writing[0] == 0
         assert writing[-1] > 0, "slots come free already"
+
+    on_site(scenario)
+
+
+def test_an_open_apply_leaves_itself_slots_when_it_is_closed() -> None:
+    async def scenario(site: Site) -> None:
+        site.leave_slots(9)
+        await train(site.store, site.view)
+        absent, *rest = [key for key in keys_of(site.view) if key not in site.namespace.resident]
+        begun = asyncio.ensure_future(site.store.begin_apply(site.view, OPTIONS, 1.0))
+        await turns()
+        claims = site.namespace.open_apply
+        assert claims is not None
+        site.pause()
+        push(site.store, site.view, [*site.namespace.resident, *rest])
+        site.store.push(site.view, [(absent, PlainSegment(SCHEMA.gradient_bytes), 0)], is_last=True)
+        await turns()
+        ended = asyncio.ensure_future(site.store.end_apply(site.view))
+        await turns(1)
+        assert 0 < len(claims.awaited & site.namespace.resident.keys()) <= 9 - UPDATE_WORKERS - LOOKAHEAD_RECORDS
+        site.resume()
+        await ended
+        await begun
 
     on_site(scenario)
 

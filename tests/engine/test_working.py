@@ -10,7 +10,7 @@ from paramstore.core.residency import IllegalTransition, Working
 from paramstore.core.schema import Schema
 from paramstore.engine.moves import Move, MoveKind
 from paramstore.engine.namespace import WorkingCopy
-from paramstore.engine.requests import Urgency
+from paramstore.engine.requests import SlotRequest, Urgency
 from paramstore.errors import VolumeError
 from paramstore.testing.small_planner import SmallPlanner
 from paramstore.testing.working_desk import A, B, C, D, desk, in_state
@@ -341,3 +341,18 @@ def test_a_param_schema_s_record_leaves_the_arena_as_soon_as_it_is_written() -> 
     assert small.param_arena.slots.free_count == 2
     assert working.state is Working.ABSENT
     small.check()
+
+
+def test_what_a_request_spares_is_not_written_for_it_and_frees_no_slot_for_it() -> None:
+    small = desk()
+    small.update(A)
+    small.update(B)
+    small.begin_write(A)
+    small.planner.working.request_slot(SlotRequest(small.namespace, C, spared={A}))
+    assert small.namespace.working[B].state is Working.WRITING, "A comes free, and not for this one"
+
+    small = desk()
+    small.update(A)
+    small.update(B)
+    small.planner.working.request_slot(SlotRequest(small.namespace, C, spared={A}))
+    assert [small.namespace.working[key].state for key in (A, B)] == [Working.DIRTY, Working.WRITING]

@@ -167,7 +167,8 @@ class Experts:
         extra: what `namespace.extra(step)` gives later; without it, where the experts were imported from stays noted.
         """
         self.settle()
-        self._commit = self.namespace.commit(step, extra or self._origin_extra())
+        origin = self._origin_extra()  # before a first `extra` of the caller's hides it
+        self._commit = self.namespace.commit(step, extra or origin)
         return self._commit
 
     def _origin_extra(self) -> bytes:

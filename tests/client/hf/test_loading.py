@@ -154,7 +154,7 @@ def test_nor_once_the_first_was_trained(store: ps.Store, tmp_path: Path, mode: s
     for step in (1, 2):
         model(tokens(), labels=tokens()).loss.backward()
         ps.hf.experts(model).step(lr=0.1)
-        ps.hf.experts(model).commit(step).wait()
+        ps.hf.experts(model).commit(step, b"my own" if step == 1 else b"").wait()
     with pytest.raises(CheckpointError, match=r"step 2, the experts of another checkpoint .* imported from .*/a;"):
         ps.hf.from_pretrained(auto(), tmp_path / "b", store=store, name=name, mode=mode)
     ps.hf.from_pretrained(auto(), tmp_path / "a", store=store, name=name, mode=mode)
