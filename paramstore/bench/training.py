@@ -1,8 +1,8 @@
 """Training throughput with a part of the states in host memory, beside everything in memory; what the device allows in each cell.
 
 A step of ours cannot be faster than its bytes through the device, nor than the same step with everything in memory: the roofline
-is the slower of the two. A cell holds its target if it reaches the asked share of the in-memory rate, or the asked share of the
-roofline, whichever is lower. Bytes are those that the daemon moved in the steps, rates those of raw I/O beside them.
+is the slower of the two. A cell holds its target if it reaches the asked share of the in-memory rate, or, where
+the device is the slower one, the asked share of the roofline, whichever is lower. Bytes are those that the daemon moved in the steps, rates those of raw I/O beside them.
 The default update rule, `exact`, does what the model in memory does, and is held to its losses; `touched` stands beside it.
 """
 
@@ -66,8 +66,9 @@ class PairedStep:
 
 
 def target_of(share: float, steps: Sequence[PairedStep]) -> float:
-    """What is asked of a cell's ratio: the lower of its share and the share of the roofline."""
-    return min(TARGETS[share], ROOFLINE_TARGET * median(step.roofline_ratio for step in steps))
+    """What is asked of a cell's ratio: its share; where the device bounds the step, the share of the roofline if that is lower."""
+    roofline = median(step.roofline_ratio for step in steps)
+    return min(TARGETS[share], ROOFLINE_TARGET * roofline) if roofline < 1.0 else TARGETS[share]
 
 
 def row_of(

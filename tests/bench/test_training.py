@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramstore.bench.training import (
+    TARGETS,
     TOUCHED,
     PairedStep,
     Phases,
@@ -34,6 +35,10 @@ def test_the_roofline_is_the_slower_of_memory_and_device() -> None:
 @pytest.mark.parametrize(("io_s", "expected"), [(0.5, 0.60), (1.0, 0.60), (2.0, 0.425)])
 def test_the_lower_of_share_and_roofline_is_asked_for(io_s: float, expected: float) -> None:
     assert target_of(0.1, [step(2.0, io_s=io_s)] * 3) == pytest.approx(expected)
+
+
+def test_where_the_device_is_fast_enough_nothing_is_let_off() -> None:
+    assert target_of(1.0, [step(2.0, io_s=0.9)] * 3) == TARGETS[1.0]
 
 
 def test_a_row_gives_tokens_phases_and_efficiency() -> None:
