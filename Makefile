@@ -11,11 +11,13 @@ SEED ?= 1000
 
 setup: $(VENV)/.ready
 
-# torch's CPU build first: whatever depends on torch would otherwise bring gigabytes of CUDA along.
+# torch first: whatever depends on it would otherwise choose its build. Where the index in use has CUDA's build by default, as
+# PyPI has for Linux, `make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu` takes the CPU's, gigabytes smaller.
+TORCH_INDEX ?=
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 

@@ -3,10 +3,12 @@
     torchrun --standalone --nproc-per-node 2 examples/finetune_qwen3_moe.py --model MODEL [--text TEXT] [--out RUN] [--steps N]
 
 MODEL is a checkpoint of transformers; without it a small random one is made, whose tokens are bytes. The same command again goes
-on from the last checkpoint, however the run before ended, and comes to the same weights.
+on from the last checkpoint, however the run before ended (of Ctrl-C torchrun tells at length), and comes to the same weights.
+The daemon stays, for whoever reads what was trained: `kill $(cat finetune-run/store/lock)` ends it.
 """
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
@@ -62,7 +64,7 @@ def main(arguments):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm counts the experts
         optimizer.step()
         optimizer.zero_grad()
-        print(f"rank {rank} step {step} loss {loss.item()!r}", flush=True)
+        print(f"rank {rank} step {step} loss {loss.item()!r}\n", end="", flush=True)  # in one write: ranks share the terminal
         if step % EVERY == 0 or step == arguments.steps:
             experts.commit(step).wait()  # durable, before the dense part is
             dcp.save(state, checkpoint_id=out / f"step-{step:06}")
@@ -100,6 +102,8 @@ def draw(tokens, *, step, rank):
 def read_tokens(text, path):
     files = sorted(text.glob("*.md")) if text.is_dir() else [text]
     data = "\n".join(file.read_text() for file in files)
+    if len(data) < 8 * CONTEXT:
+        raise SystemExit(f"--text {text}: {len(data)} characters are too few for batches of {CONTEXT} tokens")
     if (Path(path) / "small").exists():
         return torch.tensor(list(data.encode()))
     return torch.tensor(AutoTokenizer.from_pretrained(path)(data)["input_ids"])
@@ -125,4 +129,11 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("finetune-run"), help="the store and the checkpoints")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--host-budget", default="64MiB")
-    main(parser.parse_args())
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as the first lines of --help have it")
+    if not arguments.text.exists():
+        parser.error(f"--text {arguments.text}: no such file or folder")
+    if arguments.model and Path(arguments.model).is_absolute() and not Path(arguments.model, "config.json").exists():
+        parser.error(f"--model {arguments.model}: no config.json there")
+    main(arguments)

@@ -101,6 +101,12 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < SMALL_VALUE else f"{value:,.0f}"
 
 
+def short_commit(commit: str) -> str:
+    """Its first digits, and whether the tree had changes."""
+    digits, mark, _ = commit.partition("+")
+    return digits[:12] + ("+changes" if mark else "")
+
+
 def machine_line(report: Report) -> str:
     """One line under tables and pictures: where these figures come from."""
     facts = report.machine
@@ -108,5 +114,5 @@ def machine_line(report: Report) -> str:
     memory = format_size(memory_bytes) if isinstance(memory_bytes, int) else "?"
     return (
         f"{facts.get('cpu')}, {facts.get('cores')} cores, {memory}, Linux {facts.get('kernel')}, {facts.get('file_system')}; "
-        f"commit {report.commit[:12]}, {report.date}"
+        f"commit {short_commit(report.commit)}, {report.date}"
     )

@@ -1,8 +1,9 @@
 """Training throughput with a part of the states in host memory, beside everything in memory; what the device allows in each cell.
 
 A step of ours cannot be faster than its bytes through the device, nor than the same step with everything in memory: the roofline
-is the slower of the two. A cell holds its target if it reaches the asked share of the in-memory rate, or, where
-the device is the slower one, the asked share of the roofline, whichever is lower. Bytes are those that the daemon moved in the steps, rates those of raw I/O beside them.
+is the slower of the two. A cell holds its target if it reaches the asked share of the in-memory rate, or, where the device is
+the slower one, the asked share of the roofline, whichever is lower. Bytes are those that the daemon moved in the steps, rates
+those of raw I/O beside them.
 The default update rule, `exact`, does what the model in memory does, and is held to its losses; `touched` stands beside it.
 """
 

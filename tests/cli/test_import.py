@@ -62,6 +62,9 @@ def test_exit_codes_tell_what_went_wrong(
     assert capsys.readouterr().out == ""
     assert paramstore("import", str(tmp_path / "none"), "--namespace", "x", "--socket", daemon.address) == 1
     assert "CheckpointError" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert paramstore("import", str(tmp_path / "empty"), "--namespace", "x", "--socket", daemon.address) == 1
+    assert f"CheckpointError: {tmp_path / 'empty'} is no checkpoint of transformers" in capsys.readouterr().err
     assert paramstore("import", str(path)) == 2
     words = ("--model", str(path), "--out", str(tmp_path / "out"), "--socket", daemon.address)
     assert paramstore("export", "unknown", *words) == 1

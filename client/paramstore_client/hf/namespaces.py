@@ -7,7 +7,7 @@ to read while they make it. A writer that would be refused is refused before it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paramstore.core.schema import Schema
@@ -64,11 +64,16 @@ def _checked(reader: Namespace, check: Check | None) -> Namespace:
 
 def _check_same(known: Mapping[str, Any], layout: ExpertLayout, schema: Schema) -> None:
     """Raises SchemaMismatch if the namespace that `Store.namespaces` told of is not of that layout and schema."""
-    found = Schema.from_description(known["schema"]).describe(), list(known["layers"]), known["experts"]
-    wanted = schema.describe(), list(layout.layers), layout.experts
-    for what, held, asked in zip(("schema", "layers", "experts per layer"), found, wanted, strict=True):
-        if held != asked:
-            raise SchemaMismatch(f"namespace {known['name']!r} has the {what} {held}, asked was {asked}: give another name=")
+    found = _facts(Schema.from_description(known["schema"]), known["layers"], known["experts"])
+    for what, asked in _facts(schema, layout.layers, layout.experts).items():
+        if found[what] != asked:
+            raise SchemaMismatch(f"namespace {known['name']!r} has {what} {found[what]!r}, asked was {asked!r}: give another name=")
+
+
+def _facts(schema: Schema, layers: Iterable[int], experts: int) -> dict[str, object]:
+    """All that must be equal, by the words for people."""
+    described = {**schema.describe(), "updates": schema.updates, "state_dtype": schema.state_dtype}
+    return {**described, "layers": list(layers), "experts per layer": experts}
 
 
 def _make(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paramstore.core.schema import dtype_name
+from paramstore.errors import CheckpointError
 from paramstore_client.hf import _compat
 from paramstore_client.hf.checkpoint import checkpoint_directory
 from paramstore_client.hf.refusals import check_config
@@ -21,7 +22,10 @@ def skeleton(path: str | os.PathLike[str], *, dtype: str | None = None) -> Any:
     Raises CheckpointError, UnsupportedModel, ConfigError, SchemaMismatch for an unknown dtype.
     """
     directory = checkpoint_directory(path)
-    config = _compat.load_config(directory, local_files_only=True)
+    try:
+        config = _compat.load_config(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory} is no checkpoint of transformers: {str(error).splitlines()[0]}") from error
     check_config(config)
     transformers = _compat.transformers()
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)

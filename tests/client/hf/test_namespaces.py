@@ -71,13 +71,13 @@ def test_inference_namespace_is_made_from_a_checkpoints_own_bytes(address: str) 
             assert torch.equal(lease[5, 3]["w"], torch.full((8, 8), 3.0))
 
 
-@pytest.mark.parametrize("wrong", ["schema", "layers"])
+@pytest.mark.parametrize("wrong", ["updates", "layers"])
 def test_refused_writer_does_not_fence_the_one_at_work(address: str, wrong: str) -> None:
     layout = ExpertLayout({0: "layers.0.experts"}, 4, LAYOUT.tensors) if wrong == "layers" else LAYOUT
-    schema = LAYOUT.schema(updates="exact") if wrong == "schema" else SCHEMA
+    schema = LAYOUT.schema(updates="exact") if wrong == "updates" else SCHEMA
     with ps.connect(address) as store, ps.connect(address) as other:
         trainer = open_experts(store, f"busy-{wrong}", LAYOUT, SCHEMA, mode="train", fill=fill)
-        with pytest.raises(SchemaMismatch, match=f"has the {wrong} .*another name="):
+        with pytest.raises(SchemaMismatch, match=f"has {wrong} .*another name="):
             open_experts(other, f"busy-{wrong}", layout, schema, mode="train", fill=refuse)
         trainer.commit(1).wait()
 
