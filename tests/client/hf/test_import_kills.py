@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import signal
 import subprocess
@@ -31,24 +32,22 @@ class Importer:
 
     def __init__(self, address: str, path: Path, name: str, *, stop_at: int = -1, save_every_s: float = 10.0) -> None:
         command = [sys.executable, "-m", "paramstore.testing.importer", address, str(path), name, str(stop_at), str(save_every_s)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-        )
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._said = ""
 
     def until(self, line: str) -> None:
         """Returns when it has printed `line`."""
         assert self.process.stdout is not None
-        while True:
+        while f"{line}\n" not in self._said:
             ready, _, _ = select.select([self.process.stdout], [], [], LIMIT_S)
-            assert ready, "it says nothing"
-            found = self.process.stdout.readline()
-            assert found, self.process.communicate(timeout=LIMIT_S)[1]
-            if found.strip() == line:
-                return
+            assert ready, f"it says nothing after {self._said!r}"
+            data = os.read(self.process.stdout.fileno(), 4096)  # a buffered line would be nothing that select sees
+            assert data, self.process.communicate(timeout=LIMIT_S)[1]
+            self._said += data.decode()
 
     def go_on(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(b"\n")
         self.process.stdin.flush()
 
     def result(self) -> dict[str, Any]:
