@@ -61,12 +61,3 @@ def namespace(empty_namespace: ps.Namespace, values: Callable[[tuple[int, int]],
 def open_descriptors() -> Callable[[], int]:
     """How many file descriptors this process has open now."""
     return lambda: len(os.listdir("/proc/self/fd"))
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """These tensors are small: threads only wait for each other."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)

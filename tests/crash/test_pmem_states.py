@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 
 from paramstore.core.key import KeySpace
 from paramstore.core.place import Identity
@@ -90,17 +89,8 @@ Store = Callable[[Mapping, int, memoryview], None]
 
 
 @pytest.fixture(autouse=True)
-def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+def _quiet(caplog: pytest.LogCaptureFixture, one_thread: None) -> None:
     caplog.set_level(logging.CRITICAL, logger="paramstore")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> object:
-    """Records of a few KiB: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,11 @@ from paramstore.testing.parity import Comparison, Reference, Stored, Trial, batc
 from paramstore.testing.saved_models import check_equal_files, tensors_of
 from paramstore_client.hf.export_checkpoint import export_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 STEPS = 6
 FP32 = torch.float32
 BUDGETS = ("--host-budget", "8MiB", "--volume-size", "160MiB")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are small: threads only wait for each other."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
 
 
 def text() -> torch.Tensor:

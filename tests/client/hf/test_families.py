@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from paramstore.testing.moe_models import FAMILIES, Twin, tiny_config, tokens
 from paramstore_client.hf import _compat
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The backward of the stock batched_mm adds in the order of its threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+"""The backward of the stock batched_mm adds in the order of its threads."""
 
 
 @pytest.mark.parametrize("kernel", _compat.KERNELS)

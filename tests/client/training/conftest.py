@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 import paramstore_client as ps
 from paramstore.testing.daemon_process import QUIET, DaemonProcess
@@ -17,12 +16,8 @@ _names = (f"moe{number}" for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are small: threads only wait for each other."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
+def _small_tensors(one_thread: None) -> None:
+    """Of all tests here."""
 
 
 @pytest.fixture(scope="module")
