@@ -12,6 +12,7 @@ from paramstore.storage.recovery import open_store
 from paramstore.storage.volume import Volume
 from paramstore.testing.crash_check import Verdict, verify_ledger, verify_space
 from paramstore.testing.crash_life import NAME, State
+from paramstore.testing.volumes import WrappedVolume
 
 
 def reopen(config: Config, steps: Mapping[int, State]) -> Verdict:
@@ -53,23 +54,14 @@ def _verify(config: Config, contents: Contents, volumes: Mapping[int, Volume], s
     return Verdict(True, found.committed_step, tuple(found.steps()))
 
 
-class AlignedReads:
+class AlignedReads(WrappedVolume):
     """`inner`, which takes buffers of any address: O_DIRECT wants whole pages, the checks read into a bytearray."""
-
-    def __init__(self, inner: Volume) -> None:
-        self._inner = inner
-        self.index = inner.index
-        self.tier = inner.tier
-
-    @property
-    def size_bytes(self) -> int:
-        return self._inner.size_bytes
 
     def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
         for buffer in into:
             with mmap.mmap(-1, buffer.nbytes) as pages:
                 with memoryview(pages) as aligned:
-                    self._inner.read(offset_bytes, [aligned])
+                    super().read(offset_bytes, [aligned])
                 buffer.cast("B")[:] = pages[:]
             offset_bytes += buffer.nbytes
 
@@ -81,9 +73,3 @@ class AlignedReads:
 
     def grow(self, size_bytes: int) -> None:
         raise AssertionError("opening a store grows nothing")
-
-    def describe(self) -> dict[str, object]:
-        return self._inner.describe()
-
-    def close(self) -> None:
-        self._inner.close()

@@ -72,14 +72,36 @@ class MemoryCatalog:
             raise CatalogError("memory catalog: it is closed")
 
 
-class FaultyCatalog:
+class WrappedCatalog:
+    """`inner` as it is: what a catalog begins with that does one thing otherwise."""
+
+    def __init__(self, inner: Catalog) -> None:
+        self.inner = inner
+
+    def load(self) -> Contents:
+        return self.inner.load()
+
+    def reserve(self, row_count: int) -> None:
+        self.inner.reserve(row_count)
+
+    def apply(self, change: Change) -> None:
+        self.inner.apply(change)
+
+    def reopen(self) -> None:
+        self.inner.reopen()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FaultyCatalog(WrappedCatalog):
     """`inner`, but the `fail_at`-th `apply` (from 1; 0: none) raises CatalogError, its outcome being `outcome`.
 
     Until `reopen`, every later `apply` raises too and changes nothing, as LMDB's panic does.
     """
 
     def __init__(self, inner: Catalog, *, fail_at: int, outcome: Literal["lost", "durable"]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.applies = 0
         self._fail_at = fail_at
         self._outcome: Literal["lost", "durable"] = outcome
@@ -88,12 +110,6 @@ class FaultyCatalog:
     def fail_next(self, outcome: Literal["lost", "durable"]) -> None:
         """The next `apply` raises."""
         self._fail_at, self._outcome = self.applies + 1, outcome
-
-    def load(self) -> Contents:
-        return self.inner.load()
-
-    def reserve(self, row_count: int) -> None:
-        self.inner.reserve(row_count)
 
     def apply(self, change: Change) -> None:
         if self._is_panicked:
@@ -110,9 +126,6 @@ class FaultyCatalog:
     def reopen(self) -> None:
         self._is_panicked = False
         self.inner.reopen()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def _copy(contents: Contents) -> Contents:

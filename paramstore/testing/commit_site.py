@@ -8,9 +8,10 @@ from typing import Any
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
 from paramstore.errors import CatalogError, VolumeError
-from paramstore.storage.catalog import Catalog, Change, Contents
+from paramstore.storage.catalog import Catalog, Change
 from paramstore.storage.format import Superblock, extents_start_bytes
 from paramstore.storage.volume import Volume
+from paramstore.testing.catalogs import WrappedCatalog
 from paramstore.testing.machine import Machine
 from paramstore.testing.small_store import create, run, train
 from paramstore.testing.volumes import FaultyVolume
@@ -41,30 +42,21 @@ class RecordingVolume(FaultyVolume):
         self.events.append((stage, self.index))
 
 
-class RecordingCatalog:
+class RecordingCatalog(WrappedCatalog):
     """Tells what is done to it; `failing` is the call that raises."""
 
     def __init__(self, inner: Catalog, events: list[Event]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.events = events
         self.failing = ""
 
-    def load(self) -> Contents:
-        return self.inner.load()
-
     def reserve(self, row_count: int) -> None:
         self._pass("reserve")
-        self.inner.reserve(row_count)
+        super().reserve(row_count)
 
     def apply(self, change: Change) -> None:
         self._pass("apply")
-        self.inner.apply(change)
-
-    def reopen(self) -> None:
-        self.inner.reopen()
-
-    def close(self) -> None:
-        self.inner.close()
+        super().apply(change)
 
     def _pass(self, stage: str) -> None:
         if stage == self.failing:

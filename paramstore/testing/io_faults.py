@@ -22,12 +22,12 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from paramstore.core.place import Tier
 from paramstore.errors import CatalogError, VolumeError
 from paramstore.storage.catalog import Catalog, Change, Contents
 from paramstore.storage.format import Superblock, extents_start_bytes
 from paramstore.storage.volume import ALIGNMENT_BYTES
-from paramstore.testing.volumes import SECTOR_BYTES, Keep, MemoryVolume, page_aligned
+from paramstore.testing.catalogs import WrappedCatalog
+from paramstore.testing.volumes import SECTOR_BYTES, Keep, MemoryVolume, WrappedVolume, page_aligned
 
 KINDS = ("EIO", "ENOSPC", "short", "EINTR")
 VOLUME_SITES = ("read", "write", "flush", "grow")
@@ -192,24 +192,13 @@ class SharingVolume(ForgetfulVolume):
         super().grow(size_bytes)
 
 
-class ScriptedVolume:
+class ScriptedVolume(WrappedVolume):
     """`disk`, whose calls fail as the script says. Passes everything else on."""
 
     def __init__(self, disk: ForgetfulVolume, script: Script) -> None:
+        super().__init__(disk)
         self.disk = disk
         self._script = script
-
-    @property
-    def index(self) -> int:
-        return self.disk.index
-
-    @property
-    def tier(self) -> Tier:
-        return self.disk.tier
-
-    @property
-    def size_bytes(self) -> int:
-        return self.disk.size_bytes
 
     def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
         kind = self._script.kind_of_failure("read")
@@ -247,40 +236,34 @@ class ScriptedVolume:
         kind = self._script.kind_of_failure("grow")
         if kind is not None:
             raise self._failure(f"growth to {size_bytes} bytes", kind)
-        self.disk.grow(size_bytes)
-
-    def describe(self) -> dict[str, object]:
-        return self.disk.describe()
-
-    def close(self) -> None:
-        self.disk.close()
+        super().grow(size_bytes)
 
     def _failure(self, what: str, kind: str) -> VolumeError:
         return VolumeError(f"volume {self.index} (scripted): {what} failed: {REASONS[kind]}")
 
 
-class ScriptedCatalog:
+class ScriptedCatalog(WrappedCatalog):
     """`inner`, whose calls fail as the script says. After a failed `apply` it takes nothing until it is reopened, as LMDB."""
 
     def __init__(self, inner: Catalog, script: Script) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._script = script
         self._is_panicked = False
 
     def load(self) -> Contents:
         self._fail_if_due("load")
-        return self.inner.load()
+        return super().load()
 
     def reserve(self, row_count: int) -> None:
         self._fail_if_due("reserve")
-        self.inner.reserve(row_count)
+        super().reserve(row_count)
 
     def apply(self, change: Change) -> None:
         if self._is_panicked:
             raise CatalogError("catalog (scripted): an earlier transaction failed and its outcome is unknown: reopen")
         kind = self._script.kind_of_failure("apply")
         if kind in (None, "short", "EINTR"):
-            self.inner.apply(change)
+            super().apply(change)
         if kind is not None:
             self._is_panicked = True
             raise _catalog_failure("apply", kind)
@@ -288,10 +271,7 @@ class ScriptedCatalog:
     def reopen(self) -> None:
         self._fail_if_due("reopen")
         self._is_panicked = False
-        self.inner.reopen()
-
-    def close(self) -> None:
-        self.inner.close()
+        super().reopen()
 
     def _fail_if_due(self, site: str) -> None:
         kind = self._script.kind_of_failure(site)

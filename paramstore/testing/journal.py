@@ -11,14 +11,13 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from paramstore.core.place import Tier
 from paramstore.core.schema import round_up
 from paramstore.errors import VolumeError
-from paramstore.storage.catalog import Catalog, Change, Contents
+from paramstore.storage.catalog import Catalog, Change
 from paramstore.storage.volume import ALIGNMENT_BYTES, Volume
-from paramstore.testing.catalogs import MemoryCatalog
+from paramstore.testing.catalogs import MemoryCatalog, WrappedCatalog
 from paramstore.testing.machine import Machine
-from paramstore.testing.volumes import Keep, MemoryVolume
+from paramstore.testing.volumes import Keep, MemoryVolume, WrappedVolume
 
 
 class Wrote(NamedTuple):
@@ -72,29 +71,14 @@ class Journal:
         machine.catalog = JournaledCatalog(machine.catalog, self)
 
 
-class JournaledVolume:
+class JournaledVolume(WrappedVolume):
     """`inner`, whose writes and flushes are written down. It does not grow: give the machine volumes of a fixed size."""
 
     def __init__(self, inner: Volume, journal: Journal) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.failing: list[str] = []
         """`write` or `flush`: the next call of it fails, once per entry; of a write the first half reaches the disk."""
         self._journal = journal
-
-    @property
-    def index(self) -> int:
-        return self.inner.index
-
-    @property
-    def tier(self) -> Tier:
-        return self.inner.tier
-
-    @property
-    def size_bytes(self) -> int:
-        return self.inner.size_bytes
-
-    def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
-        self.inner.read(offset_bytes, into)
 
     def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
         whole = b"".join(data)
@@ -124,35 +108,17 @@ class JournaledVolume:
     def grow(self, size_bytes: int) -> None:
         raise AssertionError("a journaled volume has a fixed size")
 
-    def describe(self) -> dict[str, object]:
-        return self.inner.describe()
 
-    def close(self) -> None:
-        self.inner.close()
-
-
-class JournaledCatalog:
+class JournaledCatalog(WrappedCatalog):
     """`inner`, whose transactions are written down."""
 
     def __init__(self, inner: Catalog, journal: Journal) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._journal = journal
-
-    def load(self) -> Contents:
-        return self.inner.load()
-
-    def reserve(self, row_count: int) -> None:
-        self.inner.reserve(row_count)
 
     def apply(self, change: Change) -> None:
         self.inner.apply(change)
         self._journal.events.append(Applied(copy.deepcopy(change)))
-
-    def reopen(self) -> None:
-        self.inner.reopen()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class Replay:

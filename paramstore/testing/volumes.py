@@ -187,7 +187,38 @@ class Fault(NamedTuple):
         return operation == self.operation and (number == self.nth or (self.forever and number > self.nth))
 
 
-class FaultyVolume:
+class WrappedVolume:
+    """`inner` as it is: what a volume begins with that does one thing otherwise."""
+
+    def __init__(self, inner: Volume) -> None:
+        self.inner = inner
+        self.index = inner.index
+        self.tier = inner.tier
+
+    @property
+    def size_bytes(self) -> int:
+        return self.inner.size_bytes
+
+    def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
+        self.inner.read(offset_bytes, into)
+
+    def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
+        self.inner.write(offset_bytes, data)
+
+    def flush(self) -> None:
+        self.inner.flush()
+
+    def grow(self, size_bytes: int) -> None:
+        self.inner.grow(size_bytes)
+
+    def describe(self) -> dict[str, object]:
+        return self.inner.describe()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FaultyVolume(WrappedVolume):
     """`inner`, some calls of which fail, leaving garbage in a read's buffers and in the first half of a write's range.
 
     calls: how often each operation was called, so that a test can sweep over every site; fired: how many
@@ -195,23 +226,11 @@ class FaultyVolume:
     """
 
     def __init__(self, inner: Volume, plan: Sequence[Fault]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.plan = tuple(plan)
         self.calls: Counter[str] = Counter()
         self.fired = 0
         self._lock = threading.Lock()
-
-    @property
-    def index(self) -> int:
-        return self.inner.index
-
-    @property
-    def tier(self) -> Tier:
-        return self.inner.tier
-
-    @property
-    def size_bytes(self) -> int:
-        return self.inner.size_bytes
 
     def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
         failure = self._count("read")
@@ -236,19 +255,13 @@ class FaultyVolume:
         failure = self._count("flush")
         if failure is not None:
             raise failure
-        self.inner.flush()
+        super().flush()
 
     def grow(self, size_bytes: int) -> None:
         failure = self._count("grow")
         if failure is not None:
             raise failure
-        self.inner.grow(size_bytes)
-
-    def describe(self) -> dict[str, object]:
-        return self.inner.describe()
-
-    def close(self) -> None:
-        self.inner.close()
+        super().grow(size_bytes)
 
     def _count(self, operation: Operation) -> VolumeError | None:
         with self._lock:
