@@ -14,7 +14,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.fsck.check import check as check_store
 from paramstore.fsck.check import rebuild
 from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.dense_model import DenseState, Gradients
+from paramstore.testing.experts import Expert, State, Tensors, check_expert, trained
 
 LAYERS, EXPERTS, SHAPE = 2, 4, (32, 64)
 pytestmark = pytest.mark.slow
@@ -28,30 +28,29 @@ def options_at(step: int) -> ps.AdamW:
     return ps.AdamW(lr=0.01 * (step + 1), weight_decay=0.1)
 
 
-def gradients_at(step: int) -> Gradients:
+def gradients_at(step: int) -> dict[ExpertKey, Tensors]:
     generator = torch.Generator().manual_seed(step)
     return {key: {"w": torch.randn(SHAPE, generator=generator).to(torch.bfloat16)} for key in HIT[step]}
 
 
-def states() -> list[DenseState]:
+def states() -> list[State]:
     """What torch makes of it: the initial state, and that after each step."""
-    found = [DenseState.initial(KEYS, {"w": SHAPE[0] * SHAPE[1]})]
+    generator = torch.Generator().manual_seed(1)
+    found: list[State] = [{key: Expert.initial({"w": torch.randn(SHAPE, generator=generator)}) for key in KEYS}]
     for step in range(len(HIT)):
-        flat = {key: {"w": fields["w"].flatten()} for key, fields in gradients_at(step).items()}
-        found.append(found[-1].after(flat, options_at(step)))
+        found.append(trained(found[-1], gradients_at(step), options_at(step), is_exact=True))
     return found
 
 
-def check(namespace: ps.Namespace, expected: DenseState) -> None:
+def check(namespace: ps.Namespace, expected: State) -> None:
     """What is leased and read is the expected state."""
     with namespace.acquire(KEYS) as lease:
         for key in KEYS:
-            assert torch.equal(lease[key]["w"].flatten(), expected.row(key, "master", "w").to(torch.bfloat16)), key
+            assert torch.equal(lease[key]["w"], expected[key].masters["w"].to(torch.bfloat16)), key
     for key in KEYS:
         record = namespace.read(key)
-        for prefix in ("master", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(record[f"{prefix}/w"].flatten(), expected.row(key, prefix, "w")), (key, prefix)
-        assert torch.equal(record["w"].flatten(), expected.row(key, "master", "w").to(torch.bfloat16)), key
+        check_expert(record, expected[key], key=key, step="this")
+        assert torch.equal(record["w"], expected[key].masters["w"].to(torch.bfloat16)), key
 
 
 def train(namespace: ps.Namespace, step: int) -> None:
@@ -66,7 +65,7 @@ def test_a_killed_daemon_goes_on_with_torchs_dense_states(serve: Callable[..., D
     with ps.connect(daemon.address) as store:
         schema = ps.adamw_schema({"w": SHAPE}, updates="exact")
         writer = store.create_namespace("moe", schema, layers=LAYERS, experts=EXPERTS)
-        writer.initialize(lambda key: {"w": torch_states[0].row(key, "master", "w").view(SHAPE)})
+        writer.initialize(lambda key: torch_states[0][key].masters)
         writer.commit(0).wait()
         for step in range(4):
             train(writer, step)
@@ -94,7 +93,7 @@ def test_fsck_rebuilds_an_exact_store(serve: Callable[..., DaemonProcess], tmp_p
     with ps.connect(daemon.address) as store:
         schema = ps.adamw_schema({"w": SHAPE}, updates="exact")
         writer = store.create_namespace("moe", schema, layers=LAYERS, experts=EXPERTS)
-        writer.initialize(lambda key: {"w": torch_states[0].row(key, "master", "w").view(SHAPE)})
+        writer.initialize(lambda key: torch_states[0][key].masters)
         for step in range(5):
             train(writer, step)
             writer.commit(step).wait()

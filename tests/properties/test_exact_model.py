@@ -1,5 +1,5 @@
 """An exact namespace is torch's dense optimizer over all experts, bit for bit, whatever happens to it: see
-`paramstore/testing/exact_trial.py`, and `exact_ranks_trial.py` for two ranks.
+`paramstore/testing/store_trial.py`, and `ranks_trial.py` for two ranks.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
-from paramstore.testing.exact_ranks_trial import RanksTrial
-from paramstore.testing.exact_run import run_seed
+from paramstore.testing.ranks_trial import RanksTrial
+from paramstore.testing.store_trial import ACTS
+from paramstore.testing.trial_run import run_seed
 
 FEW = 6
 """Missed steps of a record at most: few, so that records catch up and logs are cut in every run."""
@@ -23,12 +24,13 @@ def _few_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_exact_namespace_is_torchs_dense_optimizer(seed: int) -> None:
-    assert run_seed(seed, rounds=2, acts=30).figures["checked"] > 50
+    assert run_seed(seed, updates="exact", rounds=2, acts=30).figures["checked"] > 50
 
 
 @pytest.mark.slow
 def test_an_exact_namespace_is_torchs_dense_optimizer_over_many_seeds() -> None:
-    figures = sum((run_seed(seed).figures for seed in range(100, 250)), Counter[str]())
+    figures = sum((run_seed(seed, updates="exact").figures for seed in range(100, 250)), Counter[str]())
+    assert all(figures[act] > 20 for act in ACTS)
     assert figures["checked"] > 50_000
     assert figures["records_advanced"] > 5_000
     assert figures["records_caught_up"] > 500
@@ -36,12 +38,12 @@ def test_an_exact_namespace_is_torchs_dense_optimizer_over_many_seeds() -> None:
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_it_is_with_ranks_that_get_lost(seed: int) -> None:
-    assert run_seed(seed, rounds=2, acts=30, kind=RanksTrial).figures["checked"] > 50
+    assert run_seed(seed, updates="exact", rounds=2, acts=30, kind=RanksTrial).figures["checked"] > 50
 
 
 @pytest.mark.slow
 def test_it_is_with_ranks_that_get_lost_over_many_seeds() -> None:
-    figures = sum((run_seed(seed, kind=RanksTrial).figures for seed in range(500, 550)), Counter[str]())
+    figures = sum((run_seed(seed, updates="exact", kind=RanksTrial).figures for seed in range(500, 550)), Counter[str]())
     assert figures["checked"] > 25_000
     assert figures["lost"] > 150
     assert figures["records_caught_up"] > 250
@@ -51,5 +53,5 @@ def test_it_is_with_ranks_that_get_lost_over_many_seeds() -> None:
 def test_records_may_miss_as_many_steps_as_the_log_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paramstore.core.apply_log.MISSED_MAX", 128)
     monkeypatch.setattr("paramstore.engine.catch_up.LATE_AFTER", 64)
-    figures = sum((run_seed(seed, rounds=2, acts=60).figures for seed in range(400, 420)), Counter[str]())
+    figures = sum((run_seed(seed, updates="exact", rounds=2, acts=60).figures for seed in range(400, 420)), Counter[str]())
     assert figures["missed_steps_made"] > 2 * figures["records_advanced"]

@@ -1,7 +1,10 @@
-"""Random calls, faults and crashes on an exact namespace beside the dense model of it. Everything comes from one seed.
+"""Random calls, faults and crashes on a namespace beside the model of what the calls mean. Everything comes from one seed.
 
-Whatever the interleaving, in small arenas: each lease and each record read has the bits that torch's dense optimizer gives, for the
-writer those of all applies called before, for a reader those of its step; after a crash the same holds of every step there is.
+Checked, whatever the interleaving, in small arenas:
+- each lease and each record read has the bits that torch's optimizer gives: for the writer those of all applies called before, for
+  a reader those of its step;
+- after a crash: last acknowledged step <= reopened step <= last started, and the same holds of every step there is;
+- nothing hangs, and no slot, lease, buffer or extent leaks.
 """
 
 from __future__ import annotations
@@ -12,55 +15,63 @@ from collections.abc import Coroutine, Sequence
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
+from paramstore.engine.arena import Arena
 from paramstore.engine.namespace import ParamCopy, View
 from paramstore.engine.requests import LeaseRequest
 from paramstore.engine.store import Store
-from paramstore.errors import CapacityError, LeaseError, StepDropped, TicketCancelled, WriterFenced
-from paramstore.optim.tensors import field_tensor
-from paramstore.testing.dense_model import DenseState
+from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, TicketCancelled, WriterFenced
+from paramstore.storage.format import extents_start_bytes
+from paramstore.testing.experts import Expert, State, Tensors, trained
+from paramstore.testing.images import gradient_of, initial_of, random_values, values_in
 from paramstore.testing.machine import Machine, PlainSegment
 
 NAME = "moe"
-SHAPES = {"w": (4, 16), "v": (32,)}
-ELEMENTS = {"w": 64, "v": 32}
+SHAPES = ({"w": (4, 16), "v": (32,)}, {"w": (3, 5), "v": (7,)})
 KEYS: list[ExpertKey] = [(layer, expert) for layer in range(2) for expert in range(5)]
 ACTS = {
-    "apply": 9, "apply nothing": 2, "commit": 4, "prepare": 1, "lease": 9, "reader": 2, "read step": 2, "reader lease": 6,
+    "apply": 9, "apply nothing": 2, "commit": 5, "prepare": 1, "lease": 9, "reader": 2, "read step": 2, "reader lease": 6,
     "reader read": 3, "refresh": 2, "prefetch": 5, "reader prefetch": 2, "evict": 2, "write back": 2, "read": 4, "settle": 3,
     "rollback": 1, "reopen": 1, "close": 1, "snapshot": 1, "drop snapshot": 1,
 }  # fmt: skip
 """How often each is chosen."""
-Gradients = dict[ExpertKey, dict[str, torch.Tensor]]
+ALONE = ("settle", "rollback", "reopen", "prepare", "snapshot")
+"""Acts for which everything under way must have ended."""
+Gradients = dict[ExpertKey, Tensors]
 
 
-class ExactTrial:
+class StoreTrial:
     """One seed's run."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, updates: str) -> None:
+        """updates: the namespace's update rule."""
         self.random = Random(seed)
         dtype = self.random.choice(("float32", "bfloat16"))
-        self.schema = Schema.adamw(SHAPES, param_dtype=dtype, updates="exact")
+        self.schema = Schema.adamw(self.random.choice(SHAPES), param_dtype=dtype, updates=updates)
         self.dtype = getattr(torch, dtype)
         self.machine = Machine(
-            seed=seed, host_budget_bytes=self.random.choice((13, 20)) << 20, volume_count=self.random.choice((1, 2)),
-            policy=self.random.choice(("lru", "decayed_lfu", "schedule")), retained_steps=self.random.choice((2, 3)),
-            held_steps=self.random.choice((0, 1, 2)),
+            seed=seed, host_budget_bytes=self.random.choice((11, 13, 20)) << 20, volume_count=self.random.choice((1, 2)),
+            policy=self.random.choice(("lru", "decayed_lfu", "schedule")), prefill=self.random.random() < 0.3,
+            retained_steps=self.random.choice((2, 2, 3)), held_steps=self.random.choice((0, 1, 2)),
         )  # fmt: skip
-        self.working = DenseState.initial(KEYS, ELEMENTS)
-        self.history: list[DenseState] = []
+        self.working: State = {key: Expert.initial(random_values(self.schema, number)) for number, key in enumerate(KEYS)}
+        self.history: list[State] = []
         """What every apply made, in call order."""
-        self.steps: dict[int, DenseState] = {}
+        self.steps: dict[int, State] = {}
+        self.snapshots: set[int] = set()
         self.acknowledged = self.started = -1
         self.next_step, self.next_lease, self.next_gradient = 0, 1, seed << 20
         self.tasks: list[asyncio.Future[Any]] = []
         self.readers: list[View] = []
+        self.calls: list[tuple[View, asyncio.Future[Any]]] = []
+        """Reads and prefetches of readers."""
         self.figures = Counter[str]()
-        """`checked`: copies leased and records read that were compared; the rest as the store's own figures name them."""
+        """Each act by its name; `checked`: copies leased and records read that were compared; the rest as the store names them."""
         self.store: Store
         self.writer: View
 
@@ -68,10 +79,8 @@ class ExactTrial:
         self.store = self.machine.start()
         self.writer = await self.open_writer(is_new=True)
         await self.store.initialize_begin(self.writer)
-        for key in KEYS:
-            values = {name: self.working.row(key, "master", name) for name in SHAPES}
-            initial = self.image(values, self.schema.initial_fields(), self.schema.initial_bytes)
-            await self.store.initialize_put(self.writer, key, initial.view(0, self.schema.initial_bytes))
+        for key, expert in self.working.items():
+            await self.store.initialize_put(self.writer, key, initial_of(self.schema, expert.masters))
         await self.store.initialize_end(self.writer)
         for _ in range(self.random.choice((0, 0, 2))):  # applies before the first commit
             self.apply()
@@ -86,32 +95,22 @@ class ExactTrial:
 
     def shrink_arenas(self) -> None:
         """Takes slots away, so that eviction, waiting and streaming happen at this small size."""
-        namespace = self.writer.namespace
-        for arena, least in ((namespace.working_arena, 2), (namespace.param_arena, 3)):
+        self.stolen: dict[Arena, int] = {}
+        for arena, least in ((self.writer.namespace.working_arena, 2), (self.writer.namespace.param_arena, 3)):
             assert arena is not None
-            arena.planned_slots = self.random.randint(least, 8)
-            while arena.slots.free_count and arena.slots.count > arena.planned_slots + self.stolen(arena):
+            self.stolen[arena], arena.planned_slots = 0, self.random.randint(least, 8)
+            while arena.slots.free_count and arena.slots.count > arena.planned_slots + self.stolen[arena]:
                 arena.slots.take()
-                arena.stolen = self.stolen(arena) + 1  # type: ignore[attr-defined]
-
-    @staticmethod
-    def stolen(arena: Any) -> int:
-        return getattr(arena, "stolen", 0)
-
-    @staticmethod
-    def image(values: dict[str, torch.Tensor], fields: Any, length_bytes: int) -> PlainSegment:
-        segment = PlainSegment(length_bytes)
-        for field in fields:
-            field_tensor(segment.view(0, length_bytes), field).copy_(values[field.name])
-        return segment
+                self.stolen[arena] += 1
 
     # --- the writer's calls
 
-    def apply(self, *, share: float = 0.4) -> asyncio.Future[Any]:
-        """share: of the keys, those with a gradient."""
-        gradients, options = self.push(share), self.options()
+    def apply(self, *, share: float | None = None) -> asyncio.Future[Any]:
+        """share: of the keys, those with a gradient; drawn if None."""
+        gradients = self.push(self.random.choice((0.2, 0.2, 0.4, 1.0)) if share is None else share)
+        options = self.options()
         applying = self.store.apply(self.writer, options, 1.0)
-        self.working = self.working.after(gradients, options)
+        self.working = trained(self.working, gradients, options, is_exact=self.schema.updates == "exact")
         self.history.append(self.working)
         return self.task(applying)
 
@@ -120,14 +119,12 @@ class ExactTrial:
         return self.push_as(self.writer, share)
 
     def push_as(self, view: View, share: float) -> Gradients:
-        gradients, entries = Gradients(), []
+        gradients = Gradients()
         for key in [key for key in KEYS if self.random.random() < share]:
             self.next_gradient += 1
-            generator = torch.Generator().manual_seed(self.next_gradient)
-            fields = {name: torch.randn(count, generator=generator).to(self.dtype) for name, count in ELEMENTS.items()}
-            gradients[key] = fields
-            entries.append((key, self.image(fields, self.schema.gradient_fields(), self.schema.gradient_bytes), 0))
-        self.store.push(view, entries)
+            values = random_values(self.schema, self.next_gradient)
+            gradients[key] = {name: value.to(self.dtype) for name, value in values.items()}
+        self.store.push(view, [(key, gradient_of(self.schema, fields), 0) for key, fields in gradients.items()])
         return gradients
 
     def options(self) -> AdamW:
@@ -139,23 +136,25 @@ class ExactTrial:
         betas = (self.random.choice((0.0, 0.85, 0.9)), self.random.choice((0.95, 0.999)))
         return AdamW(lr=0.05, betas=betas, eps=1e-6, weight_decay=self.random.choice((0.0, 0.1)))
 
-    def commit(self) -> asyncio.Future[Any]:
+    def take_step(self) -> int:
+        """The number of a step that is begun now."""
         step = self.next_step
         self.next_step += self.random.randint(1, 3)
-        self.steps[step], self.started = self.working, step
-        return self.task(self.acknowledge(step))
+        self.steps[step] = self.working
+        return step
+
+    def commit(self) -> asyncio.Future[Any]:
+        self.started = self.take_step()
+        return self.task(self.acknowledge(self.started))
 
     async def acknowledge(self, step: int) -> None:
-        await self.store.commit(self.writer, step, b"")
+        await self.store.commit(self.writer, step, extra_of(step))
         self.acknowledged = max(step, self.acknowledged)
 
     async def prepare(self) -> None:
         """A step in two halves; what is leased in between has missed steps all the same."""
-        await self.settle()
-        step = self.next_step
-        self.next_step += 1
-        self.steps[step] = self.working
-        await self.store.prepare(self.writer, step, b"")
+        step = self.take_step()
+        await self.store.prepare(self.writer, step, extra_of(step))
         for _ in range(3):
             self.lease(self.writer, self.working)
         await self.settle()
@@ -167,65 +166,63 @@ class ExactTrial:
             await self.rollback(self.acknowledged)
 
     async def rollback(self, step: int) -> None:
-        snapshots = self.store.snapshots(self.writer)
-        if snapshots and snapshots[-1] > step:
+        """Refused before a snapshot; readers of later steps have lost them."""
+        if any(snapshot > step for snapshot in self.snapshots):
+            with pytest.raises(StepFailed, match="is a snapshot"):
+                await self.store.rollback(self.writer, step)
             return
         await self.store.rollback(self.writer, step)
         self.working, self.acknowledged, self.started = self.steps[step], step, step
 
     # --- looking
 
-    def lease(self, view: View, expected: DenseState) -> None:
-        """Asks for some keys; their bits are checked twice with others' work in between, then released."""
-        keys = self.random.sample(KEYS, self.random.randint(1, 3))
+    def lease(self, view: View, expected: State, keys: Sequence[ExpertKey] = ()) -> None:
+        """Asks for `keys`, or some; their bits are checked twice with others' work in between, then released."""
+        keys = keys or self.random.sample(KEYS, self.random.randint(1, 3))
         lease_id, self.next_lease = self.next_lease, self.next_lease + 1
         try:
             request = self.store.acquire(view, lease_id, keys, "param")
         except (CapacityError, LeaseError, StepDropped):
             return
-        self.task(self.use_lease(view, lease_id, request, expected, len(self.history)))
+        self.task(self.use_lease(request, expected, len(self.history)))
 
-    async def use_lease(self, view: View, lease_id: int, request: LeaseRequest, expected: DenseState, called_at: int) -> None:
+    async def use_lease(self, request: LeaseRequest, expected: State, called_at: int) -> None:
         try:
             await self.store.wait_lease(request, 10.0)
         except (StepDropped, TicketCancelled, WriterFenced):
             return
         # a writer's lease that had to wait for slots sees what was called until it got them
-        states = [expected] if view.step is not None else [expected, *self.history[called_at:]]
-        self.check_lease(view, request.copies, states)
+        states = [expected] if request.view.step is not None else [expected, *self.history[called_at:]]
+        self.check_lease(request, states)
         for _ in range(self.random.randint(0, 30)):
             await asyncio.sleep(0)
-        self.check_lease(view, request.copies, states)
-        self.store.release(view, lease_id)
+        self.check_lease(request, states)
+        self.store.release(request.view, request.lease_id)
 
-    def check_lease(self, view: View, copies: Sequence[ParamCopy], states: list[DenseState]) -> None:
+    def check_lease(self, request: LeaseRequest, states: list[State]) -> None:
         """The lease's bits are those of one of `states`, all of them of the same."""
-        assert any(self.is_of_state(view, copies, state) for state in states), (
-            [(copy.key, copy.identity, copy.base) for copy in copies], [state.step for state in states], view.step
-        )  # fmt: skip
-        self.figures["checked"] += len(copies)
-
-    def is_of_state(self, view: View, copies: Sequence[ParamCopy], state: DenseState) -> bool:
-        arena = view.namespace.param_arena
-        assert arena is not None
-        return all(
-            torch.equal(field_tensor(arena.view(copy.slot), field), state.row(copy.key, "master", field.name).to(self.dtype))
-            for copy in copies
-            for field in self.schema.part("param").fields
+        assert any(all(self.is_of_expert(copy, state[copy.key]) for copy in request.copies) for state in states), (
+            [(copy.key, copy.identity, copy.base, [state[copy.key].updates for state in states]) for copy in request.copies],
+            request.view.step,
         )
+        self.figures["checked"] += len(request.copies)
 
-    async def read(self, view: View, key: ExpertKey, expected: DenseState) -> None:
+    def is_of_expert(self, copy: ParamCopy, expert: Expert) -> bool:
+        arena = self.writer.namespace.param_arena
+        assert arena is not None
+        found = values_in(arena.view(copy.slot), self.schema.part("param").fields)
+        return all(torch.equal(found[name], value.to(self.dtype)) for name, value in expert.masters.items())
+
+    async def read(self, view: View, key: ExpertKey, expected: State) -> None:
         target = PlainSegment(self.schema.record_bytes).view(0, self.schema.record_bytes)
         try:
             identity = await self.store.read(view, key, target)
         except StepDropped:
             assert view.is_dropped
             return
-        assert identity.version == expected.step
-        for field in self.schema.stored.fields:
-            prefix, name = field.name.split("/")
-            found = field_tensor(target, field)
-            assert torch.equal(found, expected.row(key, prefix, name)), (key, field.name, identity, expected.step)
+        assert identity.version == expected[key].updates
+        for name, value in values_in(target, self.schema.stored.fields).items():
+            assert torch.equal(value.flatten(), expected[key].fields[name].flatten()), (key, name, identity)
         self.figures["checked"] += 1
 
     # --- acts
@@ -243,15 +240,20 @@ class ExactTrial:
         """One random call."""
         name = self.random.choices(list(ACTS), list(ACTS.values()))[0]
         keys = self.random.sample(KEYS, self.random.randint(1, 6))
-        if name.startswith("reader ") and self.readers:
-            self.act_as_reader(name, keys)
-        elif name in ("settle", "rollback", "reopen", "prepare", "snapshot", "drop snapshot"):
+        self.figures[name] += 1
+        if name in ALONE:
             await self.settle()
             await self.act_alone(name)
+        elif name.startswith("reader ") and self.readers:
+            self.act_as_reader(name, keys)
         elif name in ("reader", "read step") and len(self.readers) < 3:
             await self.open_reader(self.random.choice(self.store.steps(self.writer)) if name == "read step" else None)
         elif name in ("refresh", "close") and self.readers:
             self.move_reader(name)
+        elif name == "drop snapshot" and self.snapshots:
+            step = self.random.choice(sorted(self.snapshots))
+            self.snapshots.remove(step)
+            await self.store.drop_snapshot(self.writer, step)
         else:
             self.act_as_writer(name, keys)
 
@@ -281,8 +283,8 @@ class ExactTrial:
         assert view.step is not None
         if name == "reader lease":
             self.lease(view, self.steps[view.step])
-        elif name == "reader read" and not view.leases:
-            self.task(self.read(view, keys[0], self.steps[view.step]))
+        elif name == "reader read":
+            self.calls.append((view, self.task(self.read(view, keys[0], self.steps[view.step]))))
         elif name == "reader prefetch":
             self.prefetch(view, keys, "param")
 
@@ -291,7 +293,7 @@ class ExactTrial:
         if self.random.random() < 0.3:
             self.store.cancel_prefetch(request)
         else:
-            self.task(self.store.wait_prefetch(request))
+            self.calls.append((view, self.task(self.store.wait_prefetch(request))))
 
     async def open_reader(self, step: int | None) -> None:
         try:
@@ -300,9 +302,9 @@ class ExactTrial:
             assert step != self.acknowledged  # a commit under way drops it
 
     def move_reader(self, name: str) -> None:
-        """One that has no lease, and of which no read is under way."""
+        """One that has no lease, and of which no call is under way."""
         view = self.random.choice(self.readers)
-        if view.leases or any(not task.done() for task in self.tasks):
+        if view.leases or any(caller is view and not call.done() for caller, call in self.calls):
             return
         if name == "refresh":
             self.store.refresh(view)
@@ -312,15 +314,15 @@ class ExactTrial:
 
     async def act_alone(self, name: str) -> None:
         """Nothing else is under way."""
-        steps, snapshots = self.store.steps(self.writer), self.store.snapshots(self.writer)
+        steps = self.store.steps(self.writer)
         if name == "rollback":
             await self.rollback(self.random.choice(steps))
         elif name == "prepare":
             await self.prepare()
         elif name == "snapshot":
-            await self.store.snapshot(self.writer, self.random.choice(steps))
-        elif name == "drop snapshot" and snapshots:
-            await self.store.drop_snapshot(self.writer, self.random.choice(snapshots))
+            step = self.random.choice(steps)
+            await self.store.snapshot(self.writer, step)
+            self.snapshots.add(step)
         elif name == "reopen":
             old, self.writer = self.writer, await self.open_writer()
             self.store.close_view(old)
@@ -333,17 +335,22 @@ class ExactTrial:
         stats = self.writer.namespace.stats
         for name in ("records_updated", "records_caught_up", "records_advanced", "missed_steps_made", "commits"):
             self.figures[name] += getattr(stats, name)
-        self.tasks.clear()
-        self.readers.clear()
+        for forgotten in (self.tasks, self.readers, self.calls):
+            forgotten.clear()
         await self.machine.crash(keeps_random_writes=True)
         self.store = self.machine.start()
         self.writer = await self.open_writer()
+        await self.check_reopened()
+        self.shrink_arenas()
+
+    async def check_reopened(self) -> None:
+        """A new writer stands at a step that it may stand at, and goes on from it."""
         step = self.writer.namespace.committed_step
         assert step is not None
         assert self.acknowledged <= step <= self.started
-        self.acknowledged, self.working = step, self.steps[step]
+        self.acknowledged, self.started, self.working = step, step, self.steps[step]
+        assert self.snapshots == set(self.store.snapshots(self.writer)) <= set(self.store.steps(self.writer))
         await self.check_all()
-        self.shrink_arenas()
 
     async def check_all(self) -> None:
         """Every record, of the writer and of every step."""
@@ -351,27 +358,38 @@ class ExactTrial:
             await self.read(self.writer, key, self.working)
         for step in self.store.steps(self.writer):
             view = await self.store.admission.open(NAME, mode="read", at=step, host_bytes=None)
+            assert self.store.extra(view, step) == extra_of(step)
             for key in KEYS:
                 await self.read(view, key, self.steps[step])
-                self.lease_one(view, key, self.steps[step])
+                self.lease(view, self.steps[step], [key])
                 await self.settle()
             self.store.close_view(view)
 
-    def lease_one(self, view: View, key: ExpertKey, expected: DenseState) -> None:
-        lease_id, self.next_lease = self.next_lease, self.next_lease + 1
-        request = self.store.acquire(view, lease_id, [key], "param")
-        self.task(self.use_lease(view, lease_id, request, expected, len(self.history)))
-
     def check_nothing_leaked(self) -> None:
-        """Every slot and buffer is accounted for once nobody uses anything."""
+        """Every slot, buffer and extent is accounted for once nobody uses anything."""
         namespace = self.writer.namespace
         assert namespace.param_arena is not None
         assert namespace.working_arena is not None
-        assert namespace.advances is not None
-        assert not namespace.advances.waiting
-        assert not namespace.advances.running
-        assert len(namespace.advances.free) == len(set(map(id, namespace.advances.free))) > 0
+        for view in (self.writer, *self.readers):
+            assert not view.leased
+            assert not view.leases
+        if namespace.advances is not None:
+            assert not namespace.advances.waiting
+            assert not namespace.advances.running
+            assert len(namespace.advances.free) == len(set(map(id, namespace.advances.free))) > 0
         copies = sum(len(found) for found in namespace.copies.values())
         for arena, used in ((namespace.param_arena, copies), (namespace.working_arena, len(namespace.resident))):
-            assert arena.slots.count - arena.slots.free_count - self.stolen(arena) == used
+            assert arena.slots.count - arena.slots.free_count - self.stolen[arena] == used
         assert all(working.holders == 0 and working.move is None for working in namespace.working.values())
+        extents = {*namespace.ledger.extents()}
+        for working in namespace.working.values():
+            extents |= {working.uncommitted.extent} if working.uncommitted is not None else set()
+            extents |= {working.reserved} if working.reserved is not None else set()
+        space, used_bytes = self.store._planner.space, len(extents) * self.schema.record_bytes
+        start_bytes = sum(extents_start_bytes(self.store._committer._superblocks[index]) for index in self.machine.disks)
+        taken_bytes = sum(volume.size_bytes - volume.free_bytes - volume.prefilling_bytes for volume in space.stats())
+        assert taken_bytes - start_bytes == used_bytes == space.held_bytes(NAME)
+
+
+def extra_of(step: int) -> bytes:
+    return b"extra of %d" % step

@@ -1,4 +1,4 @@
-"""Runs a trial of an exact namespace from its seed: rounds of random calls, each of which ends in a crash."""
+"""Runs a store's trial from its seed: rounds of random calls, each of which ends in a crash."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 
 import torch
 
-from paramstore.errors import StepFailed
-from paramstore.testing.exact_trial import ExactTrial
+from paramstore.errors import ParamStoreError
+from paramstore.testing.store_trial import StoreTrial
 
 
-async def run_trial(trial: ExactTrial, *, rounds: int, acts: int) -> ExactTrial:
+async def live(trial: StoreTrial, *, rounds: int, acts: int) -> None:
     await trial.begin()
     for number in range(rounds):
         for _ in range(acts):
@@ -25,21 +25,22 @@ async def run_trial(trial: ExactTrial, *, rounds: int, acts: int) -> ExactTrial:
             if trial.writer.namespace.prepared_step is None:
                 await trial.check_all()
         await trial.crash()
-    return trial
 
 
 def run_seed(
-    seed: int, *, rounds: int = 4, acts: int = 40, timeout_s: float = 60.0, kind: type[ExactTrial] = ExactTrial
-) -> ExactTrial:
+    seed: int, *, updates: str, rounds: int = 4, acts: int = 40, timeout_s: float = 60.0, kind: type[StoreTrial] = StoreTrial
+) -> StoreTrial:
     """The trial of `seed`, whose checks all passed. Whatever it raises tells the seed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # records of a few hundred bytes: more threads only wait for each other
+    trial = kind(seed, updates=updates)
     try:
-        return asyncio.run(asyncio.wait_for(run_trial(kind(seed), rounds=rounds, acts=acts), timeout_s))
-    except StepFailed as error:
+        asyncio.run(asyncio.wait_for(live(trial, rounds=rounds, acts=acts), timeout_s))
+    except ParamStoreError as error:
         raise AssertionError(f"seed {seed}: {error!r}") from error
     except BaseException as error:
         error.add_note(f"seed {seed}")
         raise
     finally:
         torch.set_num_threads(threads)
+    return trial

@@ -1,7 +1,7 @@
-"""The trial of `exact_trial` with two ranks that write together, in an order of visits that they declare, and that get lost.
+"""The trial of `store_trial` with two ranks that write together, in an order of visits that they declare, and that get lost.
 
-The bits of the dense model hold whichever rank pushes, leases or calls; after a rank is gone they hold of every step that is there,
-once all have opened the namespace again.
+The bits of torch's optimizer hold whichever rank pushes, leases or calls; after a rank is gone they hold of every step that is
+there, once all have opened the namespace again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from paramstore.engine.collective import Call
 from paramstore.engine.namespace import View, WriterGroup
 from paramstore.engine.ranks import Arrival
 from paramstore.errors import LeaseError, RankLost, StepFailed, TicketCancelled, WriterFenced
-from paramstore.testing.dense_model import DenseState
-from paramstore.testing.exact_trial import NAME, ExactTrial, Gradients
+from paramstore.testing.experts import State
+from paramstore.testing.store_trial import NAME, Gradients, StoreTrial
 
 RANKS = 2
 LOSES = 0.04
@@ -26,11 +26,11 @@ LOST = (RankLost, WriterFenced, StepFailed, LeaseError, TicketCancelled, asyncio
 """What calls under way may end with when a rank is gone."""
 
 
-class RanksTrial(ExactTrial):
+class RanksTrial(StoreTrial):
     """One seed's run. writers: by rank; `writer` is the one that calls next."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, *, updates: str) -> None:
+        super().__init__(seed, updates=updates)
         self.writers: dict[int, View] = {}
         self.group = 0
 
@@ -67,7 +67,7 @@ class RanksTrial(ExactTrial):
                 total[key] = {name: total[key][name] + value for name, value in fields.items()} if key in total else fields
         return total
 
-    async def read(self, view: View, key: ExpertKey, expected: DenseState) -> None:
+    async def read(self, view: View, key: ExpertKey, expected: State) -> None:
         """Where an apply was given up a record is read as it stands before that; its identity says so."""
         try:
             await super().read(view, key, expected)
@@ -101,11 +101,7 @@ class RanksTrial(ExactTrial):
         tasks, self.tasks = self.tasks, []
         found = await asyncio.gather(*tasks, return_exceptions=True)
         check_outcomes(found)
-        step = self.writer.namespace.committed_step
-        assert step is not None
-        assert self.acknowledged <= step <= self.started
-        self.acknowledged, self.started, self.working = step, step, self.steps[step]
-        await self.check_all()
+        await self.check_reopened()
 
 
 def check_outcomes(found: list[Any]) -> None:

@@ -1,0 +1,39 @@
+"""Memory that holds the values of fields: what initial values and gradients come in, and what a lease or a read gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from paramstore.core.schema import Field, Schema
+from paramstore.optim.tensors import field_tensor
+from paramstore.testing.experts import Tensors
+from paramstore.testing.machine import PlainSegment
+
+
+def random_values(schema: Schema, seed: int) -> dict[str, Tensor]:
+    """Random fp32 values of every parameter field."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape, _ in schema.specs}
+
+
+def initial_of(schema: Schema, values: Tensors) -> memoryview:
+    return _filled(schema.initial_fields(), values, schema.initial_bytes).view(0, schema.initial_bytes)
+
+
+def gradient_of(schema: Schema, values: Tensors) -> PlainSegment:
+    return _filled(schema.gradient_fields(), values, schema.gradient_bytes)
+
+
+def _filled(fields: Iterable[Field], values: Tensors, length_bytes: int) -> PlainSegment:
+    segment = PlainSegment(length_bytes)
+    for field in fields:
+        field_tensor(segment.view(0, length_bytes), field).copy_(values[field.name].flatten())
+    return segment
+
+
+def values_in(image: memoryview, fields: Iterable[Field]) -> dict[str, Tensor]:
+    """A copy of what an image holds now, in the shapes of its fields."""
+    return {field.name: field_tensor(image, field).clone().view(field.shape) for field in fields}
