@@ -11,7 +11,8 @@ from paramstore.storage.catalog import Catalog, Contents
 from paramstore.storage.recovery import open_store
 from paramstore.storage.volume import Volume
 from paramstore.testing.crash_check import Verdict, verify_ledger, verify_space
-from paramstore.testing.crash_life import NAME, State
+from paramstore.testing.crash_life import NAME
+from paramstore.testing.experts import State
 from paramstore.testing.volumes import WrappedVolume
 
 

@@ -15,7 +15,8 @@ from paramstore.config import Config, PolicyConfig
 from paramstore.daemon import assembly
 from paramstore.storage.lock import StoreLock
 from paramstore.testing.block_mounts import disk_at
-from paramstore.testing.crash_life import HOST_BYTES, NAME, PIECE_BYTES, Act, Life, State
+from paramstore.testing.crash_life import HOST_BYTES, NAME, PIECE_BYTES, Act, Life
+from paramstore.testing.experts import State
 from paramstore.testing.machine import Machine
 
 CATALOG_DISK, FIRST_VOLUME_DISK = 0, 1

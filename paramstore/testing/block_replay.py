@@ -28,8 +28,9 @@ from paramstore.testing.block_mounts import DISK_BYTES, LoopDevice, detach, disk
 from paramstore.testing.crash_check import Verdict
 from paramstore.testing.crash_disk import FULL, CrashDisk
 from paramstore.testing.crash_disk import State as Crash
-from paramstore.testing.crash_life import Act, State
+from paramstore.testing.crash_life import Act
 from paramstore.testing.crash_states import Promise
+from paramstore.testing.experts import State
 from paramstore.testing.journal import Event, Flushed, Noted
 
 PAGE_BYTES = mmap.PAGESIZE

@@ -27,7 +27,8 @@ from paramstore.storage.volume import Volume, check_range
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.crash_disk import PAGE_SHIFT, VOLUME_SHIFT, CrashDisk, Effect, NumberedCatalog, copied
 from paramstore.testing.crash_initialization import draft_number
-from paramstore.testing.crash_life import KEYS, NAME, SCHEMA, State, extra_of
+from paramstore.testing.crash_life import KEYS, NAME, SCHEMA, extra_of, image_of
+from paramstore.testing.experts import State
 from paramstore.testing.volumes import MemoryVolume
 
 RECHECK_EVERY = 16
@@ -268,8 +269,8 @@ def verify_record(
         missed = ledger.log_at(step).missed(after=located.identity.version, until=row.applies)
         advance(SCHEMA, image, key=key, missed=missed, optimizer_step=optimizer_step)
         optimizer_step += len(missed)
-    assert image[part.header_bytes :] == state[key].image, f"bytes of {key} at {place} are of another step"
-    assert optimizer_step == state[key].step, f"step of {key} at {place}"
+    assert image[part.header_bytes :] == image_of(state[key]), f"bytes of {key} at {place} are of another step"
+    assert optimizer_step == state[key].updates, f"step of {key} at {place}"
     assert header.sequence <= namespace.sequence, f"sequence of {key} at {place}"
     assert header.last_apply <= namespace.applies, f"last apply of {key} at {place}"
     bounds = {**dict(namespace.epoch_bounds), namespace.epoch: namespace.sequence}

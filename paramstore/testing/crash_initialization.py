@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from paramstore.core.key import ExpertKey
 from paramstore.engine.store import Store
-from paramstore.testing.crash_life import KEYS, NAME, SCHEMA, Expert, Life, segment_of
+from paramstore.testing.crash_life import KEYS, NAME, SCHEMA, Life
+from paramstore.testing.experts import Expert
+from paramstore.testing.images import initial_of
 
 SAVED_AFTER = (1, 2)
 """How many values an attempt has put when it saves, each time."""
@@ -68,11 +70,9 @@ def _adopt(life: Life, begun: dict[str, object]) -> None:
 
 
 async def _put(life: Life, store: Store, key: ExpertKey) -> None:
-    life.next_gradient += 1
-    expert = Expert.initial(life.next_gradient)
-    life.working = {**life.working, key: expert}
-    initial = segment_of(expert.masters, SCHEMA.initial_fields(), SCHEMA.initial_bytes)
-    await store.initialize_put(life.view, key, initial.view(0, SCHEMA.initial_bytes))
+    values = life.next_values()
+    life.working = {**life.working, key: Expert.initial(values)}
+    await store.initialize_put(life.view, key, initial_of(SCHEMA, values))
 
 
 async def _save(life: Life) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import lru_cache
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-import torch
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
@@ -28,8 +27,10 @@ from paramstore.storage.catalog import Contents
 from paramstore.storage.format import Superblock, extents_start_bytes
 from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
 from paramstore.testing.crash_disk import copied
+from paramstore.testing.experts import Expert, State, Tensors, trained
+from paramstore.testing.images import gradient_of, random_values
 from paramstore.testing.journal import Journal, JournaledVolume, Noted
-from paramstore.testing.machine import MIB, Machine, PlainSegment
+from paramstore.testing.machine import MIB, Machine
 from paramstore.testing.volumes import MemoryVolume
 
 NAME = "moe"
@@ -42,7 +43,6 @@ HOST_BYTES = 16 * MIB
 PIECE_BYTES = 8192
 """A record is written in several pieces, the one with the header last."""
 OUTCOMES: tuple[Literal["lost", "durable"], ...] = ("lost", "durable")
-Tensors = dict[str, torch.Tensor]
 
 ACTS = {
     "train": 6, "train few": 4, "write back": 3, "commit": 6, "commit beside training": 3, "evict": 1, "reader": 2, "refresh": 1,
@@ -53,43 +53,14 @@ ACTS = {
 Act = str
 
 
-class Expert:
-    """One record as torch makes it; immutable."""
-
-    def __init__(self, masters: Tensors, averages: Tensors, squares: Tensors, step: int) -> None:
-        self.masters, self.averages, self.squares, self.step = masters, averages, squares, step
-
-    @classmethod
-    def initial(cls, seed: int) -> Expert:
-        masters = _random_tensors(seed)
-        return cls(masters, {name: torch.zeros_like(value) for name, value in masters.items()},
-                   {name: torch.zeros_like(value) for name, value in masters.items()}, 0)  # fmt: skip
-
-    def after(self, gradients: Tensors) -> Expert:  # zeros where there is none
-        parts = (self.masters, self.averages, self.squares)
-        masters, averages, squares = ({name: value.clone() for name, value in part.items()} for part in parts)
-        for name, value in masters.items():
-            torch._fused_adamw_(
-                [value], [gradients.get(name, torch.zeros_like(value))], [averages[name]], [squares[name]], [],
-                [torch.tensor(float(self.step + 1))], lr=OPTIONS.lr, beta1=OPTIONS.betas[0], beta2=OPTIONS.betas[1],
-                weight_decay=OPTIONS.weight_decay, eps=OPTIONS.eps, amsgrad=False, maximize=False,
-            )  # fmt: skip
-        return Expert(masters, averages, squares, self.step + 1)
-
-    @cached_property
-    def image(self) -> bytes:
-        """What lies behind the header of its record."""
-        part = SCHEMA.stored
-        image = bytearray(part.image_bytes - part.header_bytes)
-        for prefix, tensors in (("master", self.masters), ("exp_avg", self.averages), ("exp_avg_sq", self.squares)):
-            for name, value in tensors.items():
-                start = part.field(f"{prefix}/{name}").offset_bytes - part.header_bytes
-                data = value.numpy().tobytes()
-                image[start : start + len(data)] = data
-        return bytes(image)
-
-
-State = Mapping[ExpertKey, Expert]
+@lru_cache(maxsize=1 << 12)
+def image_of(expert: Expert) -> bytes:
+    """What lies behind the header of its record."""
+    part = SCHEMA.stored
+    image = bytearray(part.image_bytes)
+    for field in part.fields:
+        field_tensor(memoryview(image), field).copy_(expert.fields[field.name].flatten())
+    return bytes(image[part.header_bytes :])
 
 
 class Life:
@@ -225,19 +196,18 @@ class Life:
             case "lost transaction":
                 await self.fail_transaction("lost")
 
+    def next_values(self) -> Tensors:
+        """A gradient, or an initial value, that nothing else has."""
+        self.next_gradient += 1
+        return random_values(SCHEMA, self.next_gradient)
+
     def some_keys(self) -> list[ExpertKey]:
         return self.random.sample(KEYS, self.random.randint(1, len(KEYS) - 1))
 
     async def train(self, keys: list[ExpertKey]) -> None:
-        entries = []
-        idle = set(KEYS).difference(keys) if self.updates == "exact" else ()
-        self.working = {**self.working, **{key: self.working[key].after({}) for key in idle}}
-        for key in keys:
-            self.next_gradient += 1
-            gradients = _random_tensors(self.next_gradient)
-            self.working = {**self.working, key: self.working[key].after(gradients)}
-            entries.append((key, segment_of(gradients, SCHEMA.gradient_fields(), SCHEMA.gradient_bytes), 0))
-        self.store.push(self.view, entries)
+        gradients = {key: self.next_values() for key in keys}
+        self.working = trained(self.working, gradients, OPTIONS, is_exact=self.updates == "exact")
+        self.store.push(self.view, [(key, gradient_of(SCHEMA, values), 0) for key, values in gradients.items()])
         await self.store.apply(self.view, OPTIONS, 1.0)
 
     async def commit(self) -> None:
@@ -372,19 +342,3 @@ def machine_of(images: Mapping[int, memoryview], contents: Contents, *, seed: in
 def _small_pieces(machine: Machine) -> Machine:
     machine.config = msgspec.structs.replace(machine.config, piece_bytes=PIECE_BYTES)
     return machine
-
-
-def _random_tensors(seed: int) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(_elements(shape), generator=generator) for name, shape, _ in SCHEMA.specs}
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
-
-
-def segment_of(values: Tensors, fields: Any, length_bytes: int) -> PlainSegment:
-    segment = PlainSegment(length_bytes)
-    for field in fields:
-        field_tensor(segment.view(0, length_bytes), field).copy_(values[field.name])
-    return segment

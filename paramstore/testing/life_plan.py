@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy
+import torch
 
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
-from paramstore.testing.step_chain import Fields
+from paramstore.testing.experts import Tensors
 
 WEIGHTS = {
     "train": 12, "commit": 6, "commit_later": 4, "settle": 2, "abort": 1, "evict": 2, "write_back": 2, "prefetch": 1,
@@ -59,7 +60,7 @@ def plan_life(seed: int, keys: Sequence[ExpertKey], *, openable: Sequence[int], 
     yield Operation("settle")
 
 
-def values_of(schema: Schema, seed: int, key: ExpertKey) -> Fields:
+def values_of(schema: Schema, seed: int, key: ExpertKey) -> Tensors:
     """Random fp32 values for every parameter field of `key`: an initial value, or a gradient."""
     generator = numpy.random.default_rng([seed, *key])
-    return {name: generator.standard_normal(shape, dtype=numpy.float32) for name, shape, _ in schema.specs}
+    return {name: torch.from_numpy(generator.standard_normal(shape, dtype=numpy.float32)) for name, shape, _ in schema.specs}

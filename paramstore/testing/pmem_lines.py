@@ -33,9 +33,9 @@ from paramstore.testing.crash_disk import (
     overlaps,
     without,
 )
-from paramstore.testing.crash_life import NAME, SCHEMA, VOLUME_BYTES, Life, extra_of, new_machine
-from paramstore.testing.crash_life import State as Records
+from paramstore.testing.crash_life import NAME, SCHEMA, VOLUME_BYTES, Life, extra_of, image_of, new_machine
 from paramstore.testing.crash_states import Enumeration, Plan, Promise
+from paramstore.testing.experts import State as Records
 from paramstore.testing.journal import Applied, Event, Flushed, Journal, JournaledCatalog, Persisted, Wrote
 from paramstore.testing.machine import Machine
 from paramstore.testing.memory_disk import disks_of
@@ -229,7 +229,7 @@ class ProvingChecker(Checker):
                 for key, record in proven.state.items():
                     start = record.offset + SCHEMA.stored.header_bytes
                     data = disk.image[record.volume][start : record.offset + record.record_bytes]
-                    assert data == steps[step][key].image, f"fsck takes other bytes for {key} at step {step}"
+                    assert data == image_of(steps[step][key]), f"fsck takes other bytes for {key} at step {step}"
         return verdict
 
 

@@ -13,6 +13,7 @@ import torch
 from paramstore.core.key import ExpertKey
 from paramstore.engine.namespace import View
 from paramstore.engine.requests import LeaseRequest
+from paramstore.testing.experts import Expert
 from paramstore.testing.small_store import OPTIONS, SCHEMA
 
 Updates = tuple[tuple[int, int], ...]
@@ -21,28 +22,16 @@ State = dict[ExpertKey, Updates]
 
 
 @lru_cache(maxsize=4096)
-def fields_of(expert: int, gradients: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Every stored field of a record after these gradients, as torch's own optimizer makes them."""
+def expert_after(number: int, gradients: tuple[int, ...]) -> Expert:
+    """A record after these gradients, as torch's own optimizer makes it."""
     if not gradients:
-        made = {
-            each.name.removeprefix("master/"): torch.full((each.length_bytes // 4,), float(expert))
-            for each in SCHEMA.initial_fields()
-        }  # fmt: skip
-        zeros = {f"{part}/{name}": torch.zeros_like(made[name]) for part in ("exp_avg", "exp_avg_sq") for name in made}
-        return zeros | {f"master/{name}": value for name, value in made.items()}
-    after = {name: value.clone() for name, value in fields_of(expert, gradients[:-1]).items()}
-    for name in [name.removeprefix("master/") for name in after if name.startswith("master/")]:
-        master = after[f"master/{name}"]
-        torch._fused_adamw_(
-            [master], [torch.full_like(master, float(gradients[-1]))], [after[f"exp_avg/{name}"]], [after[f"exp_avg_sq/{name}"]],
-            [], [torch.tensor(float(len(gradients)))], lr=OPTIONS.lr, beta1=OPTIONS.betas[0], beta2=OPTIONS.betas[1],
-            weight_decay=OPTIONS.weight_decay, eps=OPTIONS.eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
-    return after
+        return Expert.initial({name: torch.full(shape, float(number)) for name, shape, _ in SCHEMA.specs})
+    before = expert_after(number, gradients[:-1])
+    return before.after({name: torch.full_like(value, float(gradients[-1])) for name, value in before.masters.items()}, OPTIONS)
 
 
 def expected(key: ExpertKey, updates: Updates, name: str) -> torch.Tensor:
-    return fields_of(key[1], tuple(gradient for gradient, _ in updates))[name]
+    return expert_after(key[1], tuple(gradient for gradient, _ in updates)).fields[name]
 
 
 @dataclass(eq=False)

@@ -7,38 +7,13 @@ at which the store came back: *last acknowledged <= step <= last started*, or As
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
-import numpy
-from numpy.typing import NDArray
 
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.key import ExpertKey
+from paramstore.testing.experts import Expert, State, Tensors
 
-Array = NDArray[numpy.float32]
-Fields = Mapping[str, Array]
-
-
-@dataclass(frozen=True, slots=True)
-class Expert:
-    """One record: its fields by their names in the stored part, and how often it was updated. Never changed in place."""
-
-    fields: Fields
-    updates: int
-
-
-State = Mapping[ExpertKey, Expert]
-Rule = Callable[[Expert, Fields], Expert]
+Rule = Callable[[Expert, Tensors], Expert]
 """An expert and its gradients -> the expert after the update."""
-
-
-def first_expert(values: Fields) -> Expert:
-    """An expert with these initial values and no update."""
-    fields: dict[str, Array] = {}
-    for name, value in values.items():
-        zeros = numpy.zeros_like(value)
-        fields |= {f"master/{name}": value, f"exp_avg/{name}": zeros, f"exp_avg_sq/{name}": zeros}
-    return Expert(fields, 0)
 
 
 class StepChain:
@@ -62,10 +37,10 @@ class StepChain:
     def acknowledged(self) -> int | None:
         return self.committed[-1] if self.committed else None
 
-    def initialize(self, values: Mapping[ExpertKey, Fields]) -> None:
-        self.working = {key: first_expert(value) for key, value in values.items()}
+    def initialize(self, values: Mapping[ExpertKey, Tensors]) -> None:
+        self.working = {key: Expert.initial(value) for key, value in values.items()}
 
-    def apply(self, gradients: Mapping[ExpertKey, Fields]) -> None:
+    def apply(self, gradients: Mapping[ExpertKey, Tensors]) -> None:
         self.working = {**self.working, **{key: self._rule(self.working[key], value) for key, value in gradients.items()}}
 
     def start(self, step: int, extra: bytes) -> None:
@@ -116,12 +91,3 @@ class StepChain:
         self.openable = [kept for kept in self.openable if kept <= step]
         self.rolling_to = None
         self.working = self.states[step]
-
-
-def check_expert(found: Fields, expected: Expert, *, key: ExpertKey, step: object) -> None:
-    """Returns if every stored field is the expected one to the last bit."""
-    for name, value in expected.fields.items():
-        assert found[name].shape == value.shape
-        if found[name].tobytes() != value.tobytes():
-            wrong = int((found[name].view(numpy.uint32) != value.view(numpy.uint32)).sum())
-            raise AssertionError(f"step {step}, key {key}, {name}: {wrong} of {value.size} elements differ")

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy
 import torch
 
 import paramstore_client as ps
 from paramstore.core.key import ExpertKey
+from paramstore.testing.experts import Expert, State, Tensors, check_expert
 from paramstore.testing.life_plan import Operation, values_of
-from paramstore.testing.step_chain import Array, Expert, Fields, State, StepChain, check_expert
+from paramstore.testing.step_chain import StepChain
 from paramstore_client.answers import Result
 
 NAME = "moe"
@@ -26,31 +26,19 @@ FIRST_SEED = 7
 FIRST_STEP = 1
 
 
-def plain_rule(expert: Expert, gradients: Fields) -> Expert:
+def plain_rule(expert: Expert, gradients: Tensors) -> Expert:
     """What `plain_arithmetic.update` promises."""
-    fields: dict[str, Array] = {}
+    fields: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
-        fields[f"master/{name}"] = expert.fields[f"master/{name}"] - numpy.float32(LEARNING_RATE) * gradient
+        fields[f"master/{name}"] = expert.fields[f"master/{name}"] - LEARNING_RATE * gradient
         fields[f"exp_avg/{name}"] = expert.fields[f"exp_avg/{name}"] + gradient
-        fields[f"exp_avg_sq/{name}"] = numpy.full_like(gradient, expert.updates + 1)
+        fields[f"exp_avg_sq/{name}"] = torch.full_like(gradient, expert.updates + 1)
     return Expert(fields, expert.updates + 1)
 
 
-def adamw_rule(expert: Expert, gradients: Fields) -> Expert:
+def adamw_rule(expert: Expert, gradients: Tensors) -> Expert:
     """What torch's own AdamW makes of it."""
-    fields: dict[str, Array] = {}
-    for name, gradient in gradients.items():
-        parts = [f"{part}/{name}" for part in ("master", "exp_avg", "exp_avg_sq")]
-        parameter, exp_avg, exp_avg_sq = (torch.from_numpy(expert.fields[part].copy()) for part in parts)
-        parameter.requires_grad_().grad = torch.from_numpy(gradient)
-        optimizer = torch.optim.AdamW(
-            [parameter], lr=OPTIONS.lr, betas=OPTIONS.betas, eps=OPTIONS.eps, weight_decay=OPTIONS.weight_decay, fused=True
-        )
-        state = {"step": torch.tensor(float(expert.updates)), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        optimizer.state[parameter] = state
-        optimizer.step()
-        fields |= zip(parts, (parameter.detach().numpy(), state["exp_avg"].numpy(), state["exp_avg_sq"].numpy()), strict=True)
-    return Expert(fields, expert.updates + 1)
+    return expert.after(gradients, OPTIONS)
 
 
 def check_reopened(store: ps.Store, chain: StepChain, counts: Counter[str]) -> None:
@@ -79,8 +67,7 @@ def check_records(namespace: ps.Namespace, state: State, *, step: object) -> Non
 
 
 def check_record(namespace: ps.Namespace, key: ExpertKey, expert: Expert, *, step: object) -> None:
-    found = {name: tensor.numpy() for name, tensor in namespace.read(key).items()}
-    check_expert(found, expert, key=key, step=step)
+    check_expert(namespace.read(key), expert, key=key, step=step)
 
 
 def begin(chain: StepChain, operation: Operation) -> None:
@@ -111,8 +98,8 @@ def adopt(store: ps.Store, chain: StepChain) -> None:
 
 
 def _as_found(reader: ps.Namespace, key: ExpertKey) -> Expert:
-    found = {name: tensor.numpy() for name, tensor in reader.read(key).items() if "/" in name}
-    return Expert(found, int(found["exp_avg_sq/w"].flat[0]))
+    found = {name: tensor for name, tensor in reader.read(key).items() if "/" in name}
+    return Expert(found, int(found["exp_avg_sq/w"].flatten()[0]))
 
 
 def open_steps(store: ps.Store) -> list[int]:
@@ -155,7 +142,7 @@ class Trainer:
 
     def _initialize(self, namespace: ps.Namespace) -> None:
         values = {key: values_of(SCHEMA, FIRST_SEED, key) for key in namespace.space}
-        namespace.initialize(lambda key: as_tensors(values[key]))
+        namespace.initialize(lambda key: values[key])
         self._chain.initialize(values)
         self._chain.start(FIRST_STEP, b"")
         namespace.commit(FIRST_STEP).wait()
@@ -167,20 +154,16 @@ class Trainer:
         for part in (keys[start : start + room] for start in range(0, len(keys), room)):
             with namespace.acquire(part) as lease:
                 for key in part:
-                    fields = {f"master/{name}": tensor.numpy() for name, tensor in lease[key].items()}
-                    expected = self._chain.working[key]
-                    masters = {name: expected.fields[name] for name in fields}
-                    check_expert(fields, Expert(masters, expected.updates), key=key, step="working")
-                    del fields
+                    check_expert(lease[key], Expert(self._chain.working[key].masters), key=key, step="working")
 
     # --- what plans are made of
 
     def _train(self, operation: Operation) -> None:
-        self.namespace.push({key: as_tensors(values_of(SCHEMA, operation.seed, key)) for key in operation.keys})
+        self.namespace.push({key: values_of(SCHEMA, operation.seed, key) for key in operation.keys})
         self._flying.append(self.namespace.apply(OPTIONS))
 
     def _abort(self, operation: Operation) -> None:
-        gradients = {key: as_tensors(values_of(SCHEMA, operation.seed, key)) for key in operation.keys}
+        gradients = {key: values_of(SCHEMA, operation.seed, key) for key in operation.keys}
         self.namespace.push(gradients)
         assert self.namespace.abort() == len(gradients)
 
@@ -224,7 +207,3 @@ class Trainer:
             assert step in (self._chain.acknowledged, *self._chain.started)
             key = operation.keys[0]
             check_record(reader, key, self._chain.states[step][key], step=step)
-
-
-def as_tensors(values: Fields) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(value) for name, value in values.items()}
