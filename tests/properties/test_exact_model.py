@@ -28,12 +28,13 @@ def test_an_exact_namespace_is_torchs_dense_optimizer(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_an_exact_namespace_is_torchs_dense_optimizer_over_many_seeds() -> None:
-    figures = sum((run_seed(seed, updates="exact").figures for seed in range(100, 250)), Counter[str]())
+@pytest.mark.parametrize("first", [100, 150, 200])
+def test_an_exact_namespace_is_torchs_dense_optimizer_over_many_seeds(first: int) -> None:
+    figures = sum((run_seed(seed, updates="exact").figures for seed in range(first, first + 50)), Counter[str]())
     assert all(figures[act] > 20 for act in ACTS)
-    assert figures["checked"] > 50_000
-    assert figures["records_advanced"] > 5_000
-    assert figures["records_caught_up"] > 500
+    assert figures["checked"] > 16_667
+    assert figures["records_advanced"] > 1_667
+    assert figures["records_caught_up"] > 167
 
 
 @pytest.mark.parametrize("seed", [3, 4])
