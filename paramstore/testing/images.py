@@ -19,6 +19,11 @@ def random_values(schema: Schema, seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape, _ in schema.specs}
 
 
+def filled_values(schema: Schema, value: float) -> dict[str, Tensor]:
+    """Every element of every parameter field is `value`."""
+    return {name: torch.full(shape, value) for name, shape, _ in schema.specs}
+
+
 def initial_of(schema: Schema, values: Tensors) -> memoryview:
     return _filled(schema.initial_fields(), values, schema.initial_bytes).view(0, schema.initial_bytes)
 

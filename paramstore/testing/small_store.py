@@ -6,7 +6,7 @@ Every initial value is the number of its key, every gradient 1, so that the byte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any
 
@@ -17,13 +17,15 @@ from paramstore.engine.namespace import View
 from paramstore.engine.requests import LeaseRequest
 from paramstore.engine.store import Store
 from paramstore.optim.tensors import field_tensor
+from paramstore.testing.experts import Tensors
+from paramstore.testing.images import filled_values, gradient_of, initial_of
 from paramstore.testing.machine import PlainSegment
 
 SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
 EXPERTS = 4
 OPTIONS = AdamW(lr=0.5, weight_decay=0.0)
 LIMIT_S = 20.0
-_lease_ids = count(1)
+lease_ids = count(1)
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -44,32 +46,29 @@ def keys_of(view: View) -> list[ExpertKey]:
 
 async def create(
     store: Store, name: str = "moe", *, schema: Schema = SCHEMA, experts: int = EXPERTS, host_bytes: int | None = None,
-    step: int | None = 0,
+    step: int | None = 0, layers: Sequence[int] = (0,), values_of: Callable[[ExpertKey], Tensors] | None = None,
 ) -> View:  # fmt: skip
     """The writer of a new namespace in which every key has its initial value; committed as `step`, unless None."""
-    view = await store.admission.create(name, schema.describe(), layers=[0], experts=experts, host_bytes=host_bytes)
-    await initialize(store, view)
+    view = await store.admission.create(name, schema.describe(), layers=layers, experts=experts, host_bytes=host_bytes)
+    await initialize(store, view, values_of)
     if step is not None:
         await store.commit(view, step, b"")
     return view
 
 
-async def initialize(store: Store, view: View) -> None:
+async def initialize(store: Store, view: View, values_of: Callable[[ExpertKey], Tensors] | None = None) -> None:
+    """values_of: the initial values of a key; its number everywhere if None."""
     schema = view.namespace.schema
     await store.initialize_begin(view)
     for number, key in enumerate(keys_of(view)):
-        memory = PlainSegment(schema.initial_bytes)
-        for field in schema.initial_fields():
-            field_tensor(memory.view(0, schema.initial_bytes), field).fill_(number)
-        await store.initialize_put(view, key, memory.view(0, schema.initial_bytes))
+        values = values_of(key) if values_of is not None else filled_values(schema, number)
+        await store.initialize_put(view, key, initial_of(schema, values))
     await store.initialize_end(view)
 
 
 def push(store: Store, view: View, keys: Sequence[ExpertKey]) -> None:
     schema = view.namespace.schema
-    memory = PlainSegment(schema.gradient_bytes)
-    for field in schema.gradient_fields():
-        field_tensor(memory.view(0, schema.gradient_bytes), field).fill_(1)
+    memory = gradient_of(schema, filled_values(schema, 1))
     store.push(view, [(key, memory, 0) for key in keys])
 
 
@@ -81,7 +80,7 @@ async def train(store: Store, view: View, keys: Sequence[ExpertKey] | None = Non
 
 async def lease(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_s: float = 5.0) -> LeaseRequest:
     """A granted lease; its end is the caller's."""
-    request = store.acquire(view, next(_lease_ids), keys, "param")
+    request = store.acquire(view, next(lease_ids), keys, "param")
     await store.wait_lease(request, timeout_s)
     return request
 

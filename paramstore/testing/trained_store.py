@@ -1,102 +1,60 @@
-"""A store trained with random gradients beside a model in plain tensors, which torch's own optimizer updates."""
+"""A store trained with random gradients beside the model of what its calls mean."""
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 import torch
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
-from paramstore.optim.tensors import field_tensor
-from paramstore.testing.machine import PlainSegment
+from paramstore.testing.experts import Expert, State, Tensors, trained
+from paramstore.testing.images import gradient_of, random_values, values_in
+from paramstore.testing.small_store import SCHEMA, create, lease
 
-SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
 LAYERS, EXPERTS = 2, 4
 KEYS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
+OPTIONS = AdamW(lr=1e-2)
+Values = dict[ExpertKey, dict[str, torch.Tensor]]
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 20))
+def value_of(key: ExpertKey) -> Tensors:
+    return random_values(SCHEMA, key[0] * 100 + key[1])
 
 
-def value_of(key: ExpertKey) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(key[0] * 100 + key[1])
-    return {name: torch.randn(shape, generator=generator) for name, shape, _ in SCHEMA.specs}
-
-
-def image_of(value: dict[str, torch.Tensor], fields: Any, length_bytes: int) -> PlainSegment:
-    segment = PlainSegment(-(-length_bytes // 4096) * 4096)
-    for field in fields:
-        field_tensor(segment.view(0, length_bytes), field).copy_(value[field.name].flatten())
-    return segment
+def gradients_of(keys: list[ExpertKey], seed: int) -> dict[ExpertKey, Tensors]:
+    return {key: random_values(SCHEMA, seed * 10_000 + key[0] * 100 + key[1]) for key in keys}
 
 
 async def make_writer(store: Store, schema: Schema = SCHEMA, *, commit: bool = True) -> View:
-    view = await store.admission.create("moe", schema.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
-    await store.initialize_begin(view)
-    for key in KEYS:
-        initial = image_of(value_of(key), schema.initial_fields(), schema.initial_bytes)
-        await store.initialize_put(view, key, initial.view(0, schema.initial_bytes))
-    await store.initialize_end(view)
-    if commit:
-        await store.commit(view, 0, b"first")
-    return view
-
-
-lease_ids = iter(range(1, 1 << 30))
-Values = dict[ExpertKey, dict[str, torch.Tensor]]
+    return await create(store, schema=schema, layers=range(LAYERS), values_of=value_of, step=0 if commit else None)
 
 
 async def leased(store: Store, view: View, keys: list[ExpertKey], *, timeout_s: float = 5.0) -> Values:
     """The `param` values of `keys` as `view` sees them."""
-    lease_id = next(lease_ids)
-    request = store.acquire(view, lease_id, keys, "param")
-    await store.wait_lease(request, timeout_s)
-    arena = view.namespace.param_arena
+    request = await lease(store, view, keys, timeout_s=timeout_s)
+    arena, fields = view.namespace.param_arena, view.namespace.schema.part("param").fields
     assert arena is not None
-    part = view.namespace.schema.part("param")
-    values = {
-        key: {field.name: field_tensor(arena.view(copy.slot), field).clone() for field in part.fields}
-        for key, copy in zip(keys, request.copies, strict=True)
-    }
-    store.release(view, lease_id)
+    values = {copy.key: values_in(arena.view(copy.slot), fields) for copy in request.copies}
+    store.release(view, request.lease_id)
     return values
 
 
-def gradient_of(key: ExpertKey, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed * 10_000 + key[0] * 100 + key[1])
-    return {name: torch.randn(shape, generator=generator) for name, shape, _ in SCHEMA.specs}
-
-
 def push(store: Store, view: View, keys: list[ExpertKey], seed: int) -> None:
-    store.push(
-        view,
-        [(key, image_of(gradient_of(key, seed), SCHEMA.gradient_fields(), SCHEMA.gradient_bytes), 0) for key in keys],
-    )
+    store.push(view, [(key, gradient_of(SCHEMA, values), 0) for key, values in gradients_of(keys, seed).items()])
 
 
 class Model:
-    """What the calls mean, in plain tensors with torch's own optimizer."""
+    """What the calls mean. state: every record after the applies so far."""
 
     def __init__(self) -> None:
-        self.params = {key: {name: value.clone() for name, value in value_of(key).items()} for key in KEYS}
-        self.optimizers = {
-            key: torch.optim.AdamW([value.requires_grad_() for value in fields.values()], lr=1e-2, fused=True)
-            for key, fields in self.params.items()
-        }
+        self.state: State = {key: Expert.initial(value_of(key)) for key in KEYS}
 
     def apply(self, keys: list[ExpertKey], seed: int) -> None:
-        for key in keys:
-            for name, value in gradient_of(key, seed).items():
-                self.params[key][name].grad = value
-            self.optimizers[key].step()
+        self.state = trained(self.state, gradients_of(keys, seed), OPTIONS)
 
-    def check(self, values: dict[ExpertKey, dict[str, torch.Tensor]]) -> None:
+    def check(self, values: Values) -> None:
         for key, fields in values.items():
             for name, value in fields.items():
-                assert torch.equal(value.view_as(self.params[key][name]), self.params[key][name]), (key, name)
+                assert torch.equal(value, self.state[key].masters[name]), (key, name)

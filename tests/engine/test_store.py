@@ -14,20 +14,11 @@ from paramstore.errors import (
     StepDropped,
     WriterFenced,
 )
-from paramstore.optim.tensors import field_tensor
+from paramstore.testing.experts import check_expert
+from paramstore.testing.images import values_in
 from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.trained_store import (
-    EXPERTS,
-    KEYS,
-    LAYERS,
-    SCHEMA,
-    Model,
-    image_of,
-    leased,
-    make_writer,
-    push,
-    run,
-)
+from paramstore.testing.small_store import SCHEMA, initialize, run
+from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, leased, make_writer, push
 
 
 def test_a_trained_store_equals_torch_bitwise_whatever_the_budget() -> None:
@@ -205,12 +196,10 @@ def test_reading_a_record_gives_masters_and_moments() -> None:
         model.apply(KEYS, 1)
         reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         for key in KEYS:
-            target = PlainSegment(SCHEMA.record_bytes)
-            identity = await store.read(view, key, target.view(0, SCHEMA.record_bytes))
-            assert identity.version == 1
-            moments = field_tensor(target.view(0, SCHEMA.record_bytes), SCHEMA.stored.field("exp_avg/w"))
-            assert torch.equal(moments.view(3, 5), model.optimizers[key].state[model.params[key]["w"]]["exp_avg"])
-            assert (await store.read(reader, key, target.view(0, SCHEMA.record_bytes))).version == 0
+            target = PlainSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes)
+            assert (await store.read(view, key, target)).version == 1
+            check_expert(values_in(target, SCHEMA.stored.fields), model.state[key], key=key, step="working")
+            assert (await store.read(reader, key, target)).version == 0
 
     run(scenario())
 
@@ -249,13 +238,11 @@ def test_a_param_schema_serves_what_it_was_given_and_takes_no_gradients() -> Non
         schema = Schema.param({"w": ((3, 5), "bfloat16"), "v": ((7,), "uint8")})
         store = Machine(seed=21).start()
         view = await store.admission.create("served", schema.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
-        await store.initialize_begin(view)
-        values = {}
-        for number, key in enumerate(KEYS):
-            values[key] = {"w": torch.full((15,), number, dtype=torch.bfloat16), "v": torch.full((7,), number, dtype=torch.uint8)}
-            initial = image_of(values[key], schema.initial_fields(), schema.initial_bytes)
-            await store.initialize_put(view, key, initial.view(0, schema.initial_bytes))
-        await store.initialize_end(view)
+        values = {
+            key: {"w": torch.full((3, 5), number, dtype=torch.bfloat16), "v": torch.full((7,), number, dtype=torch.uint8)}
+            for number, key in enumerate(KEYS)
+        }
+        await initialize(store, view, lambda key: values[key])
         with pytest.raises(SchemaMismatch, match="gradients"):
             store.push(view, [])
         await store.commit(view, 1, b"")

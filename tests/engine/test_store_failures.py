@@ -16,19 +16,8 @@ from paramstore.errors import (
 from paramstore.storage.format import NOTE_SLOT_BYTES, NOTES_START_BYTES
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.machine import Machine
-from paramstore.testing.trained_store import (
-    EXPERTS,
-    KEYS,
-    LAYERS,
-    SCHEMA,
-    Model,
-    image_of,
-    leased,
-    make_writer,
-    push,
-    run,
-    value_of,
-)
+from paramstore.testing.small_store import SCHEMA, initialize, run
+from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, leased, make_writer, push, value_of
 from paramstore.testing.volumes import Fault, FaultyVolume
 
 
@@ -137,11 +126,7 @@ def test_the_first_commit_may_fail_at_its_flush_and_initialize_starts_over() -> 
         await machine.kill()
         store = machine.start()
         view = await store.admission.create("moe", SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
-        await store.initialize_begin(view)
-        for key in KEYS:
-            initial = image_of(value_of(key), SCHEMA.initial_fields(), SCHEMA.initial_bytes)
-            await store.initialize_put(view, key, initial.view(0, SCHEMA.initial_bytes))
-        await store.initialize_end(view)
+        await initialize(store, view, value_of)
         await store.commit(view, 0, b"")
         Model().check(await leased(store, view, KEYS[:3]))
 
@@ -181,11 +166,7 @@ def test_a_flush_that_fails_for_one_namespace_fails_the_commit_of_every_other_be
         views = []
         for name in ("a", "b"):
             view = await store.admission.create(name, SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=8 << 20)
-            await store.initialize_begin(view)
-            for key in KEYS:
-                initial = image_of(value_of(key), SCHEMA.initial_fields(), SCHEMA.initial_bytes)
-                await store.initialize_put(view, key, initial.view(0, SCHEMA.initial_bytes))
-            await store.initialize_end(view)
+            await initialize(store, view, value_of)
             await store.commit(view, 0, b"")
             push(store, view, KEYS, 1)
             await store.apply(view, AdamW(lr=1e-2), 1.0)
