@@ -1,7 +1,7 @@
-"""A planner over one namespace without loop, clock, memory, volume or worker: what it decides is done at once, and counted.
+"""A planner over one namespace without loop, clock, memory, volume or worker.
 
-Every record is committed at step 0. Time is the order of calls: nothing is under way between two of them, but what a caller
-leaves undone by `start` alone.
+`PlannerAlone` is that planner; what it decides its user carries out. In a `World` it is done at once, and counted: time is the
+order of calls, and nothing is under way between two of them, but what a caller leaves undone by `hold` alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from paramstore.engine.moves import Move, MoveKind
 from paramstore.engine.namespace import NamespaceState, ParamCopy, View
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
+from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
 from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.extents import Space
 from paramstore.storage.ledger import Ledger
 
-NAME = "sim"
+NAME = "moe"
+FIRST = Identity(1, 0)
 MakePolicy = Callable[[int], Policy]
 """slots -> a policy."""
 
@@ -63,35 +65,67 @@ class Moved:
     bytes_written: int = 0
 
 
-class World:
-    """Owner of a planner, its namespace and the count of what moved."""
+class PlannerAlone:
+    """Owner of a planner and its namespace. Sizes are in slots and extents."""
 
     def __init__(
-        self, schema: Schema, space: KeySpace, *, param_slots: int, working_slots: int, param_policy: MakePolicy,
-        working_policy: MakePolicy,
+        self, schema: Schema, keys: KeySpace, *, param_slots: int, working_slots: int, param_policy: MakePolicy,
+        working_policy: MakePolicy, extents: int, is_committed: bool = True,
     ) -> None:  # fmt: skip
+        """is_committed: every record is, at step 0 with version 0 of epoch 1; else the namespace is empty."""
         self.schema = schema
-        self.moved = Moved()
-        self._space = Space()
-        self._space.add_volume(0, start_bytes=0, size_bytes=4 * (len(space) + 64) * schema.record_bytes, written_bytes=0)
-        self.planner = Planner(self._space)
-        self.namespace = self._committed(space)
+        self.space = Space()
+        self.space.add_volume(0, start_bytes=0, size_bytes=extents * schema.record_bytes, written_bytes=0)
+        self.planner = Planner(self.space)
+        self.namespace = self._made(keys, is_committed=is_committed)
         self.param_arena = _arena(schema.part("param").image_bytes, param_slots, param_policy(param_slots), segment=1)
         self.working_arena = self.param_arena
         if schema.is_trainable:
             self.working_arena = _arena(schema.record_bytes, working_slots, working_policy(working_slots), segment=2)
         self.namespace.param_arena, self.namespace.working_arena = self.param_arena, self.working_arena
-        self._ids = count(1)
+        self.ids = count(1)
 
-    def _committed(self, space: KeySpace) -> NamespaceState:
-        row = NamespaceRow(NAME, self.schema.describe(), space.layers, space.experts, epoch=1, sequence=1)
+    def _made(self, keys: KeySpace, *, is_committed: bool) -> NamespaceState:
+        row = NamespaceRow(NAME, self.schema.describe(), keys.layers, keys.experts, epoch=1, sequence=1)
         contents = NamespaceContents(row)
-        for number, key in enumerate(space):
-            extent = self._space.reserve(self.schema.record_bytes, owner=NAME)
+        for number, key in enumerate(keys if is_committed else ()):
+            extent = self.space.reserve(self.schema.record_bytes, owner=NAME)
             assert extent is not None
-            contents.rows[key] = [Row(0, Located(extent, Identity(1, 0), number))]
-        contents.steps[0] = StepRow(0, 1, 0, len(space), b"")
+            contents.rows[key] = [Row(0, Located(extent, FIRST, number))]
+            contents.steps[0] = StepRow(0, 1, 0, len(keys), b"")
         return make_namespace(Ledger(contents))
+
+    def settle(
+        self, move: Move, error: ParamStoreError | None = None, *, root: int = 0, optimizer_step: int = 0, last_apply: int = 0
+    ) -> None:
+        """The move is over, as `engine.transfers` would say it. root: of what was written; the others: what was loaded says."""
+        planner, namespace, subject = self.planner, self.namespace, move.subject
+        if isinstance(subject, ParamCopy):
+            if move.source is not None:
+                planner.working.unhold(namespace, move.source)
+            planner.copies.settle(namespace, subject, error)
+            planner.leases.pump(namespace)
+            return
+        if move.kind is MoveKind.WRITE:
+            assert move.located is not None
+            planner.working.settle_write(namespace, subject, move.located._replace(root=root), error)
+        else:
+            planner.working.settle_load(namespace, subject, optimizer_step=optimizer_step, last_apply=last_apply, error=error)
+        planner.after_working(namespace, subject)
+
+
+class World(PlannerAlone):
+    """Owner of the count of what moved."""
+
+    def __init__(
+        self, schema: Schema, keys: KeySpace, *, param_slots: int, working_slots: int, param_policy: MakePolicy,
+        working_policy: MakePolicy,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            schema, keys, param_slots=param_slots, working_slots=working_slots, param_policy=param_policy,
+            working_policy=working_policy, extents=4 * (len(keys) + 64),
+        )  # fmt: skip
+        self.moved = Moved()
 
     # --- calls
 
@@ -100,7 +134,7 @@ class World:
 
     def lease(self, view: View, keys: Sequence[ExpertKey]) -> None:
         """Acquires `keys`, whatever must move, and releases them."""
-        request = LeaseRequest(view, next(self._ids), list(keys))
+        request = LeaseRequest(view, next(self.ids), list(keys))
         self.planner.leases.request_lease(request)
         self.finish()
         assert request.is_finished
@@ -143,7 +177,7 @@ class World:
             for move in moves:
                 did = True
                 self._count(move)
-                self._settle(move)
+                self.settle(move)
         outbox.promoted.clear()
         outbox.finished.clear()
         outbox.woken.clear()
@@ -162,21 +196,6 @@ class World:
         elif move.kind is MoveKind.WRITE:
             moved.writes += 1
             moved.bytes_written += schema.record_bytes
-
-    def _settle(self, move: Move) -> None:
-        planner, namespace, subject = self.planner, self.namespace, move.subject
-        if isinstance(subject, ParamCopy):
-            if move.source is not None:
-                planner.working.unhold(namespace, move.source)
-            planner.copies.settle(namespace, subject, None)
-            planner.leases.pump(namespace)
-            return
-        if move.kind is MoveKind.WRITE:
-            assert move.located is not None
-            planner.working.settle_write(namespace, subject, move.located, None)
-        else:
-            planner.working.settle_load(namespace, subject, optimizer_step=0, last_apply=0, error=None)
-        planner.after_working(namespace, subject)
 
 
 def _arena(slot_bytes: int, slots: int, policy: Policy, *, segment: int) -> Arena:

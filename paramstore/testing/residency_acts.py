@@ -15,9 +15,10 @@ from paramstore.core.residency import Working
 from paramstore.engine.namespace import WorkingCopy
 from paramstore.engine.requests import SlotRequest, Urgency
 from paramstore.errors import CapacityError, VolumeError, WaitTimeout
+from paramstore.sim.world import FIRST
 from paramstore.testing.residency_checks import ResidencyChecks
 from paramstore.testing.residency_model import ModelLease, ModelView, ResidencyModel
-from paramstore.testing.small_planner import FIRST, SmallPlanner
+from paramstore.testing.small_planner import SmallPlanner
 
 T = TypeVar("T")
 

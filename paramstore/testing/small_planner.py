@@ -11,60 +11,39 @@ from itertools import count
 
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.optimizers import AdamW
-from paramstore.core.place import Identity, Located
+from paramstore.core.place import Identity
 from paramstore.core.schema import Schema
-from paramstore.engine.admission import make_namespace
 from paramstore.engine.arena import Arena
 from paramstore.engine.gradients import GradientRange
 from paramstore.engine.moves import Move, MoveKind
-from paramstore.engine.namespace import Cut, NamespaceState, ParamCopy, View, WorkingCopy
-from paramstore.engine.planner import Planner
+from paramstore.engine.namespace import Cut, ParamCopy, View, WorkingCopy
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
 from paramstore.policy.lru import Lru
+from paramstore.sim.world import PlannerAlone
 from paramstore.storage.apply_log import pack_log
-from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow
-from paramstore.storage.extents import Space
-from paramstore.storage.ledger import Ledger
+from paramstore.storage.catalog import StepRow
 from paramstore.testing.machine import PlainSegment
 
 SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
 OPTIONS = AdamW()
-FIRST = Identity(1, 0)
 
 
-class SmallPlanner:
-    """Owner of a planner, its namespace and the moves under way. Sizes are in slots and extents."""
+class SmallPlanner(PlannerAlone):
+    """Owner of the moves under way."""
 
     def __init__(
         self, *, experts: int = 4, param_slots: int = 3, working_slots: int = 2, extents: int = 32, schema: Schema = SCHEMA,
         is_committed: bool = True, policy: Callable[[], Policy] = Lru,
     ) -> None:  # fmt: skip
-        space = Space()
-        space.add_volume(0, start_bytes=0, size_bytes=extents * schema.record_bytes, written_bytes=0)
-        self.planner = Planner(space)
-        self.space = space
-        self.keys: list[ExpertKey] = list(KeySpace.of(1, experts))
-        row = NamespaceRow("moe", schema.describe(), (0,), experts, epoch=1, sequence=1)
-        contents = NamespaceContents(row)
-        for number, key in enumerate(self.keys if is_committed else ()):
-            extent = space.reserve(schema.record_bytes, owner="moe")
-            assert extent is not None
-            contents.rows[key] = [Row(0, Located(extent, FIRST, number))]
-        if is_committed:
-            contents.steps[0] = StepRow(0, 1, 0, experts, b"")
-        self.namespace: NamespaceState = make_namespace(Ledger(contents))
-        param = Arena(slot_bytes=schema.part("param").image_bytes, planned_slots=param_slots, policy=policy())
-        working = param
-        if schema.is_trainable:
-            working = Arena(slot_bytes=schema.record_bytes, planned_slots=working_slots, policy=policy())
-            working.add_segment(2, PlainSegment(working_slots * working.slot_bytes), slots=working_slots)
-        param.add_segment(1, PlainSegment(param_slots * param.slot_bytes), slots=param_slots)
-        self.namespace.param_arena, self.namespace.working_arena = param, working
-        self.param_arena, self.working_arena = param, working
+        keys = KeySpace.of(1, experts)
+        super().__init__(
+            schema, keys, param_slots=param_slots, working_slots=working_slots, param_policy=lambda _: policy(),
+            working_policy=lambda _: policy(), extents=extents, is_committed=is_committed,
+        )  # fmt: skip
+        self.keys: list[ExpertKey] = list(keys)
         self.under_way: list[Move] = []
-        self._ids = count(1)
         self._roots = count(100)
 
     # --- calls
@@ -76,7 +55,7 @@ class SmallPlanner:
         return self.planner.leases.open_view(self.namespace, is_writer=False, step=step)
 
     def lease(self, view: View, *keys: ExpertKey) -> LeaseRequest:
-        request = LeaseRequest(view, next(self._ids), keys)
+        request = LeaseRequest(view, next(self.ids), keys)
         self.planner.leases.request_lease(request)
         return request
 
@@ -189,22 +168,9 @@ class SmallPlanner:
         """A worker is done with `move`: settles it."""
         self.start()
         self.under_way.remove(move)
-        planner, namespace, subject = self.planner, self.namespace, move.subject
         if move.located is not None:
             self.space.unpin(move.located.extent)
-        if isinstance(subject, ParamCopy):
-            if move.source is not None:
-                planner.working.unhold(namespace, move.source)
-            planner.copies.settle(namespace, subject, error)
-            planner.leases.pump(namespace)
-            return
-        if move.kind is MoveKind.WRITE:
-            assert move.located is not None
-            located = move.located._replace(root=next(self._roots))
-            planner.working.settle_write(namespace, subject, located, error)
-        else:
-            planner.working.settle_load(namespace, subject, optimizer_step=3, last_apply=2, error=error)
-        planner.after_working(namespace, subject)
+        self.settle(move, error, root=next(self._roots), optimizer_step=3, last_apply=2)
 
     def land_all(self, error: ParamStoreError | None = None) -> None:
         while self.start() or self.under_way:

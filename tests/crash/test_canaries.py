@@ -19,6 +19,7 @@ from paramstore.errors import ConfigError
 from paramstore.testing.canaries import CANARIES, CRASH_STATES, DAMAGE, PLAIN_ACTS, STORE_MODEL, Canary, canary, planted
 from paramstore.testing.crash_disk import SMALL
 from paramstore.testing.crash_states import Plan, enumerate_seed
+from paramstore.testing.trial_run import run_seed
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 10.0
@@ -60,9 +61,8 @@ def crash_states(acts: tuple[str, ...] = PLAIN_ACTS) -> None:
 
 
 def store_model() -> None:
-    run_seed = module("tests/properties/test_store_model.py").run_seed
     for seed in range(100, 106):
-        run_seed(seed)
+        run_seed(seed, updates="touched")
 
 
 def damage() -> None:
