@@ -7,11 +7,13 @@ namespace is committed at step 0 with version 0 of epoch 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Identity
+from paramstore.core.residency import Working
 from paramstore.core.schema import Schema
 from paramstore.engine.arena import Arena
 from paramstore.engine.gradients import GradientRange
@@ -225,3 +227,32 @@ class SmallPlanner(PlannerAlone):
 
 def taken(arena: Arena) -> list[int]:
     return [slot for slot in range(arena.slots.count) if arena.slots.is_taken(slot)]
+
+
+A, B, C, D = ((0, expert) for expert in range(4))
+lease_desk = partial(SmallPlanner, param_slots=5)
+"""With slots for every key beside the reserve: for tests of leases."""
+working_desk = partial(SmallPlanner, param_slots=4)
+"""With fewer working slots than keys: for tests of working copies."""
+cut_desk = partial(SmallPlanner, param_slots=6, working_slots=3)
+"""With slots to spare: for tests of cuts and rollbacks."""
+
+
+def in_state(state: Working) -> tuple[SmallPlanner, WorkingCopy]:
+    """A desk whose key A is in `state`."""
+    small = working_desk(working_slots=3)
+    if state in (Working.DIRTY, Working.WRITING):
+        small.update(A)
+        if state is Working.WRITING:
+            small.begin_write(A)
+    elif state is Working.UPDATING:
+        small.begin_apply(A)
+        small.begin_update(A)
+    elif state is Working.LOADING:
+        small.hold(A)
+        small.start()
+    elif state is Working.CLEAN:
+        small.unhold(small.held(A))
+    working = small.namespace.working[A]
+    assert working.state is state
+    return small, working

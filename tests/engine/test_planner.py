@@ -7,8 +7,8 @@ import pytest
 from paramstore.core.residency import Copy, Working
 from paramstore.engine.requests import Urgency
 from paramstore.errors import CapacityError, StepFailed
-from paramstore.testing.cut_desk import A, B, C, desk
-from paramstore.testing.small_planner import SmallPlanner
+from paramstore.testing.small_planner import A, B, C, SmallPlanner
+from paramstore.testing.small_planner import cut_desk as desk
 
 # --- an apply's claim
 

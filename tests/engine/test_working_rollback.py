@@ -6,7 +6,8 @@ import pytest
 
 from paramstore.core.residency import Working
 from paramstore.errors import ParamStoreError, StepFailed, VolumeError
-from paramstore.testing.working_desk import A, desk, in_state
+from paramstore.testing.small_planner import A, in_state
+from paramstore.testing.small_planner import working_desk as desk
 
 
 @pytest.mark.parametrize("error", [None, VolumeError("broken")])
