@@ -39,10 +39,15 @@ def rss_shared_bytes(pid: int) -> int:
     return _status_bytes(pid, "RssShmem")
 
 
-def reset_peak() -> None:
-    """From here on the peak of this process counts anew. Leaves it as it was where the kernel does not let us."""
+def resident_bytes(pid: int) -> int:
+    """What process `pid` has in memory now: private, files and shared mappings."""
+    return _status_bytes(pid, "VmRSS")
+
+
+def reset_peak(pid: int | None = None) -> None:
+    """From here on the peak of `pid` (None: this process) counts anew. Leaves it as it was where the kernel does not let us."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path(f"/proc/{pid or 'self'}/clear_refs").write_text("5")
 
 
 def peak_bytes(pid: int) -> int:

@@ -36,7 +36,7 @@ from paramstore.storage.sealing import MAGIC_BYTES, unseal
 from paramstore.storage.volume import Volume
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.io_faults import Script
-from paramstore.testing.io_trial import HOST_BYTES, NAMES, VOLUME_COUNT, Disks
+from paramstore.testing.io_trial import HOST_BYTES, NAMES, VOLUME_COUNT, Disks, fields_of
 from paramstore.testing.small_store import SCHEMA, create, train
 from paramstore.testing.volumes import MemoryVolume
 
@@ -247,11 +247,6 @@ def detected(error: ParamStoreError, *places: str) -> str:
 def image_of(volume: MemoryVolume, located: Located) -> bytes:
     start = located.extent.offset_bytes
     return bytes(volume._bytes[start : start + located.extent.length_bytes])
-
-
-def fields_of(image: memoryview | bytes | bytearray) -> bytes:
-    """The bytes of a record that mean something to whoever loads it: all of its fields."""
-    return b"".join(image[field.offset_bytes : field.offset_bytes + field.length_bytes] for field in PART.fields)
 
 
 def pages_of(start: int, length_bytes: int) -> range:

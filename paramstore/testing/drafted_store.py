@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from paramstore.core.key import ExpertKey
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
-from paramstore.optim.tensors import field_tensor
-from paramstore.testing.machine import PlainSegment
+from paramstore.testing.images import filled_values, initial_of
 from paramstore.testing.small_store import EXPERTS, SCHEMA
 
 SOURCE = b"where the values come from"
@@ -28,10 +27,7 @@ async def opened(store: Store, *, is_resumed: bool = True) -> tuple[View, list[E
 async def put(store: Store, view: View, keys: Iterable[ExpertKey]) -> None:
     """Gives each of `keys` its value: the number of its expert."""
     for key in keys:
-        memory = PlainSegment(SCHEMA.initial_bytes).view(0, SCHEMA.initial_bytes)
-        for field in SCHEMA.initial_fields():
-            field_tensor(memory, field).fill_(key[1])
-        await store.initialize_put(view, key, memory)
+        await store.initialize_put(view, key, initial_of(SCHEMA, filled_values(SCHEMA, key[1])))
 
 
 async def drafted(store: Store, experts: Iterable[int] = (0, 2), *, step_by_step: bool = False) -> View:

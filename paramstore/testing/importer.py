@@ -10,10 +10,11 @@ before it, in the kernel's figures.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
+from paramstore.bench.process import peak_bytes, reset_peak, resident_bytes
 from paramstore_client import connect
 from paramstore_client.hf.import_checkpoint import SAVE_EVERY_S, import_checkpoint
 from paramstore_client.hf.layout import find_layout
@@ -21,17 +22,6 @@ from paramstore_client.hf.progress import Progress
 from paramstore_client.hf.skeleton import skeleton
 
 NEVER = -1
-
-
-def resident_bytes(name: str, pid: str = "self") -> int:
-    """VmRSS, or VmHWM, the highest since it was reset."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def reset_peak(pid: str = "self") -> None:
-    """VmHWM counts from now on (proc(5), clear_refs)."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def main(address: str, path: str, name: str, stop_at: int = NEVER, save_every_s: float = SAVE_EVERY_S) -> None:
@@ -46,11 +36,11 @@ def main(address: str, path: str, name: str, stop_at: int = NEVER, save_every_s:
     with connect(address) as store:
         schema = layout.schema("adamw", updates="touched")
         namespace = store.create_namespace(name, schema, layers=layout.layers, experts=layout.experts)
-        before = resident_bytes("VmRSS")
+        before = resident_bytes(os.getpid())
         reset_peak()
         result = import_checkpoint(path, namespace, model, progress=report, save_every_s=save_every_s)
-        peak_bytes = resident_bytes("VmHWM") - before
-    sys.stdout.write(json.dumps({**asdict(result), "peak_bytes": peak_bytes, "record_bytes": schema.record_bytes}) + "\n")
+        grown_bytes = peak_bytes(os.getpid()) - before
+    sys.stdout.write(json.dumps({**asdict(result), "peak_bytes": grown_bytes, "record_bytes": schema.record_bytes}) + "\n")
 
 
 if __name__ == "__main__":

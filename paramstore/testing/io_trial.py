@@ -94,11 +94,11 @@ async def read_all(store: Store, view: View) -> dict[ExpertKey, bytes]:
     target = memoryview(mmap.mmap(-1, SCHEMA.record_bytes))
     for key in KEYS:
         await store.read(view, key, target)
-        images[key] = _fields_of(target)
+        images[key] = fields_of(target)
     return images
 
 
-def _fields_of(image: memoryview) -> bytes:
+def fields_of(image: memoryview | bytes | bytearray) -> bytes:
     """The bytes that mean something: all fields, one after the other."""
     return b"".join(image[field.offset_bytes : field.offset_bytes + field.length_bytes] for field in SCHEMA.stored.fields)
 

@@ -7,9 +7,7 @@ from typing import Any
 from paramstore.core.schema import Schema
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
-from paramstore.testing.small_store import (
-    SCHEMA,
-)
+from paramstore.testing.small_store import SCHEMA
 
 MIB = 1 << 20
 ONE = 6 * MIB
@@ -20,8 +18,8 @@ async def reader(store: Store, name: str = "moe", at: int | None = None) -> View
     return await store.admission.open(name, mode="read", at=at, host_bytes=None)
 
 
-async def writer(store: Store, name: str = "moe") -> View:
-    return await store.admission.open(name, mode="write", at=None, host_bytes=None)
+async def writer(store: Store, name: str = "moe", at: int | None = None) -> View:
+    return await store.admission.open(name, mode="write", at=at, host_bytes=None)
 
 
 async def create_again(store: Store, schema: Schema = SCHEMA, *, layers: Any = (0,), experts: int = 4) -> View:

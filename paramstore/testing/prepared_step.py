@@ -1,22 +1,11 @@
-"""A store with a step that is prepared and not committed, and views of it in one call."""
+"""A store with a step that is prepared and not committed."""
 
 from __future__ import annotations
 
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
 from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import (
-    create,
-    train,
-)
-
-
-async def reader(store: Store, at: int | None = None) -> View:
-    return await store.admission.open("moe", mode="read", at=at, host_bytes=None)
-
-
-async def writer(store: Store, at: int | None = None) -> View:
-    return await store.admission.open("moe", mode="write", at=at, host_bytes=None)
+from paramstore.testing.small_store import create, train
 
 
 async def prepared(machine: Machine, *, steps: int = 1) -> tuple[Store, View]:

@@ -9,7 +9,7 @@ there.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -227,15 +227,6 @@ class NamespaceModel:
             raise Broken(f"{self.name}: snapshots {list(found)}; {sorted(sure)} are kept, {sorted(self.unsure_snapshots)} unsure")
 
     # --- what is seen
-
-    def check_seen(self, key: Key, identity: tuple[int, int], states: Iterable[State]) -> Value:
-        """Some state of `states` has `key` in this identity: its value."""
-        value = self.identities.get((key, *identity))
-        if value is None:
-            raise Broken(f"{self.name}: {key} in {identity}: nobody ever made that")
-        if not any(state[key] is value or state[key] == value for state in states):
-            raise Broken(f"{self.name}: {key} is seen in {identity}, which is not of the step or moment that was asked for")
-        return value
 
     def known(self, key: Key, identity: tuple[int, int]) -> Value:
         """The value of an identity, whoever sees it."""

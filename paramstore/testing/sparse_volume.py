@@ -13,6 +13,7 @@ from paramstore.core.place import Tier
 from paramstore.core.schema import round_up
 from paramstore.errors import VolumeError
 from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
+from paramstore.testing.machine import PlainSegment
 
 BLOCK_BYTES = 256 << 10
 """Compared with zeros at once."""
@@ -87,27 +88,17 @@ class SparseVolume:
         return f"volume {self.index} (sparse)"
 
 
-class HoleSegment:
+class HoleSegment(PlainSegment):
     """Private memory of this process that takes room only where somebody wrote."""
 
     def __init__(self, length_bytes: int) -> None:
-        self.length_bytes = length_bytes
-        self.fd: int | None = None
+        self.length_bytes, self.fd = length_bytes, None
         mapping = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         mapping.madvise(mmap.MADV_HUGEPAGE)  # all zeros are one page then, mapped 2 MiB at a time
         self._memory = memoryview(mapping)
 
-    def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
-        return self._memory[offset_bytes : offset_bytes + length_bytes]
-
-    def touch(self) -> None:
-        """Nothing: a page comes when it is written."""
-
     def resident_bytes(self) -> int:
         return 0
-
-    def close(self) -> None:
-        """The memory goes with the last view of it."""
 
 
 def clear(view: memoryview) -> None:
@@ -123,12 +114,6 @@ def copy(source: memoryview, target: memoryview) -> None:
         under = target[start : start + block.nbytes]
         if not _is_zero(block) or not _is_zero(under):
             under[:] = block
-
-
-def resident_bytes() -> int:
-    """What this process has in memory now."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 def _blocks(view: memoryview) -> list[tuple[int, memoryview]]:

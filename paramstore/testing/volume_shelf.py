@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from paramstore.core.schema import Schema
-from paramstore.engine.admission import make_namespace
 from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
 from paramstore.engine.transfers import VolumeTraffic
 from paramstore.engine.volumes import VolumeSet
-from paramstore.storage.catalog import Catalog, NamespaceContents, NamespaceRow, VolumeRow
+from paramstore.storage.catalog import Catalog, VolumeRow
 from paramstore.storage.extents import Space
 from paramstore.storage.format import Superblock, extents_start_bytes
-from paramstore.storage.ledger import Ledger
 from paramstore.storage.volume import Volume
 from paramstore.testing.catalogs import MemoryCatalog
+from paramstore.testing.small_host import namespace_of
 from paramstore.testing.small_store import SCHEMA
 from paramstore.testing.volumes import MemoryVolume
 from paramstore.testing.workers import InlineWorkers
@@ -24,11 +22,6 @@ from paramstore.testing.workers import InlineWorkers
 MIB = 1 << 20
 SUPERBLOCK = Superblock(bytes(16), bytes(16), 0)
 START = extents_start_bytes(SUPERBLOCK)
-
-
-def namespace_of(schema: Schema, experts: int, name: str = "other") -> NamespaceState:
-    row = NamespaceRow(name, schema.describe(), (0,), experts, epoch=1, sequence=0)
-    return make_namespace(Ledger(NamespaceContents(row)))
 
 
 class Shelf:
@@ -64,7 +57,7 @@ class Shelf:
     async def make_room(self, experts: int, *others: NamespaceState) -> None:
         for other in others:
             self.set.entitle(other)
-        await self.set.make_room(namespace_of(SCHEMA, experts, name="moe"), beside=others)
+        await self.set.make_room(namespace_of(SCHEMA, experts=experts), beside=others)
 
     @property
     def usable_bytes(self) -> int:

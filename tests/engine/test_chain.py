@@ -9,7 +9,8 @@ import pytest
 from paramstore.errors import CatalogError, StepDropped, StepOutOfOrder, StepPrepared
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.machine import Machine
-from paramstore.testing.prepared_step import prepared, reader
+from paramstore.testing.opened import reader
+from paramstore.testing.prepared_step import prepared
 from paramstore.testing.small_store import (
     OPTIONS,
     create,

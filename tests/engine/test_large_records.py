@@ -6,12 +6,14 @@ megabytes. The one thing replaced is the copy of initial values, which would tou
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from paramstore.bench.process import resident_bytes
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent
 from paramstore.core.schema import CHUNK_BYTES, PAGE_BYTES, Schema
@@ -30,7 +32,7 @@ from paramstore.testing import machine as machine_module
 from paramstore.testing.machine import Machine
 from paramstore.testing.memory_disk import MemoryDisk
 from paramstore.testing.small_store import lease, run
-from paramstore.testing.sparse_volume import HoleSegment, SparseVolume, copy, resident_bytes
+from paramstore.testing.sparse_volume import HoleSegment, SparseVolume, copy
 
 GIB = 1 << 30
 BORDER = 4 * GIB
@@ -55,11 +57,11 @@ def fill_holes(schema: Schema, initial: memoryview, image: memoryview) -> None:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(machine_module, "PlainSegment", HoleSegment)
     monkeypatch.setattr(update_module, "fill_initial", fill_holes)
-    before_bytes = resident_bytes()
+    before_bytes = resident_bytes(os.getpid())
     machine = Machine(volume_count=0, volume_size_bytes=VOLUME_BYTES, host_budget_bytes=16 * GIB, wait_timeout_s=60.0)
     machine.volumes = {0: SparseVolume(VOLUME_BYTES)}
     yield machine
-    assert resident_bytes() - before_bytes < MEMORY_BYTES_MAX
+    assert resident_bytes(os.getpid()) - before_bytes < MEMORY_BYTES_MAX
 
 
 def expected(mark: int, key: ExpertKey) -> int:

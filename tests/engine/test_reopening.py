@@ -9,7 +9,8 @@ import pytest
 from paramstore.errors import CatalogError, StepDropped, StepFailed, StepOutOfOrder, StepPrepared, WriterFenced
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.machine import Machine
-from paramstore.testing.prepared_step import prepared, reader, restarted, writer
+from paramstore.testing.opened import reader, writer
+from paramstore.testing.prepared_step import prepared, restarted
 from paramstore.testing.small_store import (
     create,
     first_values,

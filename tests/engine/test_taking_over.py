@@ -8,7 +8,8 @@ import pytest
 
 from paramstore.errors import CatalogError, LeaseError, StepFailed, StepPrepared
 from paramstore.testing.machine import Machine
-from paramstore.testing.prepared_step import committed, restarted, writer
+from paramstore.testing.opened import writer
+from paramstore.testing.prepared_step import committed, restarted
 from paramstore.testing.small_store import OPTIONS, create, keys_of, push, run, train, versions
 
 

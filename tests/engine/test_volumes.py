@@ -13,8 +13,9 @@ from paramstore.engine.volumes import PIPELINE_RECORDS_MIN, RECORDED_BYTES, enti
 from paramstore.errors import CapacityError, CatalogError
 from paramstore.storage.catalog import Change
 from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
+from paramstore.testing.small_host import namespace_of
 from paramstore.testing.small_store import SCHEMA, run, turns
-from paramstore.testing.volume_shelf import MIB, START, Shelf, namespace_of
+from paramstore.testing.volume_shelf import MIB, START, Shelf
 from paramstore.testing.volumes import MemoryVolume
 
 OPAQUE = Schema.param({"w": ((512, 1024), "uint8")})
@@ -52,7 +53,7 @@ def test_volumes_that_have_room_do_not_grow() -> None:
 def test_volumes_grow_evenly_until_all_namespaces_have_what_they_are_entitled_to(count: int) -> None:
     async def scenario() -> None:
         shelf = Shelf(count=count)
-        other = namespace_of(OPAQUE, 5)
+        other = namespace_of(OPAQUE, "other", 5)
         await shelf.make_room(100, other)
         needed = entitled_bytes(SCHEMA, 100) + entitled_bytes(OPAQUE, 5)
         assert needed <= shelf.usable_bytes <= needed + count * (SCHEMA.record_bytes + OPAQUE.record_bytes + MIB)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from paramstore.bench.process import resident_bytes
 from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.schema import CHUNK_BYTES, HEADER_FIXED_BYTES, PAGE_BYTES, Part, Schema
@@ -32,7 +33,7 @@ from paramstore.storage.pmem_volume import PmemVolume
 from paramstore.storage.volume import Volume
 from paramstore.testing.catalogs import STORE_UUID, namespace_row
 from paramstore.testing.memory_disk import MemoryDisk
-from paramstore.testing.sparse_volume import HoleSegment, SparseVolume, resident_bytes
+from paramstore.testing.sparse_volume import HoleSegment, SparseVolume
 from paramstore.testing.volumes import page_aligned
 from paramstore.wire.codec import LENGTH, decode_answer, decode_request, encode
 from paramstore.wire.messages import Granted, InitializePut, OpenUpload, Push, Uploaded
@@ -159,7 +160,7 @@ def test_bytes_beyond_4_gib_of_a_real_file_come_back(sparse_file: Path, kind: st
 
 @pytest.mark.parametrize("schema", [LARGE, TRAINED])
 def test_pieces_across_every_border_of_32_bits_are_written_read_and_verified(schema: Schema, sparse_file: Path) -> None:
-    part, before_bytes = schema.stored, resident_bytes()
+    part, before_bytes = schema.stored, resident_bytes(os.getpid())
     volume: Volume = FileVolume.open(sparse_file, index=0)
     if schema is TRAINED:
         volume.close()
@@ -185,12 +186,12 @@ def test_pieces_across_every_border_of_32_bits_are_written_read_and_verified(sch
     with pytest.raises(CorruptRecord, match=rf"chunk 4096 \(field '.*w', 1048576 bytes at byte {at} of the record\)"):
         check_pieces(header, part, again, place="here")
     volume.close()
-    assert resident_bytes() - before_bytes < MEMORY_BYTES_MAX
+    assert resident_bytes(os.getpid()) - before_bytes < MEMORY_BYTES_MAX
 
 
 @pytest.mark.slow
 def test_masters_beyond_4_gib_are_cast_to_their_places_and_updated() -> None:
-    part, before_bytes = TRAINED.stored, resident_bytes()
+    part, before_bytes = TRAINED.stored, resident_bytes(os.getpid())
     volume = SparseVolume(EXTENT_AT + part.image_bytes)
     image = HoleSegment(part.image_bytes).view(0, part.image_bytes)
     masters = field_tensor(image, part.fields[0])
@@ -218,7 +219,7 @@ def test_masters_beyond_4_gib_are_cast_to_their_places_and_updated() -> None:
     )  # fmt: skip
     assert masters[elements].tolist() == pytest.approx([1.5, 2.0, 3.5, 4.5])
     assert field_tensor(slot, param.fields[0])[elements].tolist() == [1.5, 2.0, 3.5, 4.5]
-    assert resident_bytes() - before_bytes < MEMORY_BYTES_MAX
+    assert resident_bytes(os.getpid()) - before_bytes < MEMORY_BYTES_MAX
 
 
 class DirectDisk(MemoryDisk):
@@ -238,7 +239,7 @@ class DirectDisk(MemoryDisk):
 def test_fsck_verifies_every_byte_of_a_large_record_in_a_real_file(
     sparse_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    part, before_bytes = LARGE.stored, resident_bytes()
+    part, before_bytes = LARGE.stored, resident_bytes(os.getpid())
     volume = FileVolume.open(sparse_file, index=0)
     image = HoleSegment(part.image_bytes).view(0, part.image_bytes)
     dirty = borders(part)
@@ -259,7 +260,7 @@ def test_fsck_verifies_every_byte_of_a_large_record_in_a_real_file(
         print(f"\nfsck: {part.image_bytes / GIB:.2f} GiB in {seconds:.1f} s, {part.image_bytes / seconds / 1e9:.1f} GB/s")  # noqa: T201
     assert found is not None
     assert (found.damage, found.root, found.record_bytes, found.offset) == (None, root, part.image_bytes, EXTENT_AT)
-    assert resident_bytes() - before_bytes < MEMORY_BYTES_MAX
+    assert resident_bytes(os.getpid()) - before_bytes < MEMORY_BYTES_MAX
 
 
 # --- tables

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from paramstore.testing.sparse_volume import HoleSegment, SparseVolume, copy, resident_bytes
+from paramstore.bench.process import resident_bytes
+from paramstore.testing.sparse_volume import HoleSegment, SparseVolume, copy
 from paramstore.testing.volume_contract import VolumeContract
 from paramstore.testing.volumes import page_aligned
 
@@ -39,8 +42,8 @@ def test_a_corrupted_hole_reads_back_so() -> None:
 def test_holes_are_read_and_copied_without_taking_memory() -> None:
     segment, target = HoleSegment(GIB), HoleSegment(GIB)
     segment.view(GIB // 2, 3)[:] = b"abc"
-    before_bytes = resident_bytes()
+    before_bytes = resident_bytes(os.getpid())
     copy(segment.view(0, GIB), target.view(0, GIB))
     SparseVolume(GIB).read(0, [segment.view(0, GIB // 2)])
     assert bytes(target.view(GIB // 2 - 1, 5)) == b"\0abc\0"
-    assert resident_bytes() - before_bytes < 64 << 20
+    assert resident_bytes(os.getpid()) - before_bytes < 64 << 20

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import paramstore_client as ps
+from paramstore.bench.process import peak_bytes, reset_peak, resident_bytes
 from paramstore.errors import StepFailed
 from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.importer import reset_peak, resident_bytes
 from paramstore.testing.saved_models import expert_values, load_stock, save_stock
 from paramstore_client.hf.layout import find_layout
 
@@ -153,11 +153,11 @@ def test_the_memory_of_an_import_is_one_record_beyond_the_arenas(checkpoint: Pat
     with DaemonProcess(tmp_path / "store", "--host-budget", str(budget), "--gradient-budget", str(uploads)) as daemon:
         with Importer(daemon.address, checkpoint, "small") as importer:
             importer.result()  # the daemon has loaded torch
-        daemon_before = resident_bytes("VmRSS", str(daemon.pid))
-        reset_peak(str(daemon.pid))
+        daemon_before = resident_bytes(daemon.pid)
+        reset_peak(daemon.pid)
         with Importer(daemon.address, path, "moe", save_every_s=0.0) as importer:
             result = importer.result()
-        daemon_peak = resident_bytes("VmHWM", str(daemon.pid)) - daemon_before
+        daemon_peak = peak_bytes(daemon.pid) - daemon_before
     record = result["record_bytes"]
     checkpoint_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     assert record > 48 * MIB, "so that what Python itself takes is little beside it"
