@@ -14,6 +14,7 @@ from paramstore.storage.file_volume import FileVolume
 from paramstore.storage.notes import format_volume
 from paramstore.testing import daemon_bugs
 from paramstore.testing.canaries import canary
+from paramstore.testing.daemon_bugs import replace_in
 
 
 def plant(name: str) -> None:
@@ -51,13 +52,6 @@ def forget_creation() -> None:
 
     replace_in(FileVolume, create=staticmethod(create_quietly))
     replace_in(assembly, format_volume=format_quietly)
-
-
-def replace_in(owner: object, **replacements: Any) -> None:
-    """Puts these in place of the attributes of `owner`, which it has."""
-    for name, replacement in replacements.items():
-        assert hasattr(owner, name), f"{owner} has no {name}"
-        setattr(owner, name, replacement)
 
 
 def _nothing(*_: object, **__: object) -> None:

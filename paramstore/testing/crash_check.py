@@ -29,7 +29,7 @@ from paramstore.testing.crash_disk import PAGE_SHIFT, VOLUME_SHIFT, CrashDisk, E
 from paramstore.testing.crash_initialization import draft_number
 from paramstore.testing.crash_life import KEYS, NAME, SCHEMA, extra_of, image_of
 from paramstore.testing.experts import State
-from paramstore.testing.volumes import MemoryVolume
+from paramstore.testing.volumes import MemoryVolume, ReadOnly
 
 RECHECK_EVERY = 16
 """One of so many states is checked although an identical reading has been."""
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     """The number of the draft; 0 without one."""
 
 
-class ReadVolume:
+class ReadVolume(ReadOnly):
     """A crash disk's image of one volume, read-only, that remembers which pages were read."""
 
     def __init__(self, disk: CrashDisk, index: int, pages: set[int]) -> None:
@@ -66,15 +66,6 @@ class ReadVolume:
         for buffer in into:
             buffer.cast("B")[:] = self._image[offset_bytes : offset_bytes + buffer.nbytes]
             offset_bytes += buffer.nbytes
-
-    def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
-        raise AssertionError("opening a store writes nothing")
-
-    def flush(self) -> None:
-        raise AssertionError("opening a store flushes nothing")
-
-    def grow(self, size_bytes: int) -> None:
-        raise AssertionError("opening a store grows nothing")
 
     def describe(self) -> dict[str, object]:
         return {"index": self.index}

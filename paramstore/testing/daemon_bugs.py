@@ -45,7 +45,7 @@ def acknowledge_early() -> None:
         late.add(asyncio.get_running_loop().create_task(publish_now()))
         return planned
 
-    _replace(Transactions, "publish", publish_late)
+    replace_in(Transactions, publish=publish_late)
 
 
 def lose_second_record() -> None:
@@ -59,7 +59,7 @@ def lose_second_record() -> None:
         kept = {key: located for number, (key, located) in enumerate(changed.items()) if number != 1 or not later}
         return plan_publish(self, step_row, kept, held_steps)
 
-    _replace(Ledger, "plan_publish", plan)
+    replace_in(Ledger, plan_publish=plan)
 
 
 def keep_dead_updates() -> None:
@@ -70,22 +70,22 @@ def keep_dead_updates() -> None:
             await reopen(self, namespace, at=at)
 
     reopen = Chain.reopen
-    _replace(Chain, "reopen", stay)
+    replace_in(Chain, reopen=stay)
 
 
 def free_on_hangup() -> None:
     """Leases end with the connection, though the process may still read what it leased."""
-    _replace(Peer, "is_watched", property(lambda self: False))
+    replace_in(Peer, is_watched=property(lambda self: False))
 
 
 def forget_process() -> None:
     """The end of a client's process goes unnoticed."""
-    _replace(Peer, "_ended", Peer.close)
+    replace_in(Peer, _ended=Peer.close)
 
 
 def keep_uploads() -> None:
     """Upload areas of sessions that ended count for ever."""
-    _replace(HostTier, "drop_uploads", lambda self, client: None)
+    replace_in(HostTier, drop_uploads=lambda self, client: None)
 
 
 def leak_descriptor() -> None:
@@ -96,7 +96,7 @@ def leak_descriptor() -> None:
             self._loop.remove_reader(self._descriptor)
             self._descriptor = None
 
-    _replace(Peer, "close", forget)
+    replace_in(Peer, close=forget)
 
 
 BUGS: Mapping[str, Callable[[], None]] = {
@@ -107,6 +107,8 @@ BUGS: Mapping[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def _replace(owner: type, name: str, value: object) -> None:
-    assert name in vars(owner), f"{owner.__name__} has no {name}: this bug is none any more"
-    setattr(owner, name, value)
+def replace_in(owner: object, **replacements: Any) -> None:
+    """Puts these in place of the attributes of `owner`, which it has."""
+    for name, replacement in replacements.items():
+        assert name in vars(owner), f"{owner} has no {name}: this bug is none any more"
+        setattr(owner, name, replacement)

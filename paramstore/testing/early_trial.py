@@ -23,8 +23,9 @@ from paramstore.engine.namespace import View, WriterGroup
 from paramstore.engine.ranks import Arrival
 from paramstore.errors import CapacityError, LeaseError, StepFailed, StepOutOfOrder
 from paramstore.optim.tensors import field_tensor
+from paramstore.testing.images import random_values, values_in
 from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.small_store import turns
+from paramstore.testing.small_store import create, leased, turns
 
 SHAPES = {"w": (4, 16), "v": (32,)}
 LAYERS, EXPERTS = 3, 4
@@ -45,24 +46,16 @@ class EarlyTrial:
         self.schema = Schema.adamw(SHAPES, param_dtype=dtype, updates=self.updates)
         self.machine = Machine(seed=seed, host_budget_bytes=24 << 20, policy=self.random.choice(("lru", "schedule")))
         self.figures = Counter[str]()
-        self.next_lease, self.groups, self.committed = 1, 0, 0
+        self.groups, self.committed = 0, 0
         self.views: dict[str, list[View]] = {}
 
     async def begin(self) -> None:
         self.store = self.machine.start()
         for name in (PLAIN, EARLY):
-            view = await self.store.admission.create(
-                name, self.schema.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None
-            )
-            await self.store.initialize_begin(view)
-            for number, key in enumerate(KEYS):
-                initial = PlainSegment(self.schema.initial_bytes)
-                for field in self.schema.initial_fields():
-                    values = torch.randn(field.elements, generator=torch.Generator().manual_seed(number)) * 0.1
-                    field_tensor(initial.view(0, self.schema.initial_bytes), field).copy_(values)
-                await self.store.initialize_put(view, key, initial.view(0, self.schema.initial_bytes))
-            await self.store.initialize_end(view)
-            await self.store.commit(view, 0, b"")
+            view = await create(
+                self.store, name, schema=self.schema, layers=range(LAYERS), experts=EXPERTS,
+                values_of=lambda key: random_values(self.schema, KEYS.index(key)),
+            )  # fmt: skip
             self.store.close_view(view)
             await self.open(name)
 
@@ -219,16 +212,8 @@ class EarlyTrial:
     # --- looking
 
     async def param(self, name: str, key: ExpertKey) -> torch.Tensor:
-        view, part = self.views[name][0], self.schema.part("param")
-        lease_id, self.next_lease = self.next_lease, self.next_lease + 1
-        request = self.store.acquire(view, lease_id, [key], "param")
-        await self.store.wait_lease(request, 10.0)
-        arena = view.namespace.param_arena
-        assert arena is not None
-        image = arena.view(request.copies[0].slot)
-        seen = torch.cat([field_tensor(image, field).clone().flatten() for field in part.fields])
-        self.store.release(view, lease_id)
-        return seen
+        found = await leased(self.store, self.views[name][0], [key], timeout_s=10.0)
+        return torch.cat([value.flatten() for value in found[key].values()])
 
     async def params(self, name: str) -> dict[ExpertKey, torch.Tensor]:
         return {key: await self.param(name, key) for key in KEYS}
@@ -237,7 +222,7 @@ class EarlyTrial:
         length_bytes = self.schema.record_bytes
         target = PlainSegment(length_bytes).view(0, length_bytes)
         await self.store.read(self.views[name][0], key, target)
-        return [field_tensor(target, field).clone() for field in self.schema.stored.fields]
+        return list(values_in(target, self.schema.stored.fields).values())
 
     async def compare(self) -> None:
         for key in KEYS:

@@ -12,7 +12,7 @@ from paramstore.engine.namespace import Cut, NamespaceState, ParamCopy, WorkingC
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Request, SlotRequest
 from paramstore.testing.residency_model import ModelLease, ModelView, ResidencyModel
-from paramstore.testing.small_planner import SmallPlanner, taken
+from paramstore.testing.small_planner import SmallPlanner, held_extents, taken
 
 
 class ResidencyChecks:
@@ -195,10 +195,7 @@ class ResidencyChecks:
 
     def check_extents(self) -> None:
         """No extent has two owners; what is held is rows, uncommitted and reserved extents, the cut's, and those of moves."""
-        own = list(self.namespace.ledger.extents())
-        for working in self.namespace.working.values():
-            own += [working.uncommitted.extent] if working.uncommitted is not None else []
-            own += [working.reserved] if working.reserved is not None else []
+        own = held_extents(self.namespace)
         assert len(set(own)) == len(own)
         writes = [move.located.extent for move in self.small.under_way if move.located and move.kind is MoveKind.WRITE]
         assert len(set(writes)) == len(writes)

@@ -12,13 +12,13 @@ from itertools import count
 
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.optimizers import AdamW
-from paramstore.core.place import Identity
+from paramstore.core.place import Extent, Identity
 from paramstore.core.residency import Working
 from paramstore.core.schema import Schema
 from paramstore.engine.arena import Arena
 from paramstore.engine.gradients import GradientRange
 from paramstore.engine.moves import Move, MoveKind
-from paramstore.engine.namespace import Cut, ParamCopy, View, WorkingCopy
+from paramstore.engine.namespace import Cut, NamespaceState, ParamCopy, View, WorkingCopy
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
@@ -215,14 +215,18 @@ class SmallPlanner(PlannerAlone):
             copies, resident = copies + resident, copies + resident
         assert sorted(copies) == taken(self.param_arena)
         assert sorted(resident) == taken(self.working_arena)
-        held = list(namespace.ledger.extents())
-        for working in namespace.working.values():
-            held += [working.uncommitted.extent] if working.uncommitted is not None else []
-            held += [working.reserved] if working.reserved is not None else []
+        held = held_extents(namespace)
         assert len(set(held)) == len(held)
         (stats,) = self.space.stats()
         used_bytes = stats.size_bytes - stats.free_bytes - stats.quarantined_bytes
         assert used_bytes == len(held) * namespace.schema.record_bytes
+
+
+def held_extents(namespace: NamespaceState) -> list[Extent]:
+    """The extents that belong to the namespace: of its rows, and of what is uncommitted or reserved."""
+    copies = namespace.working.values()
+    uncommitted = [working.uncommitted.extent for working in copies if working.uncommitted is not None]
+    return [*namespace.ledger.extents(), *uncommitted, *(copy.reserved for copy in copies if copy.reserved is not None)]
 
 
 def taken(arena: Arena) -> list[int]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any
 
+from torch import Tensor
+
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
@@ -18,7 +20,7 @@ from paramstore.engine.requests import LeaseRequest
 from paramstore.engine.store import Store
 from paramstore.optim.tensors import field_tensor
 from paramstore.testing.experts import Tensors
-from paramstore.testing.images import filled_values, gradient_of, initial_of
+from paramstore.testing.images import filled_values, gradient_of, initial_of, values_in
 from paramstore.testing.machine import PlainSegment
 
 SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
@@ -26,6 +28,7 @@ EXPERTS = 4
 OPTIONS = AdamW(lr=0.5, weight_decay=0.0)
 LIMIT_S = 20.0
 lease_ids = count(1)
+Values = dict[ExpertKey, dict[str, Tensor]]
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -83,6 +86,16 @@ async def lease(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_
     request = store.acquire(view, next(lease_ids), keys, "param")
     await store.wait_lease(request, timeout_s)
     return request
+
+
+async def leased(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_s: float = 5.0) -> Values:
+    """The `param` values of `keys` as `view` sees them."""
+    request = await lease(store, view, keys, timeout_s=timeout_s)
+    arena, fields = view.namespace.param_arena, view.namespace.schema.part("param").fields
+    assert arena is not None
+    values = {copy.key: values_in(arena.view(copy.slot), fields) for copy in request.copies}
+    store.release(view, request.lease_id)
+    return values
 
 
 async def first_values(store: Store, view: View, keys: Sequence[ExpertKey] | None = None) -> list[float]:

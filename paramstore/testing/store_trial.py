@@ -30,6 +30,7 @@ from paramstore.storage.format import extents_start_bytes
 from paramstore.testing.experts import Expert, State, Tensors, trained
 from paramstore.testing.images import gradient_of, initial_of, random_values, values_in
 from paramstore.testing.machine import Machine, PlainSegment
+from paramstore.testing.small_planner import held_extents
 
 NAME = "moe"
 SHAPES = ({"w": (4, 16), "v": (32,)}, {"w": (3, 5), "v": (7,)})
@@ -381,11 +382,7 @@ class StoreTrial:
         for arena, used in ((namespace.param_arena, copies), (namespace.working_arena, len(namespace.resident))):
             assert arena.slots.count - arena.slots.free_count - self.stolen[arena] == used
         assert all(working.holders == 0 and working.move is None for working in namespace.working.values())
-        extents = {*namespace.ledger.extents()}
-        for working in namespace.working.values():
-            extents |= {working.uncommitted.extent} if working.uncommitted is not None else set()
-            extents |= {working.reserved} if working.reserved is not None else set()
-        space, used_bytes = self.store._planner.space, len(extents) * self.schema.record_bytes
+        space, used_bytes = self.store._planner.space, len(set(held_extents(namespace))) * self.schema.record_bytes
         start_bytes = sum(extents_start_bytes(self.store._committer._superblocks[index]) for index in self.machine.disks)
         taken_bytes = sum(volume.size_bytes - volume.free_bytes - volume.prefilling_bytes for volume in space.stats())
         assert taken_bytes - start_bytes == used_bytes == space.held_bytes(NAME)

@@ -10,13 +10,12 @@ from paramstore.core.schema import Schema
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
 from paramstore.testing.experts import Expert, State, Tensors, trained
-from paramstore.testing.images import gradient_of, random_values, values_in
-from paramstore.testing.small_store import SCHEMA, create, lease
+from paramstore.testing.images import gradient_of, random_values
+from paramstore.testing.small_store import SCHEMA, Values, create
 
 LAYERS, EXPERTS = 2, 4
 KEYS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
 OPTIONS = AdamW(lr=1e-2)
-Values = dict[ExpertKey, dict[str, torch.Tensor]]
 
 
 def value_of(key: ExpertKey) -> Tensors:
@@ -29,16 +28,6 @@ def gradients_of(keys: list[ExpertKey], seed: int) -> dict[ExpertKey, Tensors]:
 
 async def make_writer(store: Store, schema: Schema = SCHEMA, *, commit: bool = True) -> View:
     return await create(store, schema=schema, layers=range(LAYERS), values_of=value_of, step=0 if commit else None)
-
-
-async def leased(store: Store, view: View, keys: list[ExpertKey], *, timeout_s: float = 5.0) -> Values:
-    """The `param` values of `keys` as `view` sees them."""
-    request = await lease(store, view, keys, timeout_s=timeout_s)
-    arena, fields = view.namespace.param_arena, view.namespace.schema.part("param").fields
-    assert arena is not None
-    values = {copy.key: values_in(arena.view(copy.slot), fields) for copy in request.copies}
-    store.release(view, request.lease_id)
-    return values
 
 
 def push(store: Store, view: View, keys: list[ExpertKey], seed: int) -> None:

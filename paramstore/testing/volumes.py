@@ -218,6 +218,19 @@ class WrappedVolume:
         self.inner.close()
 
 
+class ReadOnly:
+    """What whoever opens a store may not do to its volumes."""
+
+    def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
+        raise AssertionError("opening a store writes nothing")
+
+    def flush(self) -> None:
+        raise AssertionError("opening a store flushes nothing")
+
+    def grow(self, size_bytes: int) -> None:
+        raise AssertionError("opening a store grows nothing")
+
+
 class FaultyVolume(WrappedVolume):
     """`inner`, some calls of which fail, leaving garbage in a read's buffers and in the first half of a write's range.
 

@@ -17,8 +17,8 @@ from paramstore.errors import (
 from paramstore.testing.experts import check_expert
 from paramstore.testing.images import values_in
 from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.small_store import SCHEMA, initialize, run
-from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, leased, make_writer, push
+from paramstore.testing.small_store import SCHEMA, initialize, leased, run
+from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push
 
 
 def test_a_trained_store_equals_torch_bitwise_whatever_the_budget() -> None:

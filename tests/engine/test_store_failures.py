@@ -16,8 +16,8 @@ from paramstore.errors import (
 from paramstore.storage.format import NOTE_SLOT_BYTES, NOTES_START_BYTES
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import SCHEMA, initialize, run
-from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, leased, make_writer, push, value_of
+from paramstore.testing.small_store import SCHEMA, initialize, leased, run
+from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push, value_of
 from paramstore.testing.volumes import Fault, FaultyVolume
 
 

@@ -17,8 +17,8 @@ from paramstore.errors import (
     WaitTimeout,
 )
 from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import SCHEMA, lease_ids, run
-from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, leased, make_writer, push
+from paramstore.testing.small_store import SCHEMA, lease_ids, leased, run
+from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push
 
 
 def test_options_of_another_optimizer_change_nothing() -> None:
