@@ -189,9 +189,12 @@ class CrashDisk:
         if isinstance(event, Applied):
             yield State("transaction lost", (), is_applied=False)
             yield State("transaction lost, all kept", edits, is_applied=False)
-        if not edits:
-            return
-        yield State("all kept", edits)
+        if edits:
+            yield State("all kept", edits)
+            yield from self.partly_kept(edits, event, source, depth)
+
+    def partly_kept(self, edits: list[Edit], event: Event | None, source: Random, depth: Depth) -> Iterator[State]:
+        """Some of `edits`, the writes in doubt; sectors are written whole or not at all."""
         for volume in {edit.volume for edit in edits} if len(self.durable) > 1 else ():
             yield State("one volume kept", [edit for edit in edits if edit.volume == volume])
         for number in range(len(edits)):

@@ -22,13 +22,12 @@ from paramstore.core.schema import Schema, round_up
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
 from paramstore.errors import CatalogError, ParamStoreError, VolumeError
-from paramstore.optim.tensors import field_tensor
 from paramstore.storage.catalog import Contents
 from paramstore.storage.format import Superblock, extents_start_bytes
 from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
 from paramstore.testing.crash_disk import copied
 from paramstore.testing.experts import Expert, State, Tensors, trained
-from paramstore.testing.images import gradient_of, random_values
+from paramstore.testing.images import fill, gradient_of, random_values
 from paramstore.testing.journal import Journal, JournaledVolume, Noted
 from paramstore.testing.machine import MIB, Machine
 from paramstore.testing.volumes import MemoryVolume
@@ -57,10 +56,7 @@ Act = str
 def image_of(expert: Expert) -> bytes:
     """What lies behind the header of its record."""
     part = SCHEMA.stored
-    image = bytearray(part.image_bytes)
-    for field in part.fields:
-        field_tensor(memoryview(image), field).copy_(expert.fields[field.name].flatten())
-    return bytes(image[part.header_bytes :])
+    return bytes(fill(memoryview(bytearray(part.image_bytes)), part.fields, expert.fields)[part.header_bytes :])
 
 
 class Life:

@@ -34,9 +34,15 @@ def gradient_of(schema: Schema, values: Tensors) -> PlainSegment:
 
 def _filled(fields: Iterable[Field], values: Tensors, length_bytes: int) -> PlainSegment:
     segment = PlainSegment(length_bytes)
-    for field in fields:
-        field_tensor(segment.view(0, length_bytes), field).copy_(values[field.name].flatten())
+    fill(segment.view(0, length_bytes), fields, values)
     return segment
+
+
+def fill(image: memoryview, fields: Iterable[Field], values: Tensors) -> memoryview:
+    """`image`, which holds `values` now."""
+    for field in fields:
+        field_tensor(image, field).copy_(values[field.name].flatten())
+    return image
 
 
 def values_in(image: memoryview, fields: Iterable[Field]) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,8 +12,8 @@ from paramstore.core.optimizers import Options
 from paramstore.core.schema import Schema
 from paramstore.optim.initial import fill_initial
 from paramstore.optim.tensors import field_tensor
-
-Tensors = Mapping[str, Tensor]
+from paramstore.testing.experts import Tensors
+from paramstore.testing.images import fill
 
 
 def buffer(length_bytes: int, fill: int = 0xA5) -> memoryview:
@@ -23,17 +22,11 @@ def buffer(length_bytes: int, fill: int = 0xA5) -> memoryview:
 
 
 def gradient_image(schema: Schema, gradients: Tensors) -> memoryview:
-    image = buffer(schema.gradient_bytes)
-    for field in schema.gradient_fields():
-        field_tensor(image, field).copy_(gradients[field.name].flatten())
-    return image
+    return fill(buffer(schema.gradient_bytes), schema.gradient_fields(), gradients)
 
 
 def initial_image(schema: Schema, values: Tensors) -> memoryview:
-    image = buffer(schema.initial_bytes)
-    for field in schema.initial_fields():
-        field_tensor(image, field).copy_(values[field.name].flatten())
-    return image
+    return fill(buffer(schema.initial_bytes), schema.initial_fields(), values)
 
 
 def filled_record(schema: Schema, values: Tensors) -> memoryview:

@@ -21,22 +21,11 @@ from paramstore.storage.backing_file import BackingFile
 from paramstore.storage.pmem_volume import PmemVolume
 from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
 from paramstore.testing.crash_check import Checker, Figures, ReadVolume, Verdict
-from paramstore.testing.crash_disk import (
-    CrashDisk,
-    Depth,
-    Edit,
-    Edits,
-    Effect,
-    NumberedCatalog,
-    Pending,
-    State,
-    overlaps,
-    without,
-)
+from paramstore.testing.crash_disk import CrashDisk, Depth, Edit, Edits, Effect, NumberedCatalog, Pending, State, overlaps, without
 from paramstore.testing.crash_life import NAME, SCHEMA, VOLUME_BYTES, Life, extra_of, image_of, new_machine
 from paramstore.testing.crash_states import Enumeration, Plan, Promise
 from paramstore.testing.experts import State as Records
-from paramstore.testing.journal import Applied, Event, Flushed, Journal, JournaledCatalog, Persisted, Wrote
+from paramstore.testing.journal import Event, Flushed, Journal, JournaledCatalog, Persisted, Wrote
 from paramstore.testing.machine import Machine
 from paramstore.testing.memory_disk import disks_of
 from paramstore_native import libpmem2
@@ -173,15 +162,7 @@ class LineDisk(CrashDisk):
         self._flush(lines.volume)
         self.pending = rest
 
-    def states(self, event: Event | None, source: Random, depth: Depth) -> Iterator[State]:
-        edits = [pending.edit for pending in self.pending]
-        yield State("none kept", ())
-        if isinstance(event, Applied):
-            yield State("transaction lost", (), is_applied=False)
-            yield State("transaction lost, all kept", edits, is_applied=False)
-        if not edits:
-            return
-        yield State("all kept", edits)
+    def partly_kept(self, edits: list[Edit], event: Event | None, source: Random, depth: Depth) -> Iterator[State]:
         is_new = isinstance(event, Wrote) and edits[-1].data is event.data
         for number, at in self._chosen(edits, source, is_new=is_new):
             line = _piece(edits[number], at, LINE_BYTES)

@@ -21,12 +21,14 @@ from paramstore.engine.store import Store
 from paramstore.optim.tensors import field_tensor
 from paramstore.testing.experts import Tensors
 from paramstore.testing.images import filled_values, gradient_of, initial_of, values_in
-from paramstore.testing.machine import PlainSegment
+from paramstore.testing.machine import MIB, Machine, PlainSegment
 
 SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
 EXPERTS = 4
 OPTIONS = AdamW(lr=0.5, weight_decay=0.0)
 LIMIT_S = 20.0
+ONE = 6 * MIB
+"""Host memory for exactly one small namespace."""
 lease_ids = count(1)
 Values = dict[ExpertKey, dict[str, Tensor]]
 
@@ -69,6 +71,18 @@ async def initialize(store: Store, view: View, values_of: Callable[[ExpertKey], 
     await store.initialize_end(view)
 
 
+async def reader(store: Store, name: str = "moe", at: int | None = None) -> View:
+    return await store.admission.open(name, mode="read", at=at, host_bytes=None)
+
+
+async def writer(store: Store, name: str = "moe", at: int | None = None) -> View:
+    return await store.admission.open(name, mode="write", at=at, host_bytes=None)
+
+
+async def create_again(store: Store, schema: Schema = SCHEMA, *, layers: Sequence[int] = (0,), experts: int = EXPERTS) -> View:
+    return await store.admission.create("moe", schema.describe(), layers=layers, experts=experts, host_bytes=None)
+
+
 def push(store: Store, view: View, keys: Sequence[ExpertKey]) -> None:
     schema = view.namespace.schema
     memory = gradient_of(schema, filled_values(schema, 1))
@@ -79,6 +93,29 @@ async def train(store: Store, view: View, keys: Sequence[ExpertKey] | None = Non
     """One apply with gradients of `keys` (None: all)."""
     push(store, view, keys_of(view) if keys is None else keys)
     return await store.apply(view, OPTIONS, 1.0)
+
+
+async def prepared(machine: Machine, *, steps: int = 1) -> tuple[Store, View]:
+    """Committed at 0 to `steps`, and the next step prepared; every record has the version of its step."""
+    store, view = await committed(machine, steps)
+    await train(store, view)
+    await store.prepare(view, steps + 1, b"extra of %d" % (steps + 1))
+    return store, view
+
+
+async def restarted(machine: Machine) -> Store:
+    await machine.crash()
+    return machine.start()
+
+
+async def committed(machine: Machine, steps: int) -> tuple[Store, View]:
+    """Committed at 0 to `steps`; every record has the version of its step."""
+    store = machine.start()
+    view = await create(store)
+    for step in range(1, steps + 1):
+        await train(store, view)
+        await store.commit(view, step, b"extra of %d" % step)
+    return store, view
 
 
 async def lease(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_s: float = 5.0) -> LeaseRequest:

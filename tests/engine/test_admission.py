@@ -24,18 +24,21 @@ from paramstore.errors import (
 from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.ledger import Ledger
 from paramstore.testing.catalogs import FaultyCatalog
-from paramstore.testing.machine import Machine
-from paramstore.testing.opened import MIB, ONE, create_again, reader, writer
+from paramstore.testing.machine import MIB, Machine
 from paramstore.testing.small_store import (
+    ONE,
     SCHEMA,
     create,
+    create_again,
     initialize,
     keys_of,
     push,
+    reader,
     run,
     train,
     turns,
     versions,
+    writer,
 )
 
 # --- creation

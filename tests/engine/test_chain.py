@@ -9,18 +9,7 @@ import pytest
 from paramstore.errors import CatalogError, StepDropped, StepOutOfOrder, StepPrepared
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.machine import Machine
-from paramstore.testing.opened import reader
-from paramstore.testing.prepared_step import prepared
-from paramstore.testing.small_store import (
-    OPTIONS,
-    create,
-    keys_of,
-    lease,
-    push,
-    run,
-    train,
-    versions,
-)
+from paramstore.testing.small_store import OPTIONS, create, keys_of, lease, prepared, push, reader, run, train, versions
 
 # --- prepare
 

@@ -14,18 +14,8 @@ from paramstore.engine.store import Store
 from paramstore.errors import (
     CapacityError,
 )
-from paramstore.testing.machine import Machine
-from paramstore.testing.opened import MIB, ONE, reader
-from paramstore.testing.small_store import (
-    create,
-    first_values,
-    keys_of,
-    lease,
-    run,
-    train,
-    turns,
-    versions,
-)
+from paramstore.testing.machine import MIB, Machine
+from paramstore.testing.small_store import ONE, create, first_values, keys_of, lease, reader, run, train, turns, versions
 
 
 class Client:

@@ -9,17 +9,19 @@ import pytest
 from paramstore.errors import CatalogError, StepDropped, StepFailed, StepOutOfOrder, StepPrepared, WriterFenced
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.machine import Machine
-from paramstore.testing.opened import reader, writer
-from paramstore.testing.prepared_step import prepared, restarted
 from paramstore.testing.small_store import (
     create,
     first_values,
     keys_of,
+    prepared,
     push,
+    reader,
+    restarted,
     run,
     train,
     turns,
     versions,
+    writer,
 )
 
 # --- going to either side of it

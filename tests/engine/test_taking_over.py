@@ -8,9 +8,7 @@ import pytest
 
 from paramstore.errors import CatalogError, LeaseError, StepFailed, StepPrepared
 from paramstore.testing.machine import Machine
-from paramstore.testing.opened import writer
-from paramstore.testing.prepared_step import committed, restarted
-from paramstore.testing.small_store import OPTIONS, create, keys_of, push, run, train, versions
+from paramstore.testing.small_store import OPTIONS, committed, create, keys_of, push, restarted, run, train, versions, writer
 
 
 @pytest.mark.parametrize("way", ["rollback", "open"])
