@@ -34,11 +34,6 @@ def rss_anon_bytes(pid: int) -> int:
     return _status_bytes(pid, "RssAnon")
 
 
-def rss_shared_bytes(pid: int) -> int:
-    """Shared memory (memfds) that process `pid` has touched."""
-    return _status_bytes(pid, "RssShmem")
-
-
 def resident_bytes(pid: int) -> int:
     """What process `pid` has in memory now: private, files and shared mappings."""
     return _status_bytes(pid, "VmRSS")

@@ -12,8 +12,8 @@ from paramstore.daemon import assembly
 from paramstore.storage.backing_file import BackingFile
 from paramstore.storage.file_volume import FileVolume
 from paramstore.storage.notes import format_volume
-from paramstore.testing import daemon_bugs
-from paramstore.testing.canaries import canary
+from paramstore.testing import canaries, daemon_bugs
+from paramstore.testing.canaries import nothing
 from paramstore.testing.daemon_bugs import replace_in
 
 
@@ -21,14 +21,13 @@ def plant(name: str) -> None:
     """Plants the bug of that name, one of these or a canary, in this process, for good."""
     if name in BUGS:
         BUGS[name]()
-        return
-    for owner, attribute, replacement in canary(name).patches():
-        setattr(owner, attribute, replacement)
+    else:
+        canaries.plant(name)
 
 
 def forget_growth() -> None:
     """A volume's new size is not made durable before the catalog counts on it."""
-    replace_in(BackingFile, _sync_apart=_nothing)
+    replace_in(BackingFile, _sync_apart=nothing)
 
 
 def forget_creation() -> None:
@@ -37,14 +36,14 @@ def forget_creation() -> None:
     steps = {"_sync_apart": BackingFile._sync_apart, "_make_name_durable": BackingFile._make_name_durable}
 
     def create_quietly(*arguments: Any, **named: Any) -> FileVolume:
-        replace_in(BackingFile, **dict.fromkeys(steps, _nothing))
+        replace_in(BackingFile, **dict.fromkeys(steps, nothing))
         try:
             return create(*arguments, **named)
         finally:
             replace_in(BackingFile, **steps)
 
     def format_quietly(*arguments: Any) -> None:
-        replace_in(FileVolume, flush=_nothing)
+        replace_in(FileVolume, flush=nothing)
         try:
             format_volume(*arguments)
         finally:
@@ -52,10 +51,6 @@ def forget_creation() -> None:
 
     replace_in(FileVolume, create=staticmethod(create_quietly))
     replace_in(assembly, format_volume=format_quietly)
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """What should have been done here is not."""
 
 
 BUGS = {

@@ -31,6 +31,7 @@ from paramstore.storage.backing_file import BackingFile
 from paramstore.storage.format import unpack_header
 from paramstore.storage.ledger import Ledger
 from paramstore.storage.note_slots import NoteSlots
+from paramstore.testing.volumes import WrappedVolume
 
 Patch = tuple[Any, str, Any]
 """Owner, name, what takes its place. Any: the classes patched have nothing in common."""
@@ -59,21 +60,18 @@ class Canary:
     acts: tuple[str, ...] = PLAIN_ACTS
 
 
-class _Volume:
+class _Volume(WrappedVolume):
     """A volume whose flush does something else."""
 
     def __init__(self, inner: Any, flush: Callable[[Any], None]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._flush = flush
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
     def flush(self) -> None:
-        self._flush(self._inner)
+        self._flush(self.inner)
 
 
-def _nothing(*_: object, **__: object) -> None:
+def nothing(*_: object, **__: object) -> None:
     """What should have been done here is not."""
 
 
@@ -92,11 +90,11 @@ def _committer_sees(flush_of: Callable[[int, int], Callable[[Any], None] | None]
 
 
 def _skip_flush() -> list[Patch]:
-    return _committer_sees(lambda index, count: _nothing)
+    return _committer_sees(lambda index, count: nothing)
 
 
 def _forget_one_volume() -> list[Patch]:
-    return _committer_sees(lambda index, count: _nothing if index == count - 1 else None)
+    return _committer_sees(lambda index, count: nothing if index == count - 1 else None)
 
 
 def _publish_before_flush() -> list[Patch]:
@@ -123,7 +121,7 @@ def _believe_the_second_flush() -> list[Patch]:
 
 
 def _trust_after_a_failed_flush() -> list[Patch]:
-    return [(Committer, "_distrust", _nothing)]
+    return [(Committer, "_distrust", nothing)]
 
 
 def _publish_before_written() -> list[Patch]:
@@ -274,7 +272,7 @@ def _skip_identity_check() -> list[Patch]:
 
 
 def _skip_chunk_checks() -> list[Patch]:
-    return [(paramstore.engine.transfers, "check_pieces", _nothing)]
+    return [(paramstore.engine.transfers, "check_pieces", nothing)]
 
 
 def _ignore_short_write() -> list[Patch]:
@@ -337,9 +335,13 @@ def planted(name: str) -> Iterator[None]:
         yield
 
 
+def plant(name: str) -> None:
+    """Plants the bug in this process, for good."""
+    for owner, attribute, replacement in canary(name).patches():
+        setattr(owner, attribute, replacement)
+
+
 def pytest_configure() -> None:
     """Plants what the environment names, for the life of this process."""
-    name = os.environ.get(BUG_VARIABLE)
-    if name:
-        for owner, attribute, replacement in canary(name).patches():
-            setattr(owner, attribute, replacement)
+    if name := os.environ.get(BUG_VARIABLE):
+        plant(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -19,13 +19,13 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
 from paramstore.engine.collective import Call
-from paramstore.engine.namespace import View, WriterGroup
-from paramstore.engine.ranks import Arrival
+from paramstore.engine.namespace import View
 from paramstore.errors import CapacityError, LeaseError, StepFailed, StepOutOfOrder
 from paramstore.optim.tensors import field_tensor
 from paramstore.testing.images import random_values, values_in
 from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.small_store import create, leased, turns
+from paramstore.testing.small_ranks import open_ranks
+from paramstore.testing.small_store import create, leased, turns, writer
 
 SHAPES = {"w": (4, 16), "v": (32,)}
 LAYERS, EXPERTS = 3, 4
@@ -62,16 +62,10 @@ class EarlyTrial:
     async def open(self, name: str) -> None:
         """Its writer, or its ranks, come anew."""
         self.groups += 1
-
-        def open_first(group: WriterGroup) -> Coroutine[Any, Any, View]:
-            return self.store.admission.open(name, mode="write", at=None, host_bytes=None, group=group)
-
         if self.ranks == 1:
-            self.views[name] = [await self.store.admission.open(name, mode="write", at=None, host_bytes=None)]
+            self.views[name] = [await writer(self.store, name)]
         else:
-            arrivals = [Arrival(name, f"g{self.groups}", rank, self.ranks) for rank in range(self.ranks)]
-            opened = [self.store.ranks.open(arrival, Call("open_namespace"), open_first) for arrival in arrivals]
-            self.views[name] = [(await each)[rank] for rank, each in enumerate(opened)]
+            self.views[name] = await open_ranks(self.store, self.ranks, group=f"g{self.groups}", name=name)
         self.shrink(self.views[name][0])
 
     def shrink(self, view: View) -> None:

@@ -41,20 +41,20 @@ def run_ranks(scenario: Callable[[Store], Coroutine[Any, Any, None]], *, is_new:
 
 
 def arrive(
-    store: Store, rank: int, size: int, *, group: str = "g", at: int | None = None
+    store: Store, rank: int, size: int, *, group: str = "g", at: int | None = None, name: str = NAME
 ) -> asyncio.Future[dict[int, View]]:
     """Rank `rank` of `size` comes to open the namespace."""
 
     def open_first(formed: WriterGroup) -> Coroutine[Any, Any, View]:
-        return store.admission.open(NAME, mode="write", at=at, host_bytes=None, group=formed)
+        return store.admission.open(name, mode="write", at=at, host_bytes=None, group=formed)
 
     call = Call("open_namespace", (Argument("at", at), Argument("world_size", size)))
-    return store.ranks.open(Arrival(NAME, group, rank, size), call, open_first)
+    return store.ranks.open(Arrival(name, group, rank, size), call, open_first)
 
 
-async def open_ranks(store: Store, size: int, *, group: str = "g", at: int | None = None) -> list[View]:
+async def open_ranks(store: Store, size: int, *, group: str = "g", at: int | None = None, name: str = NAME) -> list[View]:
     """All ranks, opened together."""
-    arrivals = [arrive(store, rank, size, group=group, at=at) for rank in range(size)]
+    arrivals = [arrive(store, rank, size, group=group, at=at, name=name) for rank in range(size)]
     return [(await arrival)[rank] for rank, arrival in enumerate(arrivals)]
 
 

@@ -132,13 +132,8 @@ class MemoryVolume:
 
     def describe(self) -> dict[str, object]:
         return {
-            "index": self.index,
-            "tier": self.tier.value,
-            "path": "",
-            "mode": "memory",
-            "reason": "",
-            "size_bytes": self.size_bytes,
-        }
+            "index": self.index, "tier": self.tier.value, "path": "", "mode": "memory", "reason": "", "size_bytes": self.size_bytes,
+        }  # fmt: skip
 
     def close(self) -> None:
         """Nothing to give back: the bytes stay, so that a test can open the store again."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from paramstore.bench.process import cpu_s, peak_bytes, reset_peak, rss_anon_bytes, rss_shared_bytes, written_bytes
+from paramstore.bench.process import cpu_s, peak_bytes, reset_peak, resident_bytes, rss_anon_bytes, written_bytes
 
 MIB = 1 << 20
 
@@ -29,8 +30,11 @@ def test_private_memory_grows_by_what_is_touched() -> None:
 
 
 def test_shared_memory_is_not_counted_as_private() -> None:
-    assert rss_shared_bytes(os.getpid()) >= 0
-    assert rss_anon_bytes(os.getpid()) > 0
+    shared = mmap.mmap(-1, 16 * MIB)
+    before_bytes = rss_anon_bytes(os.getpid()), resident_bytes(os.getpid())
+    shared[:: mmap.PAGESIZE] = bytes(16 * MIB // mmap.PAGESIZE)
+    assert rss_anon_bytes(os.getpid()) - before_bytes[0] < 8 * MIB
+    assert resident_bytes(os.getpid()) - before_bytes[1] >= 15 * MIB
 
 
 def test_bytes_sent_to_storage_are_counted(tmp_path: Path) -> None:
