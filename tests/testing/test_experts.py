@@ -21,6 +21,7 @@ def values(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
+@pytest.mark.slow  # torch imports much for its first optimizer
 def test_steps_of_all_experts_are_those_of_torchs_optimizer_over_one_stacked_parameter() -> None:
     state: State = {key: Expert.initial(values(key[1])) for key in KEYS}
     stacked = {name: torch.stack([state[key].masters[name] for key in KEYS]).requires_grad_() for name in SHAPES}
