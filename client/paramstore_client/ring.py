@@ -7,14 +7,17 @@ its slot takes layer i + K. After the last layer comes the first again, for the 
   is proven to be the one meant at each use, so L need not be a multiple of K.
 - On the CPU a slot is a lease on the host cache, without a copy, and loading ahead is a prefetch; on a CUDA device it is
   room in a `DeviceTier`. The ring itself knows no difference.
-- Loading ahead never waits, and demand never waits for more than what the layer needs.
+- Loading ahead never waits and never fails a visit, and demand never waits for more than what the layer needs.
+- The ring turns once a visit has its weights: one that raises on entry has cost itself, and nothing else.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import index
 from types import TracebackType
 from typing import cast
 
@@ -25,7 +28,7 @@ from paramstore.clock import Clock, MonotonicClock
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Identity
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, ConfigError, LeaseError, UnknownKey
+from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, UnknownKey
 from paramstore_client.activity import Activity
 from paramstore_client.device import DeviceTier
 from paramstore_client.source import AheadTicket, ExpertSource, HostSource, WeightLease
@@ -33,6 +36,8 @@ from paramstore_client.visit_order import declare_ring
 
 Experts = dict[int, Mapping[str, Tensor]]
 """expert -> {field: tensor}"""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -68,10 +73,10 @@ class RingLease:
     """One visit's lease; its release lets the ring load ahead."""
 
     def __init__(self, ring: RingMemory, lease: WeightLease, turn: int, key_count: int) -> None:
+        self.turn = turn
+        self.key_count = key_count
         self._ring = ring
         self._lease = lease
-        self._turn = turn
-        self._key_count = key_count
         self._is_released = False
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
@@ -84,7 +89,7 @@ class RingLease:
         if not self._is_released:
             self._is_released = True
             self._lease.release()
-            self._ring.end_visit(self._turn, self._key_count)
+            self._ring.end_visit(self)
 
     def __enter__(self) -> RingLease:
         return self
@@ -151,7 +156,8 @@ class RingMemory:
         self._slots: list[_LayerSlot] = []
         self._turn = -1
         self._last_key: ExpertKey | None = None
-        self._leased_keys = 0
+        self._visits: list[RingLease] = []
+        """Those that are not over."""
 
     @property
     def lease_slots(self) -> int:
@@ -162,9 +168,18 @@ class RingMemory:
     def _key_bytes(self) -> int:
         return self.schema.part("param").image_bytes
 
+    @property
+    def _leased_keys(self) -> int:
+        return sum(visit.key_count for visit in self._visits)
+
+    def __repr__(self) -> str:
+        where = f"at layer {self.layers[self._turn % len(self.layers)]}, holding {self._leased_keys} keys"
+        ring = f"{len(self.layers)} layers in {self._slot_count} slots"
+        return f"<RingMemory of {ring}, {where if self._turn >= 0 else 'before its first visit'}>"
+
     def __enter__(self) -> RingMemory:
         declare_ring(self._source, self.layers)
-        self._slots = [_LayerSlot(turn, frozenset(), None) for turn in range(self._slot_count)]
+        self._slots = [_LayerSlot(turn - self._slot_count, frozenset(), None) for turn in range(self._slot_count)]
         for turn in range(self._slot_count):
             self._load_ahead(turn)
         return self
@@ -193,14 +208,15 @@ class RingMemory:
             part = wanted[start : start + self._experts_ahead]
             with self._visit(layer, part, is_first=start == 0) as weights:
                 following = wanted[start + len(part) : start + 2 * len(part)][: self.lease_slots - len(part)]
-                if following:
-                    self._source.prefetch([(layer, expert) for expert in following])
+                self._ask_ahead(layer, following)
                 yield weights
 
     def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> RingLease:
         """As of a namespace, for keys of one layer. Later experts of the layer visited last are the same visit's next part."""
+        if not keys:
+            raise ConfigError("acquire of no keys: which layer a ring visits is known by its keys")
         continues = self._last_key is not None and self._last_key[0] == keys[0][0] and self._last_key[1] < keys[0][1]
-        return self._begin_visit(keys, is_first=not continues, part=part, timeout_s=timeout_s)
+        return self._begin_visit(keys[0][0], keys, is_first=not continues, part=part, timeout_s=timeout_s)
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> AheadTicket:
         """As of a namespace, beside what the ring itself loads."""
@@ -211,7 +227,7 @@ class RingMemory:
         return self._source.push(gradients)
 
     def _sorted(self, experts: Sequence[int] | None) -> list[int]:
-        return list(range(self.experts)) if experts is None else sorted(set(experts))
+        return list(range(self.experts)) if experts is None else sorted({index(expert) for expert in experts})
 
     @contextmanager
     def _visit(self, layer: int, experts: Sequence[int], *, is_first: bool) -> Iterator[Experts]:
@@ -220,74 +236,92 @@ class RingMemory:
                 f"layer {layer}: {len(experts)} experts asked, {self.lease_slots} may be leased at once; iterate "
                 f"ring.parts({layer}) instead"
             )
-        with self._begin_visit([(layer, expert) for expert in experts], is_first=is_first) as lease:
+        with self._begin_visit(layer, [(layer, expert) for expert in experts], is_first=is_first) as lease:
             yield {expert: lease[layer, expert] for expert in experts}
 
     def _begin_visit(
-        self, keys: Sequence[ExpertKey], *, is_first: bool, part: str = "param", timeout_s: float | None = None
+        self, layer: int, keys: Sequence[ExpertKey], *, is_first: bool, part: str = "param", timeout_s: float | None = None
     ) -> RingLease:
-        assert self._slots, "a ring is used inside its `with`"
-        layer = keys[0][0]
-        experts = [expert for _, expert in keys]
-        if is_first:
-            self._turn_to(layer)
-            self._activity.record(layer, experts)
-            self._count_visit(keys)
-        else:
-            self._activity.add(layer, experts)
+        """The visit's lease. Until the weights are there nothing has changed; an interrupt after that ends the visit."""
+        if not self._slots:
+            raise LeaseError(f"layer {layer}: a ring is used inside its `with`")
+        turn = self._turn_of(layer) if is_first else self._turn
+        is_loaded = self._is_loaded(turn, keys)
         begun_s = self._clock.now_s()
         lease = self._source.acquire(keys, part=part, timeout_s=timeout_s)
-        self.stats.wait_s += self._clock.now_s() - begun_s
-        self._last_key = keys[-1]
-        self._leased_keys += len(keys)
-        self.stats.leased_bytes_max = max(self.stats.leased_bytes_max, self._leased_keys * self._key_bytes)
-        return RingLease(self, lease, self._turn, len(keys))
+        visit = RingLease(self, lease, turn, len(keys))
+        self._visits.append(visit)
+        try:
+            self.stats.wait_s += self._clock.now_s() - begun_s
+            self._last_key = keys[-1] if keys else None
+            self.stats.leased_bytes_max = max(self.stats.leased_bytes_max, self._leased_keys * self._key_bytes)
+            experts = [expert for _, expert in keys]
+            if is_first:
+                self._activity.record(layer, experts)
+                self.stats.hits += is_loaded
+                self.stats.waits += not is_loaded
+                self._turn_to(turn)
+            else:
+                self._activity.add(layer, experts)
+        except BaseException:
+            visit.release()
+            raise
+        return visit
 
-    def end_visit(self, turn: int, key_count: int) -> None:
-        """For RingLease: `key_count` keys of `turn` are released; its slot takes the layer that comes around next."""
-        self._leased_keys -= key_count
-        if self._slots and self._slots[turn % self._slot_count].turn == turn:
-            self._load_ahead(turn + self._slot_count)
+    def end_visit(self, visit: RingLease) -> None:
+        """For RingLease: its keys are released; its slot takes the layer that comes around next."""
+        self._visits.remove(visit)
+        if self._slots:
+            self._load_ahead(visit.turn + self._slot_count)
 
     # --- turns ---
 
-    def _turn_to(self, layer: int) -> None:
-        """Goes on to the next turn of `layer`; slots of turns in between are given to those that come around next."""
+    def _turn_of(self, layer: int) -> int:
+        """The next turn of `layer`. Raises LeaseError where its slot is that of a visit which is not over."""
         if layer not in self.layers:
             raise UnknownKey(f"layer {layer} is not in the ring; it has {list(self.layers)}")
         here = self._turn + 1
-        there = here + (self.layers.index(layer) - here) % len(self.layers)
-        for turn in range(here, min(there + 1, here + self._slot_count)):
-            if self._slots[turn % self._slot_count].turn != turn:
-                raise LeaseError(
-                    f"layer {layer}: its slot still holds layer {self.layers[(turn - self._slot_count) % len(self.layers)]}, "
-                    f"which was not left; leave a layer before entering the {self._slot_count}th after it"
-                )
-        for turn in range(here, there):
-            self._load_ahead(turn + self._slot_count)
-        self.stats.skipped_turns += there - here
-        self._turn = there
-        assert self._slots[there % self._slot_count].turn == there, f"the slot of layer {layer} belongs to another turn"
+        turn = here + (self.layers.index(layer) - here) % len(self.layers)
+        oldest = min((visit.turn for visit in self._visits), default=turn)
+        if oldest <= turn - self._slot_count:
+            raise LeaseError(
+                f"layer {layer}: its slot still holds layer {self.layers[oldest % len(self.layers)]}, which was not left; leave a "
+                f"layer before entering the {self._slot_count}th after it"
+            )
+        return turn
+
+    def _turn_to(self, turn: int) -> None:
+        """The visit of `turn` has begun; slots of turns in between are given to those that come around next."""
+        skipped = range(self._turn + 1, turn)
+        self._turn = turn
+        self.stats.skipped_turns += len(skipped)
+        for other in skipped:
+            self._load_ahead(other + self._slot_count)
 
     def _load_ahead(self, turn: int) -> None:
-        """Gives the slot of `turn` to it, and starts the load of the experts it will likely need."""
+        """Gives the slot of `turn` to it, unless it has gone on already, and starts the load of the experts it will likely need."""
         slot = self._slots[turn % self._slot_count]
-        assert slot.turn in (turn, turn - self._slot_count), f"turn {turn} cannot follow turn {slot.turn} in one slot"
-        if slot.turn != turn and slot.ticket is not None and not slot.ticket.done():
+        if slot.turn >= turn:
+            return
+        if slot.ticket is not None and not slot.ticket.done():
             slot.ticket.cancel()
         layer = self.layers[turn % len(self.layers)]
         experts = self._sorted(None) if self._experts_ahead == self.experts else self._likely(layer)
-        keys = [(layer, expert) for expert in experts]
-        slot.turn, slot.keys = turn, frozenset(keys)
-        slot.ticket = self._source.prefetch(keys) if keys else None
+        slot.turn, slot.keys, slot.ticket = turn, frozenset((layer, expert) for expert in experts), None
+        slot.ticket = self._ask_ahead(layer, experts)
+
+    def _ask_ahead(self, layer: int, experts: Sequence[int]) -> AheadTicket | None:
+        try:
+            return self._source.prefetch([(layer, expert) for expert in experts]) if experts else None
+        except ParamStoreError as error:  # demand will ask again and raise the error where it matters
+            _log.warning("%d experts of layer %d could not be loaded ahead: %s", len(experts), layer, error)
+            return None
 
     def _likely(self, layer: int) -> list[int]:
         """Most used first; nothing before the first visit, when a guess would mostly be waste."""
         return list(self._activity.likely(layer, self._experts_ahead))
 
-    def _count_visit(self, keys: Sequence[ExpertKey]) -> None:
-        slot = self._slots[self._turn % self._slot_count]
-        if slot.ticket is not None and slot.keys.issuperset(keys) and slot.ticket.done():
-            self.stats.hits += 1
-        else:
-            self.stats.waits += 1
+    def _is_loaded(self, turn: int, keys: Sequence[ExpertKey]) -> bool:
+        """Whether the load ahead of `turn` has brought `keys`."""
+        slot = self._slots[turn % self._slot_count]
+        return slot.turn == turn and slot.ticket is not None and slot.keys.issuperset(keys) and slot.ticket.done()

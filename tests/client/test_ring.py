@@ -1,10 +1,14 @@
 """The ring loads K layers ahead, holds one, and gives each layer its own weights, around and around."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from random import Random
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from paramstore.errors import CapacityError, ConfigError, LeaseError, UnknownKey
+from paramstore.errors import CapacityError, ConfigError, LeaseError, UnknownKey, WaitTimeout
 from paramstore.testing.clock import ManualClock
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device import DeviceTier
@@ -144,6 +148,192 @@ def test_a_ring_needs_slots_and_layers_of_its_namespace() -> None:
     for layers in ([], [0, 0], [9]):
         with pytest.raises(ConfigError, match="layers="):
             RingMemory(ns, 1, layers=layers)
+
+
+# --- visits that fail ---
+
+
+class FailingNamespace(MemoryNamespace):
+    """Raises `acquire_error` and `prefetch_error` while they are set."""
+
+    acquire_error: BaseException | None = None
+    prefetch_error: BaseException | None = None
+
+    def acquire(self, *arguments: object, **options: object) -> object:
+        if self.acquire_error is not None:
+            raise self.acquire_error
+        return super().acquire(*arguments, **options)
+
+    def prefetch(self, *arguments: object, **options: object) -> object:
+        if self.prefetch_error is not None:
+            raise self.prefetch_error
+        return super().prefetch(*arguments, **options)
+
+
+def make_failing(layers: int) -> FailingNamespace:
+    return FailingNamespace.of_swiglu(layers=layers, experts=EXPERTS, hidden=HIDDEN, is_trainable=False)
+
+
+@contextmanager
+def failing(ns: FailingNamespace, name: str, error: BaseException) -> Iterator[None]:
+    setattr(ns, name, error)
+    try:
+        yield
+    finally:
+        setattr(ns, name, None)
+
+
+def test_a_visit_that_fails_costs_itself_and_no_other() -> None:
+    ns = make_namespace()
+    with RingMemory(ns, 2) as ring:
+        with pytest.raises(UnknownKey, match="99"), ring.layer(0, [99]):
+            pass
+        assert ring.stats == type(ring.stats)(total_bytes=ring.stats.total_bytes), "nothing was visited"
+        for _ in range(3):
+            for layer in range(5):
+                with ring.layer(layer, [1]) as experts:
+                    assert_weights(ns, layer, experts)
+        assert ring.stats.skipped_turns == 0
+    assert ns.leased == []
+
+
+def test_a_load_ahead_that_is_refused_fails_no_visit(caplog: pytest.LogCaptureFixture) -> None:
+    ns = make_failing(3)
+    with failing(ns, "prefetch_error", CapacityError("no room")), RingMemory(ns, 2) as ring:
+        for layer in (0, 1, 2, 0, 2, 1):
+            with ring.layer(layer) as experts:
+                assert_weights(ns, layer, experts)
+        assert list(ring.parts(2))
+    assert ns.leased == []
+    assert "layer 0 could not be loaded ahead: no room" in caplog.text
+
+
+def test_a_ring_says_where_it_is() -> None:
+    with RingMemory(make_namespace(), 2) as ring:
+        assert repr(ring) == "<RingMemory of 5 layers in 2 slots, before its first visit>"
+        with ring.layer(3):
+            assert repr(ring) == "<RingMemory of 5 layers in 2 slots, at layer 3, holding 4 keys>"
+
+
+def test_an_empty_routing_is_a_visit_without_weights() -> None:
+    with RingMemory(make_namespace(), 2) as ring:
+        for layer in range(5):
+            with ring.layer(layer, []) as experts:
+                assert experts == {}
+        with pytest.raises(ConfigError, match="no keys"):
+            ring.acquire([])
+        assert ring.stats.skipped_turns == 0
+
+
+def test_a_ring_outside_of_its_with_is_refused() -> None:
+    ring = RingMemory(make_namespace(), 2)
+    with pytest.raises(LeaseError, match="inside its `with`"), ring.layer(0):
+        pass
+
+
+class RingTrial:
+    """A seeded life of good and bad visits. A ring's rule is all the model that it needs: a visit that began is the next turn of
+    its layer, one that failed is none, and only a turn that is held stands in the way of the Kth after it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.layers, self.slots = self.random.randint(1, 6), self.random.randint(1, 4)
+        self.ns = make_failing(self.layers)
+        self.ns.holds_prefetches = self.random.random() < 0.5
+        self.turn, self.visits, self.skipped = -1, 0, 0
+        self.held: list[int] = []
+
+    def run(self, steps: int) -> None:
+        with RingMemory(self.ns, self.slots) as self.ring:
+            for _ in range(steps):
+                self.step()
+                assert len(self.ns.leased) == len(self.held) == 0
+                stats = self.ring.stats
+                assert (stats.hits + stats.waits, stats.skipped_turns) == (self.visits, self.skipped)
+            for layer in range(self.layers):  # and all is as it was
+                with self.ring.layer(layer) as experts:
+                    assert_weights(self.ns, layer, experts)
+        assert self.ns.leased == []
+
+    def step(self) -> None:
+        failures = self.unknown, self.stopped, self.spoilt, self.given_up, self.nested, self.unloaded
+        self.random.choice((self.good, self.good, *failures))()
+
+    def layer(self) -> int:
+        """Mostly the next one."""
+        return self.random.choice(((self.turn + 1) % self.layers, self.random.randrange(self.layers)))
+
+    def turn_of(self, layer: int) -> int:
+        return self.turn + 1 + (layer - self.turn - 1) % self.layers
+
+    def began(self, layer: int) -> None:
+        turn = self.turn_of(layer)
+        self.skipped += turn - self.turn - 1
+        self.turn, self.visits = turn, self.visits + 1
+
+    @contextmanager
+    def visiting(self, layer: int) -> Iterator[None]:
+        with self.ring.layer(layer, self.random.sample(range(EXPERTS), 2)) as experts:
+            self.began(layer)
+            self.held.append(self.turn)
+            try:
+                assert_weights(self.ns, layer, experts)
+                yield
+            finally:
+                self.held.pop()
+
+    def good(self) -> None:
+        with self.visiting(self.layer()):
+            pass
+
+    def unknown(self) -> None:
+        with pytest.raises(UnknownKey), self.ring.layer(self.layer(), [self.random.choice((-1, EXPERTS))]):
+            pass
+        with pytest.raises(UnknownKey), self.ring.layer(self.layers):
+            pass
+
+    def stopped(self) -> None:
+        error = self.random.choice((KeyboardInterrupt(), WaitTimeout("late")))
+        with failing(self.ns, "acquire_error", error), pytest.raises(type(error)), self.ring.layer(self.layer()):
+            pass
+
+    def spoilt(self) -> None:
+        with pytest.raises(ZeroDivisionError), self.visiting(self.layer()):
+            raise ZeroDivisionError
+
+    def unloaded(self) -> None:
+        """The load ahead is refused, or interrupted: then the visit is over, having begun or not."""
+        error = self.random.choice((CapacityError("no room"), KeyboardInterrupt()))
+        layer = self.layer()
+        with failing(self.ns, "prefetch_error", error):
+            try:
+                with self.ring.layer(layer):
+                    pass
+            except KeyboardInterrupt:
+                pass
+        self.began(layer)
+
+    def given_up(self) -> None:
+        layer = self.layer()
+        for experts in self.ring.parts(layer, [0, 2]):
+            assert_weights(self.ns, layer, experts)
+            break
+        self.began(layer)
+
+    def nested(self) -> None:
+        with ExitStack() as stack:
+            for _ in range(self.random.randint(1, 5)):
+                layer = self.layer()
+                if self.held and self.held[0] <= self.turn_of(layer) - self.slots:
+                    with pytest.raises(LeaseError, match="was not left"), self.ring.layer(layer):
+                        pass
+                else:
+                    stack.enter_context(self.visiting(layer))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_fails_the_others_go_on(seed: int) -> None:
+    RingTrial(seed).run(40)
 
 
 # --- parts ---
