@@ -19,6 +19,7 @@ from typing import Any
 from paramstore.daemon.channel import Channel
 from paramstore.daemon.handlers import ORDERED, Handler, Handlers, Sent
 from paramstore.daemon.held import HeldRequests
+from paramstore.daemon.lost import LostRequests
 from paramstore.daemon.peer import Peer
 from paramstore.daemon.uploads import Uploads
 from paramstore.daemon.welcome import refusal_of, welcome_to
@@ -27,7 +28,7 @@ from paramstore.engine.requests import LeaseRequest
 from paramstore.engine.store import Store
 from paramstore.errors import LeaseError, ParamStoreError, ProtocolError, StoreUnavailable, TicketCancelled
 from paramstore.wire import messages as m
-from paramstore.wire.codec import FRAME_BYTES_MAX, decode_request
+from paramstore.wire.codec import FRAME_BYTES_MAX, broken_request, decode_request
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Session:
             m.CloseNamespace: self._close_namespace,
         }  # fmt: skip
         self._held = HeldRequests(self._loop, run=self._take_up, fail=self._fail)
+        self._lost = LostRequests()
 
     @property
     def pid(self) -> int:
@@ -82,12 +84,14 @@ class Session:
 
     def _on_frame(self, body: bytes) -> None:
         try:
-            request = decode_request(body)
+            request: Any = decode_request(body)
         except ProtocolError as error:
-            self._channel.refuse(error)
+            self._broken(body, error)
             return
         if not self.is_known or isinstance(request, m.Hello):
             self._hello(request)
+        elif self._lost and (refusal := self._lost.refusal_of(request)) is not None:
+            self._fail(request.id, refusal)
         elif isinstance(request, m.Acquire):
             self._acquire(request)
         elif isinstance(request, m.Release):
@@ -96,6 +100,19 @@ class Session:
             self._one_way(request)
         else:
             self._answer(request)
+
+    def _broken(self, body: bytes, error: ProtocolError) -> None:
+        """Fails the request that `body` was meant to be; where that cannot be told, nothing behind it can be trusted."""
+        broken = broken_request(body) if self.is_known else None
+        try:
+            if broken is None or broken.kind is m.Hello:
+                raise error
+            self._check_admissible(broken.id)
+        except ProtocolError as reason:
+            self._channel.refuse(reason)
+            return
+        self._lost.add(broken, error, self._views)
+        self._fail(broken.id, error)
 
     def _hello(self, request: m.Message) -> None:
         if self.is_known or not isinstance(request, m.Hello) or request.magic != m.MAGIC:
@@ -173,8 +190,10 @@ class Session:
             self._channel.send(m.Done(request_id, result))
         except ProtocolError as error:  # more than a frame holds
             self._fail(request_id, error)
+        self._lost.settle(request_id, is_done=True)
 
     def _fail(self, request_id: int, error: ParamStoreError) -> None:
+        self._lost.settle(request_id, is_done=False)
         self._channel.send(m.Failed(request_id, type(error).__name__, str(error)))
 
     # --- namespaces

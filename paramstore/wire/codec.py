@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple, get_args
 
 import msgspec
 
@@ -23,6 +24,29 @@ FIRST_FRAME_BYTES_MAX = 4096
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_ANSWERED: dict[object, type[Message]] = {
+    cls.__struct_config__.tag: cls for cls in get_args(Request) if cls.__struct_fields__[0] == "id"
+}
+"""By tag: the requests that are answered by their id; the others are one-way."""
+
+
+class _Head(msgspec.Struct, array_like=True):
+    """The first items of a request. What follows is passed over, and takes no memory."""
+
+    tag: str
+    id: int
+    handle: msgspec.Raw = msgspec.Raw()
+
+
+class BrokenRequest(NamedTuple):
+    """What a body that is no request was meant to be. handle: None where it has none, or none that can be read."""
+
+    kind: type[Message]
+    id: int
+    handle: int | None
+
+
+_head_decoder = msgspec.msgpack.Decoder(_Head)
 
 
 def encode(message: Message) -> bytearray:
@@ -30,7 +54,7 @@ def encode(message: Message) -> bytearray:
     frame = bytearray(LENGTH.size)
     try:
         _encoder.encode_into(_shortened(message) if message.ADDED_FIELDS else message, frame, LENGTH.size)
-    except (OverflowError, UnicodeEncodeError) as error:
+    except (OverflowError, RecursionError, TypeError, UnicodeEncodeError) as error:
         raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
     body_bytes = len(frame) - LENGTH.size
     if body_bytes > FRAME_BYTES_MAX:
@@ -53,6 +77,19 @@ def decode_request(body: bytes | bytearray | memoryview) -> Request:
         return _request_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a request: {error}") from error
+
+
+def broken_request(body: bytes | bytearray | memoryview) -> BrokenRequest | None:
+    """Which request a body was meant to be that `decode_request` refused; None where its tag and id cannot be read."""
+    try:
+        head = _head_decoder.decode(body)
+        kind = _ANSWERED[head.tag]
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    try:
+        return BrokenRequest(kind, head.id, msgspec.msgpack.decode(head.handle, type=int))
+    except (msgspec.DecodeError, RecursionError):
+        return BrokenRequest(kind, head.id, None)
 
 
 def decode_answer(body: bytes | bytearray | memoryview) -> Answer:

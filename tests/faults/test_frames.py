@@ -36,6 +36,7 @@ from paramstore.wire.codec import (
     FRAME_BYTES_MAX,
     LENGTH,
     FrameDecoder,
+    broken_request,
     decode_answer,
     decode_request,
     encode,
@@ -111,6 +112,7 @@ def decode_one(body: bytes, decode: Decode, outcomes: Counter[str]) -> None:
         outcomes["messages"] += 1
     except ProtocolError:
         outcomes["refused bodies"] += 1
+        outcomes["told by their ids"] += broken_request(body) is not None
 
 
 def fuzz_codec(count: int, seed: int) -> Counter[str]:
@@ -134,6 +136,7 @@ def test_a_million_broken_frames_are_messages_or_protocol_errors() -> None:
     assert decoded > FRAMES // 2
     assert outcomes["messages"] > FRAMES // 100
     assert outcomes["refused lengths"] > FRAMES // 1000
+    assert outcomes["told by their ids"] > FRAMES // 100
     assert grown_bytes < GROWTH_BYTES_MAX
 
 
@@ -141,7 +144,8 @@ def test_a_body_takes_no_memory_for_what_it_only_promises() -> None:
     messages = m.Release([1]), m.Cancel(1), m.Prefetch(1, 1, [(0, 0)], "param")
     bodies = [bytes(encode(message))[LENGTH.size :] for message in messages]
     mutants = [body[:at] + head for body in bodies for at in range(1, len(body) + 1) for head in HEADS]
-    for decode, mutant in [(decode, mutant) for decode in (decode_request, decode_answer) for mutant in mutants]:
+    decoders = decode_request, decode_answer, broken_request
+    for decode, mutant in [(decode, mutant) for decode in decoders for mutant in mutants]:
         tracemalloc.start()
         try:
             decode(mutant)

@@ -18,7 +18,7 @@ import pytest
 
 from paramstore.errors import CLASSES, ParamStoreError, ProtocolError
 from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.raw_client import ConnectionEnded, RawClient
+from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
 from paramstore.wire.codec import LENGTH, encode
 
@@ -171,7 +171,7 @@ def test_every_name_that_means_mischief_is_refused_and_makes_no_file(
 
 
 @pytest.mark.parametrize("name", BAD_BYTES, ids=repr)
-def test_a_name_that_is_no_text_ends_the_session_that_sent_it(
+def test_a_name_that_is_no_text_fails_the_request_that_has_it(
     name: bytes, served: DaemonProcess, clients: list[RawClient]
 ) -> None:
     body = bytes(encode(m.OpenNamespace(7, "x" * len(name), "read")))[LENGTH.size :]
@@ -183,7 +183,8 @@ def test_a_name_that_is_no_text_ends_the_session_that_sent_it(
         clients.append(client)
         await client.hello()
         await client.send_bytes(LENGTH.pack(len(wrong)) + wrong)
-        with pytest.raises((ProtocolError, ConnectionEnded)):
-            await client.result(0)
+        with pytest.raises(ProtocolError, match="not a request"):
+            await client.result(7)
+        assert await client.request(m.Namespaces)
 
     asyncio.run(scenario())

@@ -15,12 +15,14 @@ from paramstore.errors import ProtocolError
 from paramstore.wire.codec import (
     FIRST_FRAME_BYTES_MAX,
     FRAME_BYTES_MAX,
+    BrokenRequest,
     FrameDecoder,
+    broken_request,
     decode_answer,
     decode_request,
     encode,
 )
-from paramstore.wire.messages import Acquire, Answer, Commit, Done, Failed, Hello, Message, Namespaces, Request
+from paramstore.wire.messages import Acquire, Answer, Commit, Done, Failed, Hello, Message, Namespaces, Push, Request, Stats
 
 LENGTH = struct.Struct("<I")
 MESSAGES = st.sampled_from(
@@ -42,6 +44,7 @@ def body(message: Message) -> bytes:
 
 
 def decodes_or_refuses(data: bytes) -> None:
+    broken_request(data)
     for decode in (decode_request, decode_answer):
         with suppress(ProtocolError):
             assert isinstance(decode(data), Message)
@@ -86,7 +89,21 @@ def test_a_message_above_the_limit_is_not_sent() -> None:
         encode(Done(1, bytes(FRAME_BYTES_MAX)))
 
 
-@pytest.mark.parametrize("message", [Commit(1, 1, 1 << 64), Hello(1, "paramstore", 1, 0, 7, "\ud800")])
+def nested() -> list[object]:
+    inner: list[object] = []
+    for _ in range(100_000):
+        inner = [inner]
+    return inner
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Commit(1, 1, 1 << 64), Commit(1, 1, 1, object()), Done(1, nested()),  # type: ignore[arg-type]
+        Hello(1, "paramstore", 1, 0, 7, "\ud800"),
+    ],
+    ids=["number", "object", "depth", "text"],
+)  # fmt: skip
 def test_a_value_that_cannot_travel_is_a_protocol_error(message: Message) -> None:
     with pytest.raises(ProtocolError, match="cannot be sent"):
         encode(message)
@@ -152,6 +169,26 @@ def test_a_request_is_no_answer_and_the_reverse() -> None:
 def test_too_many_items_are_refused() -> None:
     with pytest.raises(ProtocolError):
         decode_request(msgspec.msgpack.encode(["stats", 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("items", "told"),
+    [
+        (["push", 7, 3, "wrong"], BrokenRequest(Push, 7, 3)),
+        (["push", 7, "wrong", []], BrokenRequest(Push, 7, None)),
+        (["stats", 7, 8], BrokenRequest(Stats, 7, 8)),
+        (["push", 7], BrokenRequest(Push, 7, None)),
+        (["push", "7", 3, []], None),
+        (["push"], None),
+        (["device", 1, [], [], None], None),
+        (["nothing", 1, 2], None),
+    ],
+)
+def test_a_body_that_is_no_request_says_by_its_beginning_which_one_it_was_meant_to_be(
+    items: list[object], told: BrokenRequest | None
+) -> None:
+    assert broken_request(msgspec.msgpack.encode(items)) == told
+    assert broken_request(msgspec.msgpack.encode(items)[:-1]) is None, "it ends too soon"
 
 
 # --- frames
