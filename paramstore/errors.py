@@ -1,7 +1,7 @@
 """Every exception of paramstore, service and client alike.
 
     ParamStoreError
-    ├── ConfigError              a setting or flag is wrong                       (CLI exit code 2)
+    ├── ConfigError              a setting, flag or argument is wrong             (CLI exit code 2)
     ├── StoreUnavailable         the daemon cannot be reached, or went away       (exit code 3)
     │   ├── VersionMismatch      the daemon speaks another protocol version
     │   └── ForkedClient         a client was used in a forked child
@@ -41,7 +41,7 @@ class ParamStoreError(Exception):
 
 
 class ConfigError(ParamStoreError):
-    """A setting, a flag or an environment variable is wrong."""
+    """A setting, a flag, an environment variable or an argument is wrong."""
 
 
 class StoreUnavailable(ParamStoreError):

@@ -12,6 +12,7 @@ import struct
 from pathlib import Path
 
 from paramstore.config import Config
+from paramstore.core import arguments
 from paramstore.errors import ConfigError, StoreUnavailable
 
 ADDRESS_VARIABLE = "PARAMSTORE_ADDRESS"
@@ -27,7 +28,7 @@ Address = str | os.PathLike[str]
 def parse_address(address: Address) -> Path:
     """The socket's path in `unix:///path`, or in a plain path; a store's directory stands for the socket that
     `paramstore serve --dir` has there. Raises ConfigError."""
-    text = os.fspath(address)
+    text = arguments.path("address", address)
     path = text.removeprefix(SCHEME)
     if not path or "://" in path:
         raise ConfigError(f"address {text!r}: write unix:///path/to/paramstore.sock, or the path alone")

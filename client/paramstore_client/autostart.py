@@ -21,6 +21,7 @@ from pathlib import Path
 
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.config import ENVIRONMENT_PREFIX, load
+from paramstore.core import arguments
 from paramstore.errors import ConfigError, StoreLocked, StoreUnavailable
 from paramstore_client.address import PEER_CREDENTIALS, try_connect, url
 
@@ -73,13 +74,16 @@ class ServeOptions:
 
     def socket_path(self) -> Path:
         """Where the daemon will listen. Raises ConfigError on options that it would refuse."""
-        flags: dict[str, object] = {"dir": os.fspath(self.dir), **self.settings}
+        if not isinstance(self.volumes, Sequence) or isinstance(self.volumes, str | bytes):
+            raise arguments.wrong("volumes", self.volumes, "a list of paths")
+        settings = arguments.mapping("settings", self.settings, "a mapping of settings by name")
+        flags: dict[str, object] = {"dir": arguments.path("dir", self.dir), **settings}
         flags |= {name: value for name, value in self._sizes() if value is not None}
         if self.volumes:
-            flags["volumes"] = [os.fspath(volume) for volume in self.volumes]
+            flags["volumes"] = [arguments.path("volumes", volume) for volume in self.volumes]
         if self.socket is not None:
-            flags["socket"] = os.fspath(self.socket)
-        file = None if self.config is None else Path(self.config)
+            flags["socket"] = arguments.path("socket", self.socket)
+        file = None if self.config is None else Path(arguments.path("config", self.config))
         return load(flags, file=file, origin="ServeOptions").socket_path.absolute()
 
     def arguments(self, socket_path: Path) -> list[str]:

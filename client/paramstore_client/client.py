@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 from paramstore.clock import MonotonicClock
 from paramstore.config import Config, parse_size
+from paramstore.core.arguments import choice, flag, instance, seconds, whole_number, wrong
 from paramstore.core.key import ExpertKey, KeySpace, check_name
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, ConfigError, StoreUnavailable, WaitTimeout
+from paramstore.errors import StoreUnavailable, WaitTimeout
 from paramstore.wire.messages import (
-    KEYS_MAX,
     LABEL_MAX,
     MAGIC,
     PREPARE_MINOR,
@@ -46,7 +46,7 @@ from paramstore_client.address import Address, default_path, nobody_listens, par
 from paramstore_client.answers import Opened, Result, Welcome
 from paramstore_client.autostart import ServeOptions, connect_or_start
 from paramstore_client.connection import Connection
-from paramstore_client.handle import ANSWER_GRACE_S
+from paramstore_client.handle import ANSWER_GRACE_S, plain_keys
 from paramstore_client.namespace import Namespace
 from paramstore_client.ranks import ALONE, Rank, this_rank
 from paramstore_client.ticket import Ticket
@@ -72,6 +72,9 @@ def connect(
     debug: every use of a tensor whose lease was released raises LeaseError (also PARAMSTORE_DEBUG=1).
     Raises StoreUnavailable, VersionMismatch, ConfigError.
     """
+    timeout_s = seconds("timeout_s", timeout_s)
+    if not isinstance(autostart, bool | ServeOptions):
+        raise wrong("autostart", autostart, "True, False or ps.ServeOptions(...)")
     options = ServeOptions() if autostart is True else autostart or None
     if address is not None:
         path = parse_address(address)
@@ -79,7 +82,7 @@ def connect(
         path = parse_address(options.socket_path())
     else:
         path = default_path()
-    is_debug = debug or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+    is_debug = flag("debug", debug) or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
     return Store(path, _dial(path, options), timeout_s=timeout_s, is_debug=is_debug)
 
 
@@ -117,12 +120,14 @@ class Store:
         Raises NamespaceExists, CapacityError naming the missing bytes, SchemaMismatch, ConfigError; of ranks also StepMismatch.
         VersionMismatch on a daemon that is too old for the schema.
         """
+        instance("schema", schema, Schema, "a schema, as ps.adamw_schema(...) makes one")
         if schema.updates != "touched" or schema.state_dtype != "float32":  # which an older daemon would pass over
             what = f"create_namespace(updates={schema.updates!r}, state_dtype={schema.state_dtype!r})"
             self._connection.check_minor(TRAINING_MINOR, what)
         space, ours = KeySpace.of(layers, experts), this_rank(rank, world_size, group)
         arguments = (
-            self._connection.next_id(), check_name(name), schema.describe(), list(space.layers), space.experts, _size(host_bytes),
+            self._connection.next_id(), check_name(name), schema.describe(), list(space.layers), space.experts,
+            _size("host_bytes", host_bytes),
         )  # fmt: skip
         message = CreateNamespace(*arguments) if ours.is_alone else CreateRank(*arguments, ours.rank, ours.world_size, ours.group)
         return self._open(message, f"create_namespace {name!r}", mode="write", ours=ours)
@@ -140,12 +145,12 @@ class Store:
         Raises UnknownNamespace, StepDropped, CapacityError, ConfigError; StepPrepared to a writer without `at` while a step is
         prepared, StepFailed before the first commit or a snapshot; StepMismatch to ranks that did not come together.
         """
-        if mode not in ("read", "write"):
-            raise ConfigError(f"open_namespace {name!r}: mode={mode!r}; use 'read' or 'write'")
+        choice("mode", mode, ("read", "write"))
+        at = None if at is None else whole_number("at", at)
         if mode == "write" and at is not None:
             self._connection.check_minor(PREPARE_MINOR, "open_namespace(mode='write', at=...)")
         ours = this_rank(rank, world_size, group)
-        arguments = self._connection.next_id(), check_name(name), mode, at, _size(host_bytes)
+        arguments = self._connection.next_id(), check_name(name), mode, at, _size("host_bytes", host_bytes)
         if mode == "read" or ours.is_alone:
             return self._open(OpenNamespace(*arguments), f"open_namespace {name!r}", mode=mode)
         message = OpenRank(*arguments, ours.rank, ours.world_size, ours.group)
@@ -171,11 +176,9 @@ class Store:
         while another runs.
         """
         self._connection.check_minor(VERIFY_MINOR, "verify")
-        chosen = None if keys is None else [(layer, expert) for layer, expert in keys]
-        if chosen is not None and len(chosen) > KEYS_MAX:
-            raise CapacityError(f"{len(chosen)} keys in one call; the limit is {KEYS_MAX}: verify in parts")
-        message = Verify(self._connection.next_id(), namespace, chosen, _size(bytes_per_s))
-        what = "verify" if namespace is None else f"verify {namespace!r}"
+        chosen = None if keys is None else plain_keys(keys)
+        what = "verify" if namespace is None else f"verify {check_name(namespace)!r}"
+        message = Verify(self._connection.next_id(), namespace, chosen, _size("bytes_per_s", bytes_per_s))
         return self._connection.request(message, what=what, convert=answers.mapping)
 
     def trace_begin(self) -> None:
@@ -194,6 +197,7 @@ class Store:
 
         Raises StoreUnavailable; then the store is as unusable as before, and it may be tried again.
         """
+        timeout_s = seconds("timeout_s", timeout_s)
         self._connection.close("it was opened before store.reconnect()")
         self._connection = _greet(self._dial, timeout_s=timeout_s)
         self._area = UploadArea(self._connection)
@@ -270,5 +274,5 @@ def _greet(dial: Dial, *, timeout_s: float) -> Connection:
     return connection
 
 
-def _size(size: int | str | None) -> int | None:
-    return None if size is None else parse_size(size)
+def _size(name: str, size: int | str | None) -> int | None:
+    return None if size is None else parse_size(size) if isinstance(size, str) else whole_number(name, size)

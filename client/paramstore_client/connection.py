@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.errors import (
     CapacityError,
+    ConfigError,
     ForkedClient,
     ParamStoreError,
     ProtocolError,
@@ -113,7 +114,10 @@ class Connection:
         """
         self.check_usable()
         request_id: int = message.id  # type: ignore[union-attr]  # the one-way messages go through `post`
-        frame = encode(message)
+        try:
+            frame = encode(message)
+        except ProtocolError as error:  # a value that no check has met, or more than a frame holds: nothing was sent
+            raise ConfigError(f"{what}: {error}") from error
         ticket = Ticket(
             self,
             request_id,

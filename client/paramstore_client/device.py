@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 
 from paramstore.config import PolicyConfig
+from paramstore.core.arguments import text, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Identity
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, LeaseError, ParamStoreError, SchemaMismatch, UnknownKey
+from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch, UnknownKey
 from paramstore.policy.make import make_policy
 from paramstore_client.device_copy import REACHED, Mark, make_copier
 from paramstore_client.device_slots import DeviceCopy, DeviceSlots
+from paramstore_client.handle import plain_keys
 from paramstore_client.source import HostSource, HostTicket, WeightLease
 
 REPORT_EVERY = 64
@@ -106,6 +108,16 @@ class DeviceTicket:
         return self.host.cancel()
 
 
+def device_of(device: torch.device | str) -> torch.device:
+    """The torch device of that name. Raises ConfigError where there is none."""
+    if not isinstance(device, str | torch.device):
+        raise wrong("device", device, "a torch.device, or its name")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+
+
 class DeviceTier:
     """An `ExpertSource` in front of a namespace: `StoredExperts(tier, layer)` computes on the device.
 
@@ -118,9 +130,10 @@ class DeviceTier:
     """
 
     def __init__(self, namespace: HostSource, slots: int, *, device: torch.device | str, policy: str = "decayed_lfu") -> None:
-        if slots < 1:
-            raise CapacityError(f"a device tier of {slots} slots: give at least 1")
-        self.device = torch.device(device)
+        if not isinstance(namespace, HostSource):
+            raise wrong("namespace", namespace, "an open namespace")
+        slots = whole_number("slots", slots, least=1)
+        self.device = device_of(device)
         self.stats = DeviceStats()
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
@@ -132,7 +145,7 @@ class DeviceTier:
             self._part,
             slots,
             device=self.device,
-            policy=make_policy(PolicyConfig(name=policy), slots),
+            policy=make_policy(PolicyConfig(name=text("policy", policy)), slots),
             copier=self._copier,
         )
         self._host_leases: deque[tuple[Mark, WeightLease, int]] = deque()
@@ -180,7 +193,7 @@ class DeviceTier:
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> DeviceTicket:
         """Asks the host for what is not here; each later call of the tier copies what has arrived since."""
-        missing = tuple(key for key in keys if self.slots.find(key) is None)[: self.slots.count]
+        missing = tuple(key for key in plain_keys(keys) if self.slots.find(key) is None)[: self.slots.count]
         ticket = DeviceTicket(self, missing, self.namespace.prefetch(missing, part=part))
         self._prefetches.append(ticket)
         if len(self._prefetches) > PREFETCHES_MAX:
@@ -223,9 +236,9 @@ class DeviceTier:
     # --- loading ---
 
     def _check(self, keys: Sequence[ExpertKey], part: str) -> tuple[ExpertKey, ...]:
-        if part != self._part.name:
+        if self.schema.part(part) != self._part:
             raise SchemaMismatch(f"part {part!r} is never on a device; the tier holds {self._part.name!r}")
-        wanted = tuple(dict.fromkeys(keys))
+        wanted = tuple(dict.fromkeys(plain_keys(keys)))
         if len(wanted) > self.slots.count:
             raise CapacityError(
                 f"{len(wanted)} keys asked of a device tier of {self.slots.count} slots on {self.device}: ask in parts, or "

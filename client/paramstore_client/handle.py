@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from operator import index
 from typing import Any, TypeVar
 
+from paramstore.core.arguments import data
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, ConfigError, ParamStoreError, UnknownNamespace
-from paramstore.wire.messages import KEYS_MAX, Request
+from paramstore.errors import CapacityError, ConfigError, ParamStoreError, SchemaMismatch, UnknownNamespace
+from paramstore.wire.messages import EXTRA_BYTES_MAX, KEYS_MAX, Request
 from paramstore_client.answers import Opened
 from paramstore_client.claims import Consumer
 from paramstore_client.connection import Connection
@@ -105,15 +107,28 @@ class Handle:
         if self._is_closed:
             raise UnknownNamespace(f"this handle of {self.name!r} was closed; open the namespace again")
 
-    def _key_list(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-        """Plain tuples of plain integers, whatever kind of integers the caller counts with."""
-        try:
-            wanted = [(int(layer), int(expert)) for layer, expert in keys]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"keys of {self.name!r}: give (layer, expert) pairs of integers: {error}") from error
-        if len(wanted) > KEYS_MAX:
-            raise CapacityError(f"{len(wanted)} keys in one call; the limit is {KEYS_MAX}: ask in parts")
-        return wanted
+    def _check_writes(self, call: str) -> None:
+        """Raises SchemaMismatch on a reader's handle: here, as the ticket of a call may be one that nobody waits for."""
+        if self.mode != "write":
+            raise SchemaMismatch(f"{call}: namespace {self.name!r} is open for reading: open it with mode='write'")
 
-    def _keys_or_all(self, keys: Iterable[ExpertKey] | None) -> list[ExpertKey] | None:
-        return None if keys is None else self._key_list(keys)
+
+def plain_keys(keys: Iterable[ExpertKey]) -> list[ExpertKey]:
+    """Plain tuples of plain integers, whatever kind of integers the caller counts with."""
+    try:
+        if isinstance(keys, str | bytes):
+            raise TypeError("text holds none")
+        wanted = [(index(layer), index(expert)) for layer, expert in keys]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"keys={keys!r:.80}: give (layer, expert) pairs of whole numbers: {error}") from error
+    if len(wanted) > KEYS_MAX:
+        raise CapacityError(f"{len(wanted)} keys in one call; the limit is {KEYS_MAX}: ask in parts")
+    return wanted
+
+
+def plain_extra(extra: bytes) -> bytes:
+    """What is kept with a step. Raises ConfigError, CapacityError."""
+    plain = data("extra", extra)
+    if len(plain) > EXTRA_BYTES_MAX:
+        raise CapacityError(f"extra has {len(plain)} bytes, the limit is {EXTRA_BYTES_MAX}")
+    return plain

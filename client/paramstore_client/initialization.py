@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paramstore.core.arguments import seconds, whole_number
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, UnknownKey
-from paramstore.wire.messages import EXTRA_BYTES_MAX, TRAINING_MINOR, InitializeBegin, InitializeEnd, InitializeSave
+from paramstore.errors import UnknownKey
+from paramstore.wire.messages import TRAINING_MINOR, InitializeBegin, InitializeEnd, InitializeSave
 from paramstore_client import answers
 from paramstore_client.answers import Result
 from paramstore_client.connection import Connection
+from paramstore_client.handle import plain_extra, plain_keys
 from paramstore_client.initial_values import free_place, send_value
 from paramstore_client.ticket import Ticket
 from paramstore_client.upload import UploadArea
@@ -73,6 +75,7 @@ class Initialization:
         some time later: an error of it is raised by a later call. Raises UnknownKey for a key that has one, SchemaMismatch."""
         from paramstore_client import tensors
 
+        (key,) = plain_keys([key])
         if key not in self._missing:
             raise UnknownKey(f"key {key} has its value already, or is not in the namespace")
         fields = self._schema.initial_fields()
@@ -85,15 +88,15 @@ class Initialization:
     def settle(self, left: int = 0, *, timeout_s: float | None = None) -> None:
         """Returns when at most `left` of the values put so far are still under way. timeout_s: for each of them. Raises what
         became of them."""
+        whole_number("left", left)
+        timeout_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
         while len(self._flying) > left:
             self._flying.popleft().wait(timeout_s)
 
     def save(self, extra: bytes = b"") -> Ticket[Result]:
         """Makes the values that the daemon has taken durable for an attempt that resumes. extra: up to 64 KiB, which that one is
         given, as to recognise what the values are of. Result: {records, bytes_written, seconds}. Cannot be cancelled."""
-        if len(extra) > EXTRA_BYTES_MAX:
-            raise CapacityError(f"extra of a draft has {len(extra)} bytes, the limit is {EXTRA_BYTES_MAX}")
-        message = InitializeSave(self._connection.next_id(), self._handle, extra)
+        message = InitializeSave(self._connection.next_id(), self._handle, plain_extra(extra))
         return self._connection.request(message, what="save of an initialization", convert=answers.mapping, is_cancellable=False)
 
     def end(self) -> None:

@@ -87,10 +87,7 @@ class Lease:
     def __getitem__(self, key: ExpertKey) -> FieldTensors:
         """The key's fields by name, as read-only tensors. Raises LeaseError after release, UnknownKey for another key."""
         self.check_held()
-        index = self._slot_index()
-        entry = index.get(key)
-        if entry is None:
-            raise UnknownKey(f"key {key} is not in this lease of {len(self._keys)} keys of {self.namespace!r}")
+        index, entry = self._slot_index(), self._entry(key)
         if not isinstance(entry, FieldTensors):
             entry = index[key] = FieldTensors(self, entry)
         return entry
@@ -187,10 +184,14 @@ class Lease:
             self._index = dict(zip(self.keys(), self._slots, strict=True))
         return self._index
 
+    def _entry(self, key: ExpertKey) -> FieldTensors | Slot:
+        try:
+            return self._slot_index()[key]
+        except (KeyError, TypeError) as error:  # TypeError: nothing that a table can look up
+            raise UnknownKey(f"key {key!r:.80} is not in this lease of {len(self._keys)} keys of {self.namespace!r}") from error
+
     def _slot(self, key: ExpertKey) -> Slot:
-        entry = self._slot_index().get(key)
-        if entry is None:
-            raise UnknownKey(f"key {key} is not in this lease of {len(self._keys)} keys of {self.namespace!r}")
+        entry = self._entry(key)
         return entry._slot if isinstance(entry, FieldTensors) else entry
 
     def _spoil(self, guard: Guard) -> None:

@@ -12,13 +12,15 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from paramstore.core.arguments import seconds
 from paramstore.core.key import ExpertKey
 from paramstore.errors import ProtocolError
 from paramstore.wire import messages
 from paramstore.wire.messages import Granted
-from paramstore_client import answers, handle
+from paramstore_client import answers
 from paramstore_client.answers import Opened
 from paramstore_client.connection import Connection
+from paramstore_client.handle import ANSWER_GRACE_S, plain_keys
 from paramstore_client.lease import Lease
 from paramstore_client.ranks import ALONE, Rank
 from paramstore_client.residency import Residency
@@ -105,8 +107,8 @@ class Namespace(Updates, Residency, Steps):
         self, keys: Iterable[ExpertKey], part: str = "param", timeout_s: float | None = None
     ) -> Ticket[Lease]:
         """As `acquire`, but returns at once: `lease = await ns.begin_acquire(keys)`. Cancel a ticket nobody waits for."""
-        wanted = self._key_list(keys)
-        limit_s = self.wait_timeout_s if timeout_s is None else timeout_s
+        wanted = plain_keys(keys)
+        limit_s = self.wait_timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         held_part = self.schema.part(part)
 
         def grant(answer: object) -> Lease:
@@ -120,13 +122,13 @@ class Namespace(Updates, Residency, Steps):
             return lease
 
         message = messages.Acquire(self._next_id(), self._handle, wanted, part, limit_s)
-        return self._send(message, "acquire", grant, timeout_s=limit_s + handle.ANSWER_GRACE_S)
+        return self._send(message, "acquire", grant, timeout_s=limit_s + ANSWER_GRACE_S)
 
     def read(self, key: ExpertKey) -> dict[str, Tensor]:
         """Copies of the key's whole record: every stored field (`master/…`, `exp_avg/…`), and param fields by name."""
         from paramstore_client import tensors
 
-        (wanted,) = self._key_list([key])
+        (wanted,) = plain_keys([key])
         self.space.check([wanted], namespace=self.name)
         record_bytes = self.schema.record_bytes
         (place,) = self._area.take(1, record_bytes, most_bytes=record_bytes)
@@ -174,7 +176,7 @@ class Namespace(Updates, Residency, Steps):
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else self.mode
+        state = "closed" if self._is_closed else self.mode if self._view_step is None else f"{self.mode} at {self._view_step}"
         size = f"{len(self.layers)} x {self.experts} experts"
         return f"<Namespace {self.name!r}, {size}, committed {self._committed_step}, {state}>"
 

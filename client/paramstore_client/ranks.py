@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paramstore.core.arguments import text, whole_number
 from paramstore.errors import ConfigError
 
 RUN_VARIABLE = "TORCHELASTIC_RUN_ID"
@@ -24,8 +25,11 @@ class Rank:
     group: str = ""
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"rank={self.rank}, world_size={self.world_size}: ranks are 0 to world_size - 1")
+        size, rank = whole_number("world_size", self.world_size, least=1), whole_number("rank", self.rank)
+        if rank >= size:
+            raise ConfigError(f"rank={rank}, world_size={size}: ranks are 0 to world_size - 1")
+        object.__setattr__(self, "world_size", size)
+        object.__setattr__(self, "rank", rank)
 
     @property
     def is_alone(self) -> bool:
@@ -37,8 +41,10 @@ ALONE = Rank()
 
 def this_rank(rank: int, world_size: int, group: str, environment: Mapping[str, str] | None = None) -> Rank:
     """What the caller said; without a group, the one that torchrun's variables name. Raises ConfigError."""
-    if world_size == 1:
-        return Rank(rank, world_size)
+    text("group", group)
+    alone = Rank(rank, world_size)
+    if alone.is_alone:
+        return alone
     found = os.environ if environment is None else environment
     if not group and RUN_VARIABLE in found:
         group = f"{found[RUN_VARIABLE]}/{found.get(RESTART_VARIABLE, '0')}"

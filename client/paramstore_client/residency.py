@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from paramstore.core.arguments import function, seconds, whole_number
 from paramstore.core.key import ExpertKey
-from paramstore.core.visits import Visits, apply_visits, ring_visits, training_visits
+from paramstore.core.visits import Visits, apply_visits, check_visits, ring_visits, training_visits
 from paramstore.wire import messages
 from paramstore.wire.messages import TRAINING_MINOR
 from paramstore_client import answers
 from paramstore_client.answers import Result
-from paramstore_client.handle import Handle
+from paramstore_client.handle import Handle, plain_keys
 from paramstore_client.segments import BeforeUnmap
 from paramstore_client.ticket import Ticket
 
@@ -25,18 +26,19 @@ class Residency(Handle):
 
         Result: {loaded, resident, skipped, bytes}: what did not fit is skipped, and is no error.
         """
-        wanted = self._key_list(keys)
-        message = messages.Prefetch(self._next_id(), self._handle, wanted, part, deadline_s)
+        deadline_s = None if deadline_s is None else seconds("deadline_s", deadline_s)
+        message = messages.Prefetch(self._next_id(), self._handle, plain_keys(keys), self.schema.part(part).name, deadline_s)
         return self._send(message, "prefetch", answers.mapping)
 
     def write_back(self, keys: Iterable[ExpertKey] | None = None) -> Ticket[Result]:
         """Writes dirty records out; None: all of them. Result: {written, bytes}."""
-        message = messages.WriteBack(self._next_id(), self._handle, self._keys_or_all(keys))
+        message = messages.WriteBack(self._next_id(), self._handle, None if keys is None else plain_keys(keys))
         return self._send(message, "write_back", answers.mapping)
 
     def evict(self, keys: Iterable[ExpertKey] | None = None, part: str | None = None) -> Ticket[Result]:
         """Writes back, then drops copies. Result: {evicted, skipped}; skipped keys are leased or in use."""
-        message = messages.Evict(self._next_id(), self._handle, self._keys_or_all(keys), part)
+        wanted, only = None if keys is None else plain_keys(keys), None if part is None else self.schema.part(part).name
+        message = messages.Evict(self._next_id(), self._handle, wanted, only)
         return self._send(message, "evict", answers.mapping)
 
     def protect(self, keys: Iterable[ExpertKey]) -> None:
@@ -57,14 +59,16 @@ class Residency(Handle):
         take the declaration back. A wrong order costs transfers, never a result. Raises ConfigError.
         """
         self._connection.check_minor(TRAINING_MINOR, "declare_schedule")
+        whole_number("micro_batches", micro_batches, least=1)
         if param_visits is None and self.mode == "write" and self.schema.is_trainable:
             is_exact = self.schema.updates == "exact"
             param_visits = training_visits(self.layers, micro_batches=micro_batches, is_exact=is_exact)
             optim_visits = apply_visits(self.layers, is_exact=is_exact) if optim_visits is None else optim_visits
         elif param_visits is None:
             param_visits = ring_visits(self.layers)
-        pairs = [tuple((layer, str(kind)) for layer, kind in cycle) for cycle in (param_visits, optim_visits or ())]
-        message = messages.DeclareSchedule(self._next_id(), self._handle, pairs[0], pairs[1])
+        param = check_visits(param_visits, self.layers, what="param_visits")
+        optim = check_visits(() if optim_visits is None else optim_visits, self.layers, what="optim_visits")
+        message = messages.DeclareSchedule(self._next_id(), self._handle, param, optim)
         self._send(message, "declare_schedule", answers.nothing).wait()
 
     def residency(self) -> Result:
@@ -78,17 +82,17 @@ class Residency(Handle):
         It is called once per segment of the connection, also of its other namespaces, from any thread, and must not raise.
         Returns the function that ends this.
         """
-        return self._connection.segments.before_unmap(fn)
+        return self._connection.segments.before_unmap(function("fn", fn))
 
     def report_device(
         self, *, resident: Iterable[ExpertKey], touched: Iterable[ExpertKey], bytes_resident: int
     ) -> None:
         """Tells the daemon what this process holds in HBM, and which keys it used there since the last report. One-way."""
         self._check_open()
-        self._connection.post(
-            messages.DeviceReport(self._handle, self._key_list(resident), self._key_list(touched), bytes_resident)
-        )
+        held, used = plain_keys(resident), plain_keys(touched)
+        self.space.check((*held, *used), namespace=self.name)
+        self._connection.post(messages.DeviceReport(self._handle, held, used, whole_number("bytes_resident", bytes_resident)))
 
     def _wish(self, keys: Iterable[ExpertKey], *, is_wanted: bool) -> None:
-        message = messages.Protect(self._next_id(), self._handle, self._key_list(keys), is_wanted)
+        message = messages.Protect(self._next_id(), self._handle, plain_keys(keys), is_wanted)
         self._send(message, "protect" if is_wanted else "unprotect", answers.nothing).wait()

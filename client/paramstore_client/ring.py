@@ -17,7 +17,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from operator import index
 from types import TracebackType
 from typing import cast
 
@@ -25,12 +24,14 @@ import torch
 from torch import Tensor
 
 from paramstore.clock import Clock, MonotonicClock
+from paramstore.core.arguments import indices, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, UnknownKey
 from paramstore_client.activity import Activity
-from paramstore_client.device import DeviceTier
+from paramstore_client.device import DeviceTier, device_of
+from paramstore_client.handle import plain_keys
 from paramstore_client.source import AheadTicket, ExpertSource, HostSource, WeightLease
 from paramstore_client.visit_order import declare_ring
 
@@ -133,11 +134,13 @@ class RingMemory:
         experts_ahead: int | None = None,
         clock: Clock | None = None,
     ) -> None:
-        order = tuple(namespace.layers if layers is None else layers)
+        if not isinstance(namespace, ExpertSource):
+            raise wrong("namespace", namespace, "an open namespace, or a DeviceTier over one")
+        order = indices("layers", namespace.layers if layers is None else layers)
         if not order or len(set(order)) != len(order) or not set(order) <= set(namespace.layers):
-            raise ConfigError(f"layers={list(order)}: give distinct layers of the namespace, which has {list(namespace.layers)}")
-        if slots < 1:
-            raise ConfigError(f"a ring of {slots} slots: give at least 1; 2 let one layer load while another computes")
+            raise wrong("layers", layers, f"distinct layers of the namespace, which has {list(namespace.layers)}")
+        slots = whole_number("slots", slots, least=1)
+        experts_ahead = None if experts_ahead is None else whole_number("experts_ahead", experts_ahead, least=1)
         self.schema: Schema = namespace.schema
         self.layers = order
         self.experts: int = namespace.experts
@@ -145,7 +148,7 @@ class RingMemory:
         self._slot_count = slots
         self._closing = ExitStack()
         self._source = namespace
-        if torch.device(device).type != "cpu":
+        if device_of(device).type != "cpu":
             room = slots * (self.experts if experts_ahead is None else experts_ahead)
             host = cast(HostSource, namespace)  # a device makes sense only in front of a namespace
             self._source = self._closing.enter_context(DeviceTier(host, room, device=device))
@@ -213,6 +216,7 @@ class RingMemory:
 
     def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> RingLease:
         """As of a namespace, for keys of one layer. Later experts of the layer visited last are the same visit's next part."""
+        keys = plain_keys(keys)
         if not keys:
             raise ConfigError("acquire of no keys: which layer a ring visits is known by its keys")
         continues = self._last_key is not None and self._last_key[0] == keys[0][0] and self._last_key[1] < keys[0][1]
@@ -227,10 +231,11 @@ class RingMemory:
         return self._source.push(gradients)
 
     def _sorted(self, experts: Sequence[int] | None) -> list[int]:
-        return list(range(self.experts)) if experts is None else sorted({index(expert) for expert in experts})
+        return list(range(self.experts)) if experts is None else sorted(set(indices("experts", experts)))
 
     @contextmanager
     def _visit(self, layer: int, experts: Sequence[int], *, is_first: bool) -> Iterator[Experts]:
+        layer = whole_number("layer", layer)
         if len(experts) > self.lease_slots:
             raise CapacityError(
                 f"layer {layer}: {len(experts)} experts asked, {self.lease_slots} may be leased at once; iterate "

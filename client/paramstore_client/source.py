@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -46,6 +46,7 @@ class AheadTicket(Protocol):
     def cancel(self) -> object: ...
 
 
+@runtime_checkable
 class ExpertSource(Protocol):
     """Gives leases on experts and takes their gradients.
 
@@ -85,6 +86,7 @@ class HostTicket(AheadTicket, Protocol):
         ...
 
 
+@runtime_checkable
 class HostSource(ExpertSource, Protocol):
     """An `ExpertSource` whose leases are host memory; with what a copy elsewhere must know of it."""
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paramstore.errors import CapacityError, ConfigError
+from paramstore.core.arguments import whole_number
 from paramstore.wire import messages
 from paramstore_client import answers
 from paramstore_client.answers import Opened, Result
-from paramstore_client.handle import Handle
+from paramstore_client.handle import Handle, plain_extra
 
 if TYPE_CHECKING:
     from paramstore_client.namespace import Namespace
@@ -34,14 +33,15 @@ class Steps(Handle, ABC):
 
         Result: {step, records, bytes_written, seconds}. Raises StepOutOfOrder, StepFailed, VolumeError.
         """
-        step, covered = _number(step), self._applies
+        self._check_writes("commit")
+        step, covered = whole_number("step", step), self._applies
 
         def committed(answer: object) -> Result:
             result = answers.mapping(answer)
             self._committed_step, self._committed_applies = step, covered
             return result
 
-        message = messages.Commit(self._next_id(), self._handle, step, self._checked(extra, f"commit {step}"))
+        message = messages.Commit(self._next_id(), self._handle, step, plain_extra(extra))
         return self._send(message, f"commit {step}", committed, is_cancellable=False)
 
     def prepare(self, step: int, extra: bytes = b"") -> Ticket[Result]:
@@ -52,8 +52,10 @@ class Steps(Handle, ABC):
         does a new writer who does not say `at`; pushed gradients stay pending; readers see the steps before.
         Result: as of `commit`. Raises as `commit`, and StepOutOfOrder before the first commit.
         """
+        self._check_writes("prepare")
         self._connection.check_minor(messages.PREPARE_MINOR, "prepare")
-        message = messages.Prepare(self._next_id(), self._handle, _number(step), self._checked(extra, f"prepare {step}"))
+        step = whole_number("step", step)
+        message = messages.Prepare(self._next_id(), self._handle, step, plain_extra(extra))
         return self._send(message, f"prepare {step}", answers.mapping, is_cancellable=False)
 
     def finalize(self, step: int) -> Ticket[None]:
@@ -61,8 +63,9 @@ class Steps(Handle, ABC):
 
         Raises StepOutOfOrder if another step, or none, is prepared; CatalogError, and then the step is still prepared.
         """
+        self._check_writes("finalize")
         self._connection.check_minor(messages.PREPARE_MINOR, "finalize")
-        step = _number(step)
+        step = whole_number("step", step)
 
         def committed(answer: object) -> None:
             answers.nothing(answer)
@@ -71,18 +74,13 @@ class Steps(Handle, ABC):
         message = messages.Finalize(self._next_id(), self._handle, step)
         return self._send(message, f"finalize {step}", committed, is_cancellable=False)
 
-    def _checked(self, extra: bytes, call: str) -> bytes:
-        if len(extra) > messages.EXTRA_BYTES_MAX:
-            raise CapacityError(f"{call} of {self.name!r}: extra has {len(extra)} bytes, the limit is {messages.EXTRA_BYTES_MAX}")
-        return extra
-
     def steps(self) -> list[int]:
         """The steps that can be opened, oldest first: the newest `retained_steps`, snapshots, and those readers stand on."""
         return self._send(messages.Steps(self._next_id(), self._handle), "steps", answers.numbers).wait()
 
     def extra(self, step: int) -> bytes:
         """The bytes committed with `step`. Raises StepDropped."""
-        return self._send(messages.Extra(self._next_id(), self._handle, _number(step)), "extra", answers.data).wait()
+        return self._send(messages.Extra(self._next_id(), self._handle, whole_number("step", step)), "extra", answers.data).wait()
 
     def rollback(self, step: int) -> int:
         """Back to `step`, any of `steps()`: later steps, pending gradients and working copies are gone for good, readers of
@@ -90,7 +88,8 @@ class Steps(Handle, ABC):
 
         Raises StepDropped, and StepFailed while a later step is a snapshot; then nothing has changed.
         """
-        step = _number(step)
+        self._check_writes("rollback")
+        step = whole_number("step", step)
 
         def rolled_back(answer: object) -> int:
             self._epoch, self._committed_step = answers.number(answer), step
@@ -107,29 +106,23 @@ class Steps(Handle, ABC):
         waits for a commit under way. Raises StepDropped, and CapacityError naming the bytes that are missing. Where only the
         reader could not be opened the step is a snapshot all the same.
         """
-        self._send(messages.Snapshot(self._next_id(), self._handle, _number(step)), f"snapshot {step}", answers.nothing).wait()
+        step = whole_number("step", step)
+        self._send(messages.Snapshot(self._next_id(), self._handle, step), f"snapshot {step}", answers.nothing).wait()
         return self.reader(step)
 
     def reader(self, at: int | None = None) -> Namespace:
         """Another handle on the same namespace: a reader standing on step `at`, or on the newest committed one. Raises
         StepDropped, CapacityError; StepFailed before the first commit."""
+        at = None if at is None else whole_number("at", at)
         message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None)
         opened = self._send(message, f"open_namespace at {at}", partial(answers.result_of, kind=Opened)).wait()
         return self._reader(opened)
 
     def drop_snapshot(self, step: int) -> None:
         """Ends a snapshot: `step` stays as long as any other would. Raises StepDropped if it is none."""
-        message = messages.DropSnapshot(self._next_id(), self._handle, _number(step))
+        message = messages.DropSnapshot(self._next_id(), self._handle, whole_number("step", step))
         self._send(message, f"drop_snapshot {step}", answers.nothing).wait()
 
     def snapshots(self) -> list[int]:
         """The steps that are snapshots, oldest first."""
         return self._send(messages.Snapshots(self._next_id(), self._handle), "snapshots", answers.numbers).wait()
-
-
-def _number(step: int) -> int:
-    """A plain number for whatever integer the caller counts with; another message would end the session. Raises ConfigError."""
-    try:
-        return operator.index(step)
-    except TypeError as error:
-        raise ConfigError(f"step={step!r}: a step is a whole number") from error

@@ -125,6 +125,8 @@ def check_values(key: ExpertKey, values: FieldMapping[str, Tensor], fields: Sequ
 
     Raises SchemaMismatch naming key and field.
     """
+    if not isinstance(values, FieldMapping):
+        raise SchemaMismatch(f"key {key}: a {type(values).__name__} is no mapping: give {{field: tensor}}")
     wanted = [field.name for field in fields]
     missing = [name for name in wanted if name not in values]
     unknown = [str(name) for name in values if name not in wanted]
@@ -135,6 +137,9 @@ def check_values(key: ExpertKey, values: FieldMapping[str, Tensor], fields: Sequ
         tensor = values[field.name]
         if not isinstance(tensor, Tensor):
             raise SchemaMismatch(f"key {key}, field {field.name!r}: a {type(tensor).__name__} is no tensor")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor"
+            raise SchemaMismatch(f"key {key}, field {field.name!r}: a {kind} has not every value in memory: give a dense one")
         if tuple(tensor.shape) != field.shape:
             raise SchemaMismatch(f"key {key}, field {field.name!r}: shape {tuple(tensor.shape)}, the schema has {field.shape}")
         if NAMES.get(tensor.dtype) not in _accepted_dtypes(field.dtype, schema=schema):

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from paramstore.core.arguments import seconds
 from paramstore.errors import ParamStoreError, TicketCancelled, WaitTimeout
 from paramstore.wire.messages import Cancel
 
@@ -67,14 +68,14 @@ class Ticket(Generic[T]):
 
         Raises the request's own error, or WaitTimeout, which cancels nothing; StoreUnavailable if the daemon went away.
         """
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = self.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         if not self.is_settled and not self._wait_in_thread(limit_s):
             raise self._timeout(limit_s)
         return self._outcome()
 
     def settled_within(self, timeout_s: float) -> bool:
         """Waits like `wait`, and says whether there is an outcome; leaves it, and its error, to be asked for."""
-        return self.is_settled or self._connection.wait(self, timeout_s)
+        return self.is_settled or self._connection.wait(self, seconds("timeout_s", timeout_s))
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait_in_loop().__await__()
@@ -179,6 +180,10 @@ class Ticket(Generic[T]):
 
     def _timeout(self, limit_s: float) -> WaitTimeout:
         return WaitTimeout(f"{self.what}: no answer within {limit_s:g} s; it goes on, wait again or pass a longer timeout_s")
+
+    def __repr__(self) -> str:
+        outcome = "done" if self._error is None else f"failed: {self._error!r}"
+        return f"<Ticket of {self.what}, {outcome if self.is_settled else 'under way'}>"
 
     def __del__(self) -> None:
         error = getattr(self, "_error", None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paramstore.core.arguments import flag, function, mapping, number, whole_number
 from paramstore.core.optimizers import AdamW, Options
 from paramstore.wire import messages
 from paramstore.wire.options import apply_message, begin_message
 from paramstore_client import answers
 from paramstore_client.answers import Result
 from paramstore_client.gradients import Gradients
-from paramstore_client.handle import Handle
+from paramstore_client.handle import Handle, plain_keys
 from paramstore_client.initial_values import PUTS_IN_FLIGHT, InitialValue, put_initial_values
 from paramstore_client.initialization import Initialization
 from paramstore_client.ticket import Ticket
@@ -32,6 +33,8 @@ class Updates(Handle):
         is its `rank`. Raises StepOutOfOrder after the first commit, SchemaMismatch, CapacityError, VolumeError.
         """
         self._check_open()
+        self._check_writes("initialize")
+        function("fn", fn)
         ours = self.keys()[self.rank :: self.world_size]
         try:
             self._consume(messages.InitializeBegin(self._next_id(), self._handle), "initialize", answers.nothing).wait()
@@ -49,10 +52,12 @@ class Updates(Handle):
         commit, VersionMismatch on an older daemon.
         """
         self._check_open()
+        self._check_writes("begin_initialize")
         try:
             return Initialization(
-                self._connection, self._area, self._handle, schema=self.schema, space=self.space, is_resumed=resume,
-                values_in_flight=values_in_flight, timeout_s=self._limit_s, puts_of_others=self._puts_of_others,
+                self._connection, self._area, self._handle, schema=self.schema, space=self.space, timeout_s=self._limit_s,
+                is_resumed=flag("resume", resume), puts_of_others=self._puts_of_others,
+                values_in_flight=whole_number("values_in_flight", values_in_flight, least=1),
             )  # fmt: skip
         finally:
             self._count_view_change()
@@ -74,12 +79,14 @@ class Updates(Handle):
             self._send(message, "push", answers.nothing).wait()
 
         self._check_open()
-        self._pending.push(dict(zip(self._key_list(gradients), gradients.values(), strict=True)), announce)
+        self._check_writes("push")
+        mapping("gradients", gradients, "{key: {field: tensor}}")
+        self._pending.push(dict(zip(plain_keys(gradients), gradients.values(), strict=True)), announce)
 
     def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
         """`fn()` is called first in every push of this handle, by the pushing thread; what it raises ends the push. Returns the
         function that ends this."""
-        return self._pending.before_push(fn)
+        return self._pending.before_push(function("fn", fn))
 
     def gradient_norm(self) -> float:
         """The L2 norm over everything pending."""
@@ -92,11 +99,12 @@ class Updates(Handle):
         namespace broken: push, apply and commit raise StepFailed until `rollback`. Raises SchemaMismatch for other options,
         VersionMismatch where the daemon knows AdamW alone, StepPrepared, StepMismatch; then all is pending still.
         """
+        self._check_writes("apply")
         self.schema.check_options(options)
         self._pending.check_closed("apply")
         if not isinstance(options, AdamW):
             self._connection.check_minor(messages.TRAINING_MINOR, f"apply({type(options).__name__})")
-        message = apply_message(self._next_id(), self._handle, options, grad_scale)
+        message = apply_message(self._next_id(), self._handle, options, number("grad_scale", grad_scale))
         try:
             return self._consume(message, "apply", answers.mapping)
         finally:
@@ -114,9 +122,10 @@ class Updates(Handle):
         Raises StepOutOfOrder where one is open, SchemaMismatch, VersionMismatch; what the daemon refuses the next push or
         `end_apply` raises.
         """
+        self._check_writes("begin_apply")
         self.schema.check_options(options)
         self._connection.check_minor(messages.TRAINING_MINOR, "begin_apply")
-        message = begin_message(self._next_id(), self._handle, options, grad_scale)
+        message = begin_message(self._next_id(), self._handle, options, number("grad_scale", grad_scale))
         self._pending.open(lambda: self._send(message, "begin_apply", answers.mapping, is_cancellable=False))
 
     def end_apply(self) -> Ticket[Result]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.errors import ConfigError, UnknownKey
 
 ExpertKey = tuple[int, int]
@@ -27,7 +28,7 @@ The largest models have a fifth of it."""
 
 def check_name(name: str) -> str:
     """`name`, if it can name a namespace; else ConfigError."""
-    if not NAME_PATTERN.fullmatch(name):
+    if not NAME_PATTERN.fullmatch(text("name", name)):
         raise ConfigError(f"namespace name {name!r}: use 1 to 64 of letters, digits, '.', '_' and '-', not dots alone")
     return name
 
@@ -42,19 +43,18 @@ class KeySpace:
     @classmethod
     def of(cls, layers: int | Iterable[int], experts: int) -> KeySpace:
         """`layers`: a count, or the indices of the layers that have experts. Raises ConfigError on an empty or absurd space."""
-        indices = tuple(range(min(layers, LAYERS_MAX + 1)) if isinstance(layers, int) else layers)
-        is_valid = 1 <= len(indices) <= LAYERS_MAX and len(set(indices)) == len(indices)
-        if not is_valid or min(indices) < 0 or max(indices) > LAYER_INDEX_MAX:
+        if isinstance(layers, Iterable):
+            found = indices("layers", layers)
+        else:
+            found = tuple(range(whole_number("layers", layers, most=LAYERS_MAX)))
+        if not 1 <= len(found) <= LAYERS_MAX or len(set(found)) != len(found) or max(found) > LAYER_INDEX_MAX:
+            raise wrong("layers", layers, f"1 to {LAYERS_MAX} distinct indices of 0 to {LAYER_INDEX_MAX}, or a count")
+        experts = whole_number("experts", experts, least=1, most=EXPERTS_MAX)
+        if len(found) * experts > KEYS_MAX:
             raise ConfigError(
-                f"layers={layers!r}: give 1 to {LAYERS_MAX} distinct indices of 0 to {LAYER_INDEX_MAX}, or a count"
+                f"{len(found)} layers of {experts} experts are {len(found) * experts} keys, a namespace has at most {KEYS_MAX}"
             )
-        if not 1 <= experts <= EXPERTS_MAX:
-            raise ConfigError(f"experts={experts}: give 1 to {EXPERTS_MAX}")
-        if len(indices) * experts > KEYS_MAX:
-            raise ConfigError(
-                f"{len(indices)} layers of {experts} experts are {len(indices) * experts} keys, a namespace has at most {KEYS_MAX}"
-            )
-        return cls(layers=tuple(sorted(indices)), experts=experts)
+        return cls(layers=tuple(sorted(found)), experts=experts)
 
     def __len__(self) -> int:
         return len(self.layers) * self.experts

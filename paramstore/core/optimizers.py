@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import isfinite
 from typing import Any, ClassVar
 
+from paramstore.core.arguments import flag, number, wrong
 from paramstore.errors import ConfigError
 
 
@@ -38,10 +38,12 @@ class AdamW:
     weight_decay: float = 1e-2
 
     def __post_init__(self) -> None:
-        beta1, beta2 = self.betas
-        _check_not_negative(self, "lr", "eps", "weight_decay")
-        if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-            raise ConfigError(f"AdamW betas={self.betas}: each must be in [0, 1)")
+        _keep_numbers(self, "lr", "eps", "weight_decay")
+        is_pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+        betas = tuple(number("AdamW betas", beta) for beta in self.betas) if is_pair else (-1.0,)
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise wrong("AdamW betas", self.betas, "two numbers, each of [0, 1)")
+        object.__setattr__(self, "betas", betas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,9 @@ class SGD:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "lr", "momentum", "weight_decay")
-        if not isfinite(self.dampening):
-            raise ConfigError(f"SGD dampening={self.dampening}: must be finite")
-        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+        _keep_numbers(self, "lr", "momentum", "weight_decay")
+        object.__setattr__(self, "dampening", number("SGD dampening", self.dampening))
+        if flag("SGD nesterov", self.nesterov) and (self.momentum <= 0 or self.dampening != 0):
             raise ConfigError(
                 f"SGD nesterov=True with momentum={self.momentum}, dampening={self.dampening}: it requires a momentum and zero "
                 "dampening"
@@ -91,7 +92,7 @@ class Adagrad:
     eps: float = 1e-10
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+        _keep_numbers(self, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
 
 
 Options = AdamW | SGD | Adagrad
@@ -109,29 +110,19 @@ def describe(options: Options) -> dict[str, object]:
 
 def options_from_description(description: Mapping[str, object]) -> Options:
     """The options that `describe` described; one that is left out has its default. Raises ConfigError if they are none."""
-    values = dict(description)
+    values: dict[str, Any] = dict(description)
     kind = values.pop("kind", None)
     if not isinstance(kind, str) or kind not in OPTIMIZERS:
         raise ConfigError(f"optimizer {kind!r:.64} is unknown; this version knows {', '.join(OPTIMIZERS)}")
-    known = {field.name: field.default for field in fields(OPTIMIZERS[kind])}
+    known = [field.name for field in fields(OPTIMIZERS[kind])]
     for name, value in values.items():
-        if name not in known or not _has_type_of(known[name], value):
+        if name not in known:
             raise ConfigError(f"{OPTIMIZERS[kind].__name__} has no option {name:.64}={value!r:.64}; it has {', '.join(known)}")
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return OPTIMIZERS[kind](**given)
+    return OPTIMIZERS[kind](**values)
 
 
-def _has_type_of(default: object, value: object) -> bool:
-    """Whether `value` is a flag, a number or a list of as many numbers, as `default` is."""
-    if isinstance(default, bool):
-        return isinstance(value, bool)
-    if isinstance(default, tuple):
-        return isinstance(value, list | tuple) and len(value) == len(default) and all(_has_type_of(0.0, each) for each in value)
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_not_negative(options: Options, *names: str) -> None:
+def _keep_numbers(options: Options, *names: str) -> None:
+    """Makes plain numbers of the options of these names. Raises ConfigError on one that is none, or negative."""
     for name in names:
-        value = getattr(options, name)
-        if not (isfinite(value) and value >= 0):
-            raise ConfigError(f"{type(options).__name__} {name}={value}: must be finite and not negative")
+        value = number(f"{type(options).__name__} {name}", getattr(options, name), least=0)
+        object.__setattr__(options, name, value)

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import index
+from typing import Any
 
+from paramstore.core.arguments import choice, whole_number
 from paramstore.core.optimizers import OPTIMIZERS, Options, State
-from paramstore.errors import SchemaMismatch
+from paramstore.errors import ConfigError, SchemaMismatch
 
 PAGE_BYTES = 4096
 CHUNK_BYTES = 1 << 20
@@ -158,14 +159,15 @@ class Schema:
         updates: what an apply does to records without a gradient, one of UPDATE_RULES. state_dtype: one of STATE_DTYPES.
         Raises SchemaMismatch.
         """
-        if updates not in UPDATE_RULES:
+        if not isinstance(updates, str) or updates not in UPDATE_RULES:
             raise SchemaMismatch(f"updates={updates!r}: a training schema takes {', '.join(UPDATE_RULES)}")
         stored_as = str(state_dtype).removeprefix("torch.")
         if stored_as not in STATE_DTYPES:
             raise SchemaMismatch(f"state_dtype={stored_as}: a training schema takes {', '.join(STATE_DTYPES)}")
         param = _check_param_dtype(param_dtype, "param_dtype")
         gradient = _check_param_dtype(param if gradient_dtype is None else gradient_dtype, "gradient_dtype")
-        specs = _check_specs({name: (shape, param) for name, shape in fields.items()})
+        choice("kind", kind, tuple(OPTIMIZERS))
+        specs = _check_specs({name: (shape, param) for name, shape in _items(fields)})
         parts = (_stored_part("optim", _optim_specs(kind, specs, stored_as)), _derived_part("param", specs))
         return cls(kind=kind, specs=specs, gradient_dtype=gradient, parts=parts, updates=updates, state_dtype=stored_as)
 
@@ -174,7 +176,9 @@ class Schema:
         cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
         updates: str = "touched", state_dtype: object = "float32",
     ) -> Schema:  # fmt: skip
-        """`master`, `exp_avg`, `exp_avg_sq`: in fp32 12 bytes a parameter, the 12·S of SE-MoE, section 3.1. See `trained`."""
+        """For `AdamW`: fp32 master weights, `exp_avg` and `exp_avg_sq` on the volume (12 bytes a parameter, the 12·S of SE-MoE,
+        section 3.1; 8 with bf16 states, 6 with 8-bit ones), `param_dtype` weights made from them. Arguments: see `trained`. Raises
+        SchemaMismatch."""
         return cls.trained(
             "adamw", fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype, updates=updates, state_dtype=state_dtype
         )
@@ -184,7 +188,8 @@ class Schema:
         cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
         updates: str = "touched", state_dtype: object = "float32",
     ) -> Schema:  # fmt: skip
-        """`master`, `momentum_buffer`: in fp32 8 bytes a parameter. See `trained`."""
+        """For `SGD`: fp32 master weights and `momentum_buffer` (8 bytes a parameter, 6 with bf16 states, 5 with 8-bit ones).
+        Arguments: see `trained`. Raises SchemaMismatch."""
         return cls.trained(
             "sgd", fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype, updates=updates, state_dtype=state_dtype
         )
@@ -194,14 +199,15 @@ class Schema:
         cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
         updates: str = "touched", state_dtype: object = "float32",
     ) -> Schema:  # fmt: skip
-        """`master`, `sum`: in fp32 8 bytes a parameter. See `trained`."""
+        """For `Adagrad`: fp32 master weights and `sum` (8 bytes a parameter, 6 with bf16 states, 5 with 8-bit ones). Arguments: see
+        `trained`. Raises SchemaMismatch."""
         return cls.trained(
             "adagrad", fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype, updates=updates, state_dtype=state_dtype
         )
 
     @classmethod
     def param(cls, fields: Mapping[str, tuple[Sequence[int], object]]) -> Schema:
-        """An inference schema: one stored part in the checkpoint's own dtypes. fields: name -> (shape, dtype)."""
+        """An inference schema: the checkpoint's own bytes in one part. fields: name -> (shape, dtype). Raises SchemaMismatch."""
         specs = _check_specs(fields)
         return cls(kind="param", specs=specs, gradient_dtype="", parts=(_stored_part("param", specs),))
 
@@ -224,7 +230,7 @@ class Schema:
                     updates=str(description.get("updates", "touched")),
                     state_dtype=description.get("state_dtype", "float32"),
                 )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise SchemaMismatch(f"not a schema description: {error!r}") from error
         raise SchemaMismatch(f"schema kind {kind!r} is unknown; this version knows {', '.join(('param', *OPTIMIZERS))}")
 
@@ -240,8 +246,9 @@ class Schema:
         return described
 
     def part(self, name: str) -> Part:
+        """Raises SchemaMismatch, naming those there are."""
         for part in self.parts:
-            if part.name == name:
+            if isinstance(name, str) and part.name == name:
                 return part
         raise SchemaMismatch(f"schema has no part {name!r}; it has {', '.join(p.name for p in self.parts)}")
 
@@ -259,7 +266,10 @@ class Schema:
         return self.kind != "param"
 
     def check_options(self, options: Options) -> None:
-        """Raises SchemaMismatch if they are of another optimizer than the one whose states the records hold."""
+        """Raises SchemaMismatch if they are of another optimizer than the one whose states the records hold, or of none."""
+        if not isinstance(options, Options):
+            names = ", ".join(f"ps.{cls.__name__}(...)" for cls in OPTIMIZERS.values())
+            raise SchemaMismatch(f"options={options!r:.80}: give one of {names}; their arguments have torch's names")
         if options.kind != self.kind:
             states = "none" if self.kind == "param" else ", ".join(state.name for state in OPTIMIZERS[self.kind].states)
             raise SchemaMismatch(
@@ -325,16 +335,25 @@ def _check_param_dtype(dtype: object, argument: str) -> str:
     return name
 
 
+def _items(fields: Mapping[str, Any]) -> Any:
+    if not isinstance(fields, Mapping):
+        raise SchemaMismatch(f"fields={fields!r:.80}: give a mapping of names")
+    return fields.items()
+
+
 def _check_specs(fields: Mapping[str, tuple[Sequence[int], object]]) -> FieldSpecs:
-    if not 1 <= len(fields) <= FIELDS_MAX:
+    if not 1 <= len(_items(fields)) <= FIELDS_MAX:
         raise SchemaMismatch(f"{len(fields)} fields: give 1 to {FIELDS_MAX}")
     specs = []
-    for name, (shape, dtype) in fields.items():
+    for name, spec in fields.items():
+        if not isinstance(spec, Sequence) or isinstance(spec, str | bytes) or len(spec) != 2:
+            raise SchemaMismatch(f"field {name!r} has {spec!r:.80}: give (shape, dtype)")
+        shape, dtype = spec
         try:
-            dimensions = tuple(index(size) for size in shape)
-        except TypeError as error:
-            raise SchemaMismatch(f"field {name!r} has shape {shape!r}: give whole numbers") from error
-        if not name or len(name) > 64 or "/" in name or not name.isprintable():
+            dimensions = tuple(whole_number("size", size) for size in shape)
+        except (ConfigError, TypeError) as error:
+            raise SchemaMismatch(f"field {name!r} has shape {shape!r:.80}: give whole numbers") from error
+        if not isinstance(name, str) or not name or len(name) > 64 or "/" in name or not name.isprintable():
             raise SchemaMismatch(f"field name {name!r}: use 1 to 64 printable characters without '/'")
         if not 1 <= len(dimensions) <= RANK_MAX or min(dimensions) < 1:
             raise SchemaMismatch(f"field {name!r} has shape {dimensions}: give 1 to {RANK_MAX} sizes, each at least 1")

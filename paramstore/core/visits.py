@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+from paramstore.core.arguments import wrong
 from paramstore.core.key import LAYERS_MAX
 from paramstore.errors import ConfigError
 
@@ -78,15 +79,15 @@ def ring_visits(layers: Iterable[int]) -> Visits:
 
 def check_visits(pairs: Sequence[tuple[int, str]], layers: Sequence[int], *, what: str) -> Visits:
     """`pairs` of (layer, kind) as a cycle over some of `layers`. Raises ConfigError naming `what` and the first wrong one."""
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+        raise wrong(what, pairs, "a tuple of visits")
     if len(pairs) > VISITS_MAX:
         raise ConfigError(f"{what}: {len(pairs)} visits; a cycle has at most {VISITS_MAX}")
-    known, kinds = frozenset(layers), frozenset(VisitKind)
-    for index, (layer, kind) in enumerate(pairs):
-        if layer not in known or kind not in kinds:
-            raise ConfigError(
-                f"{what}[{index}] = ({layer}, {kind!r}): give a layer of the namespace and one of {', '.join(VisitKind)}"
-            )
-    visits = tuple(Visit(layer, VisitKind(kind)) for layer, kind in pairs)
+    known = {(layer, kind) for layer in layers for kind in VisitKind}
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, tuple) or pair not in known:
+            raise wrong(f"{what}[{index}]", pair, f"(layer, kind) of a layer of the namespace and one of {', '.join(VisitKind)}")
+    visits = tuple(Visit(int(layer), VisitKind(kind)) for layer, kind in pairs)
     if visits and not any(visit.kind in CHOSEN for visit in visits):
         raise ConfigError(f"{what}: no visit of {len(visits)} is routed or gathered; without one nothing is ever chosen")
     return visits

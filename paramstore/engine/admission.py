@@ -109,12 +109,13 @@ class Admission:
 
     @staticmethod
     def _check_reusable(existing: NamespaceState, schema: Schema, keys: KeySpace) -> None:
+        there, asked = _shape(existing.schema, existing.keys), _shape(schema, keys)
+        if different := [f"{name}={there[name]!r:.200}, not {asked[name]!r:.200}" for name in asked if there[name] != asked[name]]:
+            raise NamespaceExists(f"namespace {existing.name!r} exists with {'; '.join(different)}: give this one another name")
         if existing.committed_step is not None:
             raise NamespaceExists(
                 f"namespace {existing.name!r} is committed at step {existing.committed_step}: open_namespace(mode='write') to go on"
             )
-        if existing.schema != schema or existing.keys != keys:
-            raise NamespaceExists(f"namespace {existing.name!r} exists with another schema, layers or experts")
 
     async def open(
         self, name: str, *, mode: str, at: int | None, host_bytes: int | None, group: WriterGroup | None = None
@@ -252,3 +253,11 @@ def make_namespace(ledger: Ledger) -> NamespaceState:
     namespace.turn = asyncio.Lock()
     namespace.working = fresh_working(namespace)
     return namespace
+
+
+def _shape(schema: Schema, keys: KeySpace) -> dict[str, object]:
+    """What two namespaces differ in, by the words of whoever creates them."""
+    return {
+        "kind": schema.kind, "fields": schema.specs, "gradient_dtype": schema.gradient_dtype, "updates": schema.updates,
+        "state_dtype": schema.state_dtype, "layers": keys.layers, "experts": keys.experts,
+    }  # fmt: skip

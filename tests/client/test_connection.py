@@ -291,3 +291,14 @@ def test_no_descriptor_is_left_after_close(daemon: FakeDaemon, open_descriptors:
     for _ in range(3):
         use_a_client()
     assert descriptors_of_clients() == before
+
+
+def test_a_message_that_cannot_travel_is_its_callers_error_and_leaves_nothing_behind(daemon: FakeDaemon, store: ps.Store) -> None:
+    connection = store._connection
+    for wrong in (1 << 70, object(), "\ud800"):
+        message = m.Extra(connection.next_id(), 1, wrong)  # type: ignore[arg-type]
+        with pytest.raises(ps.ConfigError, match="extra: Extra cannot be sent"):
+            connection.request(message, what="extra", convert=lambda answer: answer)
+    assert connection._tickets == {}
+    assert store.namespaces() == []
+    assert daemon.requests(m.Extra) == []

@@ -145,7 +145,7 @@ def test_a_slot_held_twice_is_free_only_after_both() -> None:
 def test_more_keys_than_slots_are_refused_with_the_fix() -> None:
     with pytest.raises(CapacityError, match="5 keys asked of a device tier of 4 slots"):
         make_tier(make_namespace()).fetch(KEYS[:5])
-    with pytest.raises(CapacityError, match="at least 1"):
+    with pytest.raises(ConfigError, match="slots=0: give a whole number from 1"):
         make_tier(make_namespace(), 0)
 
 

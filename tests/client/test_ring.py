@@ -143,7 +143,7 @@ def test_closing_cancels_what_still_loads() -> None:
 
 def test_a_ring_needs_slots_and_layers_of_its_namespace() -> None:
     ns = make_namespace()
-    with pytest.raises(ConfigError, match="0 slots"):
+    with pytest.raises(ConfigError, match="slots=0"):
         RingMemory(ns, 0)
     for layers in ([], [0, 0], [9]):
         with pytest.raises(ConfigError, match="layers="):
@@ -287,7 +287,7 @@ class RingTrial:
             pass
 
     def unknown(self) -> None:
-        with pytest.raises(UnknownKey), self.ring.layer(self.layer(), [self.random.choice((-1, EXPERTS))]):
+        with pytest.raises((UnknownKey, ConfigError)), self.ring.layer(self.layer(), [self.random.choice((-1, EXPERTS))]):
             pass
         with pytest.raises(UnknownKey), self.ring.layer(self.layers):
             pass

@@ -42,6 +42,19 @@ def test_wait_that_times_out_cancels_nothing(daemon: FakeDaemon, namespace: ps.N
     assert daemon.requests(m.Cancel) == []
 
 
+def test_a_ticket_says_what_it_is_of_and_what_became_of_it(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    daemon.hold(m.Prefetch)
+    ticket = namespace.prefetch(KEYS)
+    assert repr(ticket) == "<Ticket of prefetch on 'moe', under way>"
+    daemon.let_go(m.Prefetch)
+    ticket.wait()
+    assert repr(ticket) == "<Ticket of prefetch on 'moe', done>"
+    daemon.fail(m.Commit, ps.StepOutOfOrder("step 3 is not above 5"))
+    with pytest.raises(ps.StepOutOfOrder):
+        (failed := namespace.commit(3)).wait()
+    assert repr(failed) == "<Ticket of commit 3 on 'moe', failed: StepOutOfOrder('step 3 is not above 5')>"
+
+
 def test_error_of_the_daemon_arrives_as_its_class(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
     daemon.fail(m.Commit, ps.StepOutOfOrder("step 3 is not above 5"))
     ticket = namespace.commit(3)

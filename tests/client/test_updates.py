@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 
@@ -83,3 +84,52 @@ def test_before_push_is_called_first_and_may_refuse(namespace: ps.Namespace, gra
     namespace.push({KEYS[0]: gradient(1.0)})
     assert called == [0]
     assert namespace.pending_count == 1
+
+
+WRITERS: dict[str, Callable[[ps.Namespace], object]] = {
+    "initialize": lambda ns: ns.initialize(lambda key: {}), "begin_initialize": lambda ns: ns.begin_initialize(),
+    "push": lambda ns: ns.push({}), "apply": lambda ns: ns.apply(ps.AdamW()), "begin_apply": lambda ns: ns.begin_apply(ps.AdamW()),
+    "commit": lambda ns: ns.commit(1), "prepare": lambda ns: ns.prepare(1), "finalize": lambda ns: ns.finalize(1),
+    "rollback": lambda ns: ns.rollback(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", WRITERS)
+def test_what_a_reader_may_not_do_is_refused_by_its_own_handle(
+    call: str, daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
+) -> None:
+    namespace.commit(1).wait()
+    with store.open_namespace("moe") as reader:
+        sent = len(daemon.requests(m.Message))
+        with pytest.raises(ps.SchemaMismatch, match=f"{call}: namespace 'moe' is open for reading: open it with mode='write'"):
+            WRITERS[call](reader)
+        assert len(daemon.requests(m.Message)) == sent, "nothing was sent"
+        assert repr(reader) == "<Namespace 'moe', 2 x 4 experts, committed 1, read at 1>"
+
+
+def test_numbers_of_numpy_are_sent_as_plain_ones(daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient) -> None:
+    namespace.push({(numpy.int64(0), numpy.int64(1)): gradient(1.0)})
+    namespace.apply(ps.AdamW(lr=numpy.float32(0.5)), grad_scale=numpy.float64(2)).wait()
+    namespace.commit(numpy.int32(3), bytearray(b"ab")).wait()
+    (applied,), (committed,) = daemon.requests(m.Apply), daemon.requests(m.Commit)
+    assert (applied.lr, applied.grad_scale, committed.step, committed.extra) == (0.5, 2.0, 3, b"ab")
+
+
+@pytest.mark.parametrize("wrong", [torch.optim.AdamW([torch.zeros(1)]), {"lr": 1}, None, 1e-3], ids=lambda one: type(one).__name__)
+def test_what_are_no_options_is_told_what_to_give(
+    wrong: object, daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient
+) -> None:
+    namespace.push({KEYS[0]: gradient(1.0)})
+    for call in (namespace.apply, namespace.begin_apply):
+        with pytest.raises(ps.SchemaMismatch, match=r"give one of ps\.AdamW\(\.\.\.\)"):
+            call(wrong)
+    assert daemon.requests(m.Apply) == daemon.requests(m.BeginApply) == []
+    assert namespace.pending_count == 1
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_a_gradient_without_values_in_memory_is_refused(kind: str, namespace: ps.Namespace, gradient: Gradient) -> None:
+    wrong = {name: value.to("meta") if kind == "meta" else value.to_sparse() for name, value in gradient(1.0).items()}
+    with pytest.raises(ps.SchemaMismatch, match=f"{kind}.* tensor has not every value in memory"):
+        namespace.push({KEYS[0]: gradient(1.0), KEYS[1]: wrong})
+    assert namespace.pending_count == 0

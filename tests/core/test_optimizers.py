@@ -100,7 +100,7 @@ def test_an_unknown_optimizer_is_refused(kind: object) -> None:
     ],
 )  # fmt: skip
 def test_what_are_no_options_is_refused_with_a_bounded_message(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="has no option") as refused:
+    with pytest.raises(ConfigError, match=r"has no option|give ") as refused:
         options_from_description(wrong)
     assert len(str(refused.value)) < 300
 

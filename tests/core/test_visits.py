@@ -35,7 +35,7 @@ def test_pairs_become_visits() -> None:
 @pytest.mark.parametrize(
     ("pairs", "words"),
     [
-        ([(0, "routed"), (1, "routed")], r"param_visits\[1\] = \(1, 'routed'\): give a layer"),
+        ([(0, "routed"), (1, "routed")], r"param_visits\[1\]=\(1, 'routed'\): give .* of a layer"),
         ([(0, "backward")], "one of routed, repeated"),
         ([(0, "repeated")], "no visit of 1 is routed"),
         ([(0, "routed")] * (VISITS_MAX + 1), f"at most {VISITS_MAX}"),

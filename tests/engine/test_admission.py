@@ -61,16 +61,23 @@ def test_an_uncommitted_namespace_is_reused_by_who_creates_it_again_and_its_writ
 
 
 @pytest.mark.parametrize(
-    "other", [{"schema": Schema.adamw({"w": (3, 5)})}, {"experts": 5}, {"layers": (0, 1)}, {"layers": (1,)}]
+    ("other", "told"),
+    [
+        ({"schema": Schema.adamw({"w": (3, 5)})}, "fields="), ({"schema": Schema.sgd({"w": (3, 5)})}, "kind='adamw', not 'sgd'"),
+        ({"experts": 5}, "experts=4, not 5"), ({"layers": (0, 1)}, r"layers=\(0,\), not \(0, 1\)"),
+        ({"layers": (1,)}, r"layers=\(0,\), not \(1,\)"),
+    ],
 )  # fmt: skip
-def test_a_name_that_is_taken_by_another_schema_or_other_keys_is_refused(other: dict[str, Any]) -> None:
+def test_a_name_that_is_taken_by_another_schema_or_other_keys_says_what_differs(other: dict[str, Any], told: str) -> None:
     async def scenario() -> None:
         store = Machine().start()
         view = await create(store, step=None)
-        with pytest.raises(NamespaceExists, match="'moe' exists with another schema, layers or experts"):
+        with pytest.raises(NamespaceExists, match=f"'moe' exists with .*{told}.*another name"):
             await create_again(store, **other)
         assert not view.is_fenced
         await store.commit(view, 0, b"")
+        with pytest.raises(NamespaceExists, match=told):  # committed or not: to go on with it would be wrong
+            await create_again(store, **other)
 
     run(scenario())
 

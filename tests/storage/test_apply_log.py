@@ -65,7 +65,7 @@ def test_every_number_keeps_its_bits_in_a_run_of_equal_ones() -> None:
     for value in values:
         log = log.appended(1, AdamW(lr=abs(value), weight_decay=value))
     found = [entry.options.weight_decay for entry in unpack_log(pack_log(log)).entries]
-    assert list(map(type, found)) == list(map(type, values))
+    assert {type(value) for value in found} == {float}
     assert [struct.pack("<d", value) for value in found] == [struct.pack("<d", value) for value in values]
 
 

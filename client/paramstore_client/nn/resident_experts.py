@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from paramstore.core.arguments import function, wrong
 from paramstore_client.nn.routing import Block, ExpertFn, apply_experts, split_rows, swiglu
 
 
@@ -22,7 +23,9 @@ class ResidentExperts(nn.Module):
 
     def __init__(self, weights: Sequence[Mapping[str, Tensor]], expert_fn: ExpertFn | None = None) -> None:
         super().__init__()
-        self.expert_fn: ExpertFn = swiglu if expert_fn is None else expert_fn
+        if isinstance(weights, str) or not isinstance(weights, Sequence) or not all(_are_fields(fields) for fields in weights):
+            raise wrong("weights", weights, "per expert {field: tensor}")
+        self.expert_fn: ExpertFn = swiglu if expert_fn is None else function("expert_fn", expert_fn)
         self.weights = nn.ModuleList(
             nn.ParameterDict({field: nn.Parameter(value.detach().clone()) for field, value in fields.items()}) for fields in weights
         )
@@ -38,3 +41,7 @@ class ResidentExperts(nn.Module):
                 for block, x_tD in zip(blocks, split_rows(x_ND, blocks), strict=True)
             ]
         )
+
+
+def _are_fields(fields: object) -> bool:
+    return isinstance(fields, Mapping) and all(isinstance(value, Tensor) for value in fields.values())

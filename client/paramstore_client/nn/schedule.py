@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+from paramstore.core.arguments import number, whole_number
 from paramstore.core.key import ExpertKey
 from paramstore_client.activity import Activity
 
@@ -22,13 +23,13 @@ class ExpertSchedule:
 
     def __init__(self, *, beta: float = 0.5) -> None:
         self._layers: list[int] = []
-        self._activity = Activity(beta=beta)
+        self._activity = Activity(beta=number("beta", beta, least=0))
         self._last_used: dict[int, tuple[int, ...]] = {}
         self._last_visit: tuple[str, int] | None = None
 
     def join(self, layer: int) -> None:
         """Adds a layer to the order; one that is in it already stays."""
-        if layer not in self._layers:
+        if (layer := whole_number("layer", layer)) not in self._layers:
             bisect.insort(self._layers, layer)
 
     def begin_forward(self, layer: int, experts: Sequence[int], *, room: int, is_cyclic: bool = False) -> list[ExpertKey]:

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from paramstore.core.arguments import function, instance, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.errors import UnknownKey
 from paramstore_client.nn.routing import Block, ExpertFn, apply_experts, swiglu
@@ -56,12 +57,14 @@ class StoredExperts(nn.Module):
         group: ExpertSchedule | None = None,
     ) -> None:
         super().__init__()
-        if layer not in namespace.layers:
+        if not isinstance(namespace, ExpertSource):
+            raise wrong("namespace", namespace, "an open namespace, or a DeviceTier or RingMemory over one")
+        if (layer := whole_number("layer", layer)) not in namespace.layers:
             raise UnknownKey(f"layer {layer} is not in the namespace; it has {', '.join(map(str, namespace.layers))}")
         self.namespace = namespace
         self.layer = layer
-        self.expert_fn: ExpertFn = swiglu if expert_fn is None else expert_fn
-        self.group = group
+        self.expert_fn: ExpertFn = swiglu if expert_fn is None else function("expert_fn", expert_fn)
+        self.group = None if group is None else instance("group", group, ExpertSchedule, "a ps.nn.ExpertSchedule()")
         self.anchor: Callable[[], Tensor] | None = None
         """Gives the leaf that each forward hangs on in the graph; `training.bind` sets it."""
         if group is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from paramstore.core.arguments import instance
 from paramstore.errors import ConfigError, SchemaMismatch
 from paramstore_client.device import DeviceTier
 from paramstore_client.namespace import Namespace
@@ -23,6 +24,8 @@ def bind(model: nn.Module, namespace: Namespace) -> Experts:
     `fully_shard` or `prepare` wrap the model. The service is told the order in which training steps visit the layers. Raises
     ConfigError for a reader's handle, or a model that is bound; SchemaMismatch for a namespace without optimizer states.
     """
+    instance("model", model, nn.Module, "a torch module")
+    instance("namespace", namespace, Namespace, "an open namespace")
     if namespace.mode != "write":
         raise ConfigError(f"bind: namespace {namespace.name!r} is open with mode={namespace.mode!r}; a training loop needs 'write'")
     if not namespace.schema.is_trainable:

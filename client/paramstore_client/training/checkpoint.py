@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from paramstore.core.arguments import mapping
 from paramstore.errors import SchemaMismatch, StepDropped, StepOutOfOrder
 from paramstore_client.namespace import Namespace
 
@@ -47,6 +48,7 @@ class Manifest:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Manifest:
         """The manifest that `to_dict` gave. Raises SchemaMismatch if it is none."""
+        mapping("state_dict", values, "what experts.state_dict() gave")
         try:
             kinds: dict[str, Any] = {field.name: {"str": str, "int": int}[str(field.type)] for field in fields(cls)}
             manifest = cls(**{name: kind(values[name]) for name, kind in kinds.items()})

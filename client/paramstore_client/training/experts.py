@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from paramstore.core.arguments import choice, data, flag, number, whole_number
 from paramstore.core.optimizers import Options
 from paramstore.errors import ConfigError, StepOutOfOrder
 from paramstore_client.answers import Result
@@ -71,7 +72,8 @@ class Experts:
         """
         if self._attachment is not None:
             raise ConfigError("attach: an optimizer is attached; call experts.detach() first")
-        _check_reduce(reduce)
+        choice("reduce", reduce, ("mean", "sum"))
+        flag("updates_in_backward", updates_in_backward)
         _check_ranks(self.namespace)
         inner = unwrapped(optimizer)
         main = MainGroup(
@@ -125,8 +127,9 @@ class Experts:
 
         The update goes on while the next forward begins: one at a time, and an error is raised by the next call here.
         """
+        scale = number("clip_coef", clip_coef) * self._share
         self.settle()
-        self._apply = self.namespace.apply(options, grad_scale=clip_coef * self._share)
+        self._apply = self.namespace.apply(options, grad_scale=scale)
         return self._apply
 
     def expect_micro_batches(self, count: int) -> None:
@@ -166,6 +169,7 @@ class Experts:
         To be called before the dense weights of the step are saved: a step that is committed and not saved can be rolled back.
         extra: what `namespace.extra(step)` gives later; without it, where the experts were imported from stays noted.
         """
+        extra = data("extra", extra)
         self.settle()
         origin = self._origin_extra()  # before a first `extra` of the caller's hides it
         self._commit = self.namespace.commit(step, extra or origin)
@@ -183,6 +187,7 @@ class Experts:
 
         Raises StepDropped naming the steps that are kept; then nothing has changed.
         """
+        step = None if step is None else whole_number("step", step)
         for ticket in (self._apply, self._commit):
             if ticket is not None and ticket.settled_within(ticket.timeout_s) and ticket.error is not None:
                 _log.info("%s had failed, and is rolled back: %s", ticket.what, ticket.error)
@@ -218,11 +223,6 @@ class Experts:
     @property
     def _share(self) -> float:
         return 1.0 / self.namespace.world_size if self.reduce == "mean" else 1.0
-
-
-def _check_reduce(reduce: str) -> None:
-    if reduce not in ("mean", "sum"):
-        raise ConfigError(f"reduce={reduce!r}; use 'mean' or 'sum'")
 
 
 def _check_ranks(namespace: Namespace) -> None:

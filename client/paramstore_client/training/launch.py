@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TypedDict
 
+from paramstore.core.arguments import mapping
 from paramstore.errors import ConfigError
 
 
@@ -21,7 +22,7 @@ def launched(environment: Mapping[str, str] | None = None) -> Launch:
 
     Outside of torchrun: rank 0 of 1. environment: default this process's. Raises ConfigError on variables that are no numbers.
     """
-    variables = os.environ if environment is None else environment
+    variables = os.environ if environment is None else mapping("environment", environment, "a mapping of variables")
     try:
         return Launch(rank=int(variables.get("LOCAL_RANK", "0")), world_size=int(variables.get("LOCAL_WORLD_SIZE", "1")))
     except ValueError as error:

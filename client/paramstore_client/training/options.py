@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paramstore.core.arguments import whole_number
 from paramstore.core.optimizers import OPTIMIZERS, SGD, Adagrad, AdamW, Options
 from paramstore.core.schema import Schema
 from paramstore.errors import ConfigError
@@ -64,7 +65,7 @@ class MainGroup:
         self._options = served_options
         self._optimizer = optimizer
         self._weight_decay = weight_decay
-        self._index = _choose(optimizer, sentinel) if index is None else index
+        self._index = _choose(optimizer, sentinel) if index is None else whole_number("group", index)
         if not 0 <= self._index < len(optimizer.param_groups):
             raise ConfigError(f"attach: group={index}; the optimizer has groups 0 to {len(optimizer.param_groups) - 1}")
         self.options()  # refused now, not at the first step

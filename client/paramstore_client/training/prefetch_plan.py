@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from paramstore.core.arguments import instance, whole_number
 from paramstore.errors import ConfigError
 from paramstore_client.nn.stored_experts import StoredExperts
 
@@ -40,8 +41,8 @@ def plan_prefetch(model: nn.Module, *, dense_ahead: int = 1) -> PrefetchPlan:
     Raises ConfigError where `dense_ahead` is negative, the model has no stored experts, or its blocks visit their layers in another
     order than the schedule's.
     """
-    if dense_ahead < 0:
-        raise ConfigError(f"dense_ahead={dense_ahead}: the number of blocks to gather ahead of use")
+    dense_ahead = whole_number("dense_ahead", dense_ahead)
+    instance("model", model, nn.Module, "a torch module")
     layer_of = dict(_stored_layers(model))
     if not layer_of:
         raise ConfigError(f"{type(model).__name__} has no stored experts: there is no order to plan by")

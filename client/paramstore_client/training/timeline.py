@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from paramstore.core import arguments
 from paramstore_client.training.intervals import Interval, common, length, union
 
 COMPUTE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_dot_product", "aten::linear")
@@ -30,6 +31,7 @@ DAEMON_PID = 1 << 30
 LOADS = ("load_param", "load_working", "materialise", "advance")
 
 
+@runtime_checkable
 class TransferSource(Protocol):
     """A store that can say what it moved."""
 
@@ -78,8 +80,10 @@ class Timeline:
     """
 
     def __init__(self, store: TransferSource, path: str | Path) -> None:
+        if not isinstance(store, TransferSource):
+            raise arguments.wrong("store", store, "the store that ps.connect(...) gave")
         self._store = store
-        self._path = Path(path)
+        self._path = Path(arguments.path("path", path))
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._profile = profile(activities=activities)
         self._overlap: Overlap | None = None

@@ -374,5 +374,5 @@ def test_after_detach_the_optimizer_steps_alone(namespace: ps.Namespace) -> None
 
 
 def test_reduce_is_checked(namespace: ps.Namespace) -> None:
-    with pytest.raises(ConfigError, match="use 'mean' or 'sum'"):
+    with pytest.raises(ConfigError, match="give 'mean' or 'sum'"):
         Pair.make(namespace, reduce="max")

@@ -1,0 +1,122 @@
+"""The checks of what callers hand in: each gives the plain value that is kept or sent, or raises ConfigError.
+
+A message names the argument, the value seen and what is expected. numpy's numbers are numbers; flags are none, nor are tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from numbers import Real
+from operator import index
+from typing import Any, TypeVar
+
+from paramstore.errors import ConfigError
+
+T = TypeVar("T")
+
+WHOLE_MAX = (1 << 63) - 1
+"""The largest whole number that a message or a file holds."""
+SECONDS_MAX = 2_000_000.0
+"""Just below what poll(2) takes, in milliseconds: 23 days."""
+SHOWN_MAX = 80
+
+
+def wrong(name: str, value: object, expected: str) -> ConfigError:
+    """The error of an argument `name` that is `value`."""
+    shown = repr(value)
+    return ConfigError(f"{name}={shown if len(shown) <= SHOWN_MAX else shown[:SHOWN_MAX] + '...'}: give {expected}")
+
+
+def instance(name: str, value: object, kind: type[T], expected: str) -> T:
+    if not isinstance(value, kind):
+        raise wrong(name, value, expected)
+    return value
+
+
+def whole_number(name: str, value: object, *, least: int = 0, most: int = WHOLE_MAX) -> int:
+    """A plain number for whatever integer the caller counts with."""
+    try:
+        number = least - 1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]  # what it cannot be is caught
+    except TypeError:
+        number = least - 1
+    if not least <= number <= most:
+        raise wrong(name, value, f"a whole number from {least}{'' if most == WHOLE_MAX else f' to {most}'}")
+    return number
+
+
+def indices(name: str, values: object) -> tuple[int, ...]:
+    """Plain numbers of a list of them."""
+    try:
+        listed = None if isinstance(values, str | bytes) else list(values)  # type: ignore[call-overload]  # what is no list is caught
+    except TypeError:
+        listed = None
+    if listed is None:
+        raise wrong(name, values, "a list of whole numbers")
+    return tuple(whole_number(name, value) for value in listed)
+
+
+def number(name: str, value: object, *, least: float | None = None, expected: str = "a finite number") -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    try:
+        plain = float(value) if is_number else float("nan")  # type: ignore[arg-type]  # a Real has a float
+    except OverflowError:
+        plain = float("inf")
+    if not isfinite(plain) or (least is not None and plain < least):
+        raise wrong(name, value, expected if least is None else f"{expected} that is at least {least:g}")
+    return plain
+
+
+def seconds(name: str, value: object) -> float:
+    """A time to wait."""
+    plain = number(name, value, least=0, expected="a number of seconds")
+    if plain > SECONDS_MAX:
+        raise wrong(name, value, f"at most {SECONDS_MAX:.0f} seconds")
+    return plain
+
+
+def text(name: str, value: object) -> str:
+    try:
+        instance(name, value, str, "text").encode()
+    except UnicodeEncodeError as error:
+        raise wrong(name, value, "text that can be written as UTF-8") from error
+    return value  # type: ignore[return-value]  # `instance` has looked
+
+
+def path(name: str, value: object) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise wrong(name, value, "a path")
+    try:
+        if b"\0" not in os.fsencode(value):
+            return os.fsdecode(value)
+    except UnicodeEncodeError:
+        pass
+    raise wrong(name, value, "a path that the system can have")
+
+
+def choice(name: str, value: object, known: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in known:
+        raise wrong(name, value, " or ".join(map(repr, known)))
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    return instance(name, value, bool, "True or False")
+
+
+def data(name: str, value: object) -> bytes:
+    """Plain bytes of anything that holds bytes."""
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise wrong(name, value, "bytes, as text.encode() makes them")
+    return bytes(value)
+
+
+def function(name: str, value: object) -> Callable[..., Any]:
+    if not callable(value):
+        raise wrong(name, value, "a function")
+    return value
+
+
+def mapping(name: str, value: object, expected: str) -> Mapping[Any, Any]:
+    return instance(name, value, Mapping, expected)  # type: ignore[type-abstract]
