@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -48,32 +50,13 @@ def result_of(answer: object, kind: type[T]) -> T:
         raise ProtocolError(f"a result is not what the protocol says: {error}") from error
 
 
-def mapping(answer: object) -> Result:
-    return result_of(answer, dict[str, Any])
-
-
-def mappings(answer: object) -> list[Result]:
-    return result_of(answer, list[dict[str, Any]])
-
-
-def number(answer: object) -> int:
-    return result_of(answer, int)
-
-
-def optional_number(answer: object) -> int | None:
-    return result_of(answer, int | None)  # type: ignore[arg-type]  # a union is no `type`, msgspec takes it
-
-
-def real(answer: object) -> float:
-    return result_of(answer, float)
-
-
-def numbers(answer: object) -> list[int]:
-    return result_of(answer, list[int])
-
-
-def data(answer: object) -> bytes:
-    return result_of(answer, bytes)
+mapping = partial(result_of, kind=Result)
+mappings = partial(result_of, kind=list[Result])
+number = partial(result_of, kind=int)
+optional_number: Callable[[object], int | None] = partial(result_of, kind=int | None)  # type: ignore[arg-type]  # a union is no `type`
+real = partial(result_of, kind=float)
+numbers = partial(result_of, kind=list[int])
+data = partial(result_of, kind=bytes)
 
 
 def nothing(answer: object) -> None:

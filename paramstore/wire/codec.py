@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple, get_args
 
 import msgspec
@@ -35,7 +36,7 @@ class _Head(msgspec.Struct, array_like=True):
 
     tag: str
     id: int
-    handle: msgspec.Raw = msgspec.Raw()
+    handle: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
 class BrokenRequest(NamedTuple):
@@ -44,9 +45,6 @@ class BrokenRequest(NamedTuple):
     kind: type[Message]
     id: int
     handle: int | None
-
-
-_head_decoder = msgspec.msgpack.Decoder(_Head)
 
 
 def encode(message: Message) -> bytearray:
@@ -82,14 +80,14 @@ def decode_request(body: bytes | bytearray | memoryview) -> Request:
 def broken_request(body: bytes | bytearray | memoryview) -> BrokenRequest | None:
     """Which request a body was meant to be that `decode_request` refused; None where its tag and id cannot be read."""
     try:
-        head = _head_decoder.decode(body)
+        head = msgspec.msgpack.decode(body, type=_Head)
         kind = _ANSWERED[head.tag]
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    try:
-        return BrokenRequest(kind, head.id, msgspec.msgpack.decode(head.handle, type=int))
-    except (msgspec.DecodeError, RecursionError):
-        return BrokenRequest(kind, head.id, None)
+    handle = None
+    with suppress(msgspec.DecodeError):
+        handle = msgspec.msgpack.decode(head.handle, type=int)
+    return BrokenRequest(kind, head.id, handle)
 
 
 def decode_answer(body: bytes | bytearray | memoryview) -> Answer:

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterator
 from operator import index
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -155,7 +156,10 @@ class Scene:
             "is_cyclic": False, "environment": {}, "dense_ahead": 1, "Timeline.store": self.store,
             "Timeline.path": self.directory / "trace.json", "optimizer": OPTIMIZER, "reduce": "mean",
             "weight_decay_of_experts": None, "Experts.group": None, "updates_in_backward": False, "clip_coef": 1.0,
-            "state_dict": {}, "swiglu.weights": {"gate_up": torch.ones(4, 2), "down": torch.ones(2, 2)}, "x_tD": torch.ones(1, 2),
+            "from_config.config": SimpleNamespace(model_type="toy"), "model_class": SimpleNamespace(from_pretrained=None),
+            "hf.path": self.directory, "hf.mode": "train", "hf.updates": "exact", "hf.optimizer": "adamw", "schema_options": None,
+            "store": self.store, "experts_kernel": "auto", "progress": None, "state_dict": {},
+            "swiglu.weights": {"gate_up": torch.ones(4, 2), "down": torch.ones(2, 2)}, "x_tD": torch.ones(1, 2),
         }  # fmt: skip
 
 
@@ -178,13 +182,16 @@ FOR_US = {
     "RingMemory.end_visit", "ServeOptions.arguments", "Ticket.settle", "Ticket.settle_error", "ServeOptions.environment",
 }  # fmt: skip
 """Methods that only other parts of the client call."""
-NOT_LOOKED_AT = {("RingMemory", "clock"), ("launched", "environment")}
-"""A test's own clock; variables, of which two are read."""
+NOT_LOOKED_AT = {("RingMemory", "clock"), ("launched", "environment")} | {
+    (name, later) for name in ("from_pretrained", "from_config") for later in ("progress", "experts_kernel")
+}
+"""A test's own clock; variables, of which two are read; what is looked at once the model is known, or used for the import alone."""
 VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 TORCHS = {"forward", "swiglu"}
 """What computes: a wrong tensor there is torch's to refuse, in torch's way."""
 SUBJECTS: dict[str, Callable[[Scene], Any]] = {
-    "ps": lambda scene: ps, "nn": lambda scene: ps.nn, "training": lambda scene: ps.training, "Store": lambda scene: scene.store,
+    "ps": lambda scene: ps, "hf": lambda scene: ps.hf, "nn": lambda scene: ps.nn, "training": lambda scene: ps.training,
+    "Store": lambda scene: scene.store,
     "Namespace": lambda scene: scene.ns, "Lease": lambda scene: scene.lease, "Ticket": lambda scene: scene.ns.prefetch([(0, 1)]),
     "Schema": lambda scene: scene.ns.schema, "ServeOptions": lambda scene: ps.ServeOptions(),
     "RingMemory": lambda scene: scene.ring(), "DeviceTier": lambda scene: scene.tier(),
@@ -198,13 +205,23 @@ VALUES = {"AdamW", "SGD", "Adagrad", *MADE_BY_US} - set(SUBJECTS)
 """Classes without methods of their own that take anything."""
 
 
+MODULES = {"ps": ps, "hf": ps.hf, "nn": ps.nn, "training": ps.training}
+
+
+def owner_of(subject: str) -> Any:
+    """The module or class whose functions are the subject's."""
+    if subject == "Initialization":
+        return Initialization
+    return MODULES.get(subject) or next(getattr(module, subject) for module in MODULES.values() if hasattr(module, subject))
+
+
 def is_ours(found: object) -> bool:
     return str(getattr(found, "__module__", "")).startswith(PACKAGES)
 
 
 def publics() -> Iterator[tuple[str, str]]:
     """(subject, function) of every public function that takes something."""
-    for module, subject in ((ps, "ps"), (ps.nn, "nn"), (ps.training, "training")):
+    for subject, module in MODULES.items():
         for name in module.__all__:
             found = getattr(module, name)
             if inspect.isclass(found) and not issubclass(found, Exception):
@@ -213,9 +230,8 @@ def publics() -> Iterator[tuple[str, str]]:
                 continue  # a module, an error, an alias
             if name not in MADE_BY_US:
                 yield subject, name
-    for subject in set(SUBJECTS) - {"ps", "nn", "training"}:
-        cls = Initialization if subject == "Initialization" else getattr(ps, subject, None) or getattr(ps.nn, subject, None)
-        cls = cls or getattr(ps.training, subject)
+    for subject in set(SUBJECTS) - set(MODULES):
+        cls = owner_of(subject)
         for name in dir(cls):
             is_public = inspect.isroutine(getattr(cls, name)) and is_ours(getattr(cls, name)) and not name.startswith("_")
             if is_public and f"{subject}.{name}" not in FOR_US:
@@ -226,8 +242,7 @@ def walks() -> list[tuple[str, str, inspect.Parameter]]:
     """Every parameter of every public function."""
     found = []
     for subject, name in sorted(set(publics())):
-        owner = {"ps": ps, "nn": ps.nn, "training": ps.training, "Initialization": Initialization}.get(subject)
-        owner = owner or next(getattr(module, subject) for module in (ps, ps.nn, ps.training) if hasattr(module, subject))
+        owner = owner_of(subject)
         function = getattr(owner, name)
         signature = inspect.signature(function)
         is_method = inspect.isfunction(function) and inspect.isclass(owner)
@@ -331,6 +346,8 @@ def call(scene: Scene, subject: str, name: str, parameter: inspect.Parameter, va
             positional.append(given)
         else:
             arguments[one.name] = given
+    if name in ("from_pretrained", "from_config"):
+        arguments["trust_remote_code"] = True  # refused as soon as all else is right: no model is loaded
     result = function(*positional, **arguments)
     if name == "layer":
         with result:

@@ -34,7 +34,7 @@ def choose_kernel(model: nn.Module, choice: str, requested: str | None) -> str:
     "auto" is what the model itself would run: grouped_mm where it can, else eager; never batched_mm unless it was asked for, as
     that copies the weights once per token. Raises ConfigError.
     """
-    if choice not in CHOICES:
+    if not isinstance(choice, str) or choice not in CHOICES:
         raise ConfigError(f"experts_kernel={choice!r}; use one of {', '.join(CHOICES)}")
     if choice != "auto":
         return choice

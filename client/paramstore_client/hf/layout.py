@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paramstore.core.arguments import instance
 from paramstore.core.schema import PARAM_DTYPES, Schema, dtype_name
 from paramstore.errors import SchemaMismatch, UnsupportedModel
 from paramstore_client.hf import _compat, module_list
@@ -77,6 +78,7 @@ class ExpertLayout:
 
 def find_layout(model: nn.Module) -> ExpertLayout:
     """The layout of a model's experts. Raises UnsupportedModel with the reason where they cannot be stored."""
+    instance("model", model, nn.Module, "a torch module")
     found = {path: expert_tensors(module) for path, module in experts_modules(model).items()}
     if not found:
         raise UnsupportedModel(why_no_experts(model))

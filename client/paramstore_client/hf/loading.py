@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from paramstore.core import arguments
+from paramstore.core.key import check_name
+from paramstore.core.optimizers import OPTIMIZERS
+from paramstore.core.schema import UPDATE_RULES
 from paramstore.errors import CheckpointError, ConfigError
 from paramstore_client.client import Store
 from paramstore_client.hf import _compat, experts_function
@@ -103,7 +107,8 @@ def from_pretrained(
     other experts, CheckpointError where it still holds those imported from another checkpoint, and what `create_namespace`,
     `open_namespace` and the import raise. Then nothing is left open.
     """
-    _check_mode(mode)
+    _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
+    arguments.path("path", path)
     check_arguments(options)
     config = options.pop("config", None)
     if config is None:
@@ -146,7 +151,9 @@ def from_config(
     `torch.manual_seed` dense and expert weights are bit for bit those of the unmodified model on the CPU. A committed namespace
     keeps its experts. name: default the config's model type. The rest, and the errors, are those of `from_pretrained`.
     """
-    _check_mode(mode)
+    _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
+    if not hasattr(config, "model_type"):
+        raise arguments.wrong("config", config, "a configuration of transformers")
     check_arguments(options)
     check_config(config)
     config = copy.deepcopy(config)
@@ -168,7 +175,7 @@ def from_config(
 
 def experts(model: nn.Module) -> Experts:
     """The handle on the experts of a model that trains; the model may be wrapped. Raises ConfigError for another one."""
-    for module in model.modules():
+    for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
         if isinstance(module, ExpertSentinel):
             return module.experts
     raise ConfigError(
@@ -179,7 +186,7 @@ def experts(model: nn.Module) -> Experts:
 
 def namespace(model: nn.Module) -> Namespace:
     """The open namespace of a model's experts, in either mode; `refresh()` moves a reader. Raises ConfigError for other models."""
-    for module in model.modules():
+    for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
         layer = module.__dict__.get(ATTRIBUTE)
         if isinstance(layer, LayerExperts) and isinstance(layer.source, Namespace):
             return layer.source
@@ -203,9 +210,19 @@ def join(model: nn.Module, namespace: Namespace, *, kernel: str) -> None:
         raise
 
 
-def _check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise ConfigError(f"mode={mode!r}; use {' or '.join(map(repr, MODES))}")
+def _check(
+    model_class: Any, *, store: Store, mode: str, name: str | None, optimizer: str, updates: str, schema_options: Any
+) -> None:  # fmt: skip
+    """Raises ConfigError on an argument of `from_pretrained` or `from_config` that is wrong whatever the model is."""
+    if not hasattr(model_class, "from_pretrained"):
+        raise arguments.wrong("model_class", model_class, "a class of transformers, as AutoModelForCausalLM")
+    arguments.instance("store", store, Store, "the store that ps.connect(...) gave")
+    arguments.choice("mode", mode, MODES)
+    arguments.choice("optimizer", optimizer, tuple(OPTIMIZERS))
+    arguments.choice("updates", updates, UPDATE_RULES)
+    arguments.mapping("schema_options", {} if schema_options is None else schema_options, "arguments of the schema function")
+    if name is not None:
+        check_name(name)
 
 
 def _name_of(path: str | os.PathLike[str]) -> str:
