@@ -47,6 +47,8 @@ TICKETS_MAX = 1 << 16
 """Unanswered requests of one connection; more is a caller that never waits."""
 CONNECTION_ID = 0
 """No request's id: an error of this id is about the connection as a whole."""
+POLL_MAX_S = 2_000_000.0
+"""The longest that poll(2) waits, 23 days: its milliseconds are 32 bits."""
 STALL_POLL_S = 0.05
 """How long a sender whose socket is full sleeps before it looks again whether somebody reads."""
 
@@ -253,7 +255,7 @@ class Connection:
         while True:
             remaining_s = deadline_s - self._clock.now_s()
             poller = self._either if self._outbox else self._readable
-            events = poller.poll(max(0, math.ceil(remaining_s * 1000)))
+            events = poller.poll(max(0, math.ceil(min(remaining_s, POLL_MAX_S) * 1000)))
             if not events:
                 return False
             if events[0][1] & select.POLLOUT:

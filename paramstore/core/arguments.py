@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 WHOLE_MAX = (1 << 63) - 1
 """The largest whole number that a message or a file holds."""
-SECONDS_MAX = 2_000_000.0
-"""Just below what poll(2) takes, in milliseconds: 23 days."""
+SECONDS_MAX = 1e9
+"""31 years: every timer takes that, and who means more means no limit."""
 SHOWN_MAX = 80
 
 
@@ -72,7 +72,7 @@ def seconds(name: str, value: object) -> float:
     """A time to wait."""
     plain = number(name, value, least=0, expected="a number of seconds")
     if plain > SECONDS_MAX:
-        raise wrong(name, value, f"at most {SECONDS_MAX:.0f} seconds")
+        raise wrong(name, value, f"at most {SECONDS_MAX:g} seconds")
     return plain
 
 

@@ -302,3 +302,11 @@ def test_a_message_that_cannot_travel_is_its_callers_error_and_leaves_nothing_be
     assert connection._tickets == {}
     assert store.namespaces() == []
     assert daemon.requests(m.Extra) == []
+
+
+def test_a_wait_may_be_longer_than_poll_takes(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    """As the end of an initialization by ranks, which waits for each value of the others."""
+    daemon.hold(m.Prefetch)
+    ticket = namespace.prefetch(KEYS)
+    threading.Timer(0.01, daemon.let_go, (m.Prefetch,)).start()
+    assert ticket.wait(1e8)["resident"] == 2
