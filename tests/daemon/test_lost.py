@@ -209,11 +209,14 @@ def test_ranks_whose_one_call_came_broken_start_over_together(at_desk: AtDesk) -
                 await client.send(make(request_id, handle, *arguments))
             return [await client.result(request_id) for client, request_id in zip(clients, ids, strict=True)]
 
-        behind = m.Abort(first.next_id(), handles[0])
-        await first.send(behind)  # it waits for the other rank, and is no answer to what is lost after it
-        await lose(first, m.Apply, handles[0])
-        await clients[1].request(m.Abort, handles[1])
-        await first.result(behind.id)
+        for is_lost_before in (False, True):
+            if is_lost_before:
+                await lose(first, m.Push, handles[0])
+            waiting = m.Abort(first.next_id(), handles[0])
+            await first.send(waiting)  # for the other rank: it is no answer to what is lost after it
+            await lose(first, m.Apply, handles[0])
+            await clients[1].request(m.Abort, handles[1])
+            await first.result(waiting.id)
         with pytest.raises(StepFailed):
             await first.request(m.Commit, handles[0], 2)
         with pytest.raises(StepMismatch):
