@@ -1,4 +1,5 @@
-"""What autograd saved of a weight, without the weight: how to make it again from the bytes of whoever holds them then."""
+"""The dtype that weights compute in, and what autograd saved of one, without the weight: how to make it again from the bytes of
+whoever holds them then."""
 
 from __future__ import annotations
 
@@ -49,6 +50,18 @@ def find_view(tensor: Tensor, holder: Hashable, weights: Mapping[str, Tensor]) -
     return WeightView(holder, cast, tensor.dtype, int(tensor.storage_offset()), size, stride, is_cast=True)
 
 
+def in_dtype_of(x: Tensor, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """`weights` as they are multiplied with `x`: cast to its dtype where theirs are longer, as FSDP2's mixed precision casts
+    parameters.
+
+    Nothing is cast under autocast, nor where some weight has the dtype of `x` or a shorter one: the kernel deals with those.
+    """
+    fits = any(weight.dtype == x.dtype or weight.itemsize < x.itemsize for weight in weights.values())
+    if fits or torch.is_autocast_enabled(x.device.type):
+        return weights
+    return {name: weight.to(x.dtype) for name, weight in weights.items()}
+
+
 def _cast_field(tensor: Tensor) -> str | None:
     """The field whose cast `tensor` is or views."""
     node: Any = tensor.grad_fn
@@ -58,4 +71,4 @@ def _cast_field(tensor: Tensor) -> str | None:
         return None
     origin, output = node.next_functions[0]
     names: Sequence[str] | None = getattr(origin, "field_names", None)
-    return None if names is None else names[output]
+    return None if names is None or output >= len(names) else names[output]

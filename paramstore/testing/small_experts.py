@@ -70,7 +70,8 @@ def assert_pending_equal(ns: MemoryNamespace, resident: Model) -> None:
                 if parameter.grad is None:
                     assert name not in pending, f"expert {(layer, expert)} had no token"
                 else:
-                    assert torch.equal(pending[name], parameter.grad), f"expert {(layer, expert)}, field {name}"
+                    expected = parameter.grad.to(pending[name].dtype)
+                    assert torch.equal(pending[name], expected), f"expert {(layer, expert)}, field {name}"
 
 
 def assert_same_as_resident(ns: MemoryNamespace, stored: Model, resident: Model, x_TD: Tensor) -> None:

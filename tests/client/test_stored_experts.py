@@ -120,6 +120,36 @@ def test_autocast_changes_no_bit(is_checkpointed: bool) -> None:
         assert_same_as_resident(ns, stored, resident, make_tokens())
 
 
+def saved_floats(model: torch.nn.Module, x_TD: Tensor) -> int:
+    """How many elements autograd keeps for backward, in distinct storages."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.itemsize
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y_TD = model(x_TD)
+    del y_TD
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("lease_slots", [64, 4])
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_longer_weights_compute_in_the_dtype_of_the_tokens_and_are_not_kept_in_it(lease_slots: int, is_autocast: bool) -> None:
+    ns = make_namespace(lease_slots=lease_slots)
+    stored, tokens = make_stored(ns), make_tokens(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
+        with torch.no_grad():
+            assert torch.equal(stored(tokens), make_resident(ns).to(torch.bfloat16)(tokens))
+        assert saved_floats(stored, tokens) == saved_floats(make_stored(make_namespace(param_dtype="bfloat16")), tokens)
+    resident = make_resident(ns).to(torch.bfloat16)
+    stored.to(torch.bfloat16)  # its gate
+    run(stored, tokens)
+    run(resident, tokens)
+    assert_pending_equal(ns, resident)
+
+
 def test_hooks_around_the_layer_see_what_it_saves() -> None:
     ns = make_namespace(lease_slots=4)
     moved: list[Tensor] = []

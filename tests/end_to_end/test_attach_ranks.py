@@ -27,19 +27,28 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-def run(daemon: DaemonProcess, mode: str, *arguments: str, torchrun: tuple[str, ...] = ()) -> str:
+ATTACHED = ("-m", "paramstore.testing.attached_rank")
+
+
+def run(
+    daemon: DaemonProcess, *arguments: str, torchrun: tuple[str, ...] = (), program: tuple[str, ...] = ATTACHED
+) -> str:
     """What the ranks wrote. Fails with it where one of them failed for good."""
-    command = [*TORCHRUN, *torchrun, "-m", "paramstore.testing.attached_rank", daemon.address, mode, *arguments]
+    command = [*TORCHRUN, *torchrun, *program, daemon.address, *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env={**os.environ, **ENVIRONMENT}
     )
-    assert done.returncode == 0, f"{mode}:\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{arguments}:\n{done.stdout}\n{done.stderr}"
     return done.stderr
 
 
 @pytest.mark.parametrize("mode", ["ddp", "nested", "fsdp2", "trainer", "early ddp", "early fsdp2"])
 def test_ranks_compute_what_one_process_does_with_all_batches(daemon: DaemonProcess, mode: str) -> None:
     run(daemon, mode)
+
+
+def test_ranks_under_mixed_precision_train_as_the_unmodified_model(daemon: DaemonProcess) -> None:
+    run(daemon, program=(str(Path(__file__).with_name("mixed_precision_rank.py")),))
 
 
 def test_a_distributed_checkpoint_under_fsdp2_is_trained_on_bit_for_bit(daemon: DaemonProcess) -> None:

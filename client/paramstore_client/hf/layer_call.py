@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from paramstore.errors import ConfigError
-from paramstore_client.weight_views import WeightView, find_view
+from paramstore_client.weight_views import WeightView, find_view, in_dtype_of
 
 Fields = Mapping[str, Tensor]
 WeightsOf = Callable[[Any], Fields]
@@ -103,17 +103,18 @@ class LayerCall:
         self._anchor = anchor
 
     def run(self, inputs: Sequence[Tensor]) -> Tensor:
-        """y, recorded for backward where grad mode is on. inputs: what y depends on beside the weights."""
+        """y, recorded for backward where grad mode is on. inputs: what y depends on beside the weights, the tokens first: weights
+        compute in their dtype (`in_dtype_of`)."""
         self._passes.begin(None)
         if not torch.is_grad_enabled():
             with self._supply.forward_pass() as weights_of:
-                return self._compute(weights_of)
+                return self._compute(lambda holder: in_dtype_of(inputs[0], weights_of(holder)))
         recording = _Recording(self._supply, self._passes)
         anchor = None
         if self._anchor is not None:
             anchor = _Opening.apply(self._anchor(), self._supply, self._passes)  # type: ignore[no-untyped-call]
         with self._supply.forward_pass() as weights_of, saved_tensors_hooks(recording.pack, recording.unpack):
-            y = self._compute(recording.entering(weights_of, anchor))
+            y = self._compute(recording.entering(weights_of, anchor, inputs[0]))
         recording.end()
         return _Exit.apply(y, self._supply, self._passes, *inputs) if y.requires_grad else y  # type: ignore[no-untyped-call]
 
@@ -127,8 +128,8 @@ class _Recording:
         self._outer = _hooks_around()
         self._newest: tuple[Hashable, Fields] | None = None
 
-    def entering(self, weights_of: WeightsOf, anchor: Tensor | None) -> WeightsOf:
-        """`weights_of`, with every holder's weights in the graph, behind `anchor`, once each."""
+    def entering(self, weights_of: WeightsOf, anchor: Tensor | None, x: Tensor) -> WeightsOf:
+        """`weights_of`, with every holder's weights in the graph, behind `anchor`, once each, in the dtype for `x`."""
         # Only the newest is kept: a kernel asks for all fields of an expert before it goes on to the next.
         newest: tuple[Hashable, Fields] | None = None
 
@@ -137,7 +138,7 @@ class _Recording:
             if newest is None or newest[0] != holder:
                 weights = weights_of(holder)
                 self._newest = holder, weights
-                newest = holder, self._enter(holder, weights, anchor)
+                newest = holder, in_dtype_of(x, self._enter(holder, weights, anchor))
             return newest[1]
 
         return entered

@@ -30,7 +30,7 @@ from paramstore.core.place import Identity
 from paramstore.errors import ConfigError, StepMismatch
 from paramstore_client.nn.routing import Block, ExpertFn, split_rows
 from paramstore_client.source import ExpertSource, WeightLease
-from paramstore_client.weight_views import WeightView, find_view
+from paramstore_client.weight_views import WeightView, find_view, in_dtype_of
 
 
 class _SavedTensors:
@@ -93,7 +93,8 @@ class _Entrance(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, names: Sequence[str], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.field_names = names  # by them a cast of a weight is known as one
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -221,7 +222,7 @@ class LayerCall:
 
     def _compute(self, part: Part, weights: Mapping[int, Mapping[str, Tensor]], x: Tensor) -> list[Tensor]:
         blocks = zip(part.blocks, split_rows(x, part.blocks), strict=True)
-        return [self._expert_fn(x_tD, weights[block.expert]) for block, x_tD in blocks]
+        return [self._expert_fn(x_tD, in_dtype_of(x_tD, weights[block.expert])) for block, x_tD in blocks]
 
     def _record_part(self, part: Part, weights: dict[int, Mapping[str, Tensor]], x: Tensor, *, wants_x: bool) -> list[Tensor]:
         anchor = torch.empty(0, device=x.device, requires_grad=True)
@@ -239,11 +240,11 @@ class LayerCall:
     ) -> tuple[Tensor, _Recorded]:
         names = list(weights) if self._source.schema.is_trainable else []
         tensors = [*(weights[name] for name in names), *([x_tD] if wants_x else [])]
-        entered = _Entrance.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+        entered = _Entrance.apply(anchor, names, *tensors)  # type: ignore[no-untyped-call]
         inner_x = entered[-1] if wants_x else x_tD
         inner_weights = {**weights, **dict(zip(names, entered, strict=False))}
         with self._saved.recording(expert):
-            y_tD = self._expert_fn(inner_x, inner_weights)
+            y_tD = self._expert_fn(inner_x, in_dtype_of(inner_x, inner_weights))
         return y_tD, _Recorded(
             output=get_gradient_edge(y_tD) if y_tD.requires_grad else None,
             x=get_gradient_edge(inner_x) if wants_x else None,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import StepMismatch
@@ -63,6 +65,43 @@ def test_autocast_changes_no_bit_and_keeps_no_cast_weight(kernel: str, monkeypat
     without_experts = saved_bytes(lambda: forward(twin.stock, tokens())) - kept
     assert kernel != "eager" or without_experts > experts, "the unmodified model keeps the cast weights, the stored one does not"
     train(twin, forward)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """This process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("kernel", [*KERNELS, "batched_mm"])
+def test_mixed_precision_of_fsdp2_changes_no_bit(kernel: str, reduce_dtype: torch.dtype | None) -> None:
+    """Of an fp32 model that computes in bfloat16. The stacked gradients of `batched_mm` are compared on one thread."""
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=3)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    for model in (twin.stock, twin.stored):
+        for layer in model.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    train(twin, loss, passes=2)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_is_cast_once_loaded_computes_in_its_new_dtype(kernel: str, dtype: torch.dtype) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=3)
+    for model in (twin.stock, twin.stored):
+        model.to(dtype)
+    with torch.no_grad():
+        assert torch.equal(twin.stored(tokens()).logits, twin.stock(tokens()).logits)
+    kept = saved_bytes(lambda: loss(twin.stored, tokens()))
+    whole = saved_bytes(lambda: loss(twin.stock, tokens()))
+    experts = len(twin.namespace.layers) * twin.layout.expert_elements * dtype.itemsize
+    assert whole - kept > experts, "the cast weights are not kept"
+    train(twin, loss)
 
 
 def saved_bytes(forward: Callable[[], Tensor]) -> int:
