@@ -38,7 +38,7 @@ class ModelExperts:
     is_poisoned: freed buffers are filled with NaN.
     """
 
-    def __init__(self, source: ExpertSource, *, anchor: Callable[[], Tensor] | None, is_poisoned: bool = False) -> None:
+    def __init__(self, source: ExpertSource, *, anchor: Callable[[], Tensor | None] | None, is_poisoned: bool = False) -> None:
         if anchor is not None and not source.schema.is_trainable:
             raise SchemaMismatch("a param schema takes no gradients: bind the model without an anchor")
         self.source = source
@@ -78,9 +78,9 @@ class LayerExperts:
         experts = ids.tolist()  # the layer's one wait for the device
         if not experts:  # no token: nothing to compute
             y_TH = hidden_TH.clone()
-            anchor = self._model.anchor
             # A rank without tokens takes part in what ranks do together after backward.
-            return y_TH if anchor is None or not torch.is_grad_enabled() else y_TH + anchor()
+            anchor = self._model.anchor() if self._model.anchor is not None and torch.is_grad_enabled() else None
+            return y_TH if anchor is None else y_TH + anchor
         keys = [(self.layer, expert) for expert in experts]
         forward_hint = partial(self._model.after_forward, self.layer, experts)
         backward_hint = partial(self._model.after_backward, self.layer)

@@ -86,7 +86,7 @@ class LayerCall:
     """compute: (weights_of) -> y.
 
     anchor: gives a leaf that needs a gradient, asked for by each recorded forward: it makes backward run where no input needs
-    one. None where the weights get no gradients.
+    one. None, or None given, where the weights get no gradients.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LayerCall:
         passes: BackwardPasses,
         compute: Callable[[WeightsOf], Tensor],
         *,
-        anchor: Callable[[], Tensor] | None,
+        anchor: Callable[[], Tensor | None] | None,
     ) -> None:
         self._supply = supply
         self._passes = passes
@@ -110,9 +110,9 @@ class LayerCall:
             with self._supply.forward_pass() as weights_of:
                 return self._compute(lambda holder: in_dtype_of(inputs[0], weights_of(holder)))
         recording = _Recording(self._supply, self._passes)
-        anchor = None
-        if self._anchor is not None:
-            anchor = _Opening.apply(self._anchor(), self._supply, self._passes)  # type: ignore[no-untyped-call]
+        anchor = None if self._anchor is None else self._anchor()
+        if anchor is not None:
+            anchor = _Opening.apply(anchor, self._supply, self._passes)  # type: ignore[no-untyped-call]
         with self._supply.forward_pass() as weights_of, saved_tensors_hooks(recording.pack, recording.unpack):
             y = self._compute(recording.entering(weights_of, anchor, inputs[0]))
         recording.end()

@@ -63,8 +63,8 @@ class StoredExperts(nn.Module):
         self.layer = layer
         self.expert_fn: ExpertFn = swiglu if expert_fn is None else function("expert_fn", expert_fn)
         self.group = None if group is None else instance("group", group, ExpertSchedule, "a ps.nn.ExpertSchedule()")
-        self.anchor: Callable[[], Tensor] | None = None
-        """Gives the leaf that each forward hangs on in the graph; `training.bind` sets it."""
+        self.anchor: Callable[[], Tensor | None] | None = None
+        """Gives the leaf that a forward hangs on in the graph, None where the experts get no gradients; `training.bind` sets it."""
         if group is not None:
             group.join(layer)
 
@@ -76,8 +76,8 @@ class StoredExperts(nn.Module):
         where an update came between forward and backward.
         """
         y_TD = apply_experts(self._run_blocks, x_TD, expert_ids_TK, gate_TK)
-        if len(x_TD) == 0 and self.anchor is not None and torch.is_grad_enabled():
-            y_TD = y_TD + self.anchor()  # a rank without tokens takes part in what ranks do together after backward
+        if len(x_TD) == 0 and self.anchor is not None and torch.is_grad_enabled() and (anchor := self.anchor()) is not None:
+            y_TD = y_TD + anchor  # a rank without tokens takes part in what ranks do together after backward
         return y_TD
 
     def extra_repr(self) -> str:

@@ -138,7 +138,8 @@ class LayerCall:
 
     forward_hint, backward_hint: called once a pass, while the last of its parts is leased, with the room left beside
     it; the keys they return are prefetched before that part computes.
-    anchor: gives the scalar leaf that the call hangs on in the caller's graph; None: one of its own.
+    anchor: gives the scalar leaf that the call hangs on in the caller's graph, or None where the weights get no gradients. Without
+    it the call has a leaf of its own.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class LayerCall:
         *,
         forward_hint: Callable[[int], list[ExpertKey]],
         backward_hint: Callable[[int], list[ExpertKey]],
-        anchor: Callable[[], Tensor] | None = None,
+        anchor: Callable[[], Tensor | None] | None = None,
     ) -> None:
         self._source = source
         self._parts = parts
@@ -157,15 +158,19 @@ class LayerCall:
         self._forward_hint = forward_hint
         self._backward_hint = backward_hint
         self._anchor = anchor
+        self._wants_weights = False
         self._saved = _SavedTensors()
         self._identities: dict[ExpertKey, Identity] = {}
         self._recorded: dict[int, _Recorded] = {}
 
     def run(self, x_ND: Tensor) -> Tensor:
         """The experts' rows, recorded for backward where grad mode is on and something can get a gradient."""
-        if torch.is_grad_enabled() and (x_ND.requires_grad or self._source.schema.is_trainable):
+        if torch.is_grad_enabled():
             anchor = torch.zeros((), requires_grad=True) if self._anchor is None else self._anchor()
-            return _Streamed.apply(self, anchor, x_ND)  # type: ignore[no-untyped-call, no-any-return]
+            self._wants_weights = anchor is not None and self._source.schema.is_trainable
+            if x_ND.requires_grad or self._wants_weights:
+                leaf = torch.zeros(()) if anchor is None else anchor
+                return _Streamed.apply(self, leaf, x_ND)  # type: ignore[no-untyped-call, no-any-return]
         return self._forward(x_ND, self._compute)
 
     def record(self, x_ND: Tensor, *, wants_x: bool) -> tuple[Tensor, list[Tensor]]:
@@ -238,7 +243,7 @@ class LayerCall:
     def _record_expert(
         self, expert: int, weights: Mapping[str, Tensor], x_tD: Tensor, anchor: Tensor, *, wants_x: bool
     ) -> tuple[Tensor, _Recorded]:
-        names = list(weights) if self._source.schema.is_trainable else []
+        names = list(weights) if self._wants_weights else []
         tensors = [*(weights[name] for name in names), *([x_tD] if wants_x else [])]
         entered = _Entrance.apply(anchor, names, *tensors)  # type: ignore[no-untyped-call]
         inner_x = entered[-1] if wants_x else x_tD

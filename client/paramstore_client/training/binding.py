@@ -43,5 +43,5 @@ def bind(model: nn.Module, namespace: Namespace) -> Experts:
     setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, ()), f"{CHILD_NAME}.sentinel"])
     for layer in layers:
         layer.anchor = lambda: sentinel.anchor
-    sentinel.experts = Experts(namespace, sentinel)
+    sentinel.experts = Experts(namespace, sentinel, model)
     return sentinel.experts

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from paramstore.core.arguments import choice, data, flag, number, whole_number
 from paramstore.core.optimizers import Options
@@ -20,8 +22,9 @@ from paramstore_client.ticket import Ticket
 from paramstore_client.training.attachment import Attachment
 from paramstore_client.training.checkpoint import Manifest, check_committed, roll_to
 from paramstore_client.training.early import EarlyUpdates
-from paramstore_client.training.options import MainGroup, options_class, unwrapped
+from paramstore_client.training.options import MainGroup, options_class, trains_adapters, unwrapped
 from paramstore_client.training.sentinel import ExpertSentinel
+from paramstore_client.training.unattached import Unattached
 from paramstore_client.visit_order import declare_order
 
 _log = logging.getLogger(__name__)
@@ -39,11 +42,13 @@ class Experts:
     commit_on_state_dict: `state_dict` commits what was applied since the last commit, as the next step, instead of refusing.
     """
 
-    def __init__(self, namespace: Namespace, sentinel: ExpertSentinel) -> None:
+    def __init__(self, namespace: Namespace, sentinel: ExpertSentinel, model: nn.Module) -> None:
         self.namespace = namespace
+        self._model = weakref.ref(model)
         self.reduce: Reduce = "mean"
         self.commit_on_state_dict = False
         self.sentinel = sentinel
+        sentinel.listener = self._unattached = Unattached(namespace)
         self._attachment: Attachment | None = None
         self._apply: Ticket[Result] | None = None
         self._commit: Ticket[Result] | None = None
@@ -56,7 +61,7 @@ class Experts:
 
     def attach(
         self, optimizer: Any, *, reduce: Reduce = "mean", weight_decay: float | None = None, group: int | None = None,
-        updates_in_backward: bool = False,
+        updates_in_backward: bool = False, experts: bool | None = None,
     ) -> None:  # fmt: skip
         """From here on `optimizer.step()` updates the experts too, with the options of its main parameter group at that moment.
 
@@ -67,21 +72,30 @@ class Experts:
         the experts'; None: the main group's. group: the index of the main group; None: the one with the most elements.
         updates_in_backward: an expert is updated as soon as backward has its gradient, with the options that the group has at the
         forward; not with clipping, a GradScaler, or several backwards for a step, but those in `accumulate`.
+        experts: whether they train. False: they stay as they are and get no gradients, whatever the optimizer is. None: they train,
+        unless PEFT's adapters are what the optimizer trains.
         Raises ConfigError where the experts cannot follow: another optimizer, groups that differ in more than weight decay,
-        amsgrad, maximize, capturable, differentiable, or an optimizer that is attached already; then nothing has changed.
+        amsgrad, maximize, capturable, differentiable, FSDP1, or an optimizer that is attached already; then nothing has changed.
         """
         if self._attachment is not None:
             raise ConfigError("attach: an optimizer is attached; call experts.detach() first")
         choice("reduce", reduce, ("mean", "sum"))
         flag("updates_in_backward", updates_in_backward)
         _check_ranks(self.namespace)
-        inner = unwrapped(optimizer)
+        inner, model = unwrapped(optimizer), self._model()
+        if experts is None:
+            experts = model is None or not trains_adapters(model, inner, sentinel=self.sentinel.sentinel)
+        if not experts:
+            self.sentinel.listener, self.sentinel.is_left_alone = None, True
+            _log.info("the experts of %r are left alone: attach(optimizer, experts=True) trains them", self.namespace.name)
+            return
         main = MainGroup(
             inner, self.namespace.schema, sentinel=self.sentinel.sentinel, index=group, weight_decay=weight_decay
         )
         self.reduce = reduce
         early = EarlyUpdates(self, main) if updates_in_backward else None
         self._attachment = Attachment(self, self.sentinel, inner, main, early)
+        self.sentinel.is_left_alone = False
 
     def detach(self) -> None:
         """Ends `attach`; pending gradients stay pending. Does nothing where no optimizer is attached.
@@ -90,6 +104,7 @@ class Experts:
         if self._attachment is not None:
             self._attachment.remove()
             self._attachment = None
+        self.sentinel.is_left_alone = False
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -120,6 +135,7 @@ class Experts:
             made = chosen(**options)
         except TypeError as error:
             raise ConfigError(f"step: {error}; {chosen.__name__} takes {', '.join(f.name for f in fields(chosen))}") from error
+        self.sentinel.listener = None  # who steps by hand has forgotten nothing
         return self.apply(made, clip_coef=clip_coef)
 
     def apply(self, options: Options, *, clip_coef: float) -> Ticket[Result]:
@@ -171,6 +187,8 @@ class Experts:
         """
         extra = data("extra", extra)
         self.settle()
+        if self.sentinel.listener is self._unattached:
+            self._unattached.before_commit(step)
         origin = self._origin_extra()  # before a first `extra` of the caller's hides it
         self._commit = self.namespace.commit(step, extra or origin)
         return self._commit

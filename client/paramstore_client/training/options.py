@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paramstore.core.arguments import whole_number
 from paramstore.core.optimizers import OPTIMIZERS, SGD, Adagrad, AdamW, Options
@@ -36,6 +36,13 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"attach: {type(optimizer).__name__} is not a torch.optim.Optimizer; use the explicit experts.step()")
     return optimizer
+
+
+def trains_adapters(model: nn.Module, optimizer: torch.optim.Optimizer, *, sentinel: Tensor) -> bool:
+    """Whether PEFT has put its adapters into `model`, or trains around a model that is frozen as a whole (prompts)."""
+    inside = any(parameter.requires_grad for parameter in model.parameters() if parameter is not sentinel)
+    outside = any(param.requires_grad for group in optimizer.param_groups for param in group["params"] if param is not sentinel)
+    return hasattr(model, "peft_config") or (outside and not inside)
 
 
 def options_class(schema: Schema) -> type[Options]:

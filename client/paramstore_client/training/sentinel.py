@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,19 +45,26 @@ class ExpertSentinel(nn.Module):
         super().__init__()
         self.sentinel = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.listener: Listener | None = None
+        self.is_left_alone = False
+        """The experts get no gradients."""
         self._experts: list[Experts] = []  # in a list: a handle that refers to this module is no child of it
         self._end = BackwardEnd(self._tell_of_backward)
         anchor = torch.zeros((), requires_grad=True)
-        anchor.register_post_accumulate_grad_hook(self._after_anchor)  # type: ignore[no-untyped-call]  # torch has no types for it
+        # Weakly: Python's collector sees no cycle through a hook that torch holds.
+        after = weakref.WeakMethod(self._after_anchor)
+        anchor.register_post_accumulate_grad_hook(lambda leaf: (known := after()) and known(leaf))  # type: ignore[no-untyped-call]
         self._anchor = [anchor]  # in a list: a tensor attribute would be moved and counted
 
     @property
-    def anchor(self) -> Tensor:
-        """The scalar leaf for one forward of one layer, which asks for it each time; its value means nothing.
+    def anchor(self) -> Tensor | None:
+        """The scalar leaf for one forward of one layer, which asks for it each time; its value means nothing. None where the
+        experts are left alone.
 
         While a checkpoint recomputes it is a throw-away: that forward may get a backward of its own, inside the one under way,
         whose end is no end.
         """
+        if self.is_left_alone:
+            return None
         if self._end.watch():
             return torch.zeros((), requires_grad=True)
         if self.listener is not None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paramstore_client as ps
 from paramstore.errors import ConfigError
-from paramstore.testing.toy_moe import Pair, adamw, batch, make_resident, make_stored, plain_loop
+from paramstore.testing.toy_moe import HIDDEN, Pair, adamw, batch, make_resident, make_stored, plain_loop
 from paramstore_client.training import bind
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -180,6 +180,38 @@ def test_frozen_dense_weights_leave_the_experts_theirs(namespace: ps.Namespace) 
         return plain_loop(model, optimizer)
 
     Pair.make(namespace).run_equal(loop)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_experts_that_are_left_alone_get_no_gradients_whatever_the_optimizer(
+    namespace: ps.Namespace, is_checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until an optimizer is attached that trains them."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+        if is_checkpointed:
+            model.wrap = lambda fn, *inputs: checkpoint(fn, *inputs, use_reentrant=False)
+        return plain_loop(model, optimizer)
+
+    def dense(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(parameters, lr=1e-2)
+
+    pair = Pair.make(namespace, dense, experts=False)
+    monkeypatch.setattr(namespace, "push", lambda gradients: pytest.fail("a push"))
+    for name, parameter in pair.resident.named_parameters():
+        parameter.requires_grad_(".weights." not in name)
+    pair.run_equal(loop)
+    empty = torch.zeros(0, dtype=torch.int64)
+    assert not pair.stored.layers[0](torch.zeros(0, HIDDEN), empty.view(0, 2), torch.zeros(0, 2)).requires_grad
+    assert pair.experts.commit(1).wait()["records"] == 0
+    monkeypatch.undo()
+    optimizer = adamw(pair.stored.parameters())
+    pair.experts.attach(optimizer, experts=True)
+    optimizer.zero_grad()
+    before = namespace.read((0, 0))["master/down"]
+    plain_loop(pair.stored, optimizer)
+    pair.experts.settle()
+    assert not torch.equal(namespace.read((0, 0))["master/down"], before)
 
 
 def test_a_closure_may_run_forward_and_backward_inside_the_step(namespace: ps.Namespace) -> None:

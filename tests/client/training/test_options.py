@@ -11,7 +11,7 @@ from torch import nn
 from paramstore.core.optimizers import SGD, Adagrad, AdamW
 from paramstore.core.schema import Schema
 from paramstore.errors import ConfigError
-from paramstore_client.training.options import MainGroup, options_class, unwrapped
+from paramstore_client.training.options import MainGroup, options_class, trains_adapters, unwrapped
 
 SCHEMA = Schema.adamw({"w": (2, 2)})
 SENTINEL = torch.zeros(())
@@ -43,6 +43,29 @@ def test_a_group_of_the_sentinel_alone_may_differ() -> None:
     sentinel = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.AdamW([{"params": [sentinel], "lr": 7.0}, {"params": weights(1)}], lr=0.1)
     assert main_group(optimizer, sentinel=sentinel).options().lr == 0.1
+
+
+@pytest.mark.parametrize(
+    ("has_adapters", "is_frozen", "trains_outside", "expected"),
+    [
+        (False, False, False, False),
+        (False, False, True, False),
+        (False, True, False, False),  # the experts alone train
+        (False, True, True, True),  # prompts around a frozen model
+        (True, False, False, True),
+        (True, True, True, True),
+    ],
+)
+def test_adapters_are_known_by_peft_or_by_a_model_frozen_as_a_whole(
+    has_adapters: bool, is_frozen: bool, trains_outside: bool, expected: bool
+) -> None:
+    model = nn.Linear(2, 2).requires_grad_(not is_frozen)
+    sentinel = nn.Parameter(torch.zeros(()))
+    model.register_parameter("sentinel", sentinel)
+    if has_adapters:
+        model.peft_config = {}
+    optimizer = torch.optim.AdamW([*model.parameters(), *(weights(3) if trains_outside else [])])
+    assert trains_adapters(model, optimizer, sentinel=sentinel) is expected
 
 
 class OwnAdamW(torch.optim.AdamW):

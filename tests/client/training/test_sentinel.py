@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -40,6 +42,15 @@ def test_a_copy_of_the_model_shares_it(model: nn.Module) -> None:
     again = copy.deepcopy(model)
     assert sentinel_of(again) is sentinel_of(model)
     assert again.get_submodule("0") is not model.get_submodule("0")
+
+
+def test_it_goes_with_its_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.add_module("paramstore", ExpertSentinel())
+    known = weakref.ref(sentinel_of(model))
+    del model
+    gc.collect()
+    assert known() is None
 
 
 def test_a_models_state_dict_has_none_and_misses_none(model: nn.Module) -> None:

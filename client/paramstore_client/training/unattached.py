@@ -1,0 +1,53 @@
+"""Looks for loops that forget their experts: nothing else would say that they do not train."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from paramstore_client.namespace import Namespace
+
+
+class Unattached:
+    """Listens to a model's stored layers until an optimizer is attached, or the experts are stepped by hand. Warns once."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        self._has_stepped = False
+        """Some optimizer made a step since the last forward."""
+        self._has_warned = False
+        noted = weakref.WeakMethod(self._note_step)
+        hook = register_optimizer_step_post_hook(lambda *_: (note := noted()) and note())
+        weakref.finalize(self, hook.remove)
+
+    def before_forward(self) -> None:
+        """Warns where gradients of stored layers outlived an optimizer's step."""
+        if self._has_stepped:
+            self._has_stepped = False
+            self._warn("an optimizer has made a step")
+
+    def after_backward(self) -> None:
+        """Gradients stay pending, for `Experts.step`."""
+
+    def before_commit(self, step: int) -> None:
+        """Warns where the commit would store nothing of what is pending."""
+        if not self._namespace.uncommitted_applies:
+            self._warn(f"commit({step}) stores no update")
+
+    def _note_step(self, *_: Any) -> None:
+        self._has_stepped = True
+
+    def _warn(self, what: str) -> None:
+        count = self._namespace.pending_count
+        if count == 0 or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"namespace {self._namespace.name!r}: {what}, and the gradients of {count} experts are still pending, as no optimizer "
+            "is attached: the experts do not train. Call ps.hf.experts(model).attach(optimizer), or attach of what "
+            "ps.training.bind gave, before the loop; attach(optimizer, experts=False) if they are to stay as they are",
+            stacklevel=2,
+        )
