@@ -196,7 +196,7 @@ def restart(job: Job) -> None:
 
 
 def trainer(job: Job) -> None:
-    """transformers' Trainer makes the DDP around the model, splits the batches and clips."""
+    """transformers' Trainer makes the DDP around the model, splits the batches, clips and saves."""
     import transformers
 
     steps = 4
@@ -212,11 +212,11 @@ def trainer(job: Job) -> None:
 
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.mkdtemp(), use_cpu=True, max_steps=steps, per_device_train_batch_size=1, max_grad_norm=MAX_NORM,
-        report_to=[], save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+        report_to=[], save_steps=3, disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
     Trainer(
         model=job.stored, args=arguments, train_dataset=batches, optimizers=(job.optimizer, constant),
-        data_collator=lambda rows: {"tokens": torch.stack(rows)},
+        data_collator=lambda rows: {"tokens": torch.stack(rows)}, callbacks=[ps.hf.trainer_callback(job.stored)],
     ).train()  # fmt: skip
     for _ in range(steps):
         job.expected.zero_grad()
@@ -225,6 +225,7 @@ def trainer(job: Job) -> None:
         job.expected.step()
         job.next_step += 1
     job.check(**CLOSE)
+    assert job.namespace.steps() == [3, steps]
 
 
 def keep(model: nn.Module) -> nn.Module:

@@ -1,6 +1,10 @@
-"""Models of transformers (>= 5.7) with stored experts: `from_pretrained`, `from_config`, `experts`, `namespace`."""
+"""Models of transformers (>= 5.7) with stored experts: `from_pretrained`, `from_config`, `experts`, `namespace`,
+`trainer_callback`."""
 
 from paramstore_client.hf.layout import ExpertLayout, ExpertTensor, find_layout
 from paramstore_client.hf.loading import experts, from_config, from_pretrained, namespace
+from paramstore_client.hf.trainer import trainer_callback
 
-__all__ = ["ExpertLayout", "ExpertTensor", "experts", "find_layout", "from_config", "from_pretrained", "namespace"]
+__all__ = [
+    "ExpertLayout", "ExpertTensor", "experts", "find_layout", "from_config", "from_pretrained", "namespace", "trainer_callback",
+]  # fmt: skip

@@ -1,0 +1,169 @@
+"""Trainer's own loop, resuming and best model: dense weights and experts are always of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import paramstore as ps
+from paramstore.errors import ConfigError, SchemaMismatch, StepDropped, StepOutOfOrder
+from paramstore.testing.moe_models import tiny_config, tokens
+from paramstore_client.hf import _compat
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # of Trainer
+
+STEPS = 6
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = tokens(seed=index, batch=1)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+Train = Callable[..., Any]
+
+
+@pytest.fixture
+def train(store: ps.Store, tmp_path: Path) -> Iterator[Train]:
+    """Trains the namespace's model in a process that has just started; gives the trainer."""
+
+    def run(
+        name: str = "moe", *, resume: str | None = None, folder: str = "", is_followed: bool = True, dies_at: int | None = None,
+        **more: Any,
+    ) -> Any:  # fmt: skip
+        transformers = _compat.transformers()
+        for known in opened:
+            known.close()
+        torch.manual_seed(0)
+        model = ps.hf.from_config(
+            transformers.AutoModelForCausalLM, tiny_config("qwen3_moe"), store=store, name=f"{name}-{tmp_path.name}"
+        )
+        opened[:] = [ps.hf.namespace(model)]
+        output = tmp_path / (folder or name)
+        options = {
+            "output_dir": str(output), "use_cpu": True, "max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+            "report_to": [], "save_strategy": "steps", "save_steps": 3, "disable_tqdm": True, "seed": 3, "logging_steps": 1, **more,
+        }  # fmt: skip
+
+        class Dies(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if state.global_step == dies_at:
+                    raise InterruptedError
+
+        trainer = transformers.Trainer(
+            model=model, args=transformers.TrainingArguments(**options), train_dataset=Sentences(), eval_dataset=Sentences(),
+            callbacks=[Dies(), *([ps.hf.trainer_callback(model)] if is_followed else [])],
+        )  # fmt: skip
+        trainer.create_optimizer()
+        ps.hf.experts(model).attach(trainer.optimizer)
+        try:
+            trainer.train(resume_from_checkpoint=None if resume is None else str(output / resume))
+        except InterruptedError:
+            assert dies_at is not None
+        return trainer
+
+    opened: list[ps.Namespace] = []
+    yield run
+    for known in opened:
+        known.close()
+
+
+def weights_of(trainer: Any) -> dict[str, Tensor]:
+    """All of them: dense weights, and the whole records of the experts."""
+    namespace = ps.hf.namespace(trainer.model)
+    records = {f"{key} {name}": value for key in namespace.space for name, value in namespace.read(key).items()}
+    return {**{name: value.clone() for name, value in trainer.model.state_dict().items()}, **records}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.parametrize("dies_at", [None, 5])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(train: Train, dies_at: int | None) -> None:
+    expected = weights_of(train("whole"))
+    train(dies_at=dies_at)
+    resumed = train(resume="checkpoint-3")
+    assert_equal(weights_of(resumed), expected)
+    assert ps.hf.namespace(resumed.model).committed_step == STEPS
+
+
+def test_without_the_callback_a_resumed_run_ends_at_its_first_commit(train: Train) -> None:
+    """That is what it is for."""
+    train()
+    trainer = train(resume="checkpoint-3", is_followed=False)
+    with pytest.raises(StepOutOfOrder):
+        ps.hf.experts(trainer.model).commit(STEPS).wait()
+
+
+def test_a_checkpoint_whose_step_is_dropped_is_refused_before_training(train: Train) -> None:
+    train(save_steps=1)
+    with pytest.raises(StepDropped, match=r"step 1 of namespace .* is not kept; kept are 5, 6: .* raise retained_steps"):
+        train(save_steps=1, resume="checkpoint-1")
+
+
+def test_a_checkpoint_of_another_namespace_is_refused(train: Train) -> None:
+    train("first", folder="shared")
+    with pytest.raises(SchemaMismatch, match=r"experts are of namespace 'first-.*', this is 'second-"):
+        train("second", folder="shared", resume="checkpoint-3")
+
+
+def test_a_checkpoint_that_was_saved_without_the_callback_is_of_the_step_of_its_number(train: Train) -> None:
+    constant = {"lr_scheduler_type": "constant"}
+    expected = weights_of(train("whole", **constant))
+    trainer = train(is_followed=False, max_steps=3, **constant)
+    ps.hf.experts(trainer.model).commit(3).wait()
+    assert_equal(weights_of(train(resume="checkpoint-3", **constant)), expected)
+
+
+def test_what_no_checkpoint_covers_is_committed_at_the_end(train: Train) -> None:
+    trainer = train(save_steps=4)
+    namespace = ps.hf.namespace(trainer.model)
+    assert (namespace.committed_step, namespace.uncommitted_applies) == (STEPS, 0)
+    assert namespace.steps() == [4, 6]
+
+
+def test_a_second_run_over_the_same_experts_counts_on_and_resumes(train: Train) -> None:
+    train(folder="one")
+    expected = weights_of(train(folder="two"))
+    trainer = train(folder="two", resume="checkpoint-3")
+    assert ps.hf.namespace(trainer.model).committed_step == 2 * STEPS
+    assert_equal(weights_of(trainer), expected)
+
+
+def test_the_best_model_has_the_experts_of_its_step(train: Train) -> None:
+    """The best one is the worst here, as it is sure to be the first: beyond the steps that are kept."""
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "greater_is_better": True}
+    trainer = train(metric_for_best_model="eval_loss", **best)
+    namespace = ps.hf.namespace(trainer.model)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+    assert namespace.committed_step == 1
+    assert namespace.snapshots() == []
+
+
+@pytest.mark.parametrize("resumed", [2, 3])
+def test_a_run_that_died_with_a_best_step_resumes_before_or_after_it(train: Train, resumed: int) -> None:
+    """Each step is better than the one before: the third is kept when the process dies."""
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    expected = weights_of(train("whole", **best))
+    ps.hf.namespace(train(dies_at=1).model).snapshot(0).close()  # the user's own
+    assert ps.hf.namespace(train(dies_at=4, **best).model).snapshots() == [0, 3]
+    trainer = train(resume=f"checkpoint-{resumed}", **best)
+    assert_equal(weights_of(trainer), expected)
+    assert ps.hf.namespace(trainer.model).snapshots() == [0]
+
+
+def test_a_model_that_does_not_train_is_refused(store: ps.Store, train: Train) -> None:
+    with pytest.raises(ConfigError, match="trains no stored experts"):
+        ps.hf.trainer_callback(torch.nn.Linear(1, 1))
