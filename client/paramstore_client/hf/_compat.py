@@ -9,7 +9,7 @@
 | `PreTrainedModel._from_config`, `._initialize_weights`, `._init_weights` | internal, called for every model | 5.7 - 5.23 |
 | `PreTrainedModel._keys_to_ignore_on_load_unexpected` | internal; a list, later a set | 5.7 - 5.23 |
 | `auto_factory._get_model_class` | internal, called by AutoModel | 5.7 - 5.23 |
-| `TrainerCallback`, `TrainerState.stateful_callbacks`, `.best_model_checkpoint`, `checkpoint-N/trainer_state.json` | documented | 5.23 |
+| `TrainerCallback`, `TrainerState.stateful_callbacks`, `.best_model_checkpoint`, `trainer_state.json` | documented | 5.23 |
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from paramstore_client.hf.compact import CompactBuffers
 from paramstore_client.hf.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
 from paramstore_client.hf.layer_call import BackwardPasses, LayerCall, WeightsOf
 from paramstore_client.hf.layout import ExpertLayout, find_layout
+from paramstore_client.hf.stripping import Unpicklable
 from paramstore_client.hf.supplies import CompactSupply, StreamedSupply
 from paramstore_client.nn.schedule import ExpertSchedule
 from paramstore_client.source import ExpertSource
@@ -56,7 +57,7 @@ class ModelExperts:
         return self.schedule.begin_backward(layer, room=room)
 
 
-class LayerExperts:
+class LayerExperts(Unpicklable):
     """The experts of one layer of one model, for the module that computes with them."""
 
     def __init__(self, model: ModelExperts, layer: int, kernel: Kernel | None, fields: tuple[str, ...]) -> None:
@@ -126,9 +127,6 @@ class LayerExperts:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerExperts:
         return self
-
-    def __reduce__(self) -> NoReturn:
-        raise ConfigError("a model with stored experts cannot be pickled: save_pretrained keeps its dense part")
 
 
 def bind(model: nn.Module, experts: ModelExperts, *, kernel: str) -> ExpertLayout:

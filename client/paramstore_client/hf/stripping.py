@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from paramstore.errors import ConfigError
 from paramstore_client.hf import _compat, module_list
 from paramstore_client.hf.layout import STRIPPED, experts_modules, stacked_tensors
 
@@ -38,9 +39,29 @@ def stripped_class(
             patterns = strip(self)
             _compat.expect_keys(self, patterns)
 
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            return _Blank(type(self)), (), self.__dict__
+
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Stripped, name, getattr(model_class, name))
     return Stripped
+
+
+class Unpicklable:
+    """Refuses to be pickled, and so does a model that refers to it: what is loaded would have no experts."""
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("a model with stored experts cannot be pickled: save_pretrained keeps its dense part")
+
+
+class _Blank(Unpicklable):
+    """Makes the empty model that a copy begins with."""
+
+    def __init__(self, model_class: Any) -> None:
+        self._class = model_class
+
+    def __call__(self) -> Any:
+        return self._class.__new__(self._class)
 
 
 def strip(model: nn.Module) -> list[str]:

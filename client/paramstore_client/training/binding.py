@@ -10,6 +10,7 @@ from paramstore_client.device import DeviceTier
 from paramstore_client.namespace import Namespace
 from paramstore_client.nn.stored_experts import StoredExperts
 from paramstore_client.training.experts import Experts
+from paramstore_client.training.options import refuse_fsdp1
 from paramstore_client.training.sentinel import CHILD_NAME, ExpertSentinel
 from paramstore_client.visit_order import declare_order
 
@@ -22,7 +23,8 @@ def bind(model: nn.Module, namespace: Namespace) -> Experts:
 
     The model's `StoredExperts`, if it has any, must be over `namespace`, or over a `DeviceTier` of it. Bind before DDP,
     `fully_shard` or `prepare` wrap the model. The service is told the order in which training steps visit the layers. Raises
-    ConfigError for a reader's handle, or a model that is bound; SchemaMismatch for a namespace without optimizer states.
+    ConfigError for a reader's handle, a model that is bound, or one under FSDP1; SchemaMismatch for a namespace without optimizer
+    states.
     """
     instance("model", model, nn.Module, "a torch module")
     instance("namespace", namespace, Namespace, "an open namespace")
@@ -32,6 +34,7 @@ def bind(model: nn.Module, namespace: Namespace) -> Experts:
         raise SchemaMismatch(f"bind: namespace {namespace.name!r} has schema {namespace.schema.kind!r}, without optimizer states")
     if hasattr(model, CHILD_NAME):
         raise ConfigError(f"bind: the model has a {CHILD_NAME!r} already: it is bound once, for good")
+    refuse_fsdp1(model.parameters())
     layers = [module for module in model.modules() if isinstance(module, StoredExperts)]
     for layer in layers:
         source = layer.namespace.namespace if isinstance(layer.namespace, DeviceTier) else layer.namespace

@@ -6,6 +6,7 @@ alone (decay for matrices, none for the rest); where they differ in more, the ca
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -34,8 +35,16 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"attach: {type(optimizer).__name__} is not a torch.optim.Optimizer; use the explicit experts.step()")
+        raise ConfigError(f"attach: {_name_of(optimizer)} is not a torch.optim.Optimizer; use the explicit experts.step()")
     return optimizer
+
+
+def refuse_fsdp1(parameters: Iterable[Tensor]) -> None:
+    """Raises ConfigError for parameters that FullyShardedDataParallel has flattened."""
+    if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
+        raise ConfigError(
+            "the model is wrapped by FullyShardedDataParallel (FSDP1): stored experts train under FSDP2 (fully_shard), or DDP"
+        )
 
 
 def trains_adapters(model: nn.Module, optimizer: torch.optim.Optimizer, *, sentinel: Tensor) -> bool:
@@ -64,11 +73,12 @@ class MainGroup:
     ) -> None:
         served_options = _SERVED.get(type(optimizer))
         if served_options is None or served_options.kind != schema.kind:
-            served = ", ".join(f"{cls.__name__} (schema {options.kind!r})" for cls, options in _SERVED.items())
+            served = ", ".join(f"torch.optim.{cls.__name__} (schema {options.kind!r})" for cls, options in _SERVED.items())
             raise ConfigError(
-                f"attach: experts of schema {schema.kind!r} cannot follow {type(optimizer).__qualname__}; served: {served}. "
-                "A subclass may compute otherwise: use the explicit experts.step()"
+                f"attach: experts of schema {schema.kind!r} cannot follow {_name_of(optimizer)}; served: {served}. "
+                "Another class, a subclass too, may compute otherwise: use the explicit experts.step()"
             )
+        refuse_fsdp1(param for group in optimizer.param_groups for param in group["params"])
         self._options = served_options
         self._optimizer = optimizer
         self._weight_decay = weight_decay
@@ -100,6 +110,10 @@ def _choose(optimizer: torch.optim.Optimizer, sentinel: Tensor) -> int:
                 f"attach: groups {main} and {index} differ in {', '.join(unequal)}: say with group= whose options the experts take"
             )
     return main
+
+
+def _name_of(optimizer: object) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _plain(value: object) -> Any:

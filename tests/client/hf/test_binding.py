@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import copy
+import io
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -36,9 +40,15 @@ def test_module_that_was_not_bound_says_how_to_load_it() -> None:
         twin.stored(tokens())
 
 
-def test_bound_model_cannot_be_pickled() -> None:
-    with pytest.raises(ConfigError, match="save_pretrained"):
-        pickle.dumps(next(iter(experts_modules(Twin.of(tiny_config("mixtral")).stored).values())))
+@pytest.mark.parametrize("save", [pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())], ids=["pickle", "torch.save"])
+def test_bound_model_cannot_be_pickled_as_a_whole_or_in_part(save: Callable[[Any], object]) -> None:
+    model = Twin.of(tiny_config("mixtral")).stored
+    for thing in (model, torch.nn.Sequential(model), *experts_modules(model).values()):
+        with pytest.raises(ConfigError, match="save_pretrained"):
+            save(thing)
+    for again in (copy.copy(model), copy.deepcopy(model)):
+        assert type(again) is type(model)
+        assert again.state_dict().keys() == model.state_dict().keys()
 
 
 def test_next_layers_likely_experts_are_prefetched_before_their_gate_is_known() -> None:

@@ -27,6 +27,13 @@ def test_a_model_is_bound_once(namespace: ps.Namespace) -> None:
         bind(model, namespace)
 
 
+def test_a_model_under_fsdp1_is_refused(namespace: ps.Namespace) -> None:
+    model = make_stored(namespace)
+    model.head.weight._fsdp_flattened = True  # type: ignore[assignment]  # as FSDP1 marks what it has flattened
+    with pytest.raises(ConfigError, match="FSDP1"):
+        bind(model, namespace)
+
+
 def test_a_reader_is_refused(namespace: ps.Namespace, store: ps.Store) -> None:
     with store.open_namespace(namespace.name) as reader, pytest.raises(ConfigError, match="needs 'write'"):
         bind(make_stored(reader), reader)

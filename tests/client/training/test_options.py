@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from paramstore.core.optimizers import SGD, Adagrad, AdamW
 from paramstore.core.schema import Schema
@@ -74,12 +77,31 @@ class OwnAdamW(torch.optim.AdamW):
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adam, OwnAdamW])
 def test_another_optimizer_is_refused(make: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"'adamw' cannot follow {make.__qualname__}; served: AdamW \(schema 'adamw'\), SGD"):
+    name = re.escape(f"{make.__module__}.{make.__qualname__}")
+    with pytest.raises(ConfigError, match=rf"'adamw' cannot follow {name}; served: torch.optim.AdamW \(schema 'adamw'\), torch"):
         main_group(make(weights(1)))
 
 
+def test_an_optimizer_of_a_served_name_is_refused_by_its_module() -> None:
+    theirs = type("AdamW", (torch.optim.Optimizer,), {"__module__": "bitsandbytes.optim.adamw"})
+    with pytest.raises(ConfigError, match=r"cannot follow bitsandbytes\.optim\.adamw\.AdamW; served: torch\.optim\.AdamW"):
+        main_group(theirs(weights(1), {}))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.filterwarnings("ignore:FSDP", "ignore:.*FullyShardedDataParallel")
+def test_parameters_of_fsdp1_are_refused_with_the_way_on(use_orig_params: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ConfigError, match=r"FSDP1\): stored experts train under FSDP2 \(fully_shard\)"):
+        main_group(torch.optim.AdamW(wrapped.parameters()))
+
+
 def test_an_optimizer_that_is_not_the_schemas_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'adamw' cannot follow SGD"):
+    with pytest.raises(ConfigError, match=r"'adamw' cannot follow torch\.optim\.sgd\.SGD"):
         main_group(torch.optim.SGD(weights(1)))
 
 
