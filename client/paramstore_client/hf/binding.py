@@ -83,17 +83,12 @@ class LayerExperts(Unpicklable):
             anchor = self._model.anchor() if self._model.anchor is not None and torch.is_grad_enabled() else None
             return y_TH if anchor is None else y_TH + anchor
         keys = [(self.layer, expert) for expert in experts]
-        forward_hint = partial(self._model.after_forward, self.layer, experts)
-        backward_hint = partial(self._model.after_backward, self.layer)
         kernel, count = self._kernel, len(keys)
-        device, source = hidden_TH.device, self._model.source
-        supply: StreamedSupply | CompactSupply
-        if kernel.is_streamed:
-            supply = StreamedSupply(source, keys, device, forward_hint=forward_hint, backward_hint=backward_hint)
-        else:
-            supply = CompactSupply(
-                source, keys, device, self._model.buffers, forward_hint=forward_hint, backward_hint=backward_hint
-            )
+        make = StreamedSupply if kernel.is_streamed else partial(CompactSupply, buffers=self._model.buffers)
+        supply = make(
+            self._model.source, keys, hidden_TH.device, forward_hint=partial(self._model.after_forward, self.layer, experts),
+            backward_hint=partial(self._model.after_backward, self.layer),
+        )  # fmt: skip
 
         def compute(weights_of: WeightsOf) -> Tensor:
             if kernel.is_streamed:

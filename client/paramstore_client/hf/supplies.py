@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore_client.hf.compact import CompactBuffers
-from paramstore_client.hf.layer_call import Fields, WeightsOf
+from paramstore_client.hf.layer_call import Fields, Supply, WeightsOf
 from paramstore_client.hf.windows import Hint, Identities, Window
 from paramstore_client.source import ExpertSource
 
@@ -53,7 +53,22 @@ class _Gradients:
         self._waiting, self._waiting_bytes = {}, 0
 
 
-class StreamedSupply:
+class _LeasedSupply(Supply):
+    """What a supply does around the backwards of a layer."""
+
+    def __init__(self, source: ExpertSource) -> None:
+        self._gradients = _Gradients(source)
+
+    def begin_backward(self) -> None:
+        self.let_go()
+        self._gradients.drop()
+
+    def finish_backward(self) -> None:
+        self.let_go()
+        self._gradients.flush()
+
+
+class StreamedSupply(_LeasedSupply):
     """Weights expert by expert: a holder is a position in `keys`.
 
     part_size: as of a Window.
@@ -69,45 +84,31 @@ class StreamedSupply:
         backward_hint: Hint,
         part_size: int | None = None,
     ) -> None:
+        super().__init__(source)
         self._keys = keys
         identities = Identities()
         self._forward = partial(Window, source, keys, identities, device=device, part_size=part_size, hint=forward_hint)
         self._backward = Window(
             source, keys, identities, device=device, part_size=part_size, hint=backward_hint, is_upward=False
         )
-        self._gradients = _Gradients(source)
 
     @contextmanager
     def forward_pass(self) -> Iterator[WeightsOf]:
-        """As of a Supply."""
         with self._forward(is_upward=True) as window:
             yield window.weights
 
-    def begin_backward(self) -> None:
-        """As of a Supply."""
-        self.let_go()
-        self._gradients.drop()
-
     def backward_weights(self, holder: int, /) -> Fields:
-        """As of a Supply."""
         return self._backward.weights(holder)
 
     def push(self, holder: Hashable, gradients: Fields, /) -> None:
-        """As of a Supply."""
         assert isinstance(holder, int), "a streamed holder is a position"
         self._gradients.add(self._keys[holder], gradients)
 
     def let_go(self) -> None:
-        """As of a Supply."""
         self._backward.release()
 
-    def finish_backward(self) -> None:
-        """As of a Supply."""
-        self.let_go()
-        self._gradients.flush()
 
-
-class CompactSupply:
+class CompactSupply(_LeasedSupply):
     """Weights side by side, [n, ...] per field; the only holder is None."""
 
     def __init__(
@@ -115,51 +116,38 @@ class CompactSupply:
         source: ExpertSource,
         keys: Sequence[ExpertKey],
         device: torch.device,
-        buffers: CompactBuffers,
         *,
+        buffers: CompactBuffers,
         forward_hint: Hint,
         backward_hint: Hint,
     ) -> None:
+        super().__init__(source)
         self._keys = keys
         self._device = device
         self._buffers = buffers
         # Upwards in both directions: all experts are there before the kernel starts.
         window = partial(Window, source, keys, Identities(), device=device, is_upward=True)
         self._forward, self._backward = partial(window, hint=forward_hint), partial(window, hint=backward_hint)
-        self._gradients = _Gradients(source)
         self._held = ExitStack()
         self._weights: Fields | None = None
 
     @contextmanager
     def forward_pass(self) -> Iterator[WeightsOf]:
-        """As of a Supply."""
         with self._buffers.filled(self._forward(), len(self._keys), self._device) as weights:
             yield lambda holder: weights
 
-    def begin_backward(self) -> None:
-        """As of a Supply."""
-        self.let_go()
-        self._gradients.drop()
-
     def backward_weights(self, holder: None, /) -> Fields:
-        """As of a Supply."""
         if self._weights is None:
             filled = self._buffers.filled(self._backward(), len(self._keys), self._device)
             self._weights = self._held.enter_context(filled)
         return self._weights
 
     def push(self, holder: Hashable, gradients: Fields, /) -> None:
-        """As of a Supply: splits them by expert, and pushes at once, as they are all there."""
+        """Splits them by expert, and pushes at once, as they are all there."""
         for position, key in enumerate(self._keys):
             self._gradients.add(key, {name: gradient[position] for name, gradient in gradients.items()})
         self._gradients.flush()
 
     def let_go(self) -> None:
-        """As of a Supply."""
         self._weights = None
         self._held.close()
-
-    def finish_backward(self) -> None:
-        """As of a Supply."""
-        self.let_go()
-        self._gradients.flush()

@@ -19,7 +19,7 @@ def streamed(namespace: MemoryNamespace) -> StreamedSupply:
 
 def compact(namespace: MemoryNamespace) -> CompactSupply:
     buffers = CompactBuffers(namespace.schema.part("param").fields, is_poisoned=True)
-    return CompactSupply(namespace, KEYS, CPU, buffers, forward_hint=lambda room: [], backward_hint=lambda room: [])
+    return CompactSupply(namespace, KEYS, CPU, buffers=buffers, forward_hint=lambda room: [], backward_hint=lambda room: [])
 
 
 def gradient(value: float) -> dict[str, torch.Tensor]:
