@@ -48,7 +48,7 @@ class Experts:
         self.reduce: Reduce = "mean"
         self.commit_on_state_dict = False
         self.sentinel = sentinel
-        sentinel.listener = self._unattached = Unattached(namespace)
+        sentinel.listener = Unattached(namespace)
         self._attachment: Attachment | None = None
         self._apply: Ticket[Result] | None = None
         self._commit: Ticket[Result] | None = None
@@ -187,8 +187,8 @@ class Experts:
         """
         extra = data("extra", extra)
         self.settle()
-        if self.sentinel.listener is self._unattached:
-            self._unattached.before_commit(step)
+        if isinstance(watcher := self.sentinel.listener, Unattached):
+            watcher.before_commit(step)
         origin = self._origin_extra()  # before a first `extra` of the caller's hides it
         self._commit = self.namespace.commit(step, extra or origin)
         return self._commit

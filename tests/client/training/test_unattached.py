@@ -78,11 +78,17 @@ def test_an_attached_optimizer_brings_no_warning_nor_does_its_end(namespace: ps.
     assert warnings_of(lambda: experts.commit(1).wait()) == []
 
 
-def test_nothing_looks_at_optimizers_once_the_model_is_gone(namespace: ps.Namespace) -> None:
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_nothing_looks_at_all_optimizers_once_one_is_attached_or_the_model_is_gone(
+    namespace: ps.Namespace, is_attached: bool
+) -> None:
     gc.collect()
     before = len(_global_optimizer_post_hooks)
     model, experts, optimizer = make(namespace)
     assert len(_global_optimizer_post_hooks) == before + 1
-    del model, experts, optimizer
+    if is_attached:
+        experts.attach(optimizer)
+    else:
+        del model, experts, optimizer
     gc.collect()
     assert len(_global_optimizer_post_hooks) == before
