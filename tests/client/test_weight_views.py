@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paramstore_client.weight_views import find_view
+from paramstore_client.weight_views import find_view, in_dtype_of
 
 WEIGHTS = {"up": torch.arange(24.0).view(4, 6), "down": torch.arange(24.0, 48.0).view(6, 4)}
 
@@ -65,3 +66,27 @@ def test_what_autocast_saves_of_a_weight_is_found() -> None:
 def test_part_of_a_cast_is_kept_as_it_is() -> None:
     up, _ = Enter.apply(torch.zeros((), requires_grad=True), *WEIGHTS.values())  # type: ignore[no-untyped-call]
     assert find_view(up.to(torch.bfloat16)[1:], 0, WEIGHTS) is None
+
+
+SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("stored", "tokens", "computed"),
+    [
+        ((SINGLE, SINGLE), SINGLE, (SINGLE, SINGLE)),
+        ((SINGLE, SINGLE), BRAIN, (BRAIN, BRAIN)),
+        ((SINGLE, SINGLE), HALF, (HALF, HALF)),
+        ((HALF, HALF), BRAIN, (BRAIN, BRAIN)),
+        ((BRAIN, BRAIN), SINGLE, (BRAIN, BRAIN)),  # the kernel deals with it
+        ((HALF, SINGLE), HALF, (HALF, SINGLE)),  # as Switch keeps one of its weights
+    ],
+)
+def test_weights_compute_in_the_dtype_of_the_tokens_where_that_is_shorter(
+    stored: tuple[torch.dtype, ...], tokens: torch.dtype, computed: tuple[torch.dtype, ...]
+) -> None:
+    weights = {name: WEIGHTS[name].to(dtype) for name, dtype in zip(WEIGHTS, stored, strict=True)}
+    x = torch.ones(1, dtype=tokens)
+    assert tuple(weight.dtype for weight in in_dtype_of(x, weights).values()) == computed
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert in_dtype_of(x, weights) is weights

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import paramstore as ps
-from paramstore.errors import ConfigError, SchemaMismatch, StepDropped, StepOutOfOrder
+from paramstore.errors import ConfigError, SchemaMismatch, StepDropped, StepFailed, StepOutOfOrder
 from paramstore.testing.moe_models import tiny_config, tokens
 from paramstore_client.hf import _compat
 
@@ -127,10 +127,10 @@ def test_a_checkpoint_that_was_saved_without_the_callback_is_of_the_step_of_its_
 
 
 def test_what_no_checkpoint_covers_is_committed_at_the_end(train: Train) -> None:
-    trainer = train(save_steps=4)
+    trainer = train(save_strategy="no")
     namespace = ps.hf.namespace(trainer.model)
     assert (namespace.committed_step, namespace.uncommitted_applies) == (STEPS, 0)
-    assert namespace.steps() == [4, 6]
+    assert namespace.steps() == [0, STEPS]
 
 
 def test_a_second_run_over_the_same_experts_counts_on_and_resumes(train: Train) -> None:
@@ -141,10 +141,13 @@ def test_a_second_run_over_the_same_experts_counts_on_and_resumes(train: Train) 
     assert_equal(weights_of(trainer), expected)
 
 
-def test_the_best_model_has_the_experts_of_its_step(train: Train) -> None:
+@pytest.mark.parametrize("dies_at", [None, 4])
+def test_the_best_model_has_the_experts_of_its_step(train: Train, dies_at: int | None) -> None:
     """The best one is the worst here, as it is sure to be the first: beyond the steps that are kept."""
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "greater_is_better": True}
-    trainer = train(metric_for_best_model="eval_loss", **best)
+    trainer = train(metric_for_best_model="eval_loss", dies_at=dies_at, **best)
+    if dies_at is not None:
+        trainer = train(metric_for_best_model="eval_loss", resume="checkpoint-3", **best)
     namespace = ps.hf.namespace(trainer.model)
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
@@ -162,6 +165,12 @@ def test_a_run_that_died_with_a_best_step_resumes_before_or_after_it(train: Trai
     trainer = train(resume=f"checkpoint-{resumed}", **best)
     assert_equal(weights_of(trainer), expected)
     assert ps.hf.namespace(trainer.model).snapshots() == [0]
+
+
+def test_a_later_snapshot_of_the_users_own_is_not_dropped(train: Train) -> None:
+    ps.hf.namespace(train().model).snapshot(STEPS).close()
+    with pytest.raises(StepFailed, match="snapshot"):
+        train(resume="checkpoint-3")
 
 
 def test_a_model_that_does_not_train_is_refused(store: ps.Store, train: Train) -> None:

@@ -61,11 +61,13 @@ def test_experts_that_are_stepped_by_hand_bring_no_warning(namespace: ps.Namespa
             optimizer.zero_grad()
 
     assert warnings_of(lambda: loop(lambda: namespace.apply(ps.AdamW(lr=0.1)))) == []
+    model(batch(9)).backward()  # for the step after the one that is committed
     assert warnings_of(lambda: experts.commit(1).wait()) == []
     assert warnings_of(lambda: loop(lambda: experts.step(lr=0.1))) == []
     model(batch(9)).backward()
     optimizer.step()
     assert warnings_of(lambda: namespace.commit(2).wait()) == [], "a handle's own commit leaves pending gradients pending"
+    assert warnings_of(lambda: experts.commit(3).wait()) == [], "and who has stepped by hand knows it"
 
 
 def test_an_attached_optimizer_brings_no_warning_nor_does_its_end(namespace: ps.Namespace) -> None:
