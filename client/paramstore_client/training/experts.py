@@ -81,6 +81,8 @@ class Experts:
             raise ConfigError("attach: an optimizer is attached; call experts.detach() first")
         choice("reduce", reduce, ("mean", "sum"))
         flag("updates_in_backward", updates_in_backward)
+        if experts is not None:
+            flag("experts", experts)
         _check_ranks(self.namespace)
         inner, model = unwrapped(optimizer), self._model()
         if experts is None:
