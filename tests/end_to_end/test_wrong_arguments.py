@@ -370,6 +370,7 @@ def is_told(error: Exception, name: str, parameter: inspect.Parameter) -> bool:
     return isinstance(error, TypeError | ValueError) and parameter.name in str(error)
 
 
+@pytest.mark.filterwarnings("ignore:.*stores no update:UserWarning")  # a gradient is pending here on purpose
 @pytest.mark.parametrize(("subject", "name", "parameter"), WALKS, ids=[f"{s}.{n}-{p.name}" for s, n, p in WALKS])
 def test_a_wrong_value_is_its_callers_error_and_the_session_lives(
     subject: str, name: str, parameter: inspect.Parameter, scene: Scene
