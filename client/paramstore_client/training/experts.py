@@ -187,7 +187,7 @@ class Experts:
         To be called before the dense weights of the step are saved: a step that is committed and not saved can be rolled back.
         extra: what `namespace.extra(step)` gives later; without it, where the experts were imported from stays noted.
         """
-        extra = data("extra", extra)
+        step, extra = whole_number("step", step), data("extra", extra)
         self.settle()
         if isinstance(watcher := self.sentinel.listener, Unattached):
             watcher.before_commit(step)
