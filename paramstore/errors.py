@@ -27,7 +27,8 @@
     ├── VolumeError              a volume failed, is missing, or is not ours
     │   └── CorruptRecord        bytes on a volume do not match their checksum, or are gone (exit code 4)
     ├── CheckpointError          a model's checkpoint is damaged, lacks tensors, or is another one than an import began with
-    └── CatalogError             the catalog failed or is not ours                (exit code 4)
+    └── CatalogError             the catalog failed, is full, or is not ours
+        └── CorruptCatalog       the catalog is damaged or was cut off            (exit code 4)
 
 A message names the key, the place, the value seen and, where one helps, the setting to change. Errors cross the
 socket as (class name, message) and arrive as the same class: `from_wire` is the one place that maps them.
@@ -146,6 +147,10 @@ class CheckpointError(ParamStoreError):
 
 class CatalogError(ParamStoreError):
     """The catalog failed, is full, or does not belong to this store."""
+
+
+class CorruptCatalog(CatalogError):
+    """The catalog is damaged, was cut off, or contradicts itself."""
 
 
 def _all_classes() -> dict[str, type[ParamStoreError]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramstore.errors import CatalogError, ConfigError, CorruptRecord, ParamStoreError, StoreUnavailable
+from paramstore.errors import ConfigError, CorruptCatalog, CorruptRecord, ParamStoreError, StoreUnavailable
 
 OK, FAILED, USAGE, UNREACHABLE, CORRUPT = 0, 1, 2, 3, 4
 
@@ -12,6 +12,6 @@ def exit_code(error: ParamStoreError) -> int:
         return USAGE
     if isinstance(error, StoreUnavailable):
         return UNREACHABLE
-    if isinstance(error, CorruptRecord | CatalogError):
+    if isinstance(error, CorruptRecord | CorruptCatalog):
         return CORRUPT
     return FAILED

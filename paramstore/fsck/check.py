@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paramstore.core.schema import Part, Schema
-from paramstore.errors import CatalogError, ConfigError, SchemaMismatch, StoreLocked
+from paramstore.errors import CapacityError, CatalogError, ConfigError, SchemaMismatch, StoreLocked
 from paramstore.fsck.compare import compare
 from paramstore.fsck.disks import FileDisk, volume_file
 from paramstore.fsck.findings import Finding
@@ -29,6 +29,7 @@ from paramstore.fsck.swap import CATALOG_NAME, replace_catalog
 from paramstore.storage.catalog import Contents
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.lock import LOCK_NAME, PID_BYTES_MAX, StoreLock
+from paramstore.storage.mounts import DISK_FULL
 
 PMEM_PREFIX = "pmem:"
 
@@ -101,7 +102,8 @@ def check(directory: Path, volumes: Sequence[str], progress: Progress = lambda _
 
 def rebuild(directory: Path, volumes: Sequence[str], progress: Progress = lambda _: None) -> Report:
     """Looks at the store and gives it a new catalog. Where that cannot be, `Report.is_rebuilt` is False, the last finding says
-    why, and nothing was written. Raises StoreLocked, ConfigError, VolumeError, CatalogError."""
+    why, and nothing was written. Raises StoreLocked, ConfigError; VolumeError, CatalogError, CapacityError where a disk refuses
+    what must be written."""
     _check_directory(directory)
     lock = StoreLock.take(directory)
     try:
@@ -171,7 +173,8 @@ def _directory(volume: str) -> Path:
 
 
 def read_catalog(path: Path) -> Contents:
-    """What the catalog at `path` holds; the file is not touched: LMDB gets a copy. Raises CatalogError."""
+    """What the catalog at `path` holds; the file is not touched: LMDB gets a copy. Raises CatalogError; CapacityError where there
+    is no room for the copy, and nothing is known of the catalog."""
     file = path / "data.mdb"
     try:
         with tempfile.TemporaryDirectory(prefix="paramstore-fsck-") as place:
@@ -182,9 +185,11 @@ def read_catalog(path: Path) -> Contents:
             finally:
                 catalog.close()
     except OSError as error:
+        if error.errno in DISK_FULL or error.filename != str(file):  # it failed to write, not to read
+            raise CapacityError(f"catalog {path}: no room for a copy of it: {error}: free some there, or set TMPDIR") from error
         raise CatalogError(f"catalog {path}: cannot be read: {error}") from error
     except CatalogError as error:
-        raise CatalogError(f"catalog {path}, read from a copy: {error}") from error
+        raise type(error)(f"catalog {path}, read from a copy: {error}") from error
 
 
 def _check_directory(directory: Path) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from paramstore.core.apply_log import ApplyLog, LoggedApply
 from paramstore.core.optimizers import describe, options_from_description
-from paramstore.errors import CatalogError, ParamStoreError
+from paramstore.errors import CorruptCatalog, ParamStoreError
 
 EPOCH = "epoch"
 
@@ -47,7 +47,7 @@ def _runs(values: Sequence[object]) -> list[object]:
 
 @lru_cache(maxsize=256)
 def unpack_log(data: bytes) -> ApplyLog:
-    """The log that `pack_log` packed. Raises CatalogError if it is none."""
+    """The log that `pack_log` packed. Raises CorruptCatalog if it is none."""
     if not data:
         return ApplyLog()
     try:
@@ -55,7 +55,7 @@ def unpack_log(data: bytes) -> ApplyLog:
         rows = _rows(count, columns)
         entries = tuple(LoggedApply(row.pop(EPOCH), options_from_description(row)) for row in rows)
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, ParamStoreError) as error:
-        raise CatalogError(f"an apply log of {len(data)} bytes cannot be read: {error!r}") from error
+        raise CorruptCatalog(f"an apply log of {len(data)} bytes cannot be read: {error!r}") from error
     return ApplyLog(first, entries)
 
 

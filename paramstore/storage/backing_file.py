@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paramstore.errors import CorruptRecord, VolumeError
+from paramstore.storage.mounts import free_bytes
 from paramstore.storage.ownership import objection_to
 from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
 
@@ -146,7 +147,7 @@ class BackingFile:
         size_bytes = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if size_bytes <= self.size_bytes:
             return  # large enough already
-        if self._free_bytes() < size_bytes - self.size_bytes:
+        if free_bytes(self._descriptor) < size_bytes - self.size_bytes:
             # Refused before trying: a request that cannot succeed must not fill the device for a moment.
             raise self._cannot_grow(size_bytes, "No space left on device")
         try:
@@ -222,16 +223,12 @@ class BackingFile:
             except OSError as error:
                 raise VolumeError(f"{self.place}: cannot make directory {directory} durable: {error.strerror}") from error
 
-    def _free_bytes(self) -> int:
-        status = os.fstatvfs(self._descriptor)
-        return status.f_bavail * status.f_frsize
-
     def _cannot_grow(self, size_bytes: int, reason: str | None) -> VolumeError:
-        free_bytes = self._free_bytes()
-        missing_bytes = max(0, size_bytes - self.size_bytes - free_bytes)
+        left_bytes = free_bytes(self._descriptor)
+        missing_bytes = max(0, size_bytes - self.size_bytes - left_bytes)
         return VolumeError(
             f"{self.place}: cannot grow from {self.size_bytes} to {size_bytes} bytes: {reason}; {missing_bytes} "
-            f"bytes are missing, {free_bytes} are free: free some, or put the volume elsewhere (--volume)"
+            f"bytes are missing, {left_bytes} are free: free some, or put the volume elsewhere (--volume)"
         )
 
     def _failure(self, operation: str, offset_bytes: int, length_bytes: int, reason: str | None) -> VolumeError:

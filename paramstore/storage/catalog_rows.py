@@ -15,7 +15,7 @@ from xxhash import xxh3_64_digest
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
-from paramstore.errors import CatalogError
+from paramstore.errors import CatalogError, CorruptCatalog
 from paramstore.storage.catalog import NamespaceRow, StepRow, VolumeRow
 
 FORMAT_NAME = "paramstore catalog"
@@ -189,11 +189,11 @@ def _seal(key: bytes, body: tuple[object, ...]) -> bytes:
 
 
 def _unseal(key: bytes, value: bytes, decoder: msgspec.msgpack.Decoder[_Body]) -> _Body:
-    """The body of `value`. Raises CatalogError naming the row if checksum or shape are wrong."""
+    """The body of `value`. Raises CorruptCatalog naming the row if checksum or shape are wrong."""
     encoded = value[CHECKSUM_BYTES:]
     if xxh3_64_digest(key + encoded) != value[:CHECKSUM_BYTES]:
-        raise CatalogError(f"{describe_key(key)} does not match its checksum")
+        raise CorruptCatalog(f"{describe_key(key)} does not match its checksum")
     try:
         return decoder.decode(encoded)
     except msgspec.DecodeError as error:
-        raise CatalogError(f"{describe_key(key)} is not of the shape we write: {error}") from error
+        raise CorruptCatalog(f"{describe_key(key)} is not of the shape we write: {error}") from error

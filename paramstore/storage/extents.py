@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from paramstore.core.place import Extent
 from paramstore.core.schema import round_up
-from paramstore.errors import CatalogError
+from paramstore.errors import CorruptCatalog
 from paramstore.storage.fences import Fences
 from paramstore.storage.volume import ALIGNMENT_BYTES
 from paramstore.storage.volume_space import VolumeSpace
@@ -91,18 +91,18 @@ class Space:
     def occupy(self, extent: Extent, *, owner: str = "") -> None:
         """At open: a catalog row of `owner` names `extent`.
 
-        Raises CatalogError if any byte of it is not free; nothing changes then.
+        Raises CorruptCatalog if any byte of it is not free; nothing changes then.
         """
         volume = self._volumes.get(extent.volume)
         if volume is None:
-            raise CatalogError(f"{describe(extent)}: the store has no such volume")
+            raise CorruptCatalog(f"{describe(extent)}: the store has no such volume")
         start, end = extent.offset_bytes, extent.offset_bytes + extent.length_bytes
         if start % ALIGNMENT_BYTES or end % ALIGNMENT_BYTES or end <= start:
-            raise CatalogError(f"{describe(extent)} is not made of whole {ALIGNMENT_BYTES}-byte blocks")
+            raise CorruptCatalog(f"{describe(extent)} is not made of whole {ALIGNMENT_BYTES}-byte blocks")
         if start < volume.start_bytes or end > volume.size_bytes:
-            raise CatalogError(f"{describe(extent)} is outside of {volume.start_bytes}..{volume.size_bytes}")
+            raise CorruptCatalog(f"{describe(extent)} is outside of {volume.start_bytes}..{volume.size_bytes}")
         if not volume.carve(start, end):
-            raise CatalogError(f"{describe(extent)} overlaps another extent of the catalog")
+            raise CorruptCatalog(f"{describe(extent)} overlaps another extent of the catalog")
         self._claim(extent, owner)
 
     # --- claims ---

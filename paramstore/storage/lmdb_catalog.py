@@ -13,6 +13,7 @@ The store's own lock (`storage.lock`) keeps a second daemon out; LMDB's would le
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
@@ -20,10 +21,10 @@ from pathlib import Path
 
 import lmdb
 
-from paramstore.errors import CatalogError
+from paramstore.errors import CatalogError, CorruptCatalog
 from paramstore.storage import catalog_rows as rows
 from paramstore.storage.catalog import Change, Contents, NamespaceContents, Row
-from paramstore.storage.mounts import check_catalog_place
+from paramstore.storage.mounts import DISK_FULL, check_catalog_place, free_bytes
 
 ENGINE_VERSION = 0
 """LMDB 0.9; files of 1.0 have another format."""
@@ -32,6 +33,7 @@ MAP_BYTES = 64 << 20
 """Size of a new map: address space only, doubled as needed."""
 FIXED_BYTES_BOUND = 4 << 20
 """What a transaction can take beside its rows: a step's `extra`, namespaces, volumes, the free list."""
+_CORRUPT = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 
 
 class LmdbCatalog:
@@ -65,15 +67,15 @@ class LmdbCatalog:
             with self._environment.begin() as transaction:
                 contents, names = _read(transaction)
         except lmdb.Error as error:
-            raise CatalogError(f"catalog {self._path}: cannot be read: {error}") from error
+            raise self._failure("cannot be read", error) from error
         except CatalogError as error:
-            raise CatalogError(f"catalog {self._path}: {error}") from error
+            raise type(error)(f"catalog {self._path}: {error}") from error
         self._ids = {name: namespace_id for namespace_id, name in names.items()}
         return contents
 
     def reserve(self, row_count: int) -> None:
         self._check_thread()
-        used_bytes = needed_bytes = 0
+        needed_bytes = 0
         try:
             info = self._environment.info()
             used_bytes = (info["last_pgno"] + 1) * self._environment.stat()["psize"]
@@ -84,10 +86,8 @@ class LmdbCatalog:
                 self._environment.set_mapsize(self._map_bytes)
             self._allocate(needed_bytes)
         except (lmdb.Error, OSError) as error:
-            raise CatalogError(
-                f"catalog {self._path}: no room for {row_count} rows: {needed_bytes} bytes needed, "
-                f"{used_bytes} used now: {error}"
-            ) from error
+            what = f"no room for {row_count} rows: {needed_bytes} bytes needed, {self._file_bytes()} are its own"
+            raise self._failure(what, error) from error
 
     def apply(self, change: Change) -> None:
         self._check_thread()
@@ -99,10 +99,7 @@ class LmdbCatalog:
             with self._environment.begin(write=True) as transaction:
                 _write(transaction, change, ids, after)
         except lmdb.Error as error:
-            raise CatalogError(
-                f"catalog {self._path}: a transaction failed and its outcome is unknown until the catalog is "
-                f"reopened: {error}"
-            ) from error
+            raise self._failure("a transaction failed and its outcome is unknown until the catalog is reopened", error) from error
         self._ids = after
 
     def reopen(self) -> None:
@@ -142,7 +139,7 @@ class LmdbCatalog:
             elif not may_create:
                 raise CatalogError(f"catalog {self._path}: missing; restore it, or rebuild it")
         except OSError as error:
-            raise CatalogError(f"catalog {self._path}: {error}") from error
+            raise self._failure("cannot be prepared", error) from error
 
     def _open(self) -> lmdb.Environment:
         try:
@@ -159,10 +156,7 @@ class LmdbCatalog:
                 mode=0o600,
             )
         except (lmdb.Error, OSError) as error:
-            raise CatalogError(
-                f"catalog {self._path}: cannot be opened as LMDB 0.9: {error}; `paramstore fsck` tells what the volumes prove, and "
-                "--rebuild makes it anew from them"
-            ) from error
+            raise self._failure("cannot be opened as LMDB 0.9", error) from error
         try:
             _flush_directory(self._path)
             self._check_length(environment)
@@ -176,7 +170,7 @@ class LmdbCatalog:
         needed_bytes = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
         found_bytes = self._file.stat().st_size
         if found_bytes < needed_bytes:
-            raise CatalogError(f"catalog {self._path}: truncated to {found_bytes} of {needed_bytes} bytes")
+            raise CorruptCatalog(f"catalog {self._path}: truncated to {found_bytes} of {needed_bytes} bytes")
 
     def _check_format(self, store_uuid: bytes | None) -> None:
         """The format row is ours, or is written now into an empty catalog."""
@@ -187,28 +181,46 @@ class LmdbCatalog:
                     value = rows.pack_format(store_uuid)
                     transaction.put(rows.FORMAT_KEY, value)
         except lmdb.Error as error:
-            raise CatalogError(f"catalog {self._path}: {error}") from error
+            raise self._failure("its format row", error) from error
         if value is None:
             raise CatalogError(f"catalog {self._path}: an LMDB file without our format row")
         try:
             rows.unpack_format(bytes(value))
         except CatalogError as error:
-            raise CatalogError(f"catalog {self._path}: {error}") from error
+            raise type(error)(f"catalog {self._path}: {error}") from error
 
     def _allocate(self, size_bytes: int) -> None:
-        """The file has `size_bytes` on the device, so that a commit cannot meet a full file system."""
-        status = self._file.stat()
-        if status.st_size >= size_bytes and status.st_blocks * 512 >= size_bytes:
+        """The file has `size_bytes` on the device, so that a commit cannot meet a full file system. Raises OSError; then it has
+        what it had."""
+        missing_bytes = size_bytes - self._file_bytes()
+        if missing_bytes <= 0:
             return
+        if free_bytes(self._path) < missing_bytes:
+            # Refused before trying: a request that cannot succeed must not fill the device for a moment.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         descriptor = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
         finally:
             os.close(descriptor)
 
+    def _file_bytes(self) -> int:
+        """Bytes of the file that are its own: no longer than the file is, and without its holes."""
+        status = self._file.stat()
+        return min(status.st_size, status.st_blocks * 512)
+
+    def _failure(self, what: str, error: Exception) -> CatalogError:
+        """An error of LMDB or of the system in our words, with the way on where there is one."""
+        text = f"catalog {self._path}: {what}: {error}"
+        if isinstance(error, _CORRUPT):
+            return CorruptCatalog(f"{text}; `paramstore fsck` tells what the volumes prove, and --rebuild makes it anew from them")
+        if any(os.strerror(number) in str(error) for number in DISK_FULL):
+            return CatalogError(f"{text}; its file system has {free_bytes(self._path)} bytes free: free some there, and try again")
+        return CatalogError(text)
+
 
 def _read(transaction: lmdb.Transaction) -> tuple[Contents, dict[int, str]]:
-    """Everything, and the name of each namespace's number. Raises CatalogError naming the wrong row."""
+    """Everything, and the name of each namespace's number. Raises CorruptCatalog naming the wrong row."""
     contents = Contents(store_uuid=b"")
     names: dict[int, str] = {}
     by_id: dict[int, NamespaceContents] = {}
@@ -235,11 +247,11 @@ def _read(transaction: lmdb.Transaction) -> tuple[Contents, dict[int, str]]:
                 case rows.FORMAT_TAG:
                     contents.store_uuid = rows.unpack_format(value)
                 case _:
-                    raise CatalogError(f"{rows.describe_key(key)}: a newer program may have written it")
+                    raise CorruptCatalog(f"{rows.describe_key(key)}: a newer program may have written it")
         except KeyError as error:
-            raise CatalogError(f"{rows.describe_key(key)}: there is no such namespace") from error
+            raise CorruptCatalog(f"{rows.describe_key(key)}: there is no such namespace") from error
         except struct.error as error:
-            raise CatalogError(f"{rows.describe_key(key)}: not a key of ours") from error
+            raise CorruptCatalog(f"{rows.describe_key(key)}: not a key of ours") from error
     return contents, names
 
 

@@ -6,11 +6,13 @@ with the last descriptor: it is close-on-exec, and the daemon never forks withou
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
 
-from paramstore.errors import ConfigError, StoreLocked
+from paramstore.errors import CatalogError, ConfigError, StoreLocked
+from paramstore.storage.mounts import DISK_FULL
 from paramstore.storage.ownership import objection_to
 
 LOCK_NAME = "lock"
@@ -28,15 +30,15 @@ class StoreLock:
     def take(cls, directory: Path) -> StoreLock:
         """The lock on `directory`, with this process's id in its file. Does not wait.
 
-        Raises StoreLocked naming the process that holds it, ConfigError if the lock file cannot be opened or written, or is none
-        of ours: it is not changed then.
+        Raises StoreLocked naming the process that holds it; ConfigError if the lock file cannot be opened, or is none of ours: it
+        is not changed then; CatalogError if the disk refuses it: it is full, read-only or fails.
         """
         path = directory / LOCK_NAME
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(path, flags, 0o600)
         except OSError as error:
-            raise ConfigError(f"store directory {directory}: cannot open its lock file: {error}") from error
+            raise _refusal(error)(f"store directory {directory}: cannot open its lock file: {error}") from error
         try:
             if objection := objection_to(os.fstat(descriptor)):
                 raise ConfigError(f"store directory {directory}: its lock file {path} is not ours: {objection}")
@@ -72,4 +74,9 @@ def _write_holder(descriptor: int, path: Path) -> None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except OSError as error:
-        raise ConfigError(f"lock file {path}: cannot be written: {error}") from error
+        raise _refusal(error)(f"lock file {path}: cannot be written: {error}") from error
+
+
+def _refusal(error: OSError) -> type[CatalogError | ConfigError]:
+    """Whose fault it is: the disk's, which no setting mends, or that of whoever chose the directory."""
+    return CatalogError if error.errno in (*DISK_FULL, errno.EROFS, errno.EIO) else ConfigError

@@ -1,4 +1,4 @@
-"""Which file system a path lies on, and whether the catalog may lie there.
+"""Which file system a path lies on, how much it has left, and whether the catalog may lie there.
 
 LMDB maps its file and relies on the local page cache and on its meta page being written whole: network file
 systems and DAX mappings do not give that. Where the mount table cannot be read (no /proc) nothing is refused.
@@ -6,6 +6,7 @@ systems and DAX mappings do not give that. Where the mount table cannot be read 
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ MOUNT_TABLE = Path("/proc/self/mounts")
 NETWORK_TYPES = frozenset(
     {"nfs", "nfs3", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ncpfs", "fuse.sshfs", "fuse.glusterfs"}
 )
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 DAX_OPTIONS = frozenset({"dax", "dax=always"})
 
 
@@ -25,6 +27,12 @@ class Mount(NamedTuple):
     point: str
     type: str
     options: frozenset[str]
+
+
+def free_bytes(place: Path | int) -> int:
+    """What the file system of a path or an open descriptor has left for this user. Raises OSError."""
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize
 
 
 def parse_mounts(table: str) -> list[Mount]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from paramstore.errors import CapacityError, CatalogError
+from paramstore.errors import CapacityError, CorruptCatalog
 
 
 class NoteSlots:
@@ -31,11 +31,11 @@ class NoteSlots:
         return slot
 
     def occupy(self, slot: int) -> None:
-        """At open: a step names `slot`. Raises CatalogError if another does too, or there is no such slot."""
+        """At open: a step names `slot`. Raises CorruptCatalog if another does too, or there is no such slot."""
         if not 0 <= slot < self._count:
-            raise CatalogError(f"commit note slot {slot} is named by a step; the volumes have {self._count}")
+            raise CorruptCatalog(f"commit note slot {slot} is named by a step; the volumes have {self._count}")
         if slot in self._taken:
-            raise CatalogError(f"commit note slot {slot} is named by two steps")
+            raise CorruptCatalog(f"commit note slot {slot} is named by two steps")
         self._free.remove(slot)
         heapq.heapify(self._free)
         self._taken.add(slot)

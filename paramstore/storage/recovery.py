@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.place import Extent
-from paramstore.errors import CatalogError, CorruptRecord, VolumeError
+from paramstore.errors import CorruptCatalog, CorruptRecord, VolumeError
 from paramstore.storage.apply_log import unpack_log
 from paramstore.storage.catalog import Contents, StepRow, VolumeRow
 from paramstore.storage.extents import Space, describe
@@ -43,7 +43,7 @@ def open_store(
     """The store that `contents` describes, on `volumes` (by index). `contents` belongs to the result from here on.
 
     Raises VolumeError listing every volume that is missing, foreign, misplaced, truncated or an old copy: CorruptRecord where
-    one of them is damaged or truncated. CatalogError if rows contradict each other.
+    one of them is damaged or truncated. CorruptCatalog if rows contradict each other.
     """
     superblocks, problems = _check_superblocks(contents, volumes)
     _raise_if(problems)
@@ -165,7 +165,7 @@ def _old_copy(index: int, name: str, row: StepRow, found: str) -> str:
 
 
 def _check_logs(contents: Contents) -> None:
-    """Every step of a namespace whose records may miss steps has the log of all that any of them does. Raises CatalogError."""
+    """Every step of a namespace whose records may miss steps has the log of all that any of them does. Raises CorruptCatalog."""
     for name, found in contents.namespaces.items():
         if found.namespace.schema.get("updates") != "exact":
             continue
@@ -174,7 +174,7 @@ def _check_logs(contents: Contents) -> None:
             in_force = [rows[at - 1].located for rows in found.rows.values() if (at := bisect_right(rows, step, key=_first_step))]
             oldest = min((located.identity.version for located in in_force), default=row.applies)
             if log.last != row.applies or oldest < log.first - 1:
-                raise CatalogError(
+                raise CorruptCatalog(
                     f"step {step} of namespace {name!r} has an apply log of {log.first} to {log.last}; its records stand at apply "
                     f"{oldest} and later, the step at {row.applies}"
                 )
@@ -188,7 +188,7 @@ def _occupy_extents(
     for index, row in sorted(contents.volumes.items()):
         start_bytes = extents_start_bytes(superblocks[index])
         if row.size_bytes <= start_bytes:
-            raise CatalogError(f"volume {index} has {row.size_bytes} bytes, but its extents start at {start_bytes}")
+            raise CorruptCatalog(f"volume {index} has {row.size_bytes} bytes, but its extents start at {start_bytes}")
         space.add_volume(
             index, start_bytes=start_bytes, size_bytes=volumes[index].size_bytes, written_bytes=row.written_bytes
         )

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from paramstore.cli.fsck import lines
+from paramstore.fsck import swap
 from paramstore.fsck.check import Report, examine
 from paramstore.fsck.disks import volume_file
 from paramstore.fsck.reader import NOTE_COPIES
 from paramstore.storage.catalog import Contents
 from paramstore.storage.format import Superblock
+from paramstore.storage.lock import PID_BYTES_MAX
 from paramstore.storage.notes import format_volume
 from paramstore.testing.machine import Machine
 from paramstore.testing.memory_disk import eventful, survey_of
@@ -119,6 +124,57 @@ def test_a_volume_that_may_not_be_looked_at_is_one_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "VolumeError: volume 0 " in err
+
+
+def refuse_at(place: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that refuses one of the writes that a rebuild makes."""
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def write(descriptor: int, data: bytes, offset_bytes: int) -> int:
+        if (len(data) <= PID_BYTES_MAX) is (place == "lock"):
+            refuse()
+        return pwrite(descriptor, data, offset_bytes)
+
+    pwrite = os.pwrite
+    if place in ("lock", "volume"):
+        monkeypatch.setattr(os, "pwrite", write)
+    elif place == "catalog":
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    else:
+        monkeypatch.setattr(swap, "_flush", refuse)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("place", ["lock", "volume", "catalog", "directory"])
+def test_a_rebuild_that_a_disk_refuses_has_failed_and_is_not_called_corruption(
+    place: str, number: int, directory: Path, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with volume_file(directory / "volume", 0).open("r+b") as file:
+        file.write(b"rot")  # in a superblock, which a rebuild writes again
+    with monkeypatch.context() as patch:
+        refuse_at(place, number, patch)
+        assert paramstore("fsck", "--dir", str(directory), "--rebuild") == 1
+    assert os.strerror(number) in capsys.readouterr().err
+    assert paramstore("fsck", "--dir", str(directory), "--rebuild") == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ENOENT])
+def test_a_catalog_that_cannot_be_copied_for_want_of_room_is_not_called_damaged(
+    number: int, directory: Path, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ENOENT is what Python says where no temporary directory can be written."""
+
+    def refuse(**named: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    assert paramstore("fsck", "--dir", str(directory), "--rebuild") == 0
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    for words in ((), ("--rebuild",)):
+        assert paramstore("fsck", "--dir", str(directory), *words) == 1
+        assert "no room for a copy of it" in capsys.readouterr().err
+    assert not (directory / "catalog.before-rebuild-1").exists()
 
 
 def test_a_superblock_that_was_written_again_is_said(

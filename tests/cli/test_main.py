@@ -62,7 +62,8 @@ def test_a_command_that_asks_the_daemon_loads_no_torch(modules_of: Callable[...,
     ("error", "code"),
     [
         (errors.ConfigError, 2), (errors.StoreUnavailable, 3), (errors.VersionMismatch, 3), (errors.CorruptRecord, 4),
-        (errors.CatalogError, 4), (errors.VolumeError, 1), (errors.StoreLocked, 1), (errors.CapacityError, 1),
+        (errors.CatalogError, 1), (errors.CorruptCatalog, 4),
+        (errors.VolumeError, 1), (errors.StoreLocked, 1), (errors.CapacityError, 1),
         (errors.StepFailed, 1), (errors.ParamStoreError, 1),
     ],
 )  # fmt: skip

@@ -142,7 +142,7 @@ CASES = [
     *((name, what) for name in DIRECTORIES for what in IN_PLACE_OF_A_DIRECTORY),
     *((SOCKET, what) for what in IN_PLACE_OF_A_FILE if what is not dead_socket),  # which is what it should be
 ]
-CODES = {"lock": 2, "catalog": 4, "catalog/data.mdb": 4, "catalog/lock.mdb": 4, "run": 2, SOCKET: 2, "volume": 1, FILES[3]: 1}
+CODES = {"lock": 2, "catalog": 1, "catalog/data.mdb": 1, "catalog/lock.mdb": 1, "run": 2, SOCKET: 2, "volume": 1, FILES[3]: 1}
 
 
 @pytest.mark.parametrize(("name", "what"), CASES, ids=lambda part: part if isinstance(part, str) else part.__name__)

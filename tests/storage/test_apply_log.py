@@ -12,7 +12,7 @@ import pytest
 
 from paramstore.core.apply_log import MISSED_MAX, ApplyLog
 from paramstore.core.optimizers import SGD, Adagrad, AdamW
-from paramstore.errors import CapacityError, CatalogError, CorruptRecord
+from paramstore.errors import CapacityError, CorruptCatalog, CorruptRecord
 from paramstore.storage import catalog_rows as rows
 from paramstore.storage.apply_log import pack_log, unpack_log
 from paramstore.storage.catalog import StepRow
@@ -81,13 +81,13 @@ SHORT_COLUMN = b"\x93\x01\x02\x81\xa5epoch\x92\x01\x01"
 
 @pytest.mark.parametrize("data", [b"\x93", b"\x93\x01\x01\x80", b"\x00", pack_log(random_log(1, 2))[:-1], SHORT_COLUMN])
 def test_what_is_no_log_is_refused(data: bytes) -> None:
-    with pytest.raises(CatalogError, match="cannot be read"):
+    with pytest.raises(CorruptCatalog, match="cannot be read"):
         unpack_log(data)
 
 
 def test_a_log_with_an_unknown_rule_is_refused() -> None:
     packed = pack_log(random_log(1, 2)).replace(b"adamw", b"bread")
-    with pytest.raises(CatalogError, match="bread"):
+    with pytest.raises(CorruptCatalog, match="bread"):
         unpack_log(packed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramstore.core.place import Extent
-from paramstore.errors import CatalogError
+from paramstore.errors import CorruptCatalog
 from paramstore.storage.extents import Space
 from paramstore.testing.small_space import PAGE, extent, space
 
@@ -203,7 +203,7 @@ def test_a_catalog_that_cannot_be_true_is_refused_and_changes_nothing(wrong: Ext
     made = space(16, start=1)
     made.occupy(extent(4, 2))
     before = made.stats()
-    with pytest.raises(CatalogError, match=reason):
+    with pytest.raises(CorruptCatalog, match=reason):
         made.occupy(wrong)
     assert made.stats() == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from paramstore.errors import CatalogError
+from paramstore.errors import CatalogError, CorruptCatalog
 from paramstore.storage import catalog_rows, lmdb_catalog
 from paramstore.storage.catalog import Catalog, Change, StepRow, VolumeRow
 from paramstore.storage.lmdb_catalog import LmdbCatalog
@@ -71,7 +72,7 @@ def test_a_flipped_bit_in_any_value_is_found_and_the_row_named(filled: Path) -> 
             flipped = bytearray(value)
             flipped[position] ^= 0x10
             rewrite(filled, key, bytes(flipped))
-            with pytest.raises(CatalogError, match=f"{names[key[0]]}.* does not match its checksum"):
+            with pytest.raises(CorruptCatalog, match=f"{names[key[0]]}.* does not match its checksum"):
                 LmdbCatalog(filled).load()
         rewrite(filled, key, value)
     LmdbCatalog(filled).load()
@@ -93,27 +94,27 @@ def test_a_volume_s_row_from_before_its_bytes_were_counted_counts_from_zero(fill
 def test_a_value_under_another_key_is_found(filled: Path) -> None:
     row = catalog_rows.row_key(1, (3, 1), 7)
     rewrite(filled, catalog_rows.row_key(1, (3, 2), 7), values(filled)[row])
-    with pytest.raises(CatalogError, match=r"key \(3, 2\)"):
+    with pytest.raises(CorruptCatalog, match=r"key \(3, 2\)"):
         LmdbCatalog(filled).load()
 
 
 @pytest.mark.parametrize("value", [b"", b"short", b"x" * 9])
 def test_a_value_too_short_for_a_checksum_is_found(filled: Path, value: bytes) -> None:
     rewrite(filled, catalog_rows.row_key(1, (3, 1), 7), value)
-    with pytest.raises(CatalogError, match="checksum"):
+    with pytest.raises(CorruptCatalog, match="checksum"):
         LmdbCatalog(filled).load()
 
 
 def test_a_row_without_its_namespace_is_found(filled: Path) -> None:
     rewrite(filled, catalog_rows.namespace_key(1), None)
-    with pytest.raises(CatalogError, match="no such namespace"):
+    with pytest.raises(CorruptCatalog, match="no such namespace"):
         LmdbCatalog(filled).load()
 
 
 @pytest.mark.parametrize("key", [b"\x05short", b"\x02", b"\x7fnew"])
 def test_a_key_that_is_not_ours_is_found(filled: Path, key: bytes) -> None:
     rewrite(filled, key, b"v" * 20)
-    with pytest.raises(CatalogError, match=key.hex()):
+    with pytest.raises(CorruptCatalog, match=key.hex()):
         LmdbCatalog(filled).load()
 
 
@@ -126,7 +127,7 @@ def test_a_catalog_of_another_format_version_is_refused(filled: Path, monkeypatc
 def test_a_file_of_the_other_lmdb_engine_is_refused(tmp_path: Path) -> None:
     with lmdb.open(str(tmp_path / "catalog"), lib_version=1) as environment, environment.begin(write=True) as transaction:
         transaction.put(b"k", b"v")
-    with pytest.raises(CatalogError, match=r"cannot be opened as LMDB 0\.9"):
+    with pytest.raises(CorruptCatalog, match=r"cannot be opened as LMDB 0\.9"):
         LmdbCatalog(tmp_path / "catalog")
 
 
@@ -151,13 +152,13 @@ def test_an_existing_catalog_keeps_its_uuid(filled: Path) -> None:
 
 def test_a_truncated_file_is_refused(filled: Path) -> None:
     os.truncate(filled / "data.mdb", 3 * 4096)
-    with pytest.raises(CatalogError, match="truncated to 12288 of"):
+    with pytest.raises(CorruptCatalog, match="truncated to 12288 of"):
         LmdbCatalog(filled)
 
 
 def test_garbage_instead_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"z" * 8192)
-    with pytest.raises(CatalogError, match="cannot be opened"):
+    with pytest.raises(CorruptCatalog, match="cannot be opened"):
         LmdbCatalog(tmp_path)
 
 
@@ -206,17 +207,24 @@ def test_what_was_reserved_is_allocated_in_the_file(tmp_path: Path) -> None:
     catalog.close()
 
 
-def test_reserve_names_what_is_missing_when_the_file_system_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def refuse_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_full_disk_refuses_by_the_bytes_with_the_fix_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID)
-
-    def refuse(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(CatalogError, match=r"no room for 5 rows: .* bytes needed"):
-        catalog.reserve(5)
+    before = (tmp_path / "catalog" / "data.mdb").stat().st_blocks
+    if when == "before":
+        monkeypatch.setattr(lmdb_catalog, "free_bytes", lambda place: 4096)
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", refuse_space)
+    with pytest.raises(CatalogError, match=r"no room for 5000 rows: \d+ bytes needed, .* bytes free: free some there") as caught:
+        catalog.reserve(5000)
+    assert type(caught.value) is CatalogError
+    assert (tmp_path / "catalog" / "data.mdb").stat().st_blocks == before
     catalog.close()
 
 

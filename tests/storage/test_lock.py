@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.errors import ConfigError, StoreLocked
+from paramstore.errors import CatalogError, ConfigError, StoreLocked
 from paramstore.storage.lock import StoreLock
 
 
@@ -84,7 +84,7 @@ def test_a_lock_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch
 
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr("paramstore.storage.lock.os.ftruncate", refuse)
-    with pytest.raises(ConfigError, match=r"lock: cannot be written: .*No space"):
+    with pytest.raises(CatalogError, match=r"lock: cannot be written: .*No space"):
         StoreLock.take(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramstore.errors import CapacityError, CatalogError
+from paramstore.errors import CapacityError, CorruptCatalog
 from paramstore.storage.note_slots import NoteSlots
 
 
@@ -35,7 +35,7 @@ def test_without_a_free_slot_the_count_is_named() -> None:
 def test_a_slot_that_cannot_be_occupied_is_refused(slot: int) -> None:
     slots = NoteSlots(2)
     slots.occupy(1)
-    with pytest.raises(CatalogError, match=f"slot {slot}"):
+    with pytest.raises(CorruptCatalog, match=f"slot {slot}"):
         slots.occupy(slot)
 
 

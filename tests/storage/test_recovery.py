@@ -9,7 +9,7 @@ import pytest
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Extent, Identity, Located
-from paramstore.errors import CatalogError, VolumeError
+from paramstore.errors import CorruptCatalog, VolumeError
 from paramstore.storage.apply_log import pack_log
 from paramstore.storage.catalog import Contents, NamespaceContents, NamespaceRow, Row, StepRow, VolumeRow
 from paramstore.storage.format import CommitNote, Superblock, extents_start_bytes
@@ -175,13 +175,13 @@ def test_a_volume_added_with_the_notes_of_the_committed_steps_opens(store: Store
 )
 def test_rows_that_contradict_each_other_are_a_catalog_error(store: Store, wrong: Extent, reason: str) -> None:
     store.contents.namespaces["moe"].rows[0, 0] = [Row(5, Located(wrong, Identity(1, 0), 0))]
-    with pytest.raises(CatalogError, match=reason):
+    with pytest.raises(CorruptCatalog, match=reason):
         store.open()
 
 
 def test_two_steps_in_one_note_slot_are_a_catalog_error(store: Store) -> None:
     store.contents.namespaces["moe"].steps[4] = StepRow(4, 2, note_slot=1, record_count=1, extra=b"")
-    with pytest.raises(CatalogError, match="note slot 1 is named by two steps"):
+    with pytest.raises(CorruptCatalog, match="note slot 1 is named by two steps"):
         store.open()
 
 
@@ -246,5 +246,5 @@ def test_a_step_whose_log_does_not_cover_its_records_is_refused(store: Store, fi
     if is_enough:
         assert store.open().ledgers["moe"].log_at(5) == log
     else:
-        with pytest.raises(CatalogError, match=r"step 5 of namespace 'moe' has an apply log .* stand at apply 4 .* at 9"):
+        with pytest.raises(CorruptCatalog, match=r"step 5 of namespace 'moe' has an apply log .* stand at apply 4 .* at 9"):
             store.open()
