@@ -126,6 +126,7 @@ async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
         if pages.advice:
             logger.warning("pages: shared %s, private %s; for huge pages: %s", pages.shared, pages.private, pages.advice)
         store = connect(config, runner, catalog, contents, volumes, HostMemory(pages), update_workers=update_workers)
+        await store.admission.keep_catalog_room()
         if any(namespace.is_trainable() for namespace in store.namespaces.values()):
             await runner.call(CPU_LANE, load)
         return store

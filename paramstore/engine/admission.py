@@ -218,6 +218,10 @@ class Admission:
                 self._planner.leases.pump(namespace)
                 self._transfers.drain()
 
+    async def keep_catalog_room(self) -> None:
+        """Once, when the store is open. See `VolumeSet.keep_catalog_room`."""
+        await self._volumes.keep_catalog_room(self._namespaces.values())
+
     async def close(self) -> None:
         """Ends what still grows."""
         for task in self._growing:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 from paramstore.core.residency import Copy, Working
 from paramstore.engine.arena import Arena
@@ -11,6 +13,7 @@ from paramstore.engine.counters import PartStats
 from paramstore.engine.namespace import NamespaceState, WriterGroup
 from paramstore.engine.transfers import VolumeTraffic
 from paramstore.engine.volumes import VolumeSet
+from paramstore.storage.mounts import free_bytes
 
 
 def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object]:
@@ -108,3 +111,11 @@ def _param_state(namespace: NamespaceState, key: tuple[int, int]) -> str:
 
 def volume_stats(volumes: VolumeSet, traffic: Mapping[int, VolumeTraffic]) -> dict[str, dict[str, object]]:
     return {str(index): {**volumes.describe(index), **asdict(traffic[index])} for index in volumes.volumes}
+
+
+def disk_stats(directory: Path) -> dict[str, object]:
+    """What others may still write beside a store's catalog before its disk is full; None where nobody can tell."""
+    stats: dict[str, object] = {"dir": str(directory), "free_bytes": None}
+    with suppress(OSError):
+        stats["free_bytes"] = free_bytes(directory)
+    return stats

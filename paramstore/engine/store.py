@@ -35,7 +35,7 @@ from paramstore.engine.patrol import Patrol
 from paramstore.engine.planner import Planner
 from paramstore.engine.ranks import Ranks
 from paramstore.engine.reading import Reading
-from paramstore.engine.report import namespace_stats, residency, volume_stats
+from paramstore.engine.report import disk_stats, namespace_stats, residency, volume_stats
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
 from paramstore.engine.runner import Runner
 from paramstore.engine.schedules import choose_schedule, declare_schedule
@@ -335,7 +335,7 @@ class Store:
                 "adamw": known_state(),
             },
             "tiers": {"host": await self.host.stats(), **self._volumes.tier_stats(self._transfers.traffic)},
-            "volumes": volume_stats(self._volumes, self._transfers.traffic),
+            "volumes": volume_stats(self._volumes, self._transfers.traffic), "catalog": disk_stats(self.config.dir),
             "queues": {
                 str(lane): {"queued": stats.queued, "running": stats.running}
                 for lane, stats in self._runner.scheduler.stats().items()

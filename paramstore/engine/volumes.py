@@ -1,4 +1,5 @@
-"""The set of volumes: room for namespaces, growth, zero-fill ahead of use, figures, what was written over the store's life.
+"""The set of volumes: room for namespaces, also in the catalog, growth, zero-fill ahead of use, figures, what was written over
+the store's life.
 
 A namespace is entitled to its state once for every retained step, every step that readers may hold, every snapshot and the
 step being made, plus the pipeline share: so an apply can always be written beside them. Without a fixed size, volumes
@@ -21,7 +22,7 @@ from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, Runner, volume_lane
 from paramstore.engine.transfers import VolumeTraffic
 from paramstore.errors import CapacityError, CatalogError, ParamStoreError, VolumeError
-from paramstore.storage.catalog import Catalog, Change, VolumeRow
+from paramstore.storage.catalog import STEP_ROWS_BOUND, Catalog, Change, VolumeRow
 from paramstore.storage.extents import Space
 from paramstore.storage.format import Superblock, extents_start_bytes
 from paramstore.storage.volume import Volume
@@ -46,8 +47,13 @@ def entitled_bytes(schema: Schema, key_count: int, retention: Retention = DEFAUL
     record_bytes = schema.record_bytes
     state_bytes = key_count * record_bytes
     pipeline_bytes = max(PIPELINE_RECORDS_MIN * record_bytes, round_up(int(PIPELINE_SHARE * state_bytes), record_bytes))
-    copies = retention.retained_steps + 1 + retention.held_steps + snapshots if schema.is_trainable else 1
+    copies = _kept_steps(retention, snapshots) if schema.is_trainable else 1
     return copies * state_bytes + pipeline_bytes
+
+
+def _kept_steps(retention: Retention, snapshots: int) -> int:
+    """Steps of a namespace that there may be at once, the one being made among them."""
+    return retention.retained_steps + 1 + retention.held_steps + snapshots
 
 
 class VolumeSet:
@@ -92,6 +98,7 @@ class VolumeSet:
         entitlement back.
         """
         others = [other for other in beside if other is not namespace]
+        await self._make_catalog_room(self._kept_rows(namespace, snapshots=snapshots) + sum(map(self._kept_rows, others)))
         before_bytes = self.space.entitled_bytes(namespace.name)
         needed_bytes = self._entitled(namespace, snapshots=snapshots)
         await self._make_room(others, namespace, needed_bytes)
@@ -107,6 +114,27 @@ class VolumeSet:
             )
         if missing_bytes:
             await self._grow(missing_bytes)
+
+    async def keep_catalog_room(self, namespaces: Iterable[NamespaceState]) -> None:
+        """When a store is opened: the catalog may be one without the room, or more steps may be kept from now on. Where the disk
+        has none, the log says so; each commit looks again."""
+        try:
+            await self._make_catalog_room(sum(map(self._kept_rows, namespaces)))
+        except CapacityError as error:
+            logger.warning("a commit may fail on a full disk: %s", error)
+
+    async def _make_catalog_room(self, kept_rows: int) -> None:
+        """On return the commits of a whole life find room in the catalog, whoever fills its disk. Raises CapacityError."""
+        try:
+            await self._runner.call(CATALOG_LANE, partial(self._catalog.reserve, 1, kept_rows=kept_rows))
+        except CatalogError as error:
+            raise CapacityError(str(error)) from error
+
+    def _kept_rows(self, namespace: NamespaceState, *, snapshots: int | None = None) -> int:
+        """Rows of the catalog that a namespace may have: one for each record that it may have on the volumes, and its steps."""
+        count = len(namespace.ledger.snapshots()) if snapshots is None else snapshots
+        records = self._entitled(namespace, snapshots=count) // namespace.schema.record_bytes
+        return records + _kept_steps(self._retention, count) * STEP_ROWS_BOUND
 
     def give_up(self, name: str) -> None:
         """The namespace was not created after all. What volumes grew by stays, for the next."""

@@ -25,6 +25,10 @@ class Row(NamedTuple):
     located: Located
 
 
+STEP_ROWS_BOUND = 320
+"""What a step's row can take, with the longest `extra` and log, in rows of records."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepRow:
     """One step that can be opened. note_slot: where its commit note lies on every volume. applies: how many applies it covers.
@@ -122,8 +126,10 @@ class Catalog(Protocol):
         """Everything durable now. Raises CatalogError naming the row whose checksum or shape is wrong."""
         ...
 
-    def reserve(self, row_count: int) -> None:
-        """Called before data is written: on return a Change of up to `row_count` rows will find room. Raises CatalogError."""
+    def reserve(self, row_count: int, *, kept_rows: int = 0) -> None:
+        """Called before data is written: on return a Change of up to `row_count` rows will find room, and so will every later one
+        while no more than `kept_rows` rows are kept. Raises CatalogError naming the bytes that are missing.
+        """
         ...
 
     def apply(self, change: Change) -> None:

@@ -34,7 +34,7 @@ class MemoryCatalog:
         self._is_loaded = True
         return _copy(self._durable)
 
-    def reserve(self, row_count: int) -> None:
+    def reserve(self, row_count: int, *, kept_rows: int = 0) -> None:
         self._check_open()
 
     def apply(self, change: Change) -> None:
@@ -72,8 +72,8 @@ class WrappedCatalog:
     def load(self) -> Contents:
         return self.inner.load()
 
-    def reserve(self, row_count: int) -> None:
-        self.inner.reserve(row_count)
+    def reserve(self, row_count: int, *, kept_rows: int = 0) -> None:
+        self.inner.reserve(row_count, kept_rows=kept_rows)
 
     def apply(self, change: Change) -> None:
         self.inner.apply(change)

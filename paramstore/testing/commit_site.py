@@ -50,9 +50,9 @@ class RecordingCatalog(WrappedCatalog):
         self.events = events
         self.failing = ""
 
-    def reserve(self, row_count: int) -> None:
+    def reserve(self, row_count: int, *, kept_rows: int = 0) -> None:
         self._pass("reserve")
-        super().reserve(row_count)
+        super().reserve(row_count, kept_rows=kept_rows)
 
     def apply(self, change: Change) -> None:
         self._pass("apply")

@@ -254,9 +254,9 @@ class ScriptedCatalog(WrappedCatalog):
         self._fail_if_due("load")
         return super().load()
 
-    def reserve(self, row_count: int) -> None:
+    def reserve(self, row_count: int, *, kept_rows: int = 0) -> None:
         self._fail_if_due("reserve")
-        super().reserve(row_count)
+        super().reserve(row_count, kept_rows=kept_rows)
 
     def apply(self, change: Change) -> None:
         if self._is_panicked:

@@ -111,11 +111,11 @@ class SimCatalog(FaultyCatalog):
             self.fail_next(outcome)
         super().apply(change)
 
-    def reserve(self, row_count: int) -> None:
+    def reserve(self, row_count: int, *, kept_rows: int = 0) -> None:
         if self.faults is not None and self._random.random() < self.faults.transaction / 2:
             self._fired["catalog full"] += 1
             raise CatalogError("simulated catalog: no room")
-        super().reserve(row_count)
+        super().reserve(row_count, kept_rows=kept_rows)
 
     def reopen(self) -> None:
         if self.faults is not None and self._random.random() < self.faults.catalog_lost:

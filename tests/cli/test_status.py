@@ -47,6 +47,13 @@ def test_one_screen_shows_tiers_volumes_and_namespaces(
     assert re.search(r"nvme ", shown)
     assert str(daemon.directory / "volume") in shown
     assert re.search(r"experts .*None .* ok", shown)
+    assert re.search(rf"^catalog in {re.escape(str(daemon.directory))}: [\d.]+ \w+ free on its file system$", shown, re.MULTILINE)
+
+
+def test_the_catalogs_disk_is_told_where_it_is_known() -> None:
+    assert list(status.disk_lines({"dir": "/srv/moe", "free_bytes": 0})) == ["catalog in /srv/moe: 0 B free on its file system"]
+    assert list(status.disk_lines({"dir": "/srv/moe", "free_bytes": None})) == []
+    assert list(status.disk_lines(None)) == [], "a daemon of an older version"
 
 
 @pytest.mark.slow

@@ -43,13 +43,14 @@ def spoil(directory: Path, value: torch.Tensor) -> None:
 # --- full
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
+@pytest.fixture(params=[16])
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 16 MiB, or of as many as the test says."""
     place = tmp_path / "disk"
     place.mkdir()
+    options = f"size={request.param}m"
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "paramstore-test", str(place)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", options, "paramstore-test", str(place)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
@@ -69,6 +70,42 @@ def test_a_namespace_that_does_not_fit_the_disk_is_refused_and_a_smaller_one_fit
             namespace.initialize(lambda key: {"w": torch.full((16, 16), float(key[1]))})
             namespace.commit(1).wait()
             assert namespace.steps() == [1]
+    daemon.stop()
+
+
+def fill(disk: Path) -> None:
+    """Leaves nothing free: what others write takes every byte."""
+    with (disk / "others").open("wb", buffering=0) as others:
+        while free := os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize:
+            others.write(bytes(min(free, MIB)))
+
+
+@pytest.mark.parametrize("small_disk", [48], indirect=True)
+def test_on_a_disk_that_others_fill_after_the_namespace_was_created_every_commit_succeeds(small_disk: Path, serve: Serve) -> None:
+    daemon = serve(small_disk / "store", "--host-budget", "64MiB").start()
+    value = torch.ones(64, 64)
+    with ps.connect(daemon.address) as store:
+        schema = ps.adamw_schema({"w": (64, 64)}, param_dtype="float32")
+        with store.create_namespace("moe", schema, layers=2, experts=16) as namespace:
+            fill(small_disk)
+            namespace.initialize(lambda key: {"w": value})
+            for step in range(30):
+                namespace.push({(layer, expert): {"w": value} for layer in range(2) for expert in range(16)})
+                namespace.apply(OPTIONS)
+                namespace.commit(step, extra=bytes(64 << 10) if step % 3 == 0 else b"").wait()
+            assert namespace.steps() == [28, 29]
+        assert store.stats()["catalog"]["free_bytes"] == 0
+    daemon.stop()
+
+
+@pytest.mark.parametrize("small_disk", [48], indirect=True)
+def test_a_namespace_whose_catalog_finds_no_room_is_refused_with_the_fix(small_disk: Path, tmp_path: Path, serve: Serve) -> None:
+    daemon = serve(small_disk / "store", "--volume", str(tmp_path / "volume"), "--host-budget", "64MiB").start()
+    fill(small_disk)
+    with ps.connect(daemon.address) as store:
+        with pytest.raises(ps.CapacityError, match=r"catalog .*: \d+ bytes needed, .* has 0 bytes free: free some there"):
+            store.create_namespace("moe", ps.adamw_schema({"w": (16, 16)}), layers=100, experts=100)
+        assert store.namespaces() == []
     daemon.stop()
 
 

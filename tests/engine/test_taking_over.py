@@ -82,7 +82,7 @@ def test_a_transaction_that_happened_counts_whatever_making_room_after_it_meets(
         catalog = store._transactions._catalog
         error = CatalogError("no room") if reserve_fails == "lmdb" else RuntimeError("a bug")
 
-        def reserve(row_count: int) -> None:
+        def reserve(row_count: int, *, kept_rows: int = 0) -> None:
             raise error
 
         catalog.reserve = reserve  # type: ignore[method-assign]

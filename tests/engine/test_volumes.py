@@ -11,7 +11,7 @@ from paramstore.core.schema import Schema
 from paramstore.engine.transfers import VolumeTraffic
 from paramstore.engine.volumes import PIPELINE_RECORDS_MIN, RECORDED_BYTES, entitled_bytes
 from paramstore.errors import CapacityError, CatalogError
-from paramstore.storage.catalog import Change
+from paramstore.storage.catalog import STEP_ROWS_BOUND, Change
 from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
 from paramstore.testing.small_host import namespace_of
 from paramstore.testing.small_store import SCHEMA, run, turns
@@ -131,6 +131,57 @@ def test_a_transaction_that_fails_while_volumes_grow_leaves_the_catalog_fit_for_
         shelf.catalog.apply(Change())
 
     run(scenario())
+
+
+# --- room in the catalog
+
+
+class NarrowCatalog(MemoryCatalog):
+    """Has room for so many kept rows."""
+
+    def __init__(self, row_count: int) -> None:
+        super().__init__()
+        self.row_count = row_count
+        self.kept_rows = 0
+
+    def reserve(self, row_count: int, *, kept_rows: int = 0) -> None:
+        if kept_rows > self.row_count:
+            raise CatalogError(f"no room for {kept_rows} rows")
+        self.kept_rows = kept_rows
+
+
+def test_a_namespace_has_its_catalog_rows_before_volumes_grow_beside_those_of_all_others() -> None:
+    async def scenario() -> None:
+        catalog = NarrowCatalog(1 << 30)
+        shelf = Shelf(catalog=catalog)
+        await shelf.make_room(100)
+        alone, steps = catalog.kept_rows, RETAINED_STEPS + 1 + HELD_STEPS
+        assert alone >= steps * (100 + STEP_ROWS_BOUND)
+        await shelf.make_room(100, namespace_of(OPAQUE, 5))
+        assert catalog.kept_rows >= alone + 5 + steps * STEP_ROWS_BOUND
+        await shelf.set.keep_catalog_room([namespace_of(OPAQUE, 5)])
+        assert 5 + steps * STEP_ROWS_BOUND <= catalog.kept_rows < alone
+
+    run(scenario())
+
+
+def test_a_namespace_whose_catalog_rows_find_no_room_is_refused_and_nothing_grew() -> None:
+    async def scenario() -> None:
+        shelf = Shelf(catalog=NarrowCatalog(100))
+        with pytest.raises(CapacityError, match=r"no room for \d+ rows"):
+            await shelf.make_room(100)
+        assert shelf.usable_bytes == MIB
+        assert shelf.space.entitled_bytes("moe") == 0
+
+    run(scenario())
+
+
+def test_a_store_without_the_room_opens_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        await Shelf(catalog=NarrowCatalog(100)).set.keep_catalog_room([namespace_of(OPAQUE, 5)])
+
+    run(scenario())
+    assert "a commit may fail on a full disk: no room for" in caplog.text
 
 
 # --- what was written over the store's life

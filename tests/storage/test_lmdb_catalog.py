@@ -6,13 +6,14 @@ import errno
 import os
 import threading
 from pathlib import Path
+from random import Random
 
 import lmdb
 import pytest
 
 from paramstore.errors import CatalogError, CorruptCatalog
 from paramstore.storage import catalog_rows, lmdb_catalog
-from paramstore.storage.catalog import Catalog, Change, StepRow, VolumeRow
+from paramstore.storage.catalog import STEP_ROWS_BOUND, Catalog, Change, StepRow, VolumeRow
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.testing.catalogs import STORE_UUID, CatalogContract, namespace_row, row_of
 
@@ -207,8 +208,61 @@ def test_what_was_reserved_is_allocated_in_the_file(tmp_path: Path) -> None:
     catalog.close()
 
 
+KEPT_STEPS = 5
+
+
+def lives_on_a_full_disk(catalog: LmdbCatalog, *, experts: int, share: float, extra_bytes: int, commits: int) -> None:
+    """Random commits that keep their newest steps, each reserved for as the daemon does, and dropped rows given back."""
+    random = Random(7)
+    steps: list[int] = []
+    first_steps: dict[int, list[int]] = {expert: [] for expert in range(experts)}
+    catalog.apply(Change(put_namespaces=(namespace_row(experts=experts),)))
+    for step in range(commits):
+        changed = [expert for expert in range(experts) if step == 0 or random.random() < share]
+        steps.append(step)
+        dropped = [steps.pop(0)] if len(steps) > KEPT_STEPS else []
+        drop_rows = []
+        for expert, firsts in first_steps.items():
+            while len(firsts) > 1 and firsts[1] <= steps[0]:
+                drop_rows.append(("moe", (0, expert), firsts.pop(0)))
+        for expert in changed:
+            first_steps[expert].append(step)
+        catalog.reserve(2 * experts + 16)
+        extra = random.randbytes(random.randint(0, extra_bytes))
+        catalog.apply(
+            Change(
+                put_rows=tuple(row_of((0, expert), step, step) for expert in changed), drop_rows=tuple(drop_rows),
+                put_steps=(("moe", StepRow(step, step, 0, len(changed), extra)),),
+                drop_steps=tuple(("moe", old) for old in dropped),
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "extra_bytes"), [(1.0, 0), (0.3, 0), (0.5, 64 << 10)])
+def test_a_long_life_needs_no_more_room_than_was_reserved_for_the_rows_it_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, extra_bytes: int
+) -> None:
+    experts = 3000
+    catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID)
+    catalog.load()
+    monkeypatch.setattr(lmdb_catalog, "FIXED_BYTES_BOUND", 0)  # what is kept has its room without that
+    catalog.reserve(1, kept_rows=KEPT_STEPS * (experts + STEP_ROWS_BOUND))
+    monkeypatch.setattr(os, "posix_fallocate", refuse_space)
+    lives_on_a_full_disk(catalog, experts=experts, share=share, extra_bytes=extra_bytes, commits=200)
+    catalog.close()
+
+
 def refuse_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_what_is_reserved_for_a_life_is_allocated_at_once(tmp_path: Path) -> None:
+    catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID)
+    catalog.reserve(1, kept_rows=20_000)
+    status = (tmp_path / "catalog" / "data.mdb").stat()
+    assert status.st_blocks * 512 >= lmdb_catalog.LIFE_COPIES * 20_000 * catalog_rows.ROW_BYTES_BOUND
+    catalog.close()
 
 
 @pytest.mark.parametrize("when", ["before", "while"])
