@@ -12,6 +12,7 @@ from pathlib import Path
 from paramstore.bench import pages
 from paramstore.config import format_size
 from paramstore.errors import CapacityError, ConfigError
+from paramstore.storage.mounts import free_bytes
 from paramstore_client.address import PATH_BYTES_MAX
 
 DEEPEST = Path("bench-xxxxxxxx") / "store" / "run" / "paramstore.sock"
@@ -73,14 +74,14 @@ def check_directory(directory: Path) -> None:
         )
 
 
-def check_free_space(directory: Path, needed_bytes: int) -> None:
-    """Returns if `directory` has room for `needed_bytes`; else raises CapacityError."""
-    stat = os.statvfs(directory)
-    free_bytes = stat.f_bavail * stat.f_frsize
-    if free_bytes < needed_bytes:
+def check_free_space(directory: Path, needed_bytes: int, *, quick_bytes: int | None = None) -> None:
+    """Returns if `directory` has room for `needed_bytes`; else raises CapacityError. quick_bytes: what a run with --quick needs;
+    None where there is no such flag."""
+    if (left_bytes := free_bytes(directory)) < needed_bytes:
+        or_quick = ", or run it with --quick" if quick_bytes is not None and quick_bytes <= left_bytes else ""
         raise CapacityError(
-            f"{directory}: {format_size(free_bytes)} free, the benchmark needs {format_size(needed_bytes)} for a while: "
-            "choose another directory with --dir, or run it with --quick"
+            f"{directory}: {format_size(left_bytes)} free, the benchmark needs {format_size(needed_bytes)} for a while: "
+            f"choose another directory with --dir{or_quick}"
         )
 
 
