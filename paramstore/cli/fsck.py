@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def fsck(
     directory: Path = typer.Option(None, "--dir", help="The store's directory, as given to `serve`."),
-    volume: list[str] = typer.Option(None, "--volume", help="A directory of a volume, as given to `serve`, in the same order."),
+    volume: list[str] = typer.Option(None, "--volume", help="A directory of a volume, as given to `serve`."),
     rebuild: bool = typer.Option(False, "--rebuild", help="Make a new catalog of what the volumes prove; the old one is kept."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
 ) -> None:

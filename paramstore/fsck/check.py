@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paramstore.core.schema import Part, Schema
-from paramstore.errors import CapacityError, CatalogError, ConfigError, SchemaMismatch, StoreLocked
+from paramstore.errors import CapacityError, CatalogError, ConfigError, SchemaMismatch, StoreLocked, VolumeError
 from paramstore.fsck.compare import compare
-from paramstore.fsck.disks import FileDisk, volume_file
+from paramstore.fsck.disks import FileDisk, volume_file, volume_index
 from paramstore.fsck.findings import Finding
 from paramstore.fsck.proof import Proof, prove, settle_slots
 from paramstore.fsck.rebuild import check_rebuildable, is_blank, new_contents, restore_notes, restore_superblocks
@@ -147,11 +147,13 @@ def layouts_of(contents: Contents | None) -> dict[str, Part]:
 
 @contextmanager
 def opened(volumes: Sequence[str], *, is_writable: bool = False) -> Iterator[list[FileDisk]]:
-    """The volumes' files, by position. Raises VolumeError."""
+    """The volumes' files. Raises VolumeError, also where one volume is in two of the directories."""
     disks: list[FileDisk] = []
     try:
-        for index, volume in enumerate(volumes):
-            disks.append(FileDisk(_directory(volume), index, is_writable=is_writable))
+        for directory, index in _placed(volumes):
+            disks.append(FileDisk(directory, index, is_writable=is_writable))
+            if same := [disk.place for disk in disks[:-1] if disk.index == index]:
+                raise VolumeError(f"{disks[-1].place} and {same[0]} are one volume: give the one that is the store's")
         yield disks
     finally:
         for disk in disks:
@@ -161,15 +163,18 @@ def opened(volumes: Sequence[str], *, is_writable: bool = False) -> Iterator[lis
 def total_bytes(volumes: Sequence[str]) -> int:
     """How much there is to read, for a progress bar; volumes that are not there, or may not be looked at, count for nothing."""
     total = 0
-    for index, volume in enumerate(volumes):
+    for directory, index in _placed(volumes):
         with suppress(OSError):
-            status = volume_file(_directory(volume), index).stat()
+            status = volume_file(directory, index).stat()
             total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
-def _directory(volume: str) -> Path:
-    return Path(volume.removeprefix(PMEM_PREFIX))
+def _placed(volumes: Sequence[str]) -> Iterator[tuple[Path, int]]:
+    """The directory and the index of each volume."""
+    for position, volume in enumerate(volumes):
+        directory = Path(volume.removeprefix(PMEM_PREFIX))
+        yield directory, volume_index(directory, position)
 
 
 def read_catalog(path: Path) -> Contents:

@@ -44,13 +44,14 @@ def volume_file(directory: Path, index: int) -> Path:
     return directory / f"volume-{index:03d}.data"
 
 
-def _others(directory: Path) -> str:
-    """What else lies where a volume was looked for."""
+def volume_index(directory: Path, position: int) -> int:
+    """Which volume lies in the directory that was given at `position`: by the name of its file, where there is only one."""
     try:
-        names = sorted(path.name for path in directory.glob("volume-*.data"))
+        names = [path.name for path in directory.glob("volume-*.data")]
     except OSError:
-        return ""  # what there is may not be looked at
-    return f"; there is {', '.join(names)}: give the --volume paths in their order" if names else ""
+        return position  # what there is may not be looked at
+    number = names[0].removeprefix("volume-").removesuffix(".data") if len(names) == 1 else ""
+    return int(number) if number.isdecimal() else position
 
 
 class FileDisk:
@@ -66,7 +67,7 @@ class FileDisk:
         try:
             self._descriptor = os.open(path, flags)
         except OSError as error:
-            raise VolumeError(f"{self.place}: cannot be opened: {error.strerror}{_others(directory)}") from error
+            raise VolumeError(f"{self.place}: cannot be opened: {error.strerror}") from error
         try:
             fcntl.flock(self._descriptor, (fcntl.LOCK_EX if is_writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -92,7 +92,7 @@ def _take_superblock(result: Survey, disk: Disk) -> None:
         result.findings.append(Finding(volume=disk.index, what="its superblocks differ: parts of two volumes lie in one file"))
         return
     if whole[0].index != disk.index:
-        what = f"says that it is volume {whole[0].index}: give the --volume paths in their order"
+        what = f"says that it is volume {whole[0].index}: its file was renamed"
         result.findings.append(Finding(volume=disk.index, what=what))
         return
     result.superblocks[disk.index] = whole[0]

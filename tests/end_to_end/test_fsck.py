@@ -243,13 +243,24 @@ def test_a_store_that_is_served_is_refused(directory: Path, fsck: Fsck) -> None:
             assert f"is in use by process {daemon.pid}" in err
 
 
-def test_volumes_in_another_order_are_named(directory: Path, fsck: Fsck) -> None:
+def test_volumes_in_another_order_are_the_same_store(directory: Path) -> None:
+    given = volumes_of(directory)[1::2]
+    for order in (given, given[::-1]):
+        report = check(directory, order)
+        assert report.findings == []
+        assert [disk.place for _, disk in sorted(report.found.disks.items())] == [
+            f"volume {index} ({place}/volume-00{index}.data)" for index, place in enumerate(given)
+        ]
+        assert rebuild(directory, order).is_rebuilt
+
+
+def test_volumes_whose_files_were_renamed_are_named(directory: Path, fsck: Fsck) -> None:
     (directory / "a" / "volume-000.data").rename(directory / "spare")
     (directory / "b" / "volume-001.data").rename(directory / "a" / "volume-000.data")
     (directory / "spare").rename(directory / "b" / "volume-001.data")
     code, out, _ = fsck("--rebuild")
     assert code == 4
-    assert "volume 0: says that it is volume 1: give the --volume paths in their order" in out
+    assert "volume 0: says that it is volume 1: its file was renamed" in out
 
 
 def test_volumes_that_are_served_from_another_directory_are_refused(directory: Path, tmp_path: Path) -> None:

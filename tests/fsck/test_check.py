@@ -186,6 +186,13 @@ def test_a_volume_that_may_not_be_looked_at_counts_for_nothing_and_is_refused_by
             run_it(Path(refused), volumes(directory))
 
 
+def test_a_volume_that_is_given_twice_is_refused_with_both_places(directory: Path) -> None:
+    shutil.copytree(directory / "volume", directory / "copy")
+    for run_it in (check, rebuild):
+        with pytest.raises(VolumeError, match=r"volume 0 \(.*/copy/.*\) and volume 0 \(.*/volume/.*\) are one volume"):
+            run_it(directory, [*volumes(directory), str(directory / "copy")])
+
+
 def test_nothing_is_rebuilt_without_a_volume_that_the_catalog_names(directory: Path) -> None:
     catalog = LmdbCatalog(directory / "catalog")
     catalog.load()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paramstore.errors import VolumeError
-from paramstore.fsck.disks import FileDisk, volume_file
+from paramstore.fsck.disks import FileDisk, volume_file, volume_index
 from paramstore.storage.backing_file import volume_path
 
 BYTES = os.urandom(5 * 4096)
@@ -54,9 +54,15 @@ def test_a_writable_disk_writes_in_place(directory: Path) -> None:
     assert volume_file(directory, 3).read_bytes() == BYTES[:4096] + b"x" * 4096 + BYTES[8192:]
 
 
-def test_a_volume_in_another_place_is_told_of(directory: Path) -> None:
-    with pytest.raises(VolumeError, match=r"No such file .*; there is volume-003.data: give the --volume paths in their order"):
-        FileDisk(directory, 0)
+def test_a_volume_is_known_by_its_file_s_name_and_by_its_position_where_that_does_not_tell(directory: Path) -> None:
+    assert volume_index(directory, 0) == 3
+    volume_file(directory, 5).touch()
+    assert volume_index(directory, 0) == 0, "there are two"
+    (directory / "below").mkdir()
+    assert volume_index(directory / "below", 2) == 2
+    (directory / "below" / "volume-odd.data").touch()
+    assert volume_index(directory / "below", 2) == 2
+    assert volume_index(directory / ("n" * 300), 2) == 2
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
