@@ -85,7 +85,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dir: Path = Path("paramstore-data")
     """Where catalog, lock, socket and (without `volumes`) the volume lie."""
     volumes: tuple[Path, ...] = ()
-    """One directory per volume; records are spread over them. A path `pmem:DIR` makes a PMem volume."""
+    """One directory per volume; records are spread over them. A path `pmem:DIR` makes a PMem volume. A store
+    that exists takes no other."""
+    add_volumes: tuple[Path, ...] = ()
+    """Directories beside `volumes` that an existing store takes as new volumes, for ever; one that it has already is no error."""
     volume_size_bytes: int | None = None
     """Size of each volume, preallocated; None grows volumes at `create_namespace`."""
     host_budget_bytes: int = 1 << 30
@@ -134,7 +137,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def volume_paths(self) -> tuple[Path, ...]:
-        return self.volumes or (self.dir / "volume",)
+        """`volumes`, or the one in `dir`, and of `add_volumes` those that are not named twice."""
+        given = self.volumes or (self.dir / "volume",)
+        places = set(map(_place, given))
+        return (*given, *(path for path in self.add_volumes if _place(path) not in places))
+
+    def adds(self, volume: Path) -> bool:
+        """Whether a volume's path is one of `add_volumes`, however it is spelt."""
+        return _place(volume) in map(_place, self.add_volumes)
 
 
 SIZE_SETTINGS = (
@@ -146,8 +156,8 @@ SHORT_NAMES = {
 }  # fmt: skip
 """Flags and variables leave out the unit, since a size carries its own."""
 FLAGS = {
-    "dir": "--dir", "volumes": "--volume", "volume_size": "--volume-size", "host_budget": "--host-budget",
-    "gradient_budget": "--gradient-budget", "socket": "--socket", "policy.name": "--policy",
+    "dir": "--dir", "volumes": "--volume", "add_volumes": "--add-volume", "volume_size": "--volume-size",
+    "host_budget": "--host-budget", "gradient_budget": "--gradient-budget", "socket": "--socket", "policy.name": "--policy",
 }  # fmt: skip
 OTHER_VARIABLES = frozenset({
     "PARAMSTORE_ADDRESS", "PARAMSTORE_DEBUG",  # the client's
@@ -173,10 +183,12 @@ def _between(least: int, most: int) -> _Rule:
 _SIZE = _Rule(int, "a size above 0, as in 64GiB", lambda value: value > 0)
 _OPTIONAL_SIZE = _Rule(int | None, _SIZE.words, lambda value: value is None or value > 0)
 _SECONDS = _Rule(float, "a number above 0", lambda value: 0.0 < value < math.inf)
+_PATHS = _Rule(tuple[Path, ...], "a list of paths, none of them empty")
 _SWITCH = _Rule(bool, "true or false")
 _RULES = {
     "dir": _Rule(Path, "a path, and not empty"),
-    "volumes": _Rule(tuple[Path, ...], "a list of paths, none of them empty"),
+    "volumes": _PATHS,
+    "add_volumes": _PATHS,
     "volume_size_bytes": _OPTIONAL_SIZE,
     "host_budget_bytes": _SIZE,
     "gradient_budget_bytes": _OPTIONAL_SIZE,
@@ -244,8 +256,8 @@ def _checked(name: str, item: _Given) -> object:
         raise ConfigError(f"{item.source}: {name}={item.value!r}: must be {rule.words}") from error
     if not rule.holds(converted):
         raise ConfigError(f"{item.source}: {name}={item.value!r}: must be {rule.words}")
-    if name == "volumes":
-        _check_distinct(converted, item.source)  # type: ignore[arg-type]  # its rule made it a tuple of paths
+    if rule is _PATHS:
+        _check_distinct(converted, f"{item.source}: {name}")  # type: ignore[arg-type]  # its rule made it a tuple of paths
     return converted
 
 
@@ -253,15 +265,24 @@ def _check_distinct(volumes: tuple[Path, ...], source: str) -> None:
     """Raises ConfigError where two volumes would lie in one directory, however it is spelt."""
     seen: dict[str, Path] = {}
     for volume in volumes:
-        place = os.path.realpath(str(volume).removeprefix(PMEM_PREFIX))
-        if place in seen:
-            raise ConfigError(f"{source}: volumes: {seen[place]} and {volume} are one directory: each volume needs its own")
+        if (place := _place(volume)) in seen:
+            raise ConfigError(f"{source}: {seen[place]} and {volume} are one directory: each volume needs its own")
         seen[place] = volume
 
 
+def volume_directory(volume: Path) -> Path:
+    """The directory that a volume's path names, which may say that it is one of persistent memory."""
+    return Path(str(volume).removeprefix(PMEM_PREFIX))
+
+
+def _place(volume: Path) -> str:
+    return os.path.realpath(volume_directory(volume))
+
+
 def _decode_path(kind: type, value: object) -> object:
-    if kind is Path and isinstance(value, str | Path) and str(value).removeprefix(PMEM_PREFIX).strip():
-        return Path(value)
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if kind is Path and isinstance(text, str) and text.removeprefix(PMEM_PREFIX).strip():
+        return Path(text)
     raise TypeError(f"{value!r} is not a path")
 
 
@@ -311,7 +332,7 @@ def _from_environment(variables: Mapping[str, str]) -> dict[str, _Given]:
             source = f"variable {variable}"
             name = _full_name(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), source)
             value: object = text
-            if name == "volumes":
+            if _RULES[name] is _PATHS:
                 value = VOLUMES_SEPARATOR.split(text) if text else []
             given[name] = _Given(value, source)
     return given

@@ -84,7 +84,8 @@ def test_variables_of_others_are_left_alone() -> None:
     ],
 )  # fmt: skip
 def test_volumes_in_the_environment_are_separated_as_in_path(text: str, paths: tuple[str, ...]) -> None:
-    assert load(environ={"PARAMSTORE_VOLUMES": text}).volumes == tuple(map(Path, paths))
+    config = load(environ={"PARAMSTORE_VOLUMES": text, "PARAMSTORE_ADD_VOLUMES": text})
+    assert config.volumes == config.add_volumes == tuple(map(Path, paths))
 
 
 def test_booleans_and_paths_are_read_from_text() -> None:
@@ -107,6 +108,12 @@ def test_socket_and_volume_lie_in_the_directory_unless_given() -> None:
     given_paths = load({"socket": "/run/x.sock", "volumes": ["/a", "/b"]}, environ={})
     assert given_paths.socket_path == Path("/run/x.sock")
     assert given_paths.volume_paths == (Path("/a"), Path("/b"))
+
+
+def test_volumes_to_add_come_behind_the_others_and_one_that_is_named_twice_is_one() -> None:
+    config = load({"dir": "/srv", "add_volumes": ["/srv/x/../volume", "pmem:/b"]}, environ={})
+    assert config.volume_paths == (Path("/srv/volume"), Path("pmem:/b"))
+    assert [config.adds(Path(path)) for path in ("/srv/volume", "/b", "/c")] == [True, True, False]
 
 
 # --- refusals

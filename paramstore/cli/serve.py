@@ -11,6 +11,7 @@ import typer
 def serve(
     directory: str = typer.Option(None, "--dir", help="Where catalog, socket and (without --volume) the volume lie."),
     volume: list[str] = typer.Option(None, "--volume", help="A directory for a volume, or pmem:DIR; repeat for more."),
+    add_volume: list[str] = typer.Option(None, "--add-volume", help="A directory that an existing store takes as a new volume."),
     volume_size: str = typer.Option(None, help="Size of each volume, as 2TiB; without it volumes grow as needed."),
     host_budget: str = typer.Option(None, help="Host memory for all arenas and staging, as 64GiB."),
     gradient_budget: str = typer.Option(None, help="Memory for pending gradients, as 8GiB."),
@@ -31,7 +32,8 @@ def serve(
         raise ConfigError(f"--log-level {log_level!r}: use debug, info, warning or error")
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     flags: dict[str, object] = {
-        "dir": directory, "volumes": volume or None, "volume_size": volume_size, "host_budget": host_budget,
-        "gradient_budget": gradient_budget, "socket": socket, "policy": {"name": policy} if policy else None,
+        "dir": directory, "volumes": volume or None, "add_volumes": add_volume or None, "volume_size": volume_size,
+        "host_budget": host_budget, "gradient_budget": gradient_budget, "socket": socket,
+        "policy": {"name": policy} if policy else None,
     }  # fmt: skip
     run(load({name: value for name, value in flags.items() if value is not None}, file=None if config is None else Path(config)))

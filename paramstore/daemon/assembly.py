@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from paramstore.clock import MonotonicClock
-from paramstore.config import PMEM_PREFIX, Config, format_size
-from paramstore.core.schema import round_up
+from paramstore.config import Config, format_size
+from paramstore.daemon.volume_places import adopt_new_volumes, check_all_unclaimed, check_volume_size, open_volumes
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.engine.arithmetic import load
@@ -37,29 +37,22 @@ from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfer_log import TransferLog
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.update import LOOKAHEAD_RECORDS, Updater
-from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, VolumeSet
+from paramstore.engine.volumes import VolumeSet
 from paramstore.engine.workers import ThreadWorkers, Workers
-from paramstore.errors import CatalogError, ConfigError, CorruptRecord, VolumeError
+from paramstore.errors import CatalogError, ConfigError
 from paramstore.memory.arena import PageReport, Segment, allocate_private, allocate_shared, allocate_upload, probe_pages
 from paramstore.policy.make import make_policy
-from paramstore.storage.backing_file import volume_path
-from paramstore.storage.catalog import Catalog, Change, Contents, VolumeRow
-from paramstore.storage.file_volume import FileVolume
-from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.catalog import Catalog, Contents
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.lock import StoreLock
-from paramstore.storage.notes import copy_notes, format_volume, read_superblock
 from paramstore.storage.ownership import objection_to_tree
-from paramstore.storage.pmem_volume import PmemVolume
 from paramstore.storage.recovery import open_store
-from paramstore.storage.volume import Volume, granularity_of
+from paramstore.storage.volume import Volume
 
 logger = logging.getLogger(__name__)
 
 CATALOG_NAME = "catalog"
 CATALOG_FILES = ("data.mdb", "lock.mdb")
-PAGE_BYTES = 4096
-"""A volume's size is rounded up to whole pages."""
 
 
 class HostMemory:
@@ -84,7 +77,8 @@ class HostMemory:
 
 
 def take_lock(config: Config) -> StoreLock:
-    """The store directory, made if need be, and locked. Raises StoreLocked, ConfigError."""
+    """The store directory, made if need be, and locked. Raises StoreLocked, ConfigError, CatalogError if its disk refuses."""
+    check_volume_size(config)
     try:
         config.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (FileExistsError, NotADirectoryError) as error:
@@ -119,7 +113,7 @@ async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
     catalog: Catalog | None = None
     try:
         catalog, contents = await runner.call(CATALOG_LANE, lambda: _open_catalog(config))
-        volumes = _open_volumes(config, contents)
+        volumes = open_volumes(config, contents)
         add_volume_lanes(runner, volumes, io_workers=config.io_workers, prepare=_give_way)
         await runner.call(CATALOG_LANE, lambda: adopt_new_volumes(catalog, contents, volumes))
         pages = await runner.call(BACKGROUND_LANE, probe_pages)
@@ -178,7 +172,7 @@ def _one_thread_each() -> None:
 def _open_catalog(config: Config) -> tuple[Catalog, Contents]:
     _check_catalog_files(config.dir / CATALOG_NAME)
     if not (config.dir / CATALOG_NAME / CATALOG_FILES[0]).exists():
-        _check_all_unclaimed(config)  # first: a start that is refused leaves no new catalog in the place of a lost one
+        check_all_unclaimed(config)  # first: a start that is refused leaves no new catalog in the place of a lost one
     catalog = LmdbCatalog(config.dir / CATALOG_NAME, store_uuid=uuid.uuid4().bytes)  # an existing one keeps its own
     try:
         return catalog, catalog.load()
@@ -195,102 +189,6 @@ def _check_catalog_files(directory: Path) -> None:
         raise CatalogError(f"catalog {directory}: {error}") from error
     if objection:
         raise CatalogError(f"catalog {directory} is not ours: {objection}")
-
-
-def _open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
-    """The volumes at the configured paths, in order; those the catalog does not know yet are made."""
-    volumes: dict[int, Volume] = {}
-    try:
-        for index, path in enumerate(config.volume_paths):
-            volumes[index] = _open_volume(config, index, str(path), is_known=index in contents.volumes)
-            if config.volume_size_bytes is not None and abs(volumes[index].size_bytes - config.volume_size_bytes) >= PAGE_BYTES:
-                logger.warning(
-                    "volume %d has %d bytes already and keeps them: volume_size_bytes=%d sizes new volumes only",
-                    index, volumes[index].size_bytes, config.volume_size_bytes,
-                )  # fmt: skip
-    except BaseException:
-        for volume in volumes.values():
-            volume.close()
-        raise
-    return volumes
-
-
-def _open_volume(config: Config, index: int, path: str, *, is_known: bool) -> Volume:
-    smallest = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), index)), GROWTH_ALIGNMENT_BYTES)
-    size_bytes = config.volume_size_bytes or smallest + GROWTH_ALIGNMENT_BYTES
-    if size_bytes <= smallest:
-        raise ConfigError(f"volume_size={size_bytes}: a volume takes {smallest} bytes before its first record")
-    directory = Path(path.removeprefix(PMEM_PREFIX))
-    exists = is_known or _has_file(directory, index)
-    if path.startswith(PMEM_PREFIX):
-        granularity = config.pmem_granularity
-        if exists:
-            return PmemVolume.open(directory, index=index, granularity=granularity)
-        return PmemVolume.create(directory, index=index, size_bytes=size_bytes, granularity=granularity)
-    if exists:
-        return FileVolume.open(directory, index=index, allow_buffered=config.allow_buffered)
-    return FileVolume.create(directory, index=index, size_bytes=size_bytes, allow_buffered=config.allow_buffered)
-
-
-def _has_file(directory: Path, index: int) -> bool:
-    """Whether the directory, made if need be, has a file that the catalog does not know: left by a crash before its first
-    transaction, or foreign, which `adopt_new_volumes` finds out. An empty one was being made, and is removed."""
-    path = volume_path(directory, index)
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
-            path.unlink()
-        return path.exists()
-    except OSError as error:
-        raise VolumeError(f"volume {index}: {error}") from error
-
-
-def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int, Volume]) -> None:
-    """Formats volumes that are not in the catalog, then puts them there: a crash in between makes them anew."""
-    rows = []
-    for index, volume in volumes.items():
-        if index in contents.volumes:
-            continue
-        _check_unclaimed(volume, contents.store_uuid)
-        superblock = Superblock(
-            store_uuid=contents.store_uuid, volume_uuid=uuid.uuid4().bytes, index=index, granularity=granularity_of(volume)
-        )
-        format_volume(volume, superblock)
-        if contents.volumes:  # every volume can prove every step that can be opened
-            copy_notes(contents, volumes[min(contents.volumes)], volume, superblock)
-        rows.append(VolumeRow(index, superblock.volume_uuid, volume.size_bytes, extents_start_bytes(superblock)))
-    if rows:
-        catalog.apply(Change(put_volumes=tuple(rows)))
-        contents.volumes.update({row.index: row for row in rows})
-
-
-def _check_all_unclaimed(config: Config) -> None:
-    """Where there is no catalog, no volume that is there belongs to a store. Raises VolumeError."""
-    for index, path in enumerate(config.volume_paths):
-        file = volume_path(Path(str(path).removeprefix(PMEM_PREFIX)), index)
-        if not os.path.isfile(file) or os.path.getsize(file) == 0:  # one of no bytes was being made
-            continue
-        volume = _open_volume(config, index, str(path), is_known=True)
-        try:
-            _check_unclaimed(volume, None)
-        finally:
-            volume.close()
-
-
-def _check_unclaimed(volume: Volume, store_uuid: bytes | None) -> None:
-    """A new volume bears no superblock, or it belongs to another store (or this one's catalog was lost). One with this
-    store's was being made when the store went down: nothing of it counts yet."""
-    try:
-        found = read_superblock(volume)
-    except CorruptRecord:
-        return
-    if found.store_uuid == store_uuid:
-        return
-    raise VolumeError(
-        f"volume {volume.index} ({volume.describe().get('path')}) belongs to store {found.store_uuid.hex()}: its catalog is not in "
-        "this directory. Give the directory that has it, or another path as --volume; or, if its catalog was lost: paramstore "
-        "fsck --dir DIR --rebuild"
-    )
 
 
 def connect(

@@ -75,7 +75,7 @@ class Cleaner:
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(
                 self._planner.space.fences.first(
-                    f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: add a volume (--volume)"
+                    f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: add a volume (--add-volume)"
                 )
             )
 

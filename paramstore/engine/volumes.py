@@ -25,7 +25,7 @@ from paramstore.errors import CapacityError, CatalogError, ParamStoreError, Volu
 from paramstore.storage.catalog import STEP_ROWS_BOUND, Catalog, Change, VolumeRow
 from paramstore.storage.extents import Space
 from paramstore.storage.format import Superblock, extents_start_bytes
-from paramstore.storage.volume import Volume
+from paramstore.storage.volume import Volume, directory_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ GROWTH_ALIGNMENT_BYTES = 1 << 20
 PREFILL_PIECE_BYTES = 8 << 20
 RECORDED_BYTES = 16 << 30
 """A crash forgets at most so much of what was written to a volume: of an endurance of 600 TB it is a 35,000th."""
-WAY_TO_ROOM = "add a volume (--volume), or restart without --volume-size: volumes grow then"
+WAY_TO_ROOM = "add a volume (--add-volume), or restart without --volume-size: volumes grow then"
 """Where a namespace or a snapshot finds no room on volumes of a fixed size; that size itself is one of new volumes only."""
 PREFILL_PAUSE_S = 0.02
 """How long the zero-fill waits before it looks again whether nothing else moves."""
@@ -256,10 +256,12 @@ class VolumeSet:
     async def _record_all(self) -> None:
         """One transaction for each volume that was written to since the last."""
         try:
-            for index, row in list(self._rows.items()):
+            for index, volume in self.volumes.items():
                 written, total = self.space.written_bytes(index), self.bytes_written_total(index)
-                if (written, total) != (row.written_bytes, row.bytes_written):
-                    await self._record(replace(self._rows[index], written_bytes=written, bytes_written=total))
+                place = directory_of(volume)
+                row = replace(self._rows[index], written_bytes=written, bytes_written=total, place=place)
+                if row != self._rows[index]:
+                    await self._record(row)
         except ParamStoreError:
             logger.exception("how much was written to the volumes was not recorded")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,11 +32,23 @@ IOV_MAX = 1024
 """Buffers that one preadv or pwritev takes."""
 LOCK_TRIES = 5
 LOCK_PAUSE_S = 0.05
+VOLUME_NAME = re.compile(r"volume-(\d{3,})\.data")
 
 
 def volume_path(directory: Path, index: int) -> Path:
-    """Where volume `index` lies: the one place that names it."""
+    """Where volume `index` lies. This and `volume_indices` alone know its name."""
     return directory / f"volume-{index:03d}.data"
+
+
+def volume_indices(directory: Path) -> list[int]:
+    """Of which volumes there is something in `directory`; of none where it is not there. Raises VolumeError."""
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise VolumeError(f"volume directory {directory}: {error.strerror}") from error
+    return sorted(int(match[1]) for match in map(VOLUME_NAME.fullmatch, names) if match)
 
 
 class BackingFile:

@@ -69,8 +69,8 @@ class NamespaceRow:
 class VolumeRow:
     """written_bytes: below it every block has been written once (write-back is twice as fast there).
 
-    bytes_written: all that was written to it over the store's life, zero-fill among it. Recorded now and then: a crash loses
-    what came after.
+    bytes_written: all that was written to it over the store's life, zero-fill among it. place: its directory, for messages. Both
+    are recorded now and then: a crash loses what came after.
     """
 
     index: int
@@ -78,6 +78,7 @@ class VolumeRow:
     size_bytes: int
     written_bytes: int
     bytes_written: int = 0
+    place: str = ""
 
 
 @dataclass(slots=True)

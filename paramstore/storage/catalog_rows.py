@@ -51,12 +51,13 @@ class _Step(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Volume(msgspec.Struct, array_like=True, frozen=True):
-    """A row without its last number is one from before it was counted."""
+    """A row without its last values is one from before they were recorded."""
 
     uuid: bytes
     size_bytes: int
     written_bytes: int
     bytes_written: int = 0
+    place: str = ""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -158,12 +159,11 @@ def unpack_namespace(key: bytes, value: bytes) -> NamespaceRow:
 
 
 def pack_volume(key: bytes, row: VolumeRow) -> bytes:
-    return _seal(key, (row.uuid, row.size_bytes, row.written_bytes, row.bytes_written))
+    return _seal(key, (row.uuid, row.size_bytes, row.written_bytes, row.bytes_written, row.place))
 
 
 def unpack_volume(key: bytes, value: bytes) -> VolumeRow:
-    body = _unseal(key, value, _volume_decoder)
-    return VolumeRow(read_number(key), body.uuid, body.size_bytes, body.written_bytes, body.bytes_written)
+    return VolumeRow(read_number(key), *msgspec.structs.astuple(_unseal(key, value, _volume_decoder)))
 
 
 def pack_step(key: bytes, row: StepRow) -> bytes:

@@ -70,7 +70,7 @@ def _check_superblocks(contents: Contents, volumes: Mapping[int, Volume]) -> tup
     problems = [VolumeError(f"volume {index} is not in the catalog of this store") for index in unknown]
     for index, row in sorted(contents.volumes.items()):
         if index not in volumes:
-            problems.append(VolumeError(f"volume {index} ({row.uuid.hex()}) is missing: give its path as --volume"))
+            problems.append(VolumeError(missing_text(row)))
             continue
         try:
             superblock = read_superblock(volumes[index])
@@ -84,6 +84,12 @@ def _check_superblocks(contents: Contents, volumes: Mapping[int, Volume]) -> tup
     return superblocks, problems
 
 
+def missing_text(row: VolumeRow) -> str:
+    """What to do where none of the volumes that were given is that of `row`."""
+    last = f": it was last in {row.place}" if row.place else ""
+    return f"volume {row.index} ({row.uuid.hex()}) is missing: give its path as --volume{last}"
+
+
 def _misplaced(superblock: Superblock, row: VolumeRow, store_uuid: bytes) -> str | None:
     """Why a volume with this superblock is not the one of `row`; None if it is."""
     if superblock.store_uuid != store_uuid:
@@ -91,7 +97,7 @@ def _misplaced(superblock: Superblock, row: VolumeRow, store_uuid: bytes) -> str
     if superblock.volume_uuid != row.uuid:
         return f"volume {row.index} is {superblock.volume_uuid.hex()}, the catalog has {row.uuid.hex()} there"
     if superblock.index != row.index:
-        return f"volume {row.index} says that it is volume {superblock.index}: give the --volume paths in their order"
+        return f"volume {row.index} says that it is volume {superblock.index}: its file was renamed"
     return None
 
 

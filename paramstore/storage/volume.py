@@ -7,6 +7,7 @@ read: the buffer) holds garbage and the volume stays usable. Nothing here retrie
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Protocol
@@ -99,6 +100,12 @@ class Volume(Protocol):
     def close(self) -> None:
         """Gives the file and mapping back. No other call may follow."""
         ...
+
+
+def directory_of(volume: Volume) -> str:
+    """Where a volume lies, for messages; "" of one that lies nowhere."""
+    path = str(volume.describe().get("path", ""))
+    return os.path.dirname(os.path.abspath(path)).encode(errors="replace").decode() if path else ""
 
 
 def granularity_of(volume: Volume) -> Granularity:

@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 
 from paramstore.config import Config
-from paramstore.daemon import assembly
+from paramstore.daemon import assembly, volume_places
 from paramstore.storage.catalog import Catalog, Contents
 from paramstore.storage.recovery import open_store
 from paramstore.storage.volume import Volume
@@ -33,9 +33,9 @@ def reopen(config: Config, steps: Mapping[int, State]) -> Verdict:
 
 
 def _with_volumes(config: Config, catalog: Catalog, contents: Contents, steps: Mapping[int, State]) -> Verdict:
-    volumes = assembly._open_volumes(config, contents)
+    volumes = volume_places.open_volumes(config, contents)
     try:
-        assembly.adopt_new_volumes(catalog, contents, volumes)
+        volume_places.adopt_new_volumes(catalog, contents, volumes)
         aligned: dict[int, Volume] = {index: AlignedReads(volume) for index, volume in volumes.items()}
         return _verify(config, contents, aligned, steps)
     finally:

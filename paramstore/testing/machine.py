@@ -12,7 +12,8 @@ from pathlib import Path
 from random import Random
 
 from paramstore.config import HELD_STEPS, RETAINED_STEPS, Config, PolicyConfig
-from paramstore.daemon.assembly import add_lanes, add_volume_lanes, adopt_new_volumes, connect
+from paramstore.daemon.assembly import add_lanes, add_volume_lanes, connect
+from paramstore.daemon.volume_places import adopt_new_volumes
 from paramstore.engine.runner import Runner
 from paramstore.engine.store import Store
 from paramstore.storage.catalog import Catalog

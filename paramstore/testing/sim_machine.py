@@ -17,7 +17,7 @@ from typing import Any
 
 from paramstore.config import Config, PolicyConfig
 from paramstore.core.schema import Schema
-from paramstore.daemon import assembly, session
+from paramstore.daemon import assembly, session, volume_places
 from paramstore.daemon.server import Server
 from paramstore.engine import admission, arena, host, requests, transfers, update, volumes
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner
@@ -235,7 +235,7 @@ class SimMachine:
         assembly.add_lanes(runner, update_workers=self.plan.update_workers)
         assembly.add_volume_lanes(runner, self.disks, io_workers=self.plan.io_workers)
         contents = self.catalog.load()
-        assembly.adopt_new_volumes(self.catalog, contents, self.disks)
+        volume_places.adopt_new_volumes(self.catalog, contents, self.disks)
         self.store = assembly.connect(
             self.config, runner, self.catalog, contents, self.disks, self.memory, update_workers=self.plan.update_workers
         )
@@ -294,7 +294,7 @@ def installed(loop: VirtualLoop, random: Random) -> Iterator[None]:
         update: {name: functions[name] for name in ("update", "square_sum", "fill_initial")},
         transfers: {"materialise": functions["materialise"]},
         admission: {"load": functions["load"]},
-        assembly: {"load": functions["load"], "uuid": uuids, "MonotonicClock": lambda: clock},
+        assembly: {"load": functions["load"], "MonotonicClock": lambda: clock}, volume_places: {"uuid": uuids},
         session: {"Peer": SimPeer},
         arena: {"SEGMENT_ALIGNMENT_BYTES": SEGMENT_ALIGNMENT_BYTES, "SEGMENT_BYTES": SEGMENT_BYTES},
         host: {"SEGMENT_ALIGNMENT_BYTES": SEGMENT_ALIGNMENT_BYTES},

@@ -34,14 +34,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Config]]:
 
 def test_every_flag_reaches_its_setting(paramstore: Run, served: list[Config], tmp_path: Path) -> None:
     words = (
-        "--dir", str(tmp_path), "--volume", "a", "--volume", "pmem:b", "--volume-size", "2TiB", "--host-budget", "1.5GiB",
-        "--gradient-budget", "8MB", "--socket", "s", "--policy", "lru",
+        "--dir", str(tmp_path), "--volume", "a", "--volume", "pmem:b", "--add-volume", "c", "--volume-size", "2TiB",
+        "--host-budget", "1.5GiB", "--gradient-budget", "8MB", "--socket", "s", "--policy", "lru",
     )  # fmt: skip
     assert paramstore("serve", *words) == 0
     (config,) = served
     assert config == Config(
-        dir=tmp_path, volumes=(Path("a"), Path("pmem:b")), volume_size_bytes=2 << 40, host_budget_bytes=3 << 29,
-        gradient_budget_bytes=8_000_000, socket=Path("s"), policy=type(config.policy)(name="lru"),
+        dir=tmp_path, volumes=(Path("a"), Path("pmem:b")), add_volumes=(Path("c"),), volume_size_bytes=2 << 40,
+        host_budget_bytes=3 << 29, gradient_budget_bytes=8_000_000, socket=Path("s"), policy=type(config.policy)(name="lru"),
     )  # fmt: skip
 
 
@@ -74,6 +74,7 @@ def test_flags_come_before_variables_and_those_before_the_file(
         (("--volume", ""), "flag --volume: volumes=['']: must be a list of paths, none of them empty"),
         (("--volume", "pmem:"), "flag --volume: volumes=['pmem:']: must be"),
         (("--volume", "a", "--volume", "pmem:./a"), "flag --volume: volumes: a and pmem:./a are one directory"),
+        (("--add-volume", "a", "--add-volume", "./a"), "flag --add-volume: add_volumes: a and a are one directory"),
         (("--gradient-budget", "-1GiB"), "gradient_budget"),
         (("--policy", "clever"), "policy.name='clever'"),
         (("--config", "/nowhere/settings.toml"), "/nowhere/settings.toml"),

@@ -21,8 +21,6 @@ from paramstore.engine.store import Store
 from paramstore.errors import CatalogError, ConfigError, StoreLocked, VolumeError
 from paramstore.fsck import check
 from paramstore.storage.backing_file import volume_path
-from paramstore.storage.catalog import Change
-from paramstore.storage.file_volume import FileVolume
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 
 MIB = 1 << 20
@@ -125,59 +123,6 @@ def test_a_locked_directory_is_refused(tmp_path: Path) -> None:
         lock.release()
 
 
-def test_volumes_lie_where_they_are_told_to_and_have_the_size_given(tmp_path: Path) -> None:
-    places = (tmp_path / "a", tmp_path / "b")
-    opens(config(tmp_path / "store", volumes=places, volume_size_bytes=16 * MIB))
-    for index, place in enumerate(places):
-        assert volume_path(place, index).stat().st_size == 16 * MIB
-
-
-def test_a_volume_size_that_holds_no_record_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="volume_size=1048576: a volume takes"):
-        opens(config(tmp_path, volume_size_bytes=MIB))
-    assert not (tmp_path / "volume").exists()
-
-
-def test_a_volume_can_be_added_to_a_store_with_steps(tmp_path: Path) -> None:
-    places = (tmp_path / "a", tmp_path / "b")
-    with_store(config(tmp_path / "store", volumes=places[:1]), create_and_commit)
-    opens(config(tmp_path / "store", volumes=places))
-    opens(config(tmp_path / "store", volumes=places))
-
-
-def test_a_missing_volume_is_named(tmp_path: Path) -> None:
-    places = (tmp_path / "a", tmp_path / "b")
-    opens(config(tmp_path / "store", volumes=places))
-    with pytest.raises(VolumeError, match=r"volume 1 .* is missing: give its path as --volume"):
-        opens(config(tmp_path / "store", volumes=places[:1]))
-    opens(config(tmp_path / "store", volumes=places))
-
-
-def test_a_lost_volume_file_is_named_and_not_made_anew(tmp_path: Path) -> None:
-    opens(config(tmp_path))
-    file = volume_path(tmp_path / "volume", 0)
-    file.unlink()
-    with pytest.raises(VolumeError, match="cannot open"):
-        opens(config(tmp_path))
-    assert not file.exists()
-
-
-def test_volumes_in_another_order_are_refused(tmp_path: Path) -> None:
-    places = (tmp_path / "a", tmp_path / "b")
-    opens(config(tmp_path / "store", volumes=places))
-    with pytest.raises(VolumeError, match="cannot open"):
-        opens(config(tmp_path / "store", volumes=places[::-1]))
-
-
-def test_a_volume_of_another_store_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
-    place = (tmp_path / "volume",)
-    opens(config(tmp_path / "first", volumes=place))
-    before = volume_path(place[0], 0).read_bytes()
-    with pytest.raises(VolumeError, match=r"belongs to store .* its catalog is not in this directory"):
-        opens(config(tmp_path / "second", volumes=place))
-    assert volume_path(place[0], 0).read_bytes() == before
-
-
 def test_a_start_without_the_catalog_is_refused_names_the_repair_and_makes_no_catalog(tmp_path: Path) -> None:
     opens(config(tmp_path))
     shutil.rmtree(tmp_path / "catalog")
@@ -199,41 +144,6 @@ def test_a_start_with_a_blank_catalog_is_refused_with_the_repair_too(tmp_path: P
         opens(config(tmp_path))
     assert check.rebuild(tmp_path, [str(tmp_path / "volume")]).is_rebuilt
     opens(config(tmp_path))
-
-
-def test_a_volume_left_by_a_crash_before_the_first_transaction_is_taken(tmp_path: Path) -> None:
-    FileVolume.create(tmp_path / "volume", index=0, size_bytes=16 * MIB).close()
-    with_store(config(tmp_path), create)
-    opens(config(tmp_path))
-
-
-def test_a_volume_file_left_empty_by_a_crash_is_made_anew(tmp_path: Path) -> None:
-    (tmp_path / "volume").mkdir()
-    volume_path(tmp_path / "volume", 0).touch()
-    with_store(config(tmp_path), create)
-    opens(config(tmp_path))
-
-
-def test_a_volume_formatted_just_before_a_crash_is_formatted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(catalog: LmdbCatalog, change: Change) -> None:
-        raise CatalogError("the power failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LmdbCatalog, "apply", crash)
-        with pytest.raises(CatalogError, match="power"):
-            opens(config(tmp_path))
-    with_store(config(tmp_path), create)
-    opens(config(tmp_path))
-
-
-def test_a_volume_size_that_an_existing_volume_does_not_take_is_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    opens(config(tmp_path, volume_size_bytes=16 * MIB))
-    opens(config(tmp_path, volume_size_bytes=16 * MIB))
-    assert "keeps them" not in caplog.text
-    opens(config(tmp_path, volume_size_bytes=32 * MIB))
-    assert f"volume 0 has {16 * MIB} bytes already and keeps them: volume_size_bytes={32 * MIB}" in caplog.text
 
 
 def test_a_host_budget_above_the_machines_memory_is_in_the_log_and_no_error(

@@ -123,7 +123,7 @@ def test_a_disk_too_small_for_a_volume_keeps_the_daemon_from_starting(
 def test_a_volume_of_fixed_size_refuses_what_does_not_fit_and_names_the_missing_bytes(tmp_path: Path, serve: Serve) -> None:
     daemon = serve(tmp_path / "store", "--volume-size", "16MiB", "--host-budget", "64MiB").start()
     with ps.connect(daemon.address) as store:
-        with pytest.raises(ps.CapacityError, match=r"\d+ bytes are missing; add a volume \(--volume\)"):
+        with pytest.raises(ps.CapacityError, match=r"\d+ bytes are missing; add a volume \(--add-volume\)"):
             store.create_namespace("moe", ps.adamw_schema({"w": (512, 512)}), layers=1, experts=4)
         assert store.namespaces() == []
 
@@ -174,7 +174,8 @@ def lose_catalog(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "code", "reason"),
     [
-        (truncate, 4, "truncated"), (remove_volume, 1, "No such file"), (replace_by_directory, 1, "directory"),
+        (truncate, 4, "truncated"), (remove_volume, 1, "is missing: give its path as --volume: it was last in"),
+        (replace_by_directory, 1, "directory"),
         (replace_by_link, 1, "symbolic link"), (blank_superblocks, 4, "superblock"), (empty_volume, 4, "not a volume"),
         (garble_catalog, 4, "catalog"), (truncate_catalog, 4, "truncated"),
         (lose_catalog, 1, "its catalog is not in this directory"),

@@ -135,7 +135,7 @@ def test_a_creation_that_the_volumes_refuse_gives_its_memory_and_its_claim_back(
         machine = Machine(host_budget_bytes=4 * ONE, volume_size_bytes=14 * MIB)
         store = machine.start()
         wide = Schema.adamw({"w": (64, 1024)})
-        with pytest.raises(CapacityError, match=r"bytes are missing; add a volume \(--volume\)"):
+        with pytest.raises(CapacityError, match=r"bytes are missing; add a volume \(--add-volume\)"):
             await store.admission.create("wide", wide.describe(), layers=[0], experts=8, host_bytes=2 * ONE)
         assert store.host.used_bytes == 0
         view = await create(store)

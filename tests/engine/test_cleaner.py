@@ -164,7 +164,7 @@ def test_a_write_without_space_or_hope_is_refused_and_names_the_flag() -> None:
         await site.store.write_back(site.view, None)
         await train(site.store, site.view, [A])
         site.leave_extents(0)
-        with pytest.raises(CapacityError, match=r"28672 bytes is free for namespace 'moe': add a volume \(--volume\)$"):
+        with pytest.raises(CapacityError, match=r"28672 bytes is free for namespace 'moe': add a volume \(--add-volume\)$"):
             await site.cleaner.write(site.namespace, A, Urgency.DEMAND)
         assert site.namespace.working[A].state is Working.DIRTY
 

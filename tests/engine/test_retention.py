@@ -312,7 +312,7 @@ def test_a_snapshot_takes_room_for_a_step_and_is_refused_where_there_is_none() -
             else:
                 taken.append(len(taken) + 1)
             assert store._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
-        assert "bytes are missing; add a volume (--volume)" in str(refusal)
+        assert "bytes are missing; add a volume (--add-volume)" in str(refusal)
         assert taken, "there was room for some"
         assert store.snapshots(view) == taken
         assert store._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes

@@ -95,7 +95,7 @@ def test_volumes_of_a_fixed_size_refuse_and_name_the_missing_bytes() -> None:
     async def scenario() -> None:
         shelf = Shelf(may_grow=False)
         missing = entitled_bytes(SCHEMA, 100) + SCHEMA.record_bytes - MIB
-        with pytest.raises(CapacityError, match=rf"{missing} bytes are missing; add a volume \(--volume\), or restart without"):
+        with pytest.raises(CapacityError, match=rf"{missing} bytes are missing; add a volume \(--add-volume\), or restart without"):
             await shelf.make_room(100)
         assert shelf.usable_bytes == MIB
         assert shelf.space.free_bytes == MIB

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.daemon.assembly import adopt_new_volumes
+from paramstore.daemon.volume_places import adopt_new_volumes
 from paramstore.errors import VolumeError
 from paramstore.storage.backing_file import volume_path
 from paramstore.storage.notes import read_superblock

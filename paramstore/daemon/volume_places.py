@@ -1,0 +1,181 @@
+"""Which volume of the store lies in which of the directories that were given, and how new ones come to be.
+
+A volume is known by its file's name and its superblock, not by the order of the directories. What the store does not know is made
+only with `add_volumes`, or where the store itself is being made: a slip in a path must not bind a store to a place for ever.
+Whatever is wrong is found before anything is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from paramstore.config import PMEM_PREFIX, Config, volume_directory
+from paramstore.core.schema import round_up
+from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES
+from paramstore.errors import ConfigError, CorruptRecord, VolumeError
+from paramstore.storage.backing_file import volume_indices, volume_path
+from paramstore.storage.catalog import Catalog, Change, Contents, VolumeRow
+from paramstore.storage.file_volume import FileVolume
+from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.notes import copy_notes, format_volume, read_superblock
+from paramstore.storage.pmem_volume import PmemVolume
+from paramstore.storage.recovery import missing_text
+from paramstore.storage.volume import Volume, directory_of, granularity_of
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+"""A volume's size is rounded up to whole pages."""
+SMALLEST_BYTES = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), 0)), GROWTH_ALIGNMENT_BYTES)
+"""What a volume takes before its first record."""
+
+
+def check_volume_size(config: Config) -> None:
+    """Raises ConfigError where new volumes would hold no record."""
+    if config.volume_size_bytes is not None and config.volume_size_bytes <= SMALLEST_BYTES:
+        raise ConfigError(f"volume_size={config.volume_size_bytes}: a volume takes {SMALLEST_BYTES} bytes before its first record")
+
+
+def open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
+    """The volumes by index; those that are new are made, for `adopt_new_volumes`. Raises VolumeError, ConfigError."""
+    volumes: dict[int, Volume] = {}
+    try:
+        for index, path in sorted(_places(config, contents).items()):
+            volumes[index] = _open(config, index, path) if index in contents.volumes else _make(config, index, path)
+            size_bytes = volumes[index].size_bytes
+            if config.volume_size_bytes is not None and abs(size_bytes - config.volume_size_bytes) >= PAGE_BYTES:
+                logger.warning(
+                    "volume %d has %d bytes already and keeps them: volume_size_bytes=%d sizes new volumes only",
+                    index, size_bytes, config.volume_size_bytes,
+                )  # fmt: skip
+    except BaseException:
+        for volume in volumes.values():
+            volume.close()
+        raise
+    return volumes
+
+
+def _places(config: Config, contents: Contents) -> dict[int, Path]:
+    """The directory of each volume, those to be made among them. Raises VolumeError where one of the store's is in none of the
+    directories, ConfigError where one of them is to become a volume's by mistake; then nothing was made."""
+    if not contents.volumes:
+        return dict(enumerate(config.volume_paths))
+    found = {index: path for index, row in contents.volumes.items() if (path := _place_of(row, config)) is not None}
+    missing = [missing_text(row) for index, row in sorted(contents.volumes.items()) if index not in found]
+    others = [path for path in config.volume_paths if path not in found.values()]
+    if missing:
+        missing += [f"no volume of the store is in {path}" for path in others]
+        raise VolumeError("the store cannot be opened: " + "; ".join(missing))
+    if unknown := [str(path) for path in others if not config.adds(path)]:
+        known = ", ".join(f"volume {index} in {path}" for index, path in sorted(found.items()))
+        raise ConfigError(
+            f"volumes: no volume of this store is in {', '.join(unknown)}; it has {known}. If a new volume is meant, which the "
+            "store keeps for ever, give it as --add-volume"
+        )
+    for index, path in found.items():
+        if config.adds(path):
+            logger.info("volume %d in %s is the store's already: nothing is added", index, path)
+    return found | dict(enumerate(others, start=1 + max(found)))
+
+
+def _place_of(row: VolumeRow, config: Config) -> Path | None:
+    """The directory that has the volume; None if none of those given has a file of its name."""
+    places = [path for path in config.volume_paths if row.index in volume_indices(volume_directory(path))]
+    if len(places) > 1:  # one was left there when it was being made, or is of another store
+        places = [path for path in places if _superblock(config, row.index, path) == row.uuid] or places
+    return places[0] if places else None
+
+
+def _superblock(config: Config, index: int, path: Path) -> bytes | None:
+    """The uuid of the volume in a directory; None if its superblock cannot be read."""
+    with suppress(VolumeError):
+        volume = _open(config, index, path)
+        try:
+            return read_superblock(volume).volume_uuid
+        finally:
+            volume.close()
+    return None
+
+
+def _open(config: Config, index: int, path: Path) -> Volume:
+    directory = volume_directory(path)
+    if str(path).startswith(PMEM_PREFIX):
+        return PmemVolume.open(directory, index=index, granularity=config.pmem_granularity)
+    return FileVolume.open(directory, index=index, allow_buffered=config.allow_buffered)
+
+
+def _make(config: Config, index: int, path: Path) -> Volume:
+    """A file that the catalog does not know was left by a crash before the transaction that names it, or is foreign, which
+    `adopt_new_volumes` finds out. An empty one was being made, and is removed."""
+    directory = volume_directory(path)
+    file = volume_path(directory, index)
+    try:
+        if file.is_file() and not file.is_symlink() and file.stat().st_size == 0:
+            file.unlink()
+        is_left = file.exists()
+    except OSError as error:
+        raise VolumeError(f"volume {index}: {error}") from error
+    if is_left:
+        return _open(config, index, path)
+    size_bytes = config.volume_size_bytes or SMALLEST_BYTES + GROWTH_ALIGNMENT_BYTES
+    if str(path).startswith(PMEM_PREFIX):
+        return PmemVolume.create(directory, index=index, size_bytes=size_bytes, granularity=config.pmem_granularity)
+    return FileVolume.create(directory, index=index, size_bytes=size_bytes, allow_buffered=config.allow_buffered)
+
+
+def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int, Volume]) -> None:
+    """Formats volumes that are not in the catalog, then puts them there: a crash in between makes them anew."""
+    rows = []
+    for index, volume in volumes.items():
+        if index in contents.volumes:
+            continue
+        _check_unclaimed(volume, contents.store_uuid)
+        superblock = Superblock(
+            store_uuid=contents.store_uuid, volume_uuid=uuid.uuid4().bytes, index=index, granularity=granularity_of(volume)
+        )
+        format_volume(volume, superblock)
+        if contents.volumes:  # every volume can prove every step that can be opened
+            copy_notes(contents, volumes[min(contents.volumes)], volume, superblock)
+        start_bytes = extents_start_bytes(superblock)
+        rows.append(VolumeRow(index, superblock.volume_uuid, volume.size_bytes, start_bytes, place=directory_of(volume)))
+    if not rows:
+        return
+    catalog.apply(Change(put_volumes=tuple(rows)))
+    for row in rows if contents.volumes else ():
+        logger.warning("volume %d in %s was added: it is the store's for ever, give it at every start", row.index, row.place)
+    contents.volumes.update({row.index: row for row in rows})
+
+
+def check_all_unclaimed(config: Config) -> None:
+    """Where there is no catalog, no volume that is there belongs to a store. Raises VolumeError."""
+    for path in config.volume_paths:
+        for index in volume_indices(volume_directory(path)):
+            file = volume_path(volume_directory(path), index)
+            if not os.path.isfile(file) or os.path.getsize(file) == 0:  # one of no bytes was being made
+                continue
+            volume = _open(config, index, path)
+            try:
+                _check_unclaimed(volume, None)
+            finally:
+                volume.close()
+
+
+def _check_unclaimed(volume: Volume, store_uuid: bytes | None) -> None:
+    """A new volume bears no superblock, or it belongs to another store (or this one's catalog was lost). One with this
+    store's was being made when the store went down: nothing of it counts yet."""
+    try:
+        found = read_superblock(volume)
+    except CorruptRecord:
+        return
+    if found.store_uuid == store_uuid:
+        return
+    raise VolumeError(
+        f"volume {volume.index} ({volume.describe().get('path')}) belongs to store {found.store_uuid.hex()}: its catalog is not in "
+        "this directory. Give the directory that has it, or another path as --volume; or, if its catalog was lost: paramstore "
+        "fsck --dir DIR --rebuild"
+    )
