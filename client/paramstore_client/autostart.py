@@ -21,7 +21,6 @@ from pathlib import Path
 
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.config import ENVIRONMENT_PREFIX, load
-from paramstore.core import arguments
 from paramstore.errors import ConfigError, StoreLocked, StoreUnavailable
 from paramstore_client.address import PEER_CREDENTIALS, try_connect, url
 
@@ -56,11 +55,18 @@ def started_in(directory: str | os.PathLike[str]) -> subprocess.Popen[bytes] | N
     return None
 
 
+def _is_setting(item: tuple[object, object]) -> bool:
+    """Whether it can travel as an environment variable."""
+    name, value = item
+    return isinstance(name, str) and isinstance(value, str | int | float)
+
+
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """What `paramstore serve` is started with. Sizes are bytes or text like "64GiB"; None is the daemon's default.
 
-    settings: any other setting by name, for example {"policy__name": "lru"}.
+    settings: any other setting by name, for example {"policy__name": "lru"}. add_volumes: directories that an existing store takes
+    as new volumes, for ever. Raises ConfigError on what the daemon would refuse.
     """
 
     dir: str | os.PathLike[str] = "paramstore-data"
@@ -71,26 +77,32 @@ class ServeOptions:
     socket: str | os.PathLike[str] | None = None
     config: str | os.PathLike[str] | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
+    add_volumes: Sequence[str | os.PathLike[str]] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, str | os.PathLike | None):
+            raise ConfigError(f"ServeOptions: config={self.config!r}: must be the path of a settings file")
+        if not isinstance(self.settings, Mapping) or not all(map(_is_setting, self.settings.items())):
+            raise ConfigError(f"ServeOptions: settings={self.settings!r}: must be names with texts or numbers, as io_workers=4")
+        load(self._flags(), environ={}, origin="ServeOptions")
 
     def socket_path(self) -> Path:
         """Where the daemon will listen. Raises ConfigError on options that it would refuse."""
-        if not isinstance(self.volumes, Sequence) or isinstance(self.volumes, str | bytes):
-            raise arguments.wrong("volumes", self.volumes, "a list of paths")
-        settings = arguments.mapping("settings", self.settings, "a mapping of settings by name")
-        flags: dict[str, object] = {"dir": arguments.path("dir", self.dir), **settings}
-        flags |= {name: value for name, value in self._sizes() if value is not None}
-        if self.volumes:
-            flags["volumes"] = [arguments.path("volumes", volume) for volume in self.volumes]
-        if self.socket is not None:
-            flags["socket"] = arguments.path("socket", self.socket)
-        file = None if self.config is None else Path(arguments.path("config", self.config))
-        return load(flags, file=file, origin="ServeOptions").socket_path.absolute()
+        file = None if self.config is None else Path(self.config)
+        return load(self._flags(), file=file, origin="ServeOptions").socket_path.absolute()
+
+    def _flags(self) -> dict[str, object]:
+        """What was given, as `config.load` takes it."""
+        flags: dict[str, object] = {"dir": self.dir, **self.settings}
+        flags |= {name: value for name, value in (*self._sizes(), ("socket", self.socket)) if value is not None}
+        return flags | {name: paths for name, paths in self._volumes() if paths != ()}
 
     def arguments(self, socket_path: Path) -> list[str]:
         """The command line after `paramstore serve`."""
         words = ["--dir", os.fspath(self.dir), "--socket", str(socket_path)]
-        for volume in self.volumes:
-            words += ["--volume", os.fspath(volume)]
+        for name, paths in self._volumes():
+            for path in paths:
+                words += [f"--{name.removesuffix('s').replace('_', '-')}", os.fspath(path)]
         for name, value in self._sizes():
             if value is not None:
                 words += [f"--{name.replace('_', '-')}", str(value)]
@@ -101,6 +113,9 @@ class ServeOptions:
     def environment(self) -> dict[str, str]:
         """This process's environment, and `settings` in it."""
         return {**os.environ, **{ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in self.settings.items()}}
+
+    def _volumes(self) -> tuple[tuple[str, Sequence[str | os.PathLike[str]]], ...]:
+        return ("volumes", self.volumes), ("add_volumes", self.add_volumes)
 
     def _sizes(self) -> tuple[tuple[str, int | str | None], ...]:
         return (

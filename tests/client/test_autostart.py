@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import textwrap
@@ -222,11 +223,12 @@ def test_options_become_the_flags_of_serve(tmp_path: Path) -> None:
     options = ps.ServeOptions(
         dir=tmp_path, host_budget="4GiB", volumes=(tmp_path / "a", tmp_path / "b"), volume_size=1 << 30,
         gradient_budget="1GiB", config=tmp_path / "p.toml", settings={"policy__name": "lru"},
+        add_volumes=[tmp_path / "c"],
     )  # fmt: skip
     assert options.arguments(Path("/run/p.sock")) == [
         "--dir", str(tmp_path), "--socket", "/run/p.sock", "--volume", str(tmp_path / "a"), "--volume", str(tmp_path / "b"),
-        "--host-budget", "4GiB", "--volume-size", str(1 << 30), "--gradient-budget", "1GiB", "--config",
-        str(tmp_path / "p.toml"),
+        "--add-volume", str(tmp_path / "c"), "--host-budget", "4GiB", "--volume-size", str(1 << 30), "--gradient-budget", "1GiB",
+        "--config", str(tmp_path / "p.toml"),
     ]  # fmt: skip
     assert options.environment()["PARAMSTORE_POLICY__NAME"] == "lru"
 
@@ -236,6 +238,43 @@ def test_socket_path_is_what_the_daemon_will_compute(tmp_path: Path) -> None:
     assert ps.ServeOptions(dir=tmp_path, socket=tmp_path / "p.sock").socket_path() == tmp_path / "p.sock"
     (tmp_path / "p.toml").write_text(f'socket = "{tmp_path}/c.sock"\n')
     assert ps.ServeOptions(dir=tmp_path, config=tmp_path / "p.toml").socket_path() == tmp_path / "c.sock"
+
+
+class AnyPath:
+    """A path of somebody else's class."""
+
+    def __fspath__(self) -> str:
+        return "/srv/moe"
+
+
+def test_paths_of_any_class_are_taken() -> None:
+    options = ps.ServeOptions(dir=AnyPath(), volumes=[AnyPath()])
+    assert options.socket_path() == Path("/srv/moe/run/paramstore.sock")
+
+
+WRONG: dict[str, tuple[object, ...]] = {
+    "dir": (None, 5, "", b"moe", ["moe"]),
+    "host_budget": (1.5, True, "four gigabytes", 0, ["1GiB"], b"1GiB"),
+    "volumes": ("abc", "/abc", Path("abc"), None, 5, [5], [""], ["a", "./a"], {"a": "b"}, [["a"]]),
+    "volume_size": (1.5, "big", -1),
+    "gradient_budget": (1.5, "big", -1),
+    "socket": (5, "", ["s"]),
+    "config": (5, ["p.toml"], b"p.toml"),
+    "settings": (None, ["io_workers"], "io_workers=4", {"io_workers": None}, {5: 5}, {"colour": "red"}, {"volumes": ["a"]}),
+    "add_volumes": ("abc", None, [5], ["a", "a"]),
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ps.ServeOptions)])
+def test_every_option_of_a_wrong_type_is_refused_when_it_is_given_and_named(name: str) -> None:
+    for value in WRONG[name]:
+        with pytest.raises(ps.ConfigError, match=f"ServeOptions: {name}|ServeOptions: there is no setting"):
+            ps.ServeOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_one_directory_in_place_of_a_list_of_them_is_refused_with_what_to_give() -> None:
+    with pytest.raises(ps.ConfigError, match="ServeOptions: volumes='abc': must be a list of paths"):
+        ps.ServeOptions(volumes="abc")
 
 
 def test_options_that_serve_would_refuse_are_refused_here(tmp_path: Path) -> None:
