@@ -55,12 +55,6 @@ def started_in(directory: str | os.PathLike[str]) -> subprocess.Popen[bytes] | N
     return None
 
 
-def _is_setting(item: tuple[object, object]) -> bool:
-    """Whether it can travel as an environment variable."""
-    name, value = item
-    return isinstance(name, str) and isinstance(value, str | int | float)
-
-
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """What `paramstore serve` is started with. Sizes are bytes or text like "64GiB"; None is the daemon's default.
@@ -82,7 +76,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.config, str | os.PathLike | None):
             raise ConfigError(f"ServeOptions: config={self.config!r}: must be the path of a settings file")
-        if not isinstance(self.settings, Mapping) or not all(map(_is_setting, self.settings.items())):
+        values = self.settings.values() if isinstance(self.settings, Mapping) else (None,)
+        if not all(isinstance(value, str | int | float) for value in values):  # others cannot be variables
             raise ConfigError(f"ServeOptions: settings={self.settings!r}: must be names with texts or numbers, as io_workers=4")
         load(self._flags(), environ={}, origin="ServeOptions")
 
@@ -93,7 +88,7 @@ class ServeOptions:
 
     def _flags(self) -> dict[str, object]:
         """What was given, as `config.load` takes it."""
-        flags: dict[str, object] = {"dir": self.dir, **self.settings}
+        flags: dict[str, object] = {"dir": self.dir, **{str(name): value for name, value in self.settings.items()}}
         flags |= {name: value for name, value in (*self._sizes(), ("socket", self.socket)) if value is not None}
         return flags | {name: paths for name, paths in self._volumes() if paths != ()}
 

@@ -66,20 +66,13 @@ def _print(stats: dict[str, Any]) -> None:
     for index, volume in stats["volumes"].items():
         if volume["fenced"]:
             console.print(f"volume {index} is fenced, it gets no new records: {volume['fenced']}; {WAY_ON}", soft_wrap=True)
-    # a daemon of an older version has no patrol, and says nothing of the catalog's disk
-    for line in disk_lines(stats.get("catalog")):
+    # a daemon of an older version says nothing of the catalog's disk, and has no patrol
+    if (disk := stats.get("catalog")) and disk["free_bytes"] is not None:
+        line = f"catalog in {disk['dir']}: {format_size(disk['free_bytes'])} free on its file system"
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     console.print(_namespaces(stats))
     for line in (*namespace_lines(stats["namespaces"]), *verify_lines(stats.get("verify")), *patrol_lines(stats.get("patrol"))):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-
-def disk_lines(catalog: dict[str, Any] | None) -> Iterator[str]:
-    """How much is free where the catalog lies."""
-    from paramstore.config import format_size
-
-    if catalog is not None and catalog["free_bytes"] is not None:
-        yield f"catalog in {catalog['dir']}: {format_size(catalog['free_bytes'])} free on its file system"
 
 
 def namespace_lines(namespaces: dict[str, Any]) -> Iterator[str]:

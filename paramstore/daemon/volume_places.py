@@ -11,7 +11,6 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from paramstore.config import PMEM_PREFIX, Config, volume_directory
@@ -84,22 +83,14 @@ def _places(config: Config, contents: Contents) -> dict[int, Path]:
 
 
 def _place_of(row: VolumeRow, config: Config) -> Path | None:
-    """The directory that has the volume; None if none of those given has a file of its name."""
+    """The directory that has a file of the volume's name; None if none of those given has. Raises VolumeError if two have."""
     places = [path for path in config.volume_paths if row.index in volume_indices(volume_directory(path))]
-    if len(places) > 1:  # one was left there when it was being made, or is of another store
-        places = [path for path in places if _superblock(config, row.index, path) == row.uuid] or places
+    if len(places) > 1:  # one was left there when it was being made, or is a copy, or another store's
+        raise VolumeError(
+            f"volume {row.index} ({row.uuid.hex()}) is in {' and in '.join(map(str, places))}: leave out or remove the one that is "
+            f"not the store's; it was last in {row.place or 'nobody knows which'}"
+        )
     return places[0] if places else None
-
-
-def _superblock(config: Config, index: int, path: Path) -> bytes | None:
-    """The uuid of the volume in a directory; None if its superblock cannot be read."""
-    with suppress(VolumeError):
-        volume = _open(config, index, path)
-        try:
-            return read_superblock(volume).volume_uuid
-        finally:
-            volume.close()
-    return None
 
 
 def _open(config: Config, index: int, path: Path) -> Volume:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -115,7 +114,4 @@ def volume_stats(volumes: VolumeSet, traffic: Mapping[int, VolumeTraffic]) -> di
 
 def disk_stats(directory: Path) -> dict[str, object]:
     """What others may still write beside a store's catalog before its disk is full; None where nobody can tell."""
-    stats: dict[str, object] = {"dir": str(directory), "free_bytes": None}
-    with suppress(OSError):
-        stats["free_bytes"] = free_bytes(directory)
-    return stats
+    return {"dir": str(directory), "free_bytes": free_bytes(directory) if directory.is_dir() else None}

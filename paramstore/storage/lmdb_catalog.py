@@ -88,7 +88,7 @@ class LmdbCatalog:
             next_bytes = (used_pages + copied_pages) * tree["psize"] + row_count * rows.ROW_BYTES_BOUND
             needed_bytes = max(next_bytes, LIFE_COPIES * kept_rows * rows.ROW_BYTES_BOUND) + FIXED_BYTES_BOUND
             if needed_bytes > info["map_size"]:
-                self._map_bytes = _doubled(info["map_size"], until=needed_bytes)
+                self._map_bytes = 1 << (needed_bytes - 1).bit_length()
                 self._environment.set_mapsize(self._map_bytes)
             self._allocate(needed_bytes)
         except (lmdb.Error, OSError) as error:
@@ -306,12 +306,6 @@ def _drop_namespace(transaction: lmdb.Transaction, namespace_id: int) -> None:
             is_there = cursor.set_range(prefix)
             while is_there and bytes(cursor.key()).startswith(prefix):
                 is_there = cursor.delete()
-
-
-def _doubled(size_bytes: int, *, until: int) -> int:
-    while size_bytes < until:
-        size_bytes *= 2
-    return size_bytes
 
 
 def _flush_directory(path: Path) -> None:

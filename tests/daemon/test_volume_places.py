@@ -121,15 +121,14 @@ def test_volumes_that_were_moved_together_are_found_in_one_directory(tmp_path: P
     assert opened(config(tmp_path / "store", volumes=three[:1])) == [1]
 
 
-def test_a_file_of_another_volume_s_name_is_told_from_the_store_s(tmp_path: Path, three: tuple[Path, ...]) -> None:
+def test_two_files_of_one_volume_s_name_are_told_and_none_is_taken(tmp_path: Path, three: tuple[Path, ...]) -> None:
     """As left by an adding that a crash ended, before the volume of that number was added elsewhere."""
-    left, settings = tmp_path / "left", config(tmp_path / "store", volumes=three)
+    left = tmp_path / "left"
     opened(config(tmp_path / "other", volumes=[tmp_path / "x", left]))
     for order in itertools.permutations((three[1], left)):
-        given = (three[0], *order, three[2])
-        with pytest.raises(ConfigError, match=f"no volume of this store is in {left}; it has volume 0 in"):
-            opened(config(tmp_path / "store", volumes=given))
-    assert opened(settings, places)[1] == str(three[1])
+        with pytest.raises(VolumeError, match=rf"volume 1 .* is in .* and in .*: leave out or remove .* last in {three[1]}$"):
+            opened(config(tmp_path / "store", volumes=(three[0], *order, three[2])))
+    assert opened(config(tmp_path / "store", volumes=three)) == [1]
 
 
 # --- what is missing
