@@ -108,12 +108,17 @@ class Server:
             session.close(None)
 
 
+def check_socket_path(path: Path) -> None:
+    """Raises ConfigError where no socket can have that path."""
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes: give a shorter --socket")
+
+
 def listen(path: Path) -> socket.socket:
     """A listening socket at `path` that only this user may connect to; a stale one is replaced. A directory that is not there
     is made for this user alone, one that is keeps its mode. Raises ConfigError if others can write there, or something that is
     no stale socket lies there."""
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes: give a shorter --socket")
+    check_socket_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = path.parent.lstat()
@@ -184,6 +189,7 @@ async def lock_with_retry(config: Config) -> StoreLock:
 
 async def serve(config: Config) -> None:
     """Runs a daemon until SIGTERM or SIGINT. Raises whatever keeps it from starting."""
+    check_socket_path(config.socket_path)  # before anything is touched on disk
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

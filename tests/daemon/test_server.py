@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from paramstore.config import Config
 from paramstore.daemon import server as server_module
-from paramstore.daemon.server import Server, listen
+from paramstore.daemon.server import Server, listen, serve
 from paramstore.daemon.session import Session
 from paramstore.errors import ConfigError
 from paramstore.testing.raw_client import ConnectionEnded, RawClient
@@ -23,6 +24,7 @@ from paramstore.wire import messages as m
 from paramstore.wire.messages import Failed
 
 AtDesk = Callable[..., None]
+MIB = 1 << 20
 NOBODY = 65534
 
 
@@ -121,6 +123,16 @@ def test_a_path_too_long_for_a_socket_is_refused_before_anything_is_made(tmp_pat
     with pytest.raises(ConfigError, match="107 bytes: give a shorter --socket"):
         listen(path)
     assert not path.parent.exists()
+
+
+@pytest.mark.parametrize("settings", [{"volume_size_bytes": 1}, {"volume_size_bytes": MIB}, {"socket": Path("s" * 200)}])
+def test_settings_that_no_store_can_have_are_refused_before_anything_is_touched(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "harden", lambda: None)
+    with pytest.raises(ConfigError):
+        asyncio.run(serve(Config(dir=tmp_path / "store", **settings)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_made_is_a_setting_that_is_wrong(tmp_path: Path) -> None:
