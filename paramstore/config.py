@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -252,7 +253,7 @@ def _checked(name: str, item: _Given) -> object:
             raise ConfigError(f"{item.source}: {name}: {error}") from error
     try:
         converted: object = msgspec.convert(value, rule.kind, strict=False, dec_hook=_decode_path)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ConfigError(f"{item.source}: {name}={item.value!r}: must be {rule.words}") from error
     if not rule.holds(converted):
         raise ConfigError(f"{item.source}: {name}={item.value!r}: must be {rule.words}")
@@ -282,7 +283,9 @@ def _place(volume: Path) -> str:
 def _decode_path(kind: type, value: object) -> object:
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if kind is Path and isinstance(text, str) and text.removeprefix(PMEM_PREFIX).strip():
-        return Path(text)
+        with suppress(UnicodeEncodeError):
+            os.fsencode(text)
+            return Path(text)
     raise TypeError(f"{value!r} is not a path")
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.config import ENVIRONMENT_PREFIX, load
+from paramstore.core import arguments
 from paramstore.errors import ConfigError, StoreLocked, StoreUnavailable
 from paramstore_client.address import PEER_CREDENTIALS, try_connect, url
 
@@ -74,8 +75,8 @@ class ServeOptions:
     add_volumes: Sequence[str | os.PathLike[str]] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.config, str | os.PathLike | None):
-            raise ConfigError(f"ServeOptions: config={self.config!r}: must be the path of a settings file")
+        if self.config is not None:
+            arguments.path("ServeOptions: config", self.config)
         values = self.settings.values() if isinstance(self.settings, Mapping) else (None,)
         if not all(isinstance(value, str | int | float) for value in values):  # others cannot be variables
             raise ConfigError(f"ServeOptions: settings={self.settings!r}: must be names with texts or numbers, as io_workers=4")
@@ -90,7 +91,7 @@ class ServeOptions:
         """What was given, as `config.load` takes it."""
         flags: dict[str, object] = {"dir": self.dir, **{str(name): value for name, value in self.settings.items()}}
         flags |= {name: value for name, value in (*self._sizes(), ("socket", self.socket)) if value is not None}
-        return flags | {name: paths for name, paths in self._volumes() if paths != ()}
+        return flags | {name: paths for name, paths in self._volumes() if not isinstance(paths, tuple) or paths}
 
     def arguments(self, socket_path: Path) -> list[str]:
         """The command line after `paramstore serve`."""
