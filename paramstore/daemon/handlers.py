@@ -32,7 +32,10 @@ COLLECTIVE: dict[type[m.Message], str] = {
 """What all ranks of a group call together, by the name that its users know."""
 OPENING = frozenset({m.CreateRank, m.OpenRank})
 ORDERED = frozenset(
-    {*COLLECTIVE, m.Acquire, m.Prefetch, m.Push, m.Read, m.WriteBack, m.Evict, m.InitializePut, m.InitializeSave}
+    {
+        *COLLECTIVE, m.Acquire, m.Prefetch, m.Push, m.EndLayers, m.AwaitRoom, m.Read, m.WriteBack, m.Evict, m.InitializePut,
+        m.InitializeSave,
+    }
 ) - OPENING  # fmt: skip
 """On a handle: what a rank asks for after a collective call of its own takes effect after it."""
 NOT_COMPARED = frozenset({"id", "handle", "rank"})
@@ -74,6 +77,8 @@ class Handlers:
             m.GradientNorm: lambda r: self._together(r, store.gradient_norm),
             m.Apply: lambda r: self._together(r, lambda one: store.apply(one, options_of(r), r.grad_scale)),
             m.BeginApply: lambda r: self._together(r, lambda one: store.begin_apply(one, options_of(r), r.grad_scale)),
+            m.EndLayers: lambda r: store.end_layers(view(r), r.layers),
+            m.AwaitRoom: lambda r: store.await_room(view(r), r.keys, r.timeout_s),
             m.EndApply: lambda r: self._together(r, store.end_apply),
             m.Abort: lambda r: self._together(r, store.abort),
             m.WriteBack: lambda r: store.write_back(view(r), r.keys),

@@ -14,12 +14,13 @@ from typing import Any
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
+from paramstore.engine.collective import ranks_named
 from paramstore.engine.gradients import GradientRange, UploadMemory
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.open_apply import Claims
 from paramstore.engine.update import Updater
 from paramstore.engine.writing import check_changing, check_pushing, check_unclaimed, check_writer
-from paramstore.errors import ParamStoreError, ProtocolError, SchemaMismatch, StepFailed, StepOutOfOrder
+from paramstore.errors import ParamStoreError, ProtocolError, SchemaMismatch, StepFailed, StepOutOfOrder, WaitTimeout
 
 
 class Applies:
@@ -50,6 +51,36 @@ class Applies:
                 pending[key] = tuple(sorted((*pending.get(key, ()), pushed), key=_rank_of))
         if claims is not None and is_last:
             self._updater.claim(namespace, claims, _complete_keys(view, claims, ranges))
+
+    def end_layers(self, view: View, layers: Iterable[int]) -> None:
+        """The view's rank pushes no more gradients of `layers` before the open apply is closed, which claims what waited for that.
+        Raises UnknownKey, StepOutOfOrder where none is open; then nothing has changed."""
+        namespace = check_pushing(view)
+        claims = _open_claims(namespace, "end_layers")
+        keys = [(layer, expert) for layer in layers for expert in range(namespace.keys.experts)]
+        namespace.keys.check(keys, namespace=namespace.name)
+        complete = _complete_keys(view, claims, keys)
+        self._updater.claim(namespace, claims, [key for key in complete if key in namespace.pending])
+
+    async def await_room(self, view: View, keys: Sequence[ExpertKey], timeout_s: float) -> list[ExpertKey]:
+        """Gives those of `keys`, which the view's rank has pushed, whose gradients the open apply has read for the last time, as
+        soon as there is one. timeout_s: 0 gives what there is.
+
+        Raises WaitTimeout naming who keeps the others from being read, StepOutOfOrder where no apply is open, and what it met.
+        """
+        claims = _open_claims(check_writer(view), "await_room")
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while not (read := [key for key in keys if key in claims.read]) and timeout_s > 0:
+            if loop.time() >= deadline_s:
+                raise WaitTimeout(_no_room(view, claims, keys, timeout_s))
+            changed = loop.create_future()
+            claims.room_waiters.append(changed)
+            await asyncio.wait([changed], timeout=deadline_s - loop.time())
+            check_writer(view)
+            if claims.error is not None:
+                raise claims.error
+        return read
 
     def norm(self, view: View) -> Coroutine[Any, Any, float]:
         """Of what is pending at the moment of the call."""
@@ -100,9 +131,7 @@ class Applies:
     def end(self, view: View) -> Coroutine[Any, Any, dict[str, int]]:
         """The open apply takes what is pending now; gives its result. Raises StepOutOfOrder if none is open, StepFailed."""
         namespace = check_writer(view)
-        claims = namespace.open_apply
-        if claims is None:
-            raise StepOutOfOrder(f"end_apply on {namespace.name!r}: no apply is open: begin_apply opens one")
+        claims = _open_claims(namespace, "end_apply")
         self._updater.close(namespace, claims)
         outcome = claims.outcome
         assert outcome is not None
@@ -130,6 +159,13 @@ class Applies:
             self._updater.drop(view.namespace, f"rank {view.rank} {reason}" if view.is_ranked else f"its writer {reason}")
 
 
+def _open_claims(namespace: NamespaceState, what: str) -> Claims:
+    """The open apply. Raises StepOutOfOrder where there is none."""
+    if namespace.open_apply is None:
+        raise StepOutOfOrder(f"{what} on {namespace.name!r}: no apply is open: begin_apply opens one")
+    return namespace.open_apply
+
+
 def _rank_of(gradient: GradientRange) -> int:
     return gradient.rank
 
@@ -153,19 +189,18 @@ def _check_entries(
 
 def _check_last(namespace: NamespaceState, keys: Iterable[ExpertKey], *, rank: int, is_last: bool) -> None:
     """Raises StepOutOfOrder for a last gradient while no apply is open, and for any gradient after a last one."""
-    claims = namespace.open_apply
-    if claims is None:
-        raise StepOutOfOrder(f"push of last gradients on {namespace.name!r}: no apply is open: begin_apply opens one")
+    claims = _open_claims(namespace, "push of last gradients")
     for key in keys:
         if rank in claims.last_ranks.get(key, ()):
             raise StepOutOfOrder(
-                f"push on {namespace.name!r}: {key} was pushed already since begin_apply, and its update may have begun; "
+                f"push on {namespace.name!r}: {key} was pushed already since begin_apply, or its layer ended, and its update may "
+                "have begun; "
                 "push what comes before the last gradient of a key before begin_apply"
             )
 
 
 def _complete_keys(view: View, claims: Claims, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-    """The view's rank has pushed its last gradients of `keys`; gives those of which all ranks have."""
+    """The view's rank pushes no more gradients of `keys`; gives those of which no rank does."""
     assert view.group is not None
     complete = []
     for key in keys:
@@ -174,3 +209,14 @@ def _complete_keys(view: View, claims: Claims, keys: Iterable[ExpertKey]) -> lis
         if len(ranks) == view.group.world_size:
             complete.append(key)
     return complete
+
+
+def _no_room(view: View, claims: Claims, keys: Sequence[ExpertKey], timeout_s: float) -> str:
+    """Why none of `keys` was read in time."""
+    assert view.group is not None
+    everyone, what = set(range(view.group.world_size)), f"push on {view.namespace.name!r}: no room in {timeout_s:g} s"
+    due = {key: everyone - claims.last_ranks.get(key, set()) for key in keys if key not in claims.gradients}
+    if not due:
+        return f"{what}: {len(keys)} updates are under way, from {keys[0]} on; raise wait_timeout_s"
+    missing = ranks_named(tuple(sorted(set().union(*due.values()))))
+    return f"{what}: {len(due)} keys, from {next(iter(due))} on, wait for {missing} to push them or end their layers"

@@ -34,12 +34,16 @@ class Claims:
     error: ParamStoreError | None = None
     """Why it came to no end: the updater stops at its next record."""
     last_ranks: dict[ExpertKey, set[int]] = field(default_factory=dict)
-    """Per key the ranks that have pushed their last gradient of it."""
+    """Per key the ranks that push no more gradients of it."""
+    read: set[ExpertKey] = field(default_factory=set)
+    """Keys whose update is made: their gradients are read no more."""
     awaited: set[ExpertKey] = field(default_factory=set)
     """Records in memory that are claimed, or probably will be, and wait for their update: the apply evicts none of them, nor has
     them written for a slot. Requests that wait when an open one is closed still go by what it awaited before."""
     waiters: list[object] = field(default_factory=list)
     """Futures of those who wait for a change of it; opaque to the planner."""
+    room_waiters: list[object] = field(default_factory=list)
+    """Futures of those who wait for `read` to grow, or for its end."""
     outcome: Future[dict[str, int] | ParamStoreError] | None = None
     """Of an apply that was open: its result, or why there is none."""
 
@@ -47,6 +51,11 @@ class Claims:
     def has_begun(self) -> bool:
         """Whether there is something to do or nothing more will come: until then it has changed nothing."""
         return bool(self.gradients) or not self.is_open
+
+    def take_room_waiters(self) -> list[object]:
+        """`room_waiters`, who wait no longer."""
+        taken, self.room_waiters = self.room_waiters, []
+        return taken
 
 
 def awaited_keys(heat: dict[ExpertKey, float], limit: int) -> set[ExpertKey]:

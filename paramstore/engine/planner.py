@@ -154,8 +154,13 @@ class Planner:
             self._wake(namespace.open_apply)
 
     def _wake(self, claims: Claims) -> None:
-        self.outbox.woken.extend(claims.waiters)
+        self.outbox.woken.extend((*claims.waiters, *claims.take_room_waiters()))
         claims.waiters.clear()
+
+    def end_claim(self, claims: Claims, key: ExpertKey) -> None:
+        """The update of `key` is made: its gradients are read no more."""
+        claims.read.add(key)
+        self.outbox.woken.extend(claims.take_room_waiters())
 
     def reserve_extents(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
         """Every key has an extent to be written to that no later event can take; else CapacityError, nothing changed.

@@ -134,7 +134,7 @@ class Store:
             "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
             "experts": namespace.keys.experts, "committed_step": namespace.committed_step, "view_step": view.step,
             "epoch": namespace.epoch, "lease_slots": self._planner.leases.lease_cap(namespace),
-            "wait_timeout_s": self.config.wait_timeout_s,
+            "wait_timeout_s": self.config.wait_timeout_s, "gradient_share_bytes": self._gradient_share(view),
         }  # fmt: skip
 
     # --- leases and prefetch
@@ -202,6 +202,14 @@ class Store:
     def begin_apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
         """Opens an apply before its gradients are there. See `Applies.begin`."""
         return self._applies.begin(view, options, grad_scale)
+
+    def end_layers(self, view: View, layers: Sequence[int]) -> None:
+        """The view's rank pushes no more gradients of `layers` for the open apply."""
+        self._applies.end_layers(view, layers)
+
+    def await_room(self, view: View, keys: Sequence[ExpertKey], timeout_s: float) -> Coroutine[Any, Any, list[ExpertKey]]:
+        """Waits until the open apply has read gradients of some of `keys`. See `Applies.await_room`."""
+        return self._applies.await_room(view, keys, timeout_s)
 
     def end_apply(self, view: View) -> Coroutine[Any, Any, dict[str, int]]:
         """The open apply takes what is pending now; gives its result."""
@@ -299,6 +307,11 @@ class Store:
             if view.is_writer and schema.is_trainable:
                 limit += len(view.namespace.keys) * schema.gradient_bytes
         return limit
+
+    def _gradient_share(self, view: View) -> int | None:
+        """What a rank may count on of the gradient budget; None without that setting, and for a reader."""
+        budget = self.config.gradient_budget_bytes
+        return None if budget is None or view.group is None else budget // view.group.world_size
 
     def verify(self, namespace: str | None, keys: Sequence[ExpertKey] | None, bytes_per_s: int | None) -> Scrub:
         """Begins a scrub, which `scrubber` waits for and cancels. Raises as `Scrubber.start`."""

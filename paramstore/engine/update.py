@@ -244,6 +244,7 @@ class Updater:
                 namespace.stats.records_updated += 1
                 namespace.stats.records_caught_up += not gradients
                 namespace.stats.missed_steps_made += len(missed)
+                self._planner.end_claim(claims, working.key)
             self._planner.settle_update(namespace, working, copy, transfer.error)
             self._transfers.drain()
             wake(future)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from paramstore.wire.base import Message
+from paramstore.wire.base import Keys, Message
 
 
 class Apply(Message, tag="apply"):
@@ -48,3 +48,22 @@ class EndApply(Message, tag="end_apply"):
 
     id: int
     handle: int
+
+
+class EndLayers(Message, tag="end_layers"):
+    """While an apply is open: the sender pushes no more gradients of these layers before it is closed. Since ROOM_MINOR."""
+
+    id: int
+    handle: int
+    layers: list[int]
+
+
+class AwaitRoom(Message, tag="await_room"):
+    """While an apply is open: waits until it has read the gradients of some of `keys`, which the sender pushed, for the last time.
+    Result: those keys; their ranges are the sender's again. timeout_s: 0 asks without waiting, and may give none. Since ROOM_MINOR.
+    """
+
+    id: int
+    handle: int
+    keys: Keys
+    timeout_s: float

@@ -7,13 +7,15 @@ from typing import Annotated, ClassVar
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 3
+PROTOCOL_MINOR = 4
 VERIFY_MINOR = 1
 """The first minor in which a daemon knows `Verify`."""
 PREPARE_MINOR = 2
 """The first minor in which a daemon knows `Prepare` and `Finalize`, and opens a writer `at` a step."""
 TRAINING_MINOR = 3
 """The first minor in which a daemon knows ranks, optimizers other than AdamW, exact updates and declared schedules."""
+ROOM_MINOR = 4
+"""The first minor in which a daemon knows `EndLayers` and `AwaitRoom`, and tells a rank its share of the gradient budget."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17

@@ -19,7 +19,7 @@ from paramstore.wire.answers import (
     Unmap,
     Uploaded,
 )
-from paramstore.wire.applies import Apply, BeginApply, EndApply
+from paramstore.wire.applies import Apply, AwaitRoom, BeginApply, EndApply, EndLayers
 from paramstore.wire.base import (
     EXTRA_BYTES_MAX,
     KEYS_MAX,
@@ -28,6 +28,7 @@ from paramstore.wire.base import (
     PREPARE_MINOR,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    ROOM_MINOR,
     SEGMENTS_PER_FRAME_MAX,
     TRAINING_MINOR,
     VERIFY_MINOR,
@@ -90,6 +91,7 @@ __all__ = [
     "PREPARE_MINOR",
     "PROTOCOL_MAJOR",
     "PROTOCOL_MINOR",
+    "ROOM_MINOR",
     "SEGMENTS_PER_FRAME_MAX",
     "TRAINING_MINOR",
     "VERIFY_MINOR",
@@ -98,6 +100,7 @@ __all__ = [
     "Acquire",
     "Answer",
     "Apply",
+    "AwaitRoom",
     "BeginApply",
     "Cancel",
     "CloseNamespace",
@@ -109,6 +112,7 @@ __all__ = [
     "Done",
     "DropSnapshot",
     "EndApply",
+    "EndLayers",
     "Evict",
     "Extra",
     "Failed",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from paramstore.wire.applies import Apply, BeginApply, EndApply
+from paramstore.wire.applies import Apply, AwaitRoom, BeginApply, EndApply, EndLayers
 from paramstore.wire.base import Key, Keys, Message, VisitPairs
 
 
@@ -372,7 +372,7 @@ class DeviceReport(Message, tag="device"):
 Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | OpenUpload
     | InitializeBegin | InitializePut | InitializeSave | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push
-    | GradientNorm | Apply | BeginApply | EndApply | Abort | WriteBack | Evict | Protect | DeclareSchedule | Commit | Prepare
-    | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots | Read | Residency | Stats | Verify
-    | TraceBegin | TraceEnd | Unmapped | DeviceReport
+    | GradientNorm | Apply | BeginApply | EndLayers | AwaitRoom | EndApply | Abort | WriteBack | Evict | Protect | DeclareSchedule
+    | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots | Read | Residency | Stats
+    | Verify | TraceBegin | TraceEnd | Unmapped | DeviceReport
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from paramstore.core.schema import Schema
@@ -16,6 +17,7 @@ from paramstore.errors import (
     ParamStoreError,
     ProtocolError,
     RankLost,
+    StepFailed,
     StepMismatch,
     TicketCancelled,
     WaitTimeout,
@@ -391,5 +393,47 @@ def test_a_session_that_ends_with_calls_under_way_leaves_nothing(is_held: bool, 
         with pytest.raises(RankLost):
             await two.ask(m.GradientNorm)
         assert len(await open_ranks(desk)) == 2
+
+    at_desk(scenario)
+
+
+# --- room for gradients
+
+
+def test_a_rank_that_waits_for_room_gets_it_when_the_other_ends_the_layer_and_hears_of_its_end(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        await prepared(desk)
+        one, two = await open_ranks(desk)
+        begun = [await rank.send(m.BeginApply, *ADAMW) for rank in (one, two)]
+        for number, key in enumerate(KEYS):
+            await one.ask(m.Push, [(*key, one.segment, number * GRADIENT_BYTES)], True)
+        assert await one.ask(m.AwaitRoom, KEYS, 0.0) == []
+        waits = await one.send(m.AwaitRoom, KEYS[:1], 30.0)
+        await two.ask(m.Push, [(*KEYS[0], two.segment, 0)], True)
+        assert await one.client.result(waits) == [list(KEYS[0])]
+        waits = await one.send(m.AwaitRoom, KEYS[1:], 30.0)
+        await two.ask(m.EndLayers, [0])
+        assert await one.client.result(waits) == [list(KEYS[1])]
+        await one.ask(m.Push, [(0, 2, one.segment, 0)], True)
+        waits = await one.send(m.AwaitRoom, [(0, 3)], 30.0)
+        two.client.close()
+        assert isinstance(await one.failure(waits), RankLost)
+        assert isinstance(await one.failure(begun[0]), StepFailed)
+
+    at_desk(scenario)
+
+
+def test_a_rank_is_told_its_share_of_the_gradient_budget_and_a_reader_of_none(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        await prepared(desk)
+        desk.store.config = msgspec.structs.replace(desk.store.config, gradient_budget_bytes=8 << 20)
+        clients = [await desk.client() for _ in range(3)]
+        asked = [m.OpenRank(client.next_id(), "moe", "write", None, None, rank, 3, "g") for rank, client in enumerate(clients)]
+        for client, message in zip(clients, asked, strict=True):
+            await client.send(message)
+        opened = [await client.result(message.id) for client, message in zip(clients, asked, strict=True)]
+        assert [each["gradient_share_bytes"] for each in opened] == [(8 << 20) // 3] * 3
+        reader = await (await desk.client()).request(m.OpenNamespace, "moe", "read", None, None)
+        assert reader["gradient_share_bytes"] is None
 
     at_desk(scenario)

@@ -9,9 +9,22 @@ import pytest
 
 from paramstore.core.key import ExpertKey
 from paramstore.engine import arithmetic
+from paramstore.engine.namespace import View
 from paramstore.engine.scheduler import Transfer
-from paramstore.errors import ParamStoreError, ProtocolError, StepFailed, StepOutOfOrder, StepPrepared, WriterFenced
+from paramstore.engine.store import Store
+from paramstore.errors import (
+    ParamStoreError,
+    ProtocolError,
+    RankLost,
+    StepFailed,
+    StepOutOfOrder,
+    StepPrepared,
+    UnknownKey,
+    WaitTimeout,
+    WriterFenced,
+)
 from paramstore.testing.machine import PlainSegment
+from paramstore.testing.small_ranks import call, open_ranks, outcomes, run_ranks
 from paramstore.testing.small_store import OPTIONS, SCHEMA, first_values, keys_of, train, turns, versions
 from paramstore.testing.update_site import Site, on_site
 
@@ -27,6 +40,10 @@ def push_last(site: Site, keys: list[ExpertKey], memory: PlainSegment | None = N
     memory = PlainSegment(SCHEMA.gradient_bytes) if memory is None else memory
     site.store.push(site.view, [(key, memory, 0) for key in keys], is_last=True)
     return memory
+
+
+def fails(*arguments: object, **named: object) -> None:
+    raise MemoryError("no room")
 
 
 def refused(error: type[ParamStoreError], site: Site, call: str, *arguments: Any) -> None:
@@ -114,6 +131,128 @@ def test_reads_for_early_updates_are_less_urgent_than_what_a_backward_loads_unti
         await asyncio.gather(ended, begun)
 
     on_site(scenario)
+
+
+# --- room for more gradients
+
+
+def test_who_waits_for_room_learns_what_was_read_as_soon_as_there_is_some() -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        begun = begin(site)
+        site.pause()
+        push_last(site, keys[:3])
+        assert await site.store.await_room(site.view, keys[:3], 0.0) == []
+        waits = asyncio.ensure_future(site.store.await_room(site.view, keys[:2], 5.0))
+        await turns()
+        assert not waits.done()
+        site.resume()
+        first = await waits
+        assert first
+        assert set(first) <= set(keys[:2])
+        while await site.store.await_room(site.view, keys[:3], 5.0) != keys[:3]:
+            await turns()
+        await asyncio.gather(site.store.end_apply(site.view), begun)
+        with pytest.raises(StepOutOfOrder, match="no apply is open"):
+            await site.store.await_room(site.view, keys, 0.0)
+
+    on_site(scenario)
+
+
+def test_a_wait_for_room_that_is_too_long_says_what_is_under_way() -> None:
+    async def scenario(site: Site) -> None:
+        begun = begin(site)
+        site.pause()
+        push_last(site, keys_of(site.view)[:2])
+        with pytest.raises(WaitTimeout, match=r"push on 'moe': no room in 0.01 s: 2 updates are under way, from \(0, 0\) on"):
+            await site.store.await_room(site.view, keys_of(site.view)[:2], 0.01)
+        site.resume()
+        await asyncio.gather(site.store.end_apply(site.view), begun)
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize("way", ["abort", "rollback", "failure", "end"])
+def test_a_wait_for_room_ends_with_its_apply(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        begun = begin(site)
+        site.pause()
+        push_last(site, keys[:2])
+        waits = asyncio.ensure_future(site.store.await_room(site.view, keys[:2], 5.0))
+        await turns()
+        if way == "abort":
+            with pytest.raises(StepFailed):
+                site.store.abort(site.view)
+        elif way == "rollback":
+            rolled = asyncio.ensure_future(site.store.rollback(site.view, 0))
+        elif way == "failure":
+            monkeypatch.setattr("paramstore.engine.update.update", fails)
+        ended = asyncio.ensure_future(site.store.end_apply(site.view)) if way == "end" else None
+        site.resume()
+        if ended is not None:
+            assert await waits
+            await asyncio.gather(ended, begun)
+            return
+        with pytest.raises(StepFailed):
+            assert not await waits
+        if way == "rollback":
+            await rolled
+
+    on_site(scenario)
+
+
+def begin_as(store: Store, views: list[View]) -> list[asyncio.Future[Any]]:
+    begun = [call(store, view, "begin_apply", lambda one: store.begin_apply(one, OPTIONS, 1.0)) for view in views]
+    for future in begun:
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return begun
+
+
+def push_last_as(store: Store, view: View, keys: list[ExpertKey]) -> None:
+    store.push(view, [(key, PlainSegment(view.namespace.schema.gradient_bytes), 0) for key in keys], is_last=True)
+
+
+def test_a_rank_that_ends_a_layer_lets_the_others_gradients_of_it_be_updated() -> None:
+    async def scenario(store: Store) -> None:
+        first, second = await open_ranks(store, 2)
+        begin_as(store, [first, second])
+        keys = keys_of(first)
+        push_last_as(store, first, keys[:3])
+        push_last_as(store, second, keys[:1])
+        assert await store.await_room(first, keys[:3], 5.0) == keys[:1]
+        with pytest.raises(WaitTimeout, match=r"2 keys, from \(0, 1\) on, wait for rank 1 to push them or end their layers"):
+            await store.await_room(first, keys[1:3], 5.0)
+        with pytest.raises(UnknownKey):
+            store.end_layers(second, [0, 7])
+        assert await store.await_room(first, keys[1:3], 0.0) == []
+        store.end_layers(second, [0])
+        assert await store.await_room(first, keys[1:3], 5.0)
+        with pytest.raises(StepOutOfOrder, match="or its layer ended"):
+            push_last_as(store, second, keys[3:4])
+        store.end_layers(second, [0])  # again, and by those who pushed: no matter
+        store.end_layers(first, [0])
+        results = await outcomes(call(store, view, "end_apply", store.end_apply) for view in (first, second))
+        assert [result["records"] for result in results] == [3, 3]
+        with pytest.raises(StepOutOfOrder, match="no apply is open"):
+            store.end_layers(first, [0])
+
+    run_ranks(scenario)
+
+
+def test_a_wait_for_room_that_a_lost_rank_owes_ends_at_once() -> None:
+    async def scenario(store: Store) -> None:
+        first, second = await open_ranks(store, 2)
+        begin_as(store, [first, second])
+        push_last_as(store, first, keys_of(first)[:2])
+        waits = asyncio.ensure_future(store.await_room(first, keys_of(first)[:2], 1e6))
+        await turns()
+        store.close_view(second)
+        with pytest.raises(RankLost, match="rank 1 closed the namespace"):
+            await waits
+        assert asyncio.get_running_loop().time() < 1e5
+
+    run_ranks(scenario)
 
 
 # --- what is refused
@@ -265,9 +404,6 @@ def test_an_open_apply_ends_with_its_writer(is_fenced: bool) -> None:
 
 def test_an_update_that_fails_breaks_the_namespace_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(site: Site) -> None:
-        def fails(*arguments: object, **named: object) -> None:
-            raise MemoryError("no room")
-
         begun = begin(site)
         await turns()
         monkeypatch.setattr("paramstore.engine.update.update", fails)
