@@ -38,8 +38,9 @@ check: lint types contracts unit
 test: lint types contracts
 	$(BIN)/pytest
 
-# Crash states and simulations of new seeds, HOURS long, from SEED on.
+# What takes minutes; then crash states and simulations of new seeds, HOURS long, from SEED on.
 soak: setup
+	SOAK=1 $(BIN)/pytest tests/end_to_end/test_room.py
 	$(BIN)/python -m paramstore.testing.soak --hours $(HOURS) --seed $(SEED)
 
 demo: setup

@@ -95,7 +95,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_budget_bytes: int = 1 << 30
     """All arenas and staging, exact and enforced: more saves I/O, less leaves memory to others."""
     gradient_budget_bytes: int | None = None
-    """All upload areas of the node; None allows every expert at the gradient dtype once per writing session."""
+    """All upload areas of the node; None allows every expert at the gradient dtype once per writing session. Less saves memory and
+    makes updates in backward wait; other pushes above it are refused."""
     socket: Path | None = None
     """Unix socket; its directory is made with 0700 where there is none. None: `run/paramstore.sock` in `dir`."""
     policy: PolicyConfig = PolicyConfig()

@@ -37,6 +37,7 @@ class Opened(msgspec.Struct, frozen=True):
     lease_slots: int
     wait_timeout_s: float
     committed_step: int | None = None
+    gradient_share_bytes: int | None = None
     view_step: int | None = None
 
 
@@ -56,6 +57,7 @@ number = partial(result_of, kind=int)
 optional_number: Callable[[object], int | None] = partial(result_of, kind=int | None)  # type: ignore[arg-type]  # a union is no `type`
 real = partial(result_of, kind=float)
 numbers = partial(result_of, kind=list[int])
+keys = partial(result_of, kind=list[tuple[int, int]])
 data = partial(result_of, kind=bytes)
 
 

@@ -4,19 +4,21 @@
 - All of a push or none of it: keys, shapes and dtypes are checked, memory is taken and the daemon has agreed to the new
   keys before the first sum changes.
 - From `consume` on the ranges belong to the daemon, until the request that consumes them is answered. If that was refused they
-  are pending again, here as in the daemon (`claims`). While an apply is open the daemon reads each key as soon as it was pushed,
-  once.
+  are pending again, here as in the daemon (`claims`).
+- While an apply is open the daemon reads each key as soon as all ranks have pushed it, once. What it has read is taken again before
+  the area grows; where it cannot grow, a push waits for some (decision 28).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramstore.core.key import ExpertKey, KeySpace
-from paramstore.core.schema import Schema
+from paramstore.core.schema import PAGE_BYTES, Schema, round_up
 from paramstore.errors import CapacityError, ParamStoreError, ProtocolError, SchemaMismatch, StepOutOfOrder, WaitTimeout
 from paramstore_client.claims import Claims, Consumer
 from paramstore_client.ticket import Ticket
@@ -27,32 +29,60 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+ROOM_LAYERS = 2
+"""Layers whose gradients a rank must have room for before a push may wait: one that is filled, one that waits for the others."""
 OnSettled = Callable[[ParamStoreError | None], None]
 Announce = Callable[[list[tuple[int, int, int, int]], bool], None]
 Gradients = Mapping[ExpertKey, Mapping[str, "Tensor"]]
 """key -> field -> gradient, every field of the schema."""
+AwaitRoom = Callable[[list[ExpertKey], float], list[ExpertKey]]
+"""(keys, timeout_s) -> those of them that the open apply has read, as soon as there are some or the time is over."""
+
+
+@dataclass(slots=True)
+class _OpenApply:
+    """An apply that was opened, and not ended or given up since. await_room: None where the daemon cannot say what it has read."""
+
+    ticket: Ticket[Any]
+    await_room: AwaitRoom | None
+    last: set[ExpertKey] = field(default_factory=set)
+    """What was pushed since."""
 
 
 class PendingGradients:
     """Owner of the ranges that hold one handle's pending gradients."""
 
-    def __init__(self, area: UploadArea, *, name: str, schema: Schema, space: KeySpace) -> None:
+    def __init__(self, area: UploadArea, *, name: str, schema: Schema, space: KeySpace, share_bytes: int | None) -> None:
+        """share_bytes: what the area may grow to while an apply is open; None: what the daemon allows."""
         self._area = area
         self._name = name
         self._schema = schema
         self._space = space
+        self._share_bytes = share_bytes
         self._pushing = threading.RLock()
         self._ranges: dict[ExpertKey, Range] = {}
         self._claims = Claims(area)
         self._before_push: list[Callable[[], object]] = []
-        self._last: set[ExpertKey] | None = None
-        """What was pushed since an apply was opened; None while none is."""
-        self._opened: Ticket[Any] | None = None
+        self._open: _OpenApply | None = None
 
     def __len__(self) -> int:
         with self._pushing:
             self._take_back()
-            return len(self._ranges)
+            return len(self._ranges if self._open is None else self._ranges.keys() | self._open.last)
+
+    @property
+    def room_bytes(self) -> int:
+        """Upload memory for the gradients of ROOM_LAYERS layers, or of all there are."""
+        return self._room_count * round_up(self._schema.gradient_bytes, PAGE_BYTES)
+
+    @property
+    def _room_count(self) -> int:
+        return min(ROOM_LAYERS, len(self._space.layers)) * self._space.experts
+
+    def reserve_room(self) -> None:
+        """On return the area has `room_bytes`, some of which may be taken. Raises CapacityError."""
+        with self._pushing:
+            self._area.give_back(self._area.take(self._room_count, self._schema.gradient_bytes, most_bytes=self.room_bytes))
 
     def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
         """`fn()` is called first in every push; it may consume what is pending. Returns the function that ends this."""
@@ -62,14 +92,13 @@ class PendingGradients:
     @property
     def is_open(self) -> bool:
         """Whether an apply was opened, and not ended or given up since."""
-        return self._last is not None
+        return self._open is not None
 
-    def open(self, send: Callable[[], Ticket[Any]]) -> None:
+    def open(self, send: Callable[[], Ticket[Any]], await_room: AwaitRoom | None) -> None:
         """From here on each push of a key is its last. send: makes the ticket of the request that opens the apply."""
         with self._pushing:
             self.check_closed("begin_apply")
-            self._opened = send()
-            self._last = set()
+            self._open = _OpenApply(send(), await_room)
 
     def check_closed(self, call: str) -> None:
         """Raises StepOutOfOrder while an apply is open."""
@@ -78,11 +107,11 @@ class PendingGradients:
 
     def check_open(self, call: str) -> None:
         """Raises what the open apply has met, StepOutOfOrder where none is open."""
-        if self._opened is not None and self._opened.done() and self._opened.error is not None:
-            opened, self._opened, self._last = self._opened, None, None
-            assert opened.error is not None
-            raise opened.error
-        if not self.is_open:
+        opened = self._open
+        if opened is not None and opened.ticket.done() and opened.ticket.error is not None:
+            self._open = None
+            raise opened.ticket.error
+        if opened is None:
             raise StepOutOfOrder(f"{call} on {self._name!r}: no apply is open: begin_apply opens one")
 
     def push(self, gradients: Gradients, announce: Announce) -> None:
@@ -102,7 +131,7 @@ class PendingGradients:
             try:
                 self._add(gradients, new_keys, fields, announce)
             except ProtocolError:
-                if self._last is not None:
+                if self._open is not None:
                     raise  # some sums have grown already
                 # What a request before this push would have consumed may be pending in the daemon: it was refused, which
                 # we had not read yet.
@@ -123,23 +152,23 @@ class PendingGradients:
             for key, place in zip(new_keys, new_ranges, strict=True):
                 tensors.copy_into(gradients[key], fields, self._area.mapping(place.segment), place.offset_bytes)
             told = list(zip(new_keys, new_ranges, strict=True))
-            if self._last is not None:  # the daemon may read all of these as soon as it knows
+            if self._open is not None:  # the daemon may read all of these as soon as it knows
                 told += self._add_to_old(gradients, fields)
             if told:
-                announce([(*key, place.segment, place.offset_bytes) for key, place in told], self._last is not None)
+                announce([(*key, place.segment, place.offset_bytes) for key, place in told], self._open is not None)
         except WaitTimeout:
             # The daemon may still take the message, and then it owns the ranges: they are not used again. The same
             # holds when an interrupt ends the wait, which is why only `Exception` gives them back.
             raise
         except Exception:
             self._area.give_back(new_ranges)
-            if self._last is not None:
+            if self._open is not None:
                 self.check_open("push")  # what it met says more
             raise
-        if self._last is None:
+        if self._open is None:
             self._add_to_old(gradients, fields)
         else:
-            self._last.update(gradients)
+            self._open.last.update(gradients)
         self._ranges.update(zip(new_keys, new_ranges, strict=True))
 
     def _add_to_old(self, gradients: Gradients, fields: tuple[Any, ...]) -> list[tuple[ExpertKey, Range]]:
@@ -152,8 +181,8 @@ class PendingGradients:
         return places
 
     def _check_first(self, keys: Iterable[ExpertKey]) -> None:
-        for key in keys if self._last else ():
-            if self._last is not None and key in self._last:
+        for key in keys if self._open is not None else ():
+            if self._open is not None and key in self._open.last:
                 raise StepOutOfOrder(
                     f"push on {self._name!r}: {key} was pushed already since begin_apply, and its update may have begun; push what "
                     "comes before the last gradient of a key before begin_apply"
@@ -170,17 +199,17 @@ class PendingGradients:
             self._take_back()
             claim = self._claims.add(request, self._ranges)
             self._ranges = {}
-            opened, last, self._opened, self._last = self._opened, self._last, None, None
+            opened, self._open = self._open, None
             try:
                 claim.ticket = send(partial(self._claims.settle, claim))
             except WaitTimeout:
                 raise  # the request is on its way: what it consumes is pending here no more
             except Exception:
                 self._claims.withdraw(claim)
-                self._ranges, self._opened, self._last = dict(claim.ranges), opened, last
+                self._ranges, self._open = dict(claim.ranges), opened
                 raise
             if opened is not None:
-                opened.abandon()  # the outcome is that of `request`
+                opened.ticket.abandon()  # the outcome is that of `request`
             return claim.ticket
 
     def _take_back(self) -> None:
@@ -200,15 +229,46 @@ class PendingGradients:
 
     def _take(self, count: int) -> list[Range]:
         """Ranges for `count` keys. Where there is no room, waits for the applies under way, which give theirs back."""
-        if count == 0:
-            return []
-        length_bytes = self._schema.gradient_bytes
-        most_bytes = len(self._space) * length_bytes
-        while True:
+        while count:
             under_way = self._claims.under_way()
             try:
-                return self._area.take(count, length_bytes, most_bytes=most_bytes)
+                return self._take_now(count)
             except CapacityError:
-                if not under_way or not under_way[0].settled_within(under_way[0].timeout_s):
+                if under_way and under_way[0].settled_within(under_way[0].timeout_s):
+                    self._take_back()
+                elif under_way or not self._has_room() or not self._take_read():
                     raise
-                self._take_back()
+        return []
+
+    def _take_now(self, count: int) -> list[Range]:
+        """As the area has or gets them; while an apply is open, rather what that has read, and within the share."""
+        length_bytes = self._schema.gradient_bytes
+        if self._open is None:
+            return self._area.take(count, length_bytes, most_bytes=len(self._space) * length_bytes)
+        is_read = True
+        while is_read:
+            try:
+                return self._area.take(count, length_bytes, most_bytes=0, limit_bytes=0)
+            except CapacityError:
+                is_read = self._take_read(0.0)
+        ahead_bytes = self._area.size_bytes + self.room_bytes // ROOM_LAYERS
+        return self._area.take(count, length_bytes, most_bytes=ahead_bytes, limit_bytes=self._share_bytes)
+
+    def _take_read(self, timeout_s: float | None = None) -> bool:
+        """Whether the open apply reads some of what was pushed since within `timeout_s`: that is free then. None: the handle's."""
+        opened = self._open
+        waiting = [] if opened is None else [key for key in opened.last if key in self._ranges]
+        if opened is None or opened.await_room is None or not waiting:
+            return False
+        limit_s = opened.ticket.timeout_s if timeout_s is None else timeout_s
+        read = set(opened.await_room(waiting, limit_s)).intersection(waiting)
+        self._area.give_back(self._ranges.pop(key) for key in read)
+        return bool(read)
+
+    def _has_room(self) -> bool:
+        """Whether a push may wait: without so much room beside what was pushed before the apply was opened, ranks may wait for
+        each other."""
+        opened = self._open
+        held_count = 0 if opened is None else len(self._ranges.keys() - opened.last)
+        length_bytes = round_up(self._schema.gradient_bytes, PAGE_BYTES)
+        return opened is not None and self._area.size_bytes - held_count * length_bytes >= self.room_bytes

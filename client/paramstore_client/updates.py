@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from paramstore.core.arguments import flag, function, mapping, number, whole_number
+from paramstore.core.arguments import flag, function, indices, mapping, number, whole_number
+from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW, Options
+from paramstore.errors import CapacityError
 from paramstore.wire import messages
 from paramstore.wire.options import apply_message, begin_message
 from paramstore_client import answers
 from paramstore_client.answers import Result
 from paramstore_client.gradients import Gradients
-from paramstore_client.handle import Handle, plain_keys
+from paramstore_client.handle import ANSWER_GRACE_S, Handle, plain_keys
 from paramstore_client.initial_values import PUTS_IN_FLIGHT, InitialValue, put_initial_values
 from paramstore_client.initialization import Initialization
 from paramstore_client.ticket import Ticket
@@ -115,6 +117,9 @@ class Updates(Handle):
         """Opens an `apply` before its gradients are there: each key is updated as soon as it is pushed, by all ranks, while the
         caller goes on with others; `end_apply` closes it, with the result of an `apply`, bit for bit.
 
+        Where the gradient budget is used up, a push waits until updates have read what was pushed before, and raises WaitTimeout
+        where none does within `wait_timeout_s`; ranks say with `end_layers` what they push no more of.
+
         From now on a key may be pushed once: what of it comes before its last gradient is pushed before. A lease of a key that was
         pushed waits for its update; of others it sees the state before. Until the end `apply`, `prepare` and, once a key was
         pushed, `commit`, `gradient_norm`, `write_back`, `evict`, `read` and `snapshot` raise StepOutOfOrder. `abort` gives it up,
@@ -126,7 +131,36 @@ class Updates(Handle):
         self.schema.check_options(options)
         self._connection.check_minor(messages.TRAINING_MINOR, "begin_apply")
         message = begin_message(self._next_id(), self._handle, options, number("grad_scale", grad_scale))
-        self._pending.open(lambda: self._send(message, "begin_apply", answers.mapping, is_cancellable=False))
+        self._pending.open(
+            lambda: self._send(message, "begin_apply", answers.mapping, is_cancellable=False),
+            self._await_room if self._connection.minor >= messages.ROOM_MINOR else None,
+        )
+
+    def _await_room(self, keys: list[ExpertKey], timeout_s: float) -> list[ExpertKey]:
+        message = messages.AwaitRoom(self._next_id(), self._handle, keys, timeout_s)
+        return self._send(message, "await_room", answers.keys, timeout_s=timeout_s + ANSWER_GRACE_S).wait()
+
+    def end_layers(self, layers: Iterable[int]) -> None:
+        """Says that this rank pushes no more gradients of `layers` before `end_apply`. Keys of which it has none need not wait for
+        the close then, nor do other ranks whose upload memory holds theirs. Does nothing on an older daemon.
+
+        Raises UnknownKey, and StepOutOfOrder where no apply is open.
+        """
+        ended = list(indices("layers", layers))
+        self._check_writes("end_layers")
+        if self._connection.minor >= messages.ROOM_MINOR:
+            self._send(messages.EndLayers(self._next_id(), self._handle, ended), "end_layers", answers.nothing).wait()
+
+    def reserve_room(self) -> None:
+        """Takes the upload memory now that an open apply needs at least: of two layers' gradients. Raises CapacityError where this
+        rank's share of the gradient budget is less, naming the budget that it takes; then nothing was taken."""
+        room_bytes, share_bytes = self._pending.room_bytes, self._gradient_share_bytes
+        if share_bytes is not None and share_bytes < room_bytes:
+            raise CapacityError(
+                f"updates in backward of {self.name!r} need {room_bytes} bytes of upload memory, two layers' gradients; each of "
+                f"{self.world_size} writers has {share_bytes}: raise gradient_budget to {room_bytes * self.world_size} bytes"
+            )
+        self._pending.reserve_room()
 
     def end_apply(self) -> Ticket[Result]:
         """Closes the apply that `begin_apply` opened: it takes all that is pending. Cannot be cancelled. Result and errors as of

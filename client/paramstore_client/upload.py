@@ -46,11 +46,11 @@ class UploadArea:
         """Bytes the daemon has given this session so far."""
         return self._size_bytes
 
-    def take(self, count: int, length_bytes: int, *, most_bytes: int) -> list[Range]:
+    def take(self, count: int, length_bytes: int, *, most_bytes: int, limit_bytes: int | None = None) -> list[Range]:
         """`count` ranges of `length_bytes` each, from what is free, else from a new segment.
 
-        most_bytes: what the area may grow to ahead of need; need itself has no other limit than the daemon's.
-        Raises CapacityError when the daemon has no room; then nothing was taken.
+        most_bytes: what the area may grow to ahead of need. limit_bytes: and at all; None: the daemon alone sets a limit.
+        Raises CapacityError when there is no room; then nothing was taken.
         """
         length_bytes = round_up(length_bytes, PAGE_BYTES)
         with self._allocating:
@@ -59,6 +59,8 @@ class UploadArea:
             missing_bytes = (count - len(taken)) * length_bytes
             if missing_bytes:
                 try:
+                    if limit_bytes is not None and self._size_bytes + missing_bytes > limit_bytes:
+                        raise CapacityError(f"upload memory: {missing_bytes} bytes more than this rank's share of gradient_budget")
                     self._grow(missing_bytes, most_bytes=most_bytes)
                 except BaseException:
                     self.give_back(taken)

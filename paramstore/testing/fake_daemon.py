@@ -69,6 +69,7 @@ class FakeDaemon:
         self.wait_timeout_s = wait_timeout_s
         self.upload_budget_bytes = upload_budget_bytes
         self.minor = m.PROTOCOL_MINOR
+        self.gradient_share_bytes: int | None = None
         self.memory = FakeMemory()
         self.namespaces: dict[str, FakeNamespace] = {}
         self.sessions: list[FakeSession] = []
@@ -272,6 +273,8 @@ class FakeDaemon:
                 namespace.put(request.key, request.segment, request.offset_bytes)
             case m.Prefetch():
                 return {"loaded": 0, "resident": len(request.keys), "skipped": 0, "bytes": 0}
+            case m.AwaitRoom():
+                return []  # what is applied is read at the end
             case m.Push():
                 places = {(layer, expert): (segment, at) for layer, expert, segment, at in request.entries}
                 known = {key: place for key, place in namespace.pending.items() if key in places}
@@ -350,7 +353,7 @@ class FakeDaemon:
         is_reader = isinstance(request, m.OpenNamespace) and request.mode == "read"
         return {
             **namespace.describe(), "handle": handle, "lease_slots": self.lease_slots, "wait_timeout_s": self.wait_timeout_s,
-            "view_step": namespace.committed_step if is_reader else None,
+            "view_step": namespace.committed_step if is_reader else None, "gradient_share_bytes": self.gradient_share_bytes,
         }  # fmt: skip
 
     def _open_upload(self, request: m.OpenUpload) -> m.Uploaded:

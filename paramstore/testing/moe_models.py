@@ -97,7 +97,7 @@ class Twin:
         namespace = MemoryNamespace(schema, layers=layout.layers, experts=layout.experts, lease_slots=lease_slots)
         namespace.initialize(initial.values)
         anchor = torch.zeros((), requires_grad=True)
-        joined = ModelExperts(namespace, anchor=(lambda: anchor) if is_trained else None, is_poisoned=is_poisoned)
+        joined = ModelExperts(namespace, anchor=(lambda layer: anchor) if is_trained else None, is_poisoned=is_poisoned)
         bind(stored, joined, kernel=kernel)
         return cls(stock, stored, namespace, layout, anchor)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import FakeDaemon
+from paramstore.testing.fake_daemon import FakeDaemon, FakeSession
 from paramstore.wire import messages as m
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
@@ -87,6 +87,112 @@ def test_a_refused_begin_is_told_by_end_apply(daemon: FakeDaemon, namespace: ps.
     with pytest.raises(ps.StepPrepared):
         namespace.end_apply()
     assert namespace.pending_count == 1
+
+
+# --- room for more gradients
+
+
+def keep_reading(daemon: FakeDaemon) -> list[m.AwaitRoom]:
+    """The daemon has read what it is asked for, and asked to wait for: those requests, as they come."""
+    asked: list[m.AwaitRoom] = []
+
+    def answer(session: FakeSession, request: m.AwaitRoom) -> None:
+        asked.append(request)
+        session.send(m.Done(request.id, request.keys[:1] if request.timeout_s > 0 else []))
+
+    daemon.script(m.AwaitRoom, answer)
+    return asked
+
+
+@pytest.fixture
+def scarce(daemon: FakeDaemon, store: ps.Store) -> ps.Namespace:
+    """A namespace of many tiny experts, with room for two of its three layers."""
+    daemon.gradient_share_bytes = 2 << 20
+    return store.create_namespace("scarce", ps.adamw_schema({"down": (4, 8)}), layers=3, experts=256)
+
+
+def layer_of(layer: int) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
+    return {(layer, expert): {"down": torch.ones(4, 8, dtype=torch.bfloat16)} for expert in range(256)}
+
+
+def test_a_push_waits_for_room_and_the_area_stays_within_its_share(daemon: FakeDaemon, scarce: ps.Namespace) -> None:
+    asked = keep_reading(daemon)
+    scarce.reserve_room()
+    scarce.begin_apply(ps.AdamW())
+    for layer in (2, 1):
+        scarce.push(layer_of(layer))
+    assert asked == []
+    scarce.push({(0, 0): layer_of(0)[0, 0], (0, 1): layer_of(0)[0, 1]})
+    assert [(request.timeout_s > 0, len(request.keys)) for request in asked] == [
+        (False, 512), (True, 512), (False, 511), (True, 511)
+    ]  # fmt: skip
+    assert scarce._area.size_bytes == 2 << 20
+    assert scarce.pending_count == 514, "what was read is pending until the apply is over"
+    assert asked[0].keys[0] not in [entry[:2] for entry in daemon.requests(m.Push)[-1].entries]
+    scarce.abort()
+    assert scarce._area.free_bytes() == 2 << 20, "no range came back twice"
+    assert scarce.pending_count == 0
+
+
+def test_what_was_read_is_taken_again_before_the_area_grows(daemon: FakeDaemon, scarce: ps.Namespace) -> None:
+    daemon.gradient_share_bytes = None
+    scarce._pending._share_bytes = None
+    daemon.script(m.AwaitRoom, lambda session, request: session.send(m.Done(request.id, request.keys)))
+    scarce.begin_apply(ps.AdamW())
+    for layer in (2, 1, 0):
+        scarce.push(layer_of(layer))
+    assert scarce._area.size_bytes == 2 << 20
+
+
+def test_a_push_that_has_less_than_two_layers_room_does_not_wait(daemon: FakeDaemon, scarce: ps.Namespace) -> None:
+    asked = keep_reading(daemon)
+    scarce.push(layer_of(0))  # held by micro-batches before
+    scarce.begin_apply(ps.AdamW())
+    scarce.push(layer_of(2))
+    before = scarce.pending_count
+    with pytest.raises(ps.CapacityError, match="more than this rank's share of gradient_budget"):
+        scarce.push(layer_of(1))
+    assert scarce.pending_count == before
+    assert [request for request in asked if request.timeout_s > 0] == []
+
+
+def test_a_share_of_less_than_two_layers_is_refused_with_the_size_needed(daemon: FakeDaemon, store: ps.Store) -> None:
+    daemon.gradient_share_bytes = (2 << 20) - 1
+    namespace = store.create_namespace("tight", ps.adamw_schema({"down": (4, 8)}), layers=3, experts=256)
+    with pytest.raises(ps.CapacityError, match="raise gradient_budget to 2097152 bytes"):
+        namespace.reserve_room()
+    assert namespace._area.size_bytes == 0
+    one_layer = store.create_namespace("one", ps.adamw_schema({"down": (4, 8)}), layers=1, experts=256)
+    one_layer.reserve_room()
+
+
+def test_an_error_of_the_wait_is_the_pushs_and_changes_nothing(daemon: FakeDaemon, scarce: ps.Namespace) -> None:
+    scarce.reserve_room()
+    scarce.begin_apply(ps.AdamW())
+    for layer in (2, 1):
+        scarce.push(layer_of(layer))
+    daemon.fail(m.AwaitRoom, ps.RankLost("rank 1 is gone"))
+    with pytest.raises(ps.RankLost):
+        scarce.push(layer_of(0))
+    assert scarce.pending_count == 512
+    assert len(daemon.requests(m.Push)) == 2
+
+
+def test_end_layers_is_told(daemon: FakeDaemon, scarce: ps.Namespace) -> None:
+    scarce.begin_apply(ps.AdamW())
+    scarce.end_layers(range(1, 3))
+    assert [request.layers for request in daemon.requests(m.EndLayers)] == [[1, 2]]
+
+
+def test_a_daemon_of_minor_3_is_asked_for_no_room(daemon: FakeDaemon, scarce: ps.Namespace) -> None:
+    scarce._connection.minor = 3
+    scarce.begin_apply(ps.AdamW())
+    scarce.end_layers([2])
+    for layer in (2, 1):
+        scarce.push(layer_of(layer))
+    with pytest.raises(ps.CapacityError):
+        scarce.push(layer_of(0))
+    assert daemon.requests(m.AwaitRoom) == daemon.requests(m.EndLayers) == []
 
 
 def test_an_older_daemon_opens_none(daemon: FakeDaemon, namespace: ps.Namespace) -> None:

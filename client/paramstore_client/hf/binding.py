@@ -35,11 +35,11 @@ ATTRIBUTE = "_paramstore_layer"
 class ModelExperts:
     """Where a model's layers get their experts. Owner of the schedule and of the compact buffers.
 
-    anchor: gives the leaf that every layer's node takes as an input; None where the experts get no gradients.
+    anchor: (layer) -> the leaf that the layer's node takes as an input; None where the experts get no gradients.
     is_poisoned: freed buffers are filled with NaN.
     """
 
-    def __init__(self, source: ExpertSource, *, anchor: Callable[[], Tensor | None] | None, is_poisoned: bool = False) -> None:
+    def __init__(self, source: ExpertSource, *, anchor: Callable[[int], Tensor | None] | None, is_poisoned: bool = False) -> None:
         if anchor is not None and not source.schema.is_trainable:
             raise SchemaMismatch("a param schema takes no gradients: bind the model without an anchor")
         self.source = source
@@ -63,6 +63,7 @@ class LayerExperts(Unpicklable):
     def __init__(self, model: ModelExperts, layer: int, kernel: Kernel | None, fields: tuple[str, ...]) -> None:
         self._model = model
         self.layer = layer
+        self._anchor = None if model.anchor is None else partial(model.anchor, layer)
         self._kernel = kernel
         self._fields = fields
         model.schedule.join(layer)
@@ -80,7 +81,7 @@ class LayerExperts(Unpicklable):
         if not experts:  # no token: nothing to compute
             y_TH = hidden_TH.clone()
             # A rank without tokens takes part in what ranks do together after backward.
-            anchor = self._model.anchor() if self._model.anchor is not None and torch.is_grad_enabled() else None
+            anchor = self._anchor() if self._anchor is not None and torch.is_grad_enabled() else None
             return y_TH if anchor is None else y_TH + anchor
         keys = [(self.layer, expert) for expert in experts]
         kernel, count = self._kernel, len(keys)
@@ -97,7 +98,7 @@ class LayerExperts(Unpicklable):
                 weights = dict(weights_of(None))
             return kernel.function(ModuleView(module, weights, count=count), hidden_TH, compact_TK, gate_TK)
 
-        return LayerCall(supply, self._model.passes, compute, anchor=self._model.anchor).run((hidden_TH, gate_TK))
+        return LayerCall(supply, self._model.passes, compute, anchor=self._anchor).run((hidden_TH, gate_TK))
 
     def run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         """What a container's own forward makes of its arguments. Experts are leased one at a time, as it asks for them."""
@@ -118,7 +119,7 @@ class LayerExperts(Unpicklable):
             return forward(module_list.ContainerView(container, weights_of_expert), *arguments)
 
         inputs = [argument for argument in arguments if isinstance(argument, Tensor)]
-        return LayerCall(supply, self._model.passes, compute, anchor=self._model.anchor).run(inputs)
+        return LayerCall(supply, self._model.passes, compute, anchor=self._anchor).run(inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerExperts:
         return self

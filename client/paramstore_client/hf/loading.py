@@ -203,7 +203,7 @@ def join(model: nn.Module, namespace: Namespace, *, kernel: str) -> None:
         else:
             declare_order(namespace)
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
-        anchor = None if sentinel is None else lambda: sentinel.anchor
+        anchor = None if sentinel is None else sentinel.anchor
         bind(model, ModelExperts(namespace, anchor=anchor, is_poisoned=namespace.is_debug), kernel=kernel)
     except BaseException:
         namespace.close()

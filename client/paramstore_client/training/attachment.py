@@ -91,6 +91,11 @@ class Attachment:
         if self.early is not None:
             self.early.before_push()
 
+    def after_layer(self, layer: int) -> None:
+        """Other ranks wait no longer for this layer's gradients."""
+        if self.early is not None:
+            self.early.after_layers([layer])
+
     def after_backward(self) -> None:
         """Reports the norm of what is pending. Raises StepMismatch where the dense gradients are not those of the experts."""
         self._drop_if_zeroed()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from paramstore.core.arguments import instance
@@ -45,6 +47,6 @@ def bind(model: nn.Module, namespace: Namespace) -> Experts:
     model.add_module(CHILD_NAME, sentinel)
     setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, ()), f"{CHILD_NAME}.sentinel"])
     for layer in layers:
-        layer.anchor = lambda: sentinel.anchor
+        layer.anchor = partial(sentinel.anchor, layer.layer)
     sentinel.experts = Experts(namespace, sentinel, model)
     return sentinel.experts

@@ -7,7 +7,7 @@ StepFailed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -70,8 +70,15 @@ class EarlyUpdates:
                 f"of every micro-batch but the last into experts.accumulate(), or use {WITHOUT}"
             )
 
+    def after_layers(self, layers: Iterable[int]) -> None:
+        """This rank has pushed its last gradients of `layers`: what others have pushed of them does not wait for the step."""
+        namespace = self._experts.namespace
+        if namespace.world_size > 1 and namespace.is_applying and not self._is_held_back:
+            namespace.end_layers(layers)
+
     def after_backward(self) -> float:
         """What the sentinel gets in place of a norm."""
+        self.after_layers(self._experts.namespace.layers)  # also of those that this backward left out
         self._is_complete = self._experts.namespace.is_applying
         return MARK
 

@@ -71,11 +71,13 @@ class Experts:
         optimizer: torch's AdamW, SGD or Adagrad, as the schema says, or a wrapper of it by accelerate or Lightning. weight_decay:
         the experts'; None: the main group's. group: the index of the main group; None: the one with the most elements.
         updates_in_backward: an expert is updated as soon as backward has its gradient, with the options that the group has at the
-        forward; not with clipping, a GradScaler, or several backwards for a step, but those in `accumulate`.
+        forward; not with clipping, a GradScaler, or several backwards for a step, but those in `accumulate`. It takes upload memory
+        for two layers' gradients at once; with a `gradient_budget`, backward waits for updates where its share is full.
         experts: whether they train. False: they stay as they are and get no gradients, whatever the optimizer is. None: they train,
         unless PEFT's adapters are what the optimizer trains.
         Raises ConfigError where the experts cannot follow: another optimizer, groups that differ in more than weight decay,
-        amsgrad, maximize, capturable, differentiable, FSDP1, or an optimizer that is attached already; then nothing has changed.
+        amsgrad, maximize, capturable, differentiable, FSDP1, or an optimizer that is attached already; CapacityError where the share
+        is less; then nothing has changed.
         """
         if self._attachment is not None:
             raise ConfigError("attach: an optimizer is attached; call experts.detach() first")
@@ -94,6 +96,8 @@ class Experts:
         main = MainGroup(
             inner, self.namespace.schema, sentinel=self.sentinel.sentinel, index=group, weight_decay=weight_decay
         )
+        if updates_in_backward:
+            self.namespace.reserve_room()
         self.reduce = reduce
         early = EarlyUpdates(self, main) if updates_in_backward else None
         self._attachment = Attachment(self, self.sentinel, inner, main, early)

@@ -1,7 +1,7 @@
 """The two tensors by which a model's stored experts take part in autograd and in an optimizer's step.
 
-- `anchor`, an unregistered leaf, goes into the graph of every stored layer, so that its backward runs even where neither its
-  input nor its routing weights need a gradient, and so that the end of a backward is seen.
+- An `anchor`, an unregistered leaf, goes into the graph of each stored layer, so that its backward runs even where neither its
+  input nor its routing weights need a gradient, and so that its end is seen, and that of the whole backward.
 - `sentinel`, a registered scalar parameter that stays 0, stands for all experts in whatever looks at parameters: its gradient is
   the experts' norm, so that a clipping by the global norm counts them. It is in no state dict, and `fully_shard` does not see it.
 """
@@ -30,6 +30,9 @@ class Listener(Protocol):
     def before_forward(self) -> None:
         """A stored layer is about to compute with gradients; not while a checkpoint recomputes."""
 
+    def after_layer(self, layer: int) -> None:
+        """A backward has come through a stored layer, which has pushed all its gradients."""
+
     def after_backward(self) -> None:
         """A backward through stored layers is over: all of them have pushed. What it raises, the backward raises."""
 
@@ -49,27 +52,24 @@ class ExpertSentinel(nn.Module):
         """The experts get no gradients."""
         self._experts: list[Experts] = []  # in a list: a handle that refers to this module is no child of it
         self._end = BackwardEnd(self._tell_of_backward)
-        anchor = torch.zeros((), requires_grad=True)
-        # Weakly: Python's collector sees no cycle through a hook that torch holds.
-        after = weakref.WeakMethod(self._after_anchor)
-        anchor.register_post_accumulate_grad_hook(lambda leaf: (known := after()) and known(leaf))  # type: ignore[no-untyped-call]
-        self._anchor = [anchor]  # in a list: a tensor attribute would be moved and counted
+        self._anchors: dict[int, Tensor] = {}  # by layer, in a dict: a tensor attribute would be moved and counted
 
-    @property
-    def anchor(self) -> Tensor | None:
-        """The scalar leaf for one forward of one layer, which asks for it each time; its value means nothing. None where the
-        experts are left alone.
+    def anchor(self, layer: int) -> Tensor | None:
+        """The scalar leaf for one forward of `layer`, which asks for it each time; its value means nothing. None where the experts
+        are left alone.
 
         While a checkpoint recomputes it is a throw-away: that forward may get a backward of its own, inside the one under way,
-        whose end is no end.
+        whose end is the layer's, and no other.
         """
         if self.is_left_alone:
             return None
         if self._end.watch():
-            return torch.zeros((), requires_grad=True)
+            return _leaf(self._tell_of_layer, layer)
         if self.listener is not None:
             self.listener.before_forward()
-        return self._anchor[0]
+        if layer not in self._anchors:
+            self._anchors[layer] = _leaf(self._after_anchor, layer)
+        return self._anchors[layer]
 
     @property
     def experts(self) -> Experts:
@@ -97,9 +97,15 @@ class ExpertSentinel(nn.Module):
         if not recurse:
             yield f"{prefix}.sentinel" if prefix else "sentinel", self.sentinel
 
-    def _after_anchor(self, anchor: Tensor) -> None:
+    def _after_anchor(self, layer: int, anchor: Tensor) -> None:
         anchor.grad = None
         self._end.watch()
+        self._tell_of_layer(layer, anchor)
+
+    def _tell_of_layer(self, layer: int, _: Tensor) -> None:
+        if self.listener is not None:
+            with torch.no_grad():
+                self.listener.after_layer(layer)
 
     def _tell_of_backward(self) -> None:
         if self.listener is not None:
@@ -117,3 +123,16 @@ class ExpertSentinel(nn.Module):
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         """Nothing is expected, and nothing missing."""
+
+
+def _leaf(after: Callable[[int, Tensor], None], layer: int) -> Tensor:
+    """A scalar that needs a gradient; `after`, a method, is called with `layer` and it when a backward has given it its."""
+    leaf = torch.zeros((), requires_grad=True)
+    known = weakref.WeakMethod(after)  # weakly: Python's collector sees no cycle through a hook that torch holds
+
+    def hook(leaf: Tensor) -> None:
+        if (method := known()) is not None:
+            method(layer, leaf)
+
+    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return leaf

@@ -29,7 +29,7 @@ def test_source_of_other_experts_is_refused() -> None:
 def test_schema_without_gradients_takes_no_anchor() -> None:
     namespace = MemoryNamespace(Schema.param({"w": ((2,), "float32")}), layers=1, experts=1, lease_slots=1)
     with pytest.raises(SchemaMismatch, match="param schema"):
-        ModelExperts(namespace, anchor=lambda: torch.zeros(()))
+        ModelExperts(namespace, anchor=lambda layer: torch.zeros(()))
 
 
 def test_module_that_was_not_bound_says_how_to_load_it() -> None:

@@ -21,6 +21,9 @@ class Listener:
     def before_forward(self) -> None:
         self.heard.append("forward")
 
+    def after_layer(self, layer: int) -> None:
+        self.heard.append(f"layer {layer}")
+
     def after_backward(self) -> None:
         self.heard.append("backward")
 
@@ -75,12 +78,14 @@ def test_it_keeps_its_dtype_and_its_bytes(model: nn.Module) -> None:
 
 def test_the_anchor_hears_of_forwards_and_of_the_end_of_each_backward() -> None:
     sentinel, listener = ExpertSentinel(), Listener()
-    (sentinel.anchor * 2).backward()
+    (sentinel.anchor(0) * 2).backward()
     sentinel.listener = listener
-    loss = sentinel.anchor * 2 + sentinel.anchor
+    loss = sentinel.anchor(1) * 2 + sentinel.anchor(0) + sentinel.anchor(1)
     loss.backward(retain_graph=True)
     loss.backward()
-    assert listener.heard == ["forward", "forward", "backward", "backward"]
+    assert listener.heard[:3] == ["forward"] * 3
+    for heard in (listener.heard[3:6], listener.heard[6:]):
+        assert (sorted(heard[:2]), heard[2:]) == (["layer 0", "layer 1"], ["backward"])
 
 
 @pytest.mark.parametrize("is_reentrant", [True, False])
@@ -88,7 +93,7 @@ def test_a_recomputation_is_no_forward_and_its_backward_no_backward(is_reentrant
     sentinel, listener = ExpertSentinel(), Listener()
     sentinel.listener = listener
     x = torch.ones((), requires_grad=True)
-    loss = sum(checkpoint(lambda y: y * sentinel.anchor, x, use_reentrant=is_reentrant) for _ in range(3))
+    loss = sum(checkpoint(lambda y: y * sentinel.anchor(0), x, use_reentrant=is_reentrant) for _ in range(3))
     listener.heard.clear()
     loss.backward()
-    assert listener.heard == ["backward"]
+    assert listener.heard == [*["layer 0"] * (3 if is_reentrant else 1), "backward"]
