@@ -6,6 +6,8 @@ its own is what the lease says.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as FieldMapping
 from dataclasses import dataclass
@@ -35,6 +37,14 @@ def field_view(mapping: Mapping, field: Field, start_bytes: int) -> Tensor:
 def image_view(mapping: Mapping, start_bytes: int, length_bytes: int) -> Tensor:
     """The bytes of a whole image, uint8, without a copy."""
     return torch.frombuffer(mapping.buffer, dtype=torch.uint8, count=length_bytes, offset=start_bytes)
+
+
+def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in pages of their own, which go back to the system with the tensor: for few and large ones. Malloc keeps much of what
+    those leave, the more the larger one was that it freed before."""
+    elements = math.prod(shape)
+    memory = mmap.mmap(-1, max(1, elements) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype)[:elements].view(tuple(shape))
 
 
 @dataclass(slots=True)

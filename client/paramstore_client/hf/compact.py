@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paramstore.core.schema import Field
 from paramstore_client.hf.windows import Window
+from paramstore_client.tensors import mapped
 
 
 class CompactBuffers:
@@ -61,7 +62,9 @@ class CompactBuffers:
             needed = count * field.elements
             if field.name not in flats or flats[field.name].numel() < needed:
                 flats.pop(field.name, None)  # before the larger one takes memory
+                dtype = getattr(torch, field.dtype)
                 # Outside of inference mode: such a tensor could not be written to in training later.
                 with torch.inference_mode(False):
-                    flats[field.name] = torch.empty(needed, dtype=getattr(torch, field.dtype), device=device)
+                    on_host = device.type == "cpu"
+                    flats[field.name] = mapped((needed,), dtype) if on_host else torch.empty(needed, dtype=dtype, device=device)
         return flats

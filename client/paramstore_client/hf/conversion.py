@@ -23,6 +23,7 @@ from paramstore_client.hf.checkpoint import Checkpoint
 from paramstore_client.hf.layout import ExpertLayout, ExpertTensor
 from paramstore_client.hf.safetensors_file import DTYPES, Files, StoredTensor
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
+from paramstore_client.tensors import mapped
 
 Found = Mapping[str, Mapping[str | None, list[StoredTensor]]]
 """Per parameter of the model, per pattern of the converter that makes it (None without one), the tensors that it is made of."""
@@ -163,7 +164,7 @@ class ExpertSource:
 
 def read_tensor(stored: StoredTensor, files: Files) -> Tensor:
     """The tensor, in memory of its own. Raises CheckpointError naming file and tensor."""
-    buffer = torch.empty(stored.length_bytes, dtype=torch.uint8)
+    buffer = mapped((stored.length_bytes,), torch.uint8)
     files.read(stored, memoryview(buffer.numpy()))  # type: ignore[arg-type]  # numpy's arrays are buffers from 3.12 on, says typeshed
     return buffer.view(_torch_dtype(stored)).reshape(stored.shape)
 

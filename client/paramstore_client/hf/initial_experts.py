@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from paramstore.core.key import ExpertKey
 from paramstore_client.hf import _compat, module_list
 from paramstore_client.hf.layout import experts_modules, find_layout, stacked_tensors
+from paramstore_client.tensors import mapped
 
 
 class InitialExperts:
@@ -73,7 +74,7 @@ class InitialExperts:
         module = self._modules[layer]
         owner, state = self._states[id(module)]
         before = {name: module.__dict__[name] for name in self._names}
-        made = {name: torch.empty_like(before[name], device="cpu") for name in self._names}
+        made = {name: mapped(before[name].shape, before[name].dtype) for name in self._names}
         module.__dict__.update(made)
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -96,7 +97,7 @@ class InitialExperts:
         metas = {name: module._parameters[name] for name in stacked_tensors(module)}
         for name, meta in metas.items():
             assert meta is not None, f"{name} was listed as a parameter"
-            module._parameters[name] = nn.Parameter(torch.empty_like(meta, device="cpu"))
+            module._parameters[name] = nn.Parameter(mapped(meta.shape, meta.dtype))
         return lambda: module._parameters.update(metas)
 
 

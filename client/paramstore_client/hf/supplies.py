@@ -19,7 +19,7 @@ from paramstore_client.hf.layer_call import Fields, Supply, WeightsOf
 from paramstore_client.hf.windows import Hint, Identities, Window
 from paramstore_client.source import ExpertSource
 
-PUSH_BYTES = 32 << 20
+PUSH_BYTES = 4 << 20
 """A push is a round trip; this many bytes of gradients wait for it together."""
 
 

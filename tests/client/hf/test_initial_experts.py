@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from paramstore.testing.moe_models import FAMILIES, Twin, tiny_config
-from paramstore_client.hf import _compat
+from paramstore_client.hf import _compat, initial_experts
 from paramstore_client.hf.initial_experts import InitialExperts
 from paramstore_client.hf.stripping import stripped_class
+from paramstore_client.tensors import mapped
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +38,13 @@ def test_asking_for_values_leaves_the_random_numbers_alone() -> None:
 
 def test_one_layer_of_experts_has_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[int] = []
-    original = torch.empty_like
 
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = original(*args, **kwargs)
-        if kwargs.get("device") == "cpu":
-            alive.append(made.numel())
+    def counted(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        made = mapped(shape, dtype)
+        alive.append(made.numel())
         return made
 
-    monkeypatch.setattr(torch, "empty_like", counted)
+    monkeypatch.setattr(initial_experts, "mapped", counted)
     model = built(initial := initial_of("mixtral", build=False))
     experts = [module for name, module in model.named_modules() if name.endswith("experts")]
     assert all(module.gate_up_proj.device.type == "meta" for module in experts)
