@@ -58,7 +58,8 @@ class PendingGradients:
         self._name = name
         self._schema = schema
         self._space = space
-        self._share_bytes = share_bytes
+        self.share_bytes = share_bytes
+        self._range_bytes = round_up(schema.gradient_bytes, PAGE_BYTES) if schema.is_trainable else 0
         self._pushing = threading.RLock()
         self._ranges: dict[ExpertKey, Range] = {}
         self._claims = Claims(area)
@@ -73,16 +74,12 @@ class PendingGradients:
     @property
     def room_bytes(self) -> int:
         """Upload memory for the gradients of ROOM_LAYERS layers, or of all there are."""
-        return self._room_count * round_up(self._schema.gradient_bytes, PAGE_BYTES)
-
-    @property
-    def _room_count(self) -> int:
-        return min(ROOM_LAYERS, len(self._space.layers)) * self._space.experts
+        return min(ROOM_LAYERS, len(self._space.layers)) * self._space.experts * self._range_bytes
 
     def reserve_room(self) -> None:
         """On return the area has `room_bytes`, some of which may be taken. Raises CapacityError."""
-        with self._pushing:
-            self._area.give_back(self._area.take(self._room_count, self._schema.gradient_bytes, most_bytes=self.room_bytes))
+        count = self.room_bytes // self._range_bytes
+        self._area.give_back(self._area.take(count, self._range_bytes, most_bytes=self.room_bytes))
 
     def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
         """`fn()` is called first in every push; it may consume what is pending. Returns the function that ends this."""
@@ -242,17 +239,16 @@ class PendingGradients:
 
     def _take_now(self, count: int) -> list[Range]:
         """As the area has or gets them; while an apply is open, rather what that has read, and within the share."""
-        length_bytes = self._schema.gradient_bytes
+        take = partial(self._area.take, count, self._range_bytes)
         if self._open is None:
-            return self._area.take(count, length_bytes, most_bytes=len(self._space) * length_bytes)
+            return take(most_bytes=len(self._space) * self._range_bytes)
         is_read = True
         while is_read:
             try:
-                return self._area.take(count, length_bytes, most_bytes=0, limit_bytes=0)
+                return take(most_bytes=0, limit_bytes=0)
             except CapacityError:
                 is_read = self._take_read(0.0)
-        ahead_bytes = self._area.size_bytes + self.room_bytes // ROOM_LAYERS
-        return self._area.take(count, length_bytes, most_bytes=ahead_bytes, limit_bytes=self._share_bytes)
+        return take(most_bytes=self._area.size_bytes + self.room_bytes // ROOM_LAYERS, limit_bytes=self.share_bytes)
 
     def _take_read(self, timeout_s: float | None = None) -> bool:
         """Whether the open apply reads some of what was pushed since within `timeout_s`: that is free then. None: the handle's."""
@@ -270,5 +266,4 @@ class PendingGradients:
         each other."""
         opened = self._open
         held_count = 0 if opened is None else len(self._ranges.keys() - opened.last)
-        length_bytes = round_up(self._schema.gradient_bytes, PAGE_BYTES)
-        return opened is not None and self._area.size_bytes - held_count * length_bytes >= self.room_bytes
+        return opened is not None and self._area.size_bytes - held_count * self._range_bytes >= self.room_bytes

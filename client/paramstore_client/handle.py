@@ -49,7 +49,6 @@ class Handle:
         self._committed_applies = 0
         self._view_changes = itertools.count(1)
         self._view_change_count = 0
-        self._gradient_share_bytes = opened.gradient_share_bytes
         self._pending = PendingGradients(
             area, name=self.name, schema=self.schema, space=self.space, share_bytes=opened.gradient_share_bytes
         )

@@ -154,7 +154,7 @@ class Updates(Handle):
     def reserve_room(self) -> None:
         """Takes the upload memory now that an open apply needs at least: of two layers' gradients. Raises CapacityError where this
         rank's share of the gradient budget is less, naming the budget that it takes; then nothing was taken."""
-        room_bytes, share_bytes = self._pending.room_bytes, self._gradient_share_bytes
+        room_bytes, share_bytes = self._pending.room_bytes, self._pending.share_bytes
         if share_bytes is not None and share_bytes < room_bytes:
             raise CapacityError(
                 f"updates in backward of {self.name!r} need {room_bytes} bytes of upload memory, two layers' gradients; each of "

@@ -79,7 +79,7 @@ class Store:
         self._committer = committer
         self._chain = chain
         self._transactions = transactions
-        self._applies = Applies(updater)
+        self.applies = Applies(updater)
         self._initializer = Initializer(chain, updater, cleaner, committer)
         self.scrubber = scrubber
         self.patrol = patrol
@@ -97,14 +97,14 @@ class Store:
         """Ends a view: its leases, waits and, of a writer, its pending gradients. reason: what other ranks are told of it."""
         if not view.is_closed:
             self.ranks.leave(view, reason)
-            self._applies.leave(view, reason)
+            self.applies.leave(view, reason)
             self._planner.leases.close_view(view)
             self._transfers.drain()
 
     def end_writing(self, view: View, *, reason: str) -> None:
         """The view's session is gone; its process, which may still read what it leased, is not."""
         self.ranks.leave(view, reason)
-        self._applies.leave(view, reason)
+        self.applies.leave(view, reason)
         view.end_writing()
         choose_schedule(view.namespace)
 
@@ -190,34 +190,26 @@ class Store:
 
     def push(self, view: View, entries: Sequence[tuple[ExpertKey, UploadMemory, int]], *, is_last: bool = False) -> None:
         """Makes the gradients at these places pending. See `Applies.push`."""
-        self._applies.push(view, entries, is_last=is_last)
+        self.applies.push(view, entries, is_last=is_last)
 
     def gradient_norm(self, view: View) -> Coroutine[Any, Any, float]:
-        return self._applies.norm(view)
+        return self.applies.norm(view)
 
     def apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
         """Takes what is pending now; the rest happens in turn. Raises StepPrepared, SchemaMismatch; then all is pending still."""
-        return self._applies.apply(view, options, grad_scale)
+        return self.applies.apply(view, options, grad_scale)
 
     def begin_apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
         """Opens an apply before its gradients are there. See `Applies.begin`."""
-        return self._applies.begin(view, options, grad_scale)
-
-    def end_layers(self, view: View, layers: Sequence[int]) -> None:
-        """The view's rank pushes no more gradients of `layers` for the open apply."""
-        self._applies.end_layers(view, layers)
-
-    def await_room(self, view: View, keys: Sequence[ExpertKey], timeout_s: float) -> Coroutine[Any, Any, list[ExpertKey]]:
-        """Waits until the open apply has read gradients of some of `keys`. See `Applies.await_room`."""
-        return self._applies.await_room(view, keys, timeout_s)
+        return self.applies.begin(view, options, grad_scale)
 
     def end_apply(self, view: View) -> Coroutine[Any, Any, dict[str, int]]:
         """The open apply takes what is pending now; gives its result."""
-        return self._applies.end(view)
+        return self.applies.end(view)
 
     def abort(self, view: View) -> int:
         """Drops what is pending, and an apply that is open."""
-        return self._applies.abort(view)
+        return self.applies.abort(view)
 
     def commit(self, view: View, step: int, extra: bytes) -> Coroutine[Any, Any, dict[str, object]]:
         """Durable on return, and committed. See `Committer.commit`. Raises StepOutOfOrder while an apply is open and under way."""

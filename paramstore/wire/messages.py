@@ -10,148 +10,73 @@ Descriptors travel by SCM_RIGHTS at the first byte of the frame that names their
 
 from __future__ import annotations
 
-from paramstore.wire.answers import (
-    Answer,
-    Done,
-    Failed,
-    Granted,
-    LeaseSlots,
-    Unmap,
-    Uploaded,
-)
-from paramstore.wire.applies import Apply, AwaitRoom, BeginApply, EndApply, EndLayers
-from paramstore.wire.base import (
-    EXTRA_BYTES_MAX,
-    KEYS_MAX,
-    LABEL_MAX,
-    MAGIC,
-    PREPARE_MINOR,
-    PROTOCOL_MAJOR,
-    PROTOCOL_MINOR,
-    ROOM_MINOR,
-    SEGMENTS_PER_FRAME_MAX,
-    TRAINING_MINOR,
-    VERIFY_MINOR,
-    VISITS_MAX,
-    Key,
-    Keys,
-    Message,
-    VisitPairs,
-)
-from paramstore.wire.requests import (
-    Abort,
-    Acquire,
-    Cancel,
-    CloseNamespace,
-    Commit,
-    CreateNamespace,
-    CreateRank,
-    DeclareSchedule,
-    DeviceReport,
-    DropSnapshot,
-    Evict,
-    Extra,
-    Finalize,
-    GradientNorm,
-    Hello,
-    InitializeBegin,
-    InitializeEnd,
-    InitializePut,
-    InitializeSave,
-    Namespaces,
-    OpenNamespace,
-    OpenRank,
-    OpenUpload,
-    Prefetch,
-    Prepare,
-    Protect,
-    Push,
-    Read,
-    Refresh,
-    Release,
-    Request,
-    Residency,
-    Rollback,
-    Snapshot,
-    Snapshots,
-    Stats,
-    Steps,
-    TraceBegin,
-    TraceEnd,
-    Unmapped,
-    Verify,
-    WriteBack,
-)
-
-__all__ = [
-    "EXTRA_BYTES_MAX",
-    "KEYS_MAX",
-    "LABEL_MAX",
-    "MAGIC",
-    "PREPARE_MINOR",
-    "PROTOCOL_MAJOR",
-    "PROTOCOL_MINOR",
-    "ROOM_MINOR",
-    "SEGMENTS_PER_FRAME_MAX",
-    "TRAINING_MINOR",
-    "VERIFY_MINOR",
-    "VISITS_MAX",
-    "Abort",
-    "Acquire",
-    "Answer",
-    "Apply",
-    "AwaitRoom",
-    "BeginApply",
-    "Cancel",
-    "CloseNamespace",
-    "Commit",
-    "CreateNamespace",
-    "CreateRank",
-    "DeclareSchedule",
-    "DeviceReport",
-    "Done",
-    "DropSnapshot",
-    "EndApply",
-    "EndLayers",
-    "Evict",
-    "Extra",
-    "Failed",
-    "Finalize",
-    "GradientNorm",
-    "Granted",
-    "Hello",
-    "InitializeBegin",
-    "InitializeEnd",
-    "InitializePut",
-    "InitializeSave",
-    "Key",
-    "Keys",
-    "LeaseSlots",
-    "Message",
-    "Namespaces",
-    "OpenNamespace",
-    "OpenRank",
-    "OpenUpload",
-    "Prefetch",
-    "Prepare",
-    "Protect",
-    "Push",
-    "Read",
-    "Refresh",
-    "Release",
-    "Request",
-    "Residency",
-    "Rollback",
-    "Snapshot",
-    "Snapshots",
-    "Stats",
-    "Steps",
-    "TraceBegin",
-    "TraceEnd",
-    "Unmap",
-    "Unmapped",
-    "Uploaded",
-    "Verify",
-    "VisitPairs",
-    "WriteBack",
-]
+from paramstore.wire.answers import Answer as Answer
+from paramstore.wire.answers import Done as Done
+from paramstore.wire.answers import Failed as Failed
+from paramstore.wire.answers import Granted as Granted
+from paramstore.wire.answers import LeaseSlots as LeaseSlots
+from paramstore.wire.answers import Unmap as Unmap
+from paramstore.wire.answers import Uploaded as Uploaded
+from paramstore.wire.applies import Apply as Apply
+from paramstore.wire.applies import AwaitRoom as AwaitRoom
+from paramstore.wire.applies import BeginApply as BeginApply
+from paramstore.wire.applies import EndApply as EndApply
+from paramstore.wire.applies import EndLayers as EndLayers
+from paramstore.wire.base import EXTRA_BYTES_MAX as EXTRA_BYTES_MAX
+from paramstore.wire.base import KEYS_MAX as KEYS_MAX
+from paramstore.wire.base import LABEL_MAX as LABEL_MAX
+from paramstore.wire.base import MAGIC as MAGIC
+from paramstore.wire.base import PREPARE_MINOR as PREPARE_MINOR
+from paramstore.wire.base import PROTOCOL_MAJOR as PROTOCOL_MAJOR
+from paramstore.wire.base import PROTOCOL_MINOR as PROTOCOL_MINOR
+from paramstore.wire.base import ROOM_MINOR as ROOM_MINOR
+from paramstore.wire.base import SEGMENTS_PER_FRAME_MAX as SEGMENTS_PER_FRAME_MAX
+from paramstore.wire.base import TRAINING_MINOR as TRAINING_MINOR
+from paramstore.wire.base import VERIFY_MINOR as VERIFY_MINOR
+from paramstore.wire.base import VISITS_MAX as VISITS_MAX
+from paramstore.wire.base import Key as Key
+from paramstore.wire.base import Keys as Keys
+from paramstore.wire.base import Message as Message
+from paramstore.wire.base import VisitPairs as VisitPairs
+from paramstore.wire.requests import Abort as Abort
+from paramstore.wire.requests import Acquire as Acquire
+from paramstore.wire.requests import Cancel as Cancel
+from paramstore.wire.requests import CloseNamespace as CloseNamespace
+from paramstore.wire.requests import Commit as Commit
+from paramstore.wire.requests import CreateNamespace as CreateNamespace
+from paramstore.wire.requests import CreateRank as CreateRank
+from paramstore.wire.requests import DeclareSchedule as DeclareSchedule
+from paramstore.wire.requests import DeviceReport as DeviceReport
+from paramstore.wire.requests import DropSnapshot as DropSnapshot
+from paramstore.wire.requests import Evict as Evict
+from paramstore.wire.requests import Extra as Extra
+from paramstore.wire.requests import Finalize as Finalize
+from paramstore.wire.requests import GradientNorm as GradientNorm
+from paramstore.wire.requests import Hello as Hello
+from paramstore.wire.requests import InitializeBegin as InitializeBegin
+from paramstore.wire.requests import InitializeEnd as InitializeEnd
+from paramstore.wire.requests import InitializePut as InitializePut
+from paramstore.wire.requests import InitializeSave as InitializeSave
+from paramstore.wire.requests import Namespaces as Namespaces
+from paramstore.wire.requests import OpenNamespace as OpenNamespace
+from paramstore.wire.requests import OpenRank as OpenRank
+from paramstore.wire.requests import OpenUpload as OpenUpload
+from paramstore.wire.requests import Prefetch as Prefetch
+from paramstore.wire.requests import Prepare as Prepare
+from paramstore.wire.requests import Protect as Protect
+from paramstore.wire.requests import Push as Push
+from paramstore.wire.requests import Read as Read
+from paramstore.wire.requests import Refresh as Refresh
+from paramstore.wire.requests import Release as Release
+from paramstore.wire.requests import Request as Request
+from paramstore.wire.requests import Residency as Residency
+from paramstore.wire.requests import Rollback as Rollback
+from paramstore.wire.requests import Snapshot as Snapshot
+from paramstore.wire.requests import Snapshots as Snapshots
+from paramstore.wire.requests import Stats as Stats
+from paramstore.wire.requests import Steps as Steps
+from paramstore.wire.requests import TraceBegin as TraceBegin
+from paramstore.wire.requests import TraceEnd as TraceEnd
+from paramstore.wire.requests import Unmapped as Unmapped
+from paramstore.wire.requests import Verify as Verify
+from paramstore.wire.requests import WriteBack as WriteBack

@@ -136,7 +136,7 @@ def test_a_push_waits_for_room_and_the_area_stays_within_its_share(daemon: FakeD
 
 def test_what_was_read_is_taken_again_before_the_area_grows(daemon: FakeDaemon, scarce: ps.Namespace) -> None:
     daemon.gradient_share_bytes = None
-    scarce._pending._share_bytes = None
+    scarce._pending.share_bytes = None
     daemon.script(m.AwaitRoom, lambda session, request: session.send(m.Done(request.id, request.keys)))
     scarce.begin_apply(ps.AdamW())
     for layer in (2, 1, 0):

@@ -142,19 +142,19 @@ def test_who_waits_for_room_learns_what_was_read_as_soon_as_there_is_some() -> N
         begun = begin(site)
         site.pause()
         push_last(site, keys[:3])
-        assert await site.store.await_room(site.view, keys[:3], 0.0) == []
-        waits = asyncio.ensure_future(site.store.await_room(site.view, keys[:2], 5.0))
+        assert await site.store.applies.await_room(site.view, keys[:3], 0.0) == []
+        waits = asyncio.ensure_future(site.store.applies.await_room(site.view, keys[:2], 5.0))
         await turns()
         assert not waits.done()
         site.resume()
         first = await waits
         assert first
         assert set(first) <= set(keys[:2])
-        while await site.store.await_room(site.view, keys[:3], 5.0) != keys[:3]:
+        while await site.store.applies.await_room(site.view, keys[:3], 5.0) != keys[:3]:
             await turns()
         await asyncio.gather(site.store.end_apply(site.view), begun)
         with pytest.raises(StepOutOfOrder, match="no apply is open"):
-            await site.store.await_room(site.view, keys, 0.0)
+            await site.store.applies.await_room(site.view, keys, 0.0)
 
     on_site(scenario)
 
@@ -165,7 +165,7 @@ def test_a_wait_for_room_that_is_too_long_says_what_is_under_way() -> None:
         site.pause()
         push_last(site, keys_of(site.view)[:2])
         with pytest.raises(WaitTimeout, match=r"push on 'moe': no room in 0.01 s: 2 updates are under way, from \(0, 0\) on"):
-            await site.store.await_room(site.view, keys_of(site.view)[:2], 0.01)
+            await site.store.applies.await_room(site.view, keys_of(site.view)[:2], 0.01)
         site.resume()
         await asyncio.gather(site.store.end_apply(site.view), begun)
 
@@ -179,7 +179,7 @@ def test_a_wait_for_room_ends_with_its_apply(way: str, monkeypatch: pytest.Monke
         begun = begin(site)
         site.pause()
         push_last(site, keys[:2])
-        waits = asyncio.ensure_future(site.store.await_room(site.view, keys[:2], 5.0))
+        waits = asyncio.ensure_future(site.store.applies.await_room(site.view, keys[:2], 5.0))
         await turns()
         if way == "abort":
             with pytest.raises(StepFailed):
@@ -220,22 +220,22 @@ def test_a_rank_that_ends_a_layer_lets_the_others_gradients_of_it_be_updated() -
         keys = keys_of(first)
         push_last_as(store, first, keys[:3])
         push_last_as(store, second, keys[:1])
-        assert await store.await_room(first, keys[:3], 5.0) == keys[:1]
+        assert await store.applies.await_room(first, keys[:3], 5.0) == keys[:1]
         with pytest.raises(WaitTimeout, match=r"2 keys, from \(0, 1\) on, wait for rank 1 to push them or end their layers"):
-            await store.await_room(first, keys[1:3], 5.0)
+            await store.applies.await_room(first, keys[1:3], 5.0)
         with pytest.raises(UnknownKey):
-            store.end_layers(second, [0, 7])
-        assert await store.await_room(first, keys[1:3], 0.0) == []
-        store.end_layers(second, [0])
-        assert await store.await_room(first, keys[1:3], 5.0)
+            store.applies.end_layers(second, [0, 7])
+        assert await store.applies.await_room(first, keys[1:3], 0.0) == []
+        store.applies.end_layers(second, [0])
+        assert await store.applies.await_room(first, keys[1:3], 5.0)
         with pytest.raises(StepOutOfOrder, match="or its layer ended"):
             push_last_as(store, second, keys[3:4])
-        store.end_layers(second, [0])  # again, and by those who pushed: no matter
-        store.end_layers(first, [0])
+        store.applies.end_layers(second, [0])  # again, and by those who pushed: no matter
+        store.applies.end_layers(first, [0])
         results = await outcomes(call(store, view, "end_apply", store.end_apply) for view in (first, second))
         assert [result["records"] for result in results] == [3, 3]
         with pytest.raises(StepOutOfOrder, match="no apply is open"):
-            store.end_layers(first, [0])
+            store.applies.end_layers(first, [0])
 
     run_ranks(scenario)
 
@@ -245,7 +245,7 @@ def test_a_wait_for_room_that_a_lost_rank_owes_ends_at_once() -> None:
         first, second = await open_ranks(store, 2)
         begin_as(store, [first, second])
         push_last_as(store, first, keys_of(first)[:2])
-        waits = asyncio.ensure_future(store.await_room(first, keys_of(first)[:2], 1e6))
+        waits = asyncio.ensure_future(store.applies.await_room(first, keys_of(first)[:2], 1e6))
         await turns()
         store.close_view(second)
         with pytest.raises(RankLost, match="rank 1 closed the namespace"):

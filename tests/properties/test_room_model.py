@@ -64,11 +64,11 @@ class Rank:
                 await turns(self.plan.random.choice((0, 0, 1, 9)))
                 await self.push(part)
             if self.ends_layers:
-                self.store.end_layers(self.view, [layer])
+                self.store.applies.end_layers(self.view, [layer])
 
     async def push(self, part: list[ExpertKey]) -> None:
         while len(self.free) < len(part):
-            read = await self.store.await_room(self.view, list(self.held), WAIT_S)
+            read = await self.store.applies.await_room(self.view, list(self.held), WAIT_S)
             assert read
             self.free += [self.held.pop(key) for key in read]
         entries = [(key, gradient(self.view, key, self.free.pop(0)), 0) for key in part]
