@@ -208,3 +208,16 @@ def test_detach_ends_an_apply_that_saw_no_backward_and_no_other(namespace: ps.Na
         pair.experts.detach()
     pair.stored_optimizer.step()
     pair.experts.detach()
+
+
+def test_attach_refuses_a_share_of_less_than_two_layers_gradients_and_changes_nothing(namespace: ps.Namespace) -> None:
+    stored = make_stored(namespace)
+    experts, optimizer = bind(stored, namespace), adamw(stored.parameters())
+    needed = namespace._pending.room_bytes
+    namespace._pending.share_bytes = needed - 1
+    with pytest.raises(ps.CapacityError, match=f"raise gradient_budget to {needed} bytes"):
+        experts.attach(optimizer, updates_in_backward=True)
+    experts.attach(optimizer)
+    experts.detach()
+    namespace._pending.share_bytes = needed
+    experts.attach(optimizer, updates_in_backward=True)
