@@ -76,8 +76,8 @@ class Experts:
         experts: whether they train. False: they stay as they are and get no gradients, whatever the optimizer is. None: they train,
         unless PEFT's adapters are what the optimizer trains.
         Raises ConfigError where the experts cannot follow: another optimizer, groups that differ in more than weight decay,
-        amsgrad, maximize, capturable, differentiable, FSDP1, or an optimizer that is attached already; CapacityError where the share
-        is less; then nothing has changed.
+        amsgrad, maximize, capturable, differentiable, FSDP1, or an optimizer that is attached already; CapacityError where the
+        share is less; then nothing has changed.
         """
         if self._attachment is not None:
             raise ConfigError("attach: an optimizer is attached; call experts.detach() first")

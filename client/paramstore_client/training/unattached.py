@@ -29,6 +29,9 @@ class Unattached:
             self._has_stepped = False
             self._warn("an optimizer has made a step")
 
+    def after_layer(self, layer: int) -> None:
+        """No apply is open that could wait for it."""
+
     def after_backward(self) -> None:
         """Gradients stay pending, for `Experts.step`."""
 
