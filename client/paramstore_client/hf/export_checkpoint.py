@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from paramstore_client.hf.conversion import expert_parameters, find_experts, rea
 from paramstore_client.hf.hub_names import HubNames, dense_groups
 from paramstore_client.hf.import_checkpoint import check_schema
 from paramstore_client.hf.layout import ExpertLayout, find_layout
-from paramstore_client.hf.progress import Progress, Report, bar, unreported
+from paramstore_client.hf.progress import Progress, Report, reported
 from paramstore_client.hf.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor
 from paramstore_client.namespace import Namespace
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
@@ -79,7 +79,7 @@ def export_checkpoint(
     target = Path(directory)
     with ExitStack() as stack:
         view = source if at is None else stack.enter_context(source.reader(at))
-        report = stack.enter_context(_reported(progress))
+        report = stack.enter_context(reported("export", progress))
         weights = _FileWeights(model, layout, dense) if dense is not None else _ModelWeights(model, layout)
         stack.callback(weights.close)
         names = HubNames(model, layout, weights.reversion, dtypes=_dtypes(view))
@@ -272,12 +272,3 @@ def _flush_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _reported(progress: Report | bool | None) -> Iterator[Report]:
-    if progress is True:
-        with bar("export") as report:
-            yield report
-    else:
-        yield progress or unreported

@@ -25,7 +25,7 @@ from paramstore_client.answers import Result
 from paramstore_client.hf.checkpoint import open_checkpoint
 from paramstore_client.hf.conversion import ExpertSource
 from paramstore_client.hf.layout import ExpertLayout, find_layout
-from paramstore_client.hf.progress import Progress, Report, bar, unreported
+from paramstore_client.hf.progress import Progress, Report, reported
 from paramstore_client.hf.safetensors_file import Files
 from paramstore_client.initialization import Initialization
 from paramstore_client.namespace import Namespace
@@ -78,7 +78,7 @@ def import_checkpoint(
     source = ExpertSource(model, layout, open_checkpoint(path))
     with Files() as sampled:
         fingerprint = source.fingerprint(sampled)
-    with Files() as files, _reported(progress) as report:
+    with Files() as files, reported("import", progress) as report:
         extra = Origin(fingerprint, str(path)).to_extra()
         with namespace.begin_initialize(resume=resume, values_in_flight=VALUES_IN_FLIGHT) as initialization:
             _check_same(initialization.extra, fingerprint, path=path, name=namespace.name)
@@ -155,15 +155,6 @@ class _Saver:
             except ParamStoreError:
                 pass  # what was saved before it counts; the error that stopped the import is the one to tell
             raise
-
-
-@contextmanager
-def _reported(progress: Report | bool | None) -> Iterator[Report]:
-    if progress is True:
-        with bar("import") as report:
-            yield report
-    else:
-        yield progress or unreported
 
 
 def check_schema(layout: ExpertLayout, namespace: Namespace) -> None:

@@ -20,8 +20,14 @@ Report = Callable[[Progress], object]
 """Called after each record; it must be quick, and may raise to stop."""
 
 
-def unreported(progress: Progress) -> None:
-    """For whoever does not want to know."""
+@contextmanager
+def reported(title: str, progress: Report | bool | None) -> Iterator[Report]:
+    """What is to be called after each record: `progress` itself, for True a bar, else nothing."""
+    if progress is True:
+        with bar(title) as report:
+            yield report
+    else:
+        yield progress or (lambda _: None)
 
 
 @contextmanager
