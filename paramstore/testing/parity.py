@@ -7,7 +7,6 @@ that is used after its end raises. What the two models and their optimizers hold
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 
 import paramstore as ps
 from paramstore.core.key import ExpertKey
-from paramstore.testing.moe_models import tiny_config
+from paramstore.testing.moe_families import families, modeling_class, tiny_config
+from paramstore.testing.saved_models import class_of
 from paramstore_client.hf import _compat
 from paramstore_client.hf.layout import ExpertLayout, find_layout
 
@@ -33,18 +33,11 @@ STATES = ("exp_avg", "exp_avg_sq")
 Records = dict[ExpertKey, dict[str, Tensor]]
 """By key, fields as `Namespace.read` names them."""
 
-_COMMON: dict[str, Any] = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 256}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {"intermediate_size": 128, "num_local_experts": EXPERTS},
-    "qwen3_moe": {"intermediate_size": 128, "moe_intermediate_size": 128, "num_experts": EXPERTS, "head_dim": 32},
-    "olmoe": {"intermediate_size": 128, "num_experts": EXPERTS},
-    "deepseek_v3": {
-        "intermediate_size": 128, "moe_intermediate_size": 128, "n_routed_experts": EXPERTS, "num_hidden_layers": 4,
-    },
-    "gpt_oss": {
-        "intermediate_size": 128, "num_local_experts": EXPERTS, "head_dim": 32,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128), "head_dim": 32, "num_hidden_layers": 3,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), 256),
 }  # fmt: skip
 """What makes a tiny config so large that its states exceed a daemon's least budget several times."""
 
@@ -119,7 +112,7 @@ class Trained:
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        return self.model(ids).logits  # type: ignore[no-any-return]
+        return self.model.eval()(ids).logits  # type: ignore[no-any-return]
 
 
 class Reference(Trained):
@@ -129,7 +122,8 @@ class Reference(Trained):
     """
 
     def __init__(self, path: Path, *, kernel: str, dtype: torch.dtype, steps: int, has_masters: bool) -> None:
-        model = _auto().from_pretrained(path, experts_implementation=kernel, dtype=dtype).train()
+        model: Any = class_of(path).from_pretrained(path, experts_implementation=kernel, dtype=dtype)
+        align(model.train())
         self.layout = find_layout(model)
         self.parameters = _expert_parameters(model, self.layout)
         self.masters = dict(self.parameters)
@@ -158,7 +152,8 @@ class Reference(Trained):
         count = 0
         for path in self.layout.modules.values():
             gradients = [self.parameters[f"{path}.{tensor.name}"].grad for tensor in self.layout.tensors]
-            count += sum(not any(gradient is not None and gradient[e].any() for gradient in gradients) for e in range(EXPERTS))
+            experts = range(self.layout.experts)
+            count += sum(not any(gradient is not None and gradient[e].any() for gradient in gradients) for e in experts)
         return count
 
     def record(self, key: ExpertKey) -> dict[str, Tensor]:
@@ -198,8 +193,9 @@ class Stored(Trained):
 
     def __init__(self, path: Path, *, store: ps.Store, name: str, kernel: str, dtype: torch.dtype, steps: int) -> None:
         model = ps.hf.from_pretrained(
-            _auto(), path, store=store, mode="train", name=name, experts_implementation=kernel, dtype=dtype
-        ).train()  # fmt: skip
+            class_of(path), path, store=store, mode="train", name=name, experts_implementation=kernel, dtype=dtype
+        )
+        align(model.train())
         optimizer = _adamw(parameter for parameter in model.parameters() if parameter.requires_grad)
         self.experts = ps.hf.experts(model)
         self.experts.attach(optimizer)
@@ -272,12 +268,14 @@ class Trial:
             beside = {name: found for name, found in self.comparisons.items() if name != self.adopting or number % ADOPT_EVERY == 0}
             if self.adopting in beside:
                 beside[self.adopting].reference.adopt(self.ours, self.ours.records(), steps=number - 1)
+            state = torch.get_rng_state()  # some gates draw
             loss = float(self.ours.backward(ids))
             norm = self.ours.clip(self.max_norm) if self.max_norm is not None else 0.0
             self.ours.step()
             idle = 0
             for comparison in beside.values():
                 reference = comparison.reference
+                torch.set_rng_state(state)
                 comparison.losses.append((loss, float(reference.backward(ids))))
                 idle = reference.idle()
                 if self.max_norm is not None:
@@ -298,14 +296,14 @@ class Trial:
 
 def config_of(family: str) -> Any:
     """A config of `family`: 48 experts with 49,152 parameters each, and bytes as its vocabulary."""
-    return tiny_config(family, **{**_COMMON, **FAMILIES[family]})
+    changes = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} if family == "gpt_oss" else {}
+    return tiny_config(family, sizes=_SIZES, intermediate_size=128, **changes)
 
 
 def save_checkpoint(family: str, directory: Path, *, dtype: torch.dtype, seed: int) -> Path:
     """The unmodified model with the weights that it begins with, as its own `save_pretrained` writes it."""
     torch.manual_seed(seed)
-    config = copy.deepcopy(config_of(family))
-    _compat.build(_compat.concrete_class(_auto(), config), config, dtype=dtype).save_pretrained(directory)
+    _compat.build(modeling_class(families()[family]), config_of(family), dtype=dtype).save_pretrained(directory)
     return directory
 
 
@@ -320,8 +318,10 @@ def batches_of(text: Tensor, *, steps: int, seed: int) -> list[Tensor]:
     return found
 
 
-def _auto() -> Any:
-    return _compat.transformers().AutoModelForCausalLM
+def align(model: nn.Module) -> None:
+    """Gives the weights memory of torch's own: where a file was mapped they begin at any address, and MKL rounds by it."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _adamw(parameters: Any) -> torch.optim.AdamW:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
-from paramstore.testing.moe_models import tiny_config
+from paramstore.testing.moe_families import families, modeling_class, tiny_config
 from paramstore_client.hf import _compat
 from paramstore_client.hf.layout import ExpertLayout
 from paramstore_client.hf.safetensors_file import read_header
@@ -24,8 +24,7 @@ def save_stock(
     **changes: Any,
 ) -> Path:  # fmt: skip
     """Writes an unmodified model of `family` with random weights. changes: of its tiny config."""
-    config = tiny_config(family, **changes)
-    model = _compat.build(_compat.concrete_class(_compat.transformers().AutoModelForCausalLM, config), config)
+    model = _compat.build(modeling_class(families()[family]), tiny_config(family, **changes))
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -34,9 +33,14 @@ def save_stock(
     return directory
 
 
+def class_of(directory: Path) -> Any:
+    """The modeling class that a checkpoint was saved from."""
+    return getattr(_compat.transformers(), json.loads((directory / "config.json").read_text())["architectures"][0])
+
+
 def load_stock(directory: Path) -> Any:
     """The unmodified model of a checkpoint, in the checkpoint's dtype."""
-    return _compat.transformers().AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    return class_of(directory).from_pretrained(directory, dtype="auto")
 
 
 def expert_values(model: Any, layout: ExpertLayout, key: ExpertKey) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ from paramstore.core.visits import VISITS_MAX
 from paramstore.errors import ConfigError
 from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore.testing.moe_models import Twin, tiny_config
+from paramstore.testing.moe_families import tiny_config
+from paramstore.testing.moe_models import Twin
 from paramstore.wire import messages as m
 from paramstore_client.hf.loading import join
 from paramstore_client.training import bind

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paramstore.errors import ConfigError, UnsupportedModel
-from paramstore.testing.moe_models import tiny_config
+from paramstore.testing.moe_families import tiny_config
 from paramstore_client.hf import _compat
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paramstore.testing.moe_models import FAMILIES, Twin, tiny_config, tokens
+from paramstore.testing.moe_families import tiny_config
+from paramstore.testing.moe_models import FAMILIES, Twin, tokens
 from paramstore_client.hf import _compat
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

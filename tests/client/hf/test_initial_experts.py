@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from paramstore.testing.moe_models import FAMILIES, Twin, tiny_config
+from paramstore.testing.moe_families import tiny_config
+from paramstore.testing.moe_models import FAMILIES, Twin
 from paramstore_client.hf import _compat, initial_experts
 from paramstore_client.hf.initial_experts import InitialExperts
 from paramstore_client.hf.stripping import stripped_class

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from paramstore.errors import SchemaMismatch, UnsupportedModel
-from paramstore.testing.moe_models import EXPERTS, FAMILIES, tiny_config
+from paramstore.testing.moe_families import EXPERTS, tiny_config
+from paramstore.testing.moe_models import FAMILIES
 from paramstore_client.hf import ExpertTensor, _compat, find_layout
 from paramstore_client.hf.stripping import strip
 

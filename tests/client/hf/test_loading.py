@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 import paramstore as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, UnsupportedModel
 from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.moe_models import tiny_config, tokens
+from paramstore.testing.moe_families import tiny_config
+from paramstore.testing.moe_models import tokens
 from paramstore_client.hf import _compat
 
 pytestmark = pytest.mark.slow

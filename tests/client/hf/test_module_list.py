@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from paramstore.errors import UnsupportedModel
-from paramstore.testing.moe_models import EXPERTS, Twin, tokens
+from paramstore.testing.moe_families import EXPERTS
+from paramstore.testing.moe_models import Twin, tokens
 from paramstore_client.hf import _compat, find_layout, module_list
 
 SWITCH: dict[str, Any] = {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from paramstore.testing.moe_models import tiny_config
+from paramstore.testing.moe_families import tiny_config
 from paramstore_client.hf import _compat
 from paramstore_client.hf.stripping import strip, stripped_class
 

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import StepMismatch
-from paramstore.testing.moe_models import Twin, tiny_config, tokens
+from paramstore.testing.moe_families import tiny_config
+from paramstore.testing.moe_models import Twin, tokens
 from paramstore_client.hf.supplies import StreamedSupply
 
 pytestmark = pytest.mark.slow
