@@ -22,7 +22,7 @@ from paramstore_client.hf import _compat, experts_function
 from paramstore_client.hf.binding import ModelExperts, bind
 from paramstore_client.hf.initial_experts import InitialExperts
 from paramstore_client.hf.layout import ExpertLayout, find_layout
-from paramstore_client.hf.stripping import stripped_class
+from paramstore_client.hf.stripping import strip
 
 FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss",
@@ -53,8 +53,10 @@ class Twin:
         initial = InitialExperts(_compat.on_meta(concrete, copy.deepcopy(config)))
         experts_function.register()
         torch.manual_seed(seed)
-        stripped = stripped_class(concrete, around=initial.building, before_strip=initial.settle)
-        stored = _compat.build(stripped, copy.deepcopy(config), experts_implementation=experts_function.NAME, dtype=dtype)
+        with initial.building():
+            stored = _compat.build(concrete, copy.deepcopy(config), experts_implementation=experts_function.NAME, dtype=dtype)
+        initial.settle(stored)
+        strip(stored)
         layout = find_layout(stored)
         schema = layout.schema("adamw" if is_trained else None, updates="touched")
         namespace = MemoryNamespace(schema, layers=layout.layers, experts=layout.experts, lease_slots=lease_slots)

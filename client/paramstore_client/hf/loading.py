@@ -30,7 +30,7 @@ from paramstore_client.hf.kernels import choose_kernel
 from paramstore_client.hf.layout import find_layout
 from paramstore_client.hf.namespaces import open_experts
 from paramstore_client.hf.refusals import check_arguments, check_config
-from paramstore_client.hf.stripping import stripped_class
+from paramstore_client.hf.stripping import strip, stripped_class
 from paramstore_client.namespace import Namespace
 from paramstore_client.training import bind as bind_training
 from paramstore_client.training.sentinel import ExpertSentinel
@@ -161,8 +161,10 @@ def from_config(
     initial = InitialExperts(_compat.on_meta(concrete, copy.deepcopy(config)))
     experts_function.register()
     requested = options.pop("experts_implementation", None) or config._experts_implementation
-    stripped = stripped_class(concrete, around=initial.building, before_strip=initial.settle)
-    model = _compat.build(stripped, config, experts_implementation=experts_function.NAME, **options)
+    with initial.building():
+        model = _compat.build(concrete, config, experts_implementation=experts_function.NAME, **options)
+    initial.settle(model)
+    strip(model)
     layout = find_layout(model)
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
     kernel = choose_kernel(model, experts_kernel, requested)

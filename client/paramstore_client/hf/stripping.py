@@ -8,8 +8,6 @@ and its shape stays to be seen. The class keeps its name and module, by which tr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 from torch import nn
@@ -19,25 +17,13 @@ from paramstore_client.hf import _compat, module_list
 from paramstore_client.hf.layout import STRIPPED, experts_modules, stacked_tensors
 
 
-def stripped_class(
-    model_class: type[Any],
-    *,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
-    before_strip: Callable[[Any], None] | None = None,
-) -> type[Any]:
-    """A subclass of `model_class` whose instances are stripped as soon as they are built.
-
-    around: entered while the model is built. before_strip: called with the model once it is built and before it is stripped.
-    """
+def stripped_class(model_class: type[Any]) -> type[Any]:
+    """A subclass of `model_class` whose instances are stripped as soon as they are built."""
 
     class Stripped(model_class):  # type: ignore[misc]  # the class is known at run time only
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            with around():
-                super().__init__(config, *args, **kwargs)
-            if before_strip is not None:
-                before_strip(self)
-            patterns = strip(self)
-            _compat.expect_keys(self, patterns)
+            super().__init__(config, *args, **kwargs)
+            _compat.expect_keys(self, strip(self))
 
         def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
             return _Blank(type(self)), (), self.__dict__
