@@ -8,6 +8,7 @@
 | `PreTrainedModel.get_correct_experts_implementation` | internal | 5.7 - 5.23 |
 | `PreTrainedModel._from_config`, `._initialize_weights`, `._init_weights` | internal, called for every model | 5.7 - 5.23 |
 | `PreTrainedModel._keys_to_ignore_on_load_unexpected` | internal; a list, later a set | 5.7 - 5.23 |
+| `PreTrainedModel.all_tied_weights_keys` | internal, read by PEFT and accelerate; made by `post_init` | 5.7 - 5.23 |
 | `auto_factory._get_model_class` | internal, called by AutoModel | 5.7 - 5.23 |
 | `TrainerCallback`, `TrainerState.stateful_callbacks`, `.best_model_checkpoint`, `trainer_state.json` | documented | 5.23 |
 """
@@ -138,6 +139,12 @@ def expect_keys(model: Any, patterns: list[str]) -> None:
     known = model._keys_to_ignore_on_load_unexpected
     added = [*(known or ()), *patterns]
     model._keys_to_ignore_on_load_unexpected = set(added) if isinstance(known, set) else added
+
+
+def tied_weights(model: nn.Module) -> dict[str, str]:
+    """Which parameters of `model` are the same as another, by the names of both."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return tied
 
 
 def on_meta(model_class: Any, config: Any) -> Any:

@@ -82,6 +82,8 @@ def find_layout(model: nn.Module) -> ExpertLayout:
     found = {path: expert_tensors(module) for path, module in experts_modules(model).items()}
     if not found:
         raise UnsupportedModel(why_no_experts(model))
+    _check_tied(model, list(found))
+    _check_kinds(list(found))
     first_path, (experts, tensors) = next(iter(found.items()))
     if not tensors:
         raise UnsupportedModel(f"{first_path}: a {type(model.get_submodule(first_path)).__name__} without a tensor per expert")
@@ -126,6 +128,30 @@ def stacked_tensors(module: nn.Module) -> dict[str, Tensor]:
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.dim() >= 2 and parameter.shape[0] == experts
     }
+
+
+def _check_tied(model: nn.Module, paths: list[str]) -> None:
+    """Raises UnsupportedModel where two experts modules are one by the model's own tying."""
+    for name, source in _compat.tied_weights(model).items():
+        if any(f"{tied}.".startswith(f"{path}.") for tied in (name, source) for path in paths):
+            raise UnsupportedModel(
+                f"{type(model).__name__}: {name} is {source} (tied weights); a namespace would hold and train "
+                "them as two: load it with transformers alone"
+            )
+
+
+def _check_kinds(paths: list[str]) -> None:
+    """Raises UnsupportedModel where a layer has experts of several kinds."""
+    layers: dict[str, str] = {}
+    for path in paths:
+        numbered = re.match(r"(?:.*\.)?\d+\.", path)
+        layer = numbered.group() if numbered else path
+        if layer in layers:
+            raise UnsupportedModel(
+                f"two kinds of experts in one layer: {layers[layer]} and {path}; a checkpoint has them as one list, which cannot "
+                "be read expert by expert, and no class of the model has one kind alone: load it with transformers alone"
+            )
+        layers[layer] = path
 
 
 def _indexed(paths: list[str]) -> dict[int, str]:

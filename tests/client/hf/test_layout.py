@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paramstore.errors import SchemaMismatch, UnsupportedModel
-from paramstore.testing.moe_families import EXPERTS, tiny_config
+from paramstore.testing.moe_families import CHANGES, EXPERTS, families, modeling_class, tiny_config
 from paramstore.testing.moe_models import FAMILIES
 from paramstore_client.hf import ExpertTensor, _compat, find_layout
 from paramstore_client.hf.stripping import strip
@@ -14,14 +14,13 @@ from paramstore_client.hf.stripping import strip
 pytestmark = pytest.mark.slow
 
 
-def on_meta(family: str, **changes: Any) -> Any:
-    config = tiny_config(family, **changes)
-    return _compat.on_meta(_compat.concrete_class(_compat.transformers().AutoModelForCausalLM, config), config)
+def built(family: str, **changes: Any) -> Any:
+    return _compat.on_meta(modeling_class(families()[family]), tiny_config(family, **changes))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layout_is_the_same_before_and_after_stripping(family: str) -> None:
-    model = on_meta(family)
+    model = built(family)
     before = find_layout(model)
     strip(model)
     assert find_layout(model) == before
@@ -30,7 +29,7 @@ def test_layout_is_the_same_before_and_after_stripping(family: str) -> None:
 
 
 def test_fields_are_the_modules_tensors_in_its_order() -> None:
-    layout = find_layout(on_meta("gpt_oss"))
+    layout = find_layout(built("gpt_oss"))
     assert layout.tensors == (
         ExpertTensor("gate_up_proj", (32, 48), torch.float32), ExpertTensor("gate_up_proj_bias", (48,), torch.float32),
         ExpertTensor("down_proj", (24, 32), torch.float32), ExpertTensor("down_proj_bias", (32,), torch.float32),
@@ -39,11 +38,11 @@ def test_fields_are_the_modules_tensors_in_its_order() -> None:
 
 
 def test_layers_keep_the_decoders_numbers() -> None:
-    assert find_layout(on_meta("deepseek_v3")).layers == (1, 2), "the first layer is dense"
+    assert find_layout(built("deepseek_v3")).layers == (1, 2), "the first layer is dense"
 
 
 def test_schemas_for_training_and_for_inference() -> None:
-    layout = find_layout(on_meta("mixtral"))
+    layout = find_layout(built("mixtral"))
     assert layout.schema().updates == "exact"
     assert layout.schema("adamw", updates="touched").is_trainable
     assert layout.schema("sgd", state_dtype="bfloat16").kind == "sgd"
@@ -54,18 +53,35 @@ def test_schemas_for_training_and_for_inference() -> None:
 
 
 def test_dtypes_that_cannot_be_trained_are_refused() -> None:
-    model = on_meta("mixtral").to(torch.float64)
+    model = built("mixtral").to(torch.float64)
     with pytest.raises(UnsupportedModel, match="float64"):
         find_layout(model).schema()
 
 
 def test_dense_model_is_refused_as_such() -> None:
     with pytest.raises(UnsupportedModel, match="has no experts"):
-        find_layout(on_meta("qwen3_moe", mlp_only_layers=[0, 1]))
+        find_layout(built("qwen3_moe", mlp_only_layers=[0, 1]))
+
+
+def test_experts_that_are_tied_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"encoder\.language_model\.layers\.0\.experts\.\w+ is model\.decoder.*tied"):
+        find_layout(built("diffusion_gemma"))
+
+
+def test_experts_that_could_be_tied_and_are_not_are_taken() -> None:
+    parts = {"text_config": {"tie_word_embeddings": False}, "vision_config": {"model_type": "gemma4_vision"}}
+    assert len(find_layout(built("diffusion_gemma", tie_word_embeddings=False, **parts)).layers) == 4
+
+
+def test_two_kinds_of_experts_in_a_layer_are_refused_of_equal_shapes_too() -> None:
+    for sizes in ([24, 24], [24, 12]):
+        text = {**CHANGES["ernie4_5_vl_moe"]["text_config"], "moe_intermediate_size": sizes}
+        with pytest.raises(UnsupportedModel, match=r"text_moe.experts and .*vision_moe.experts.*transformers alone"):
+            find_layout(built("ernie4_5_vl_moe", text_config=text))
 
 
 def test_layers_of_different_shapes_are_refused() -> None:
-    model = on_meta("mixtral")
+    model = built("mixtral")
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = torch.nn.Parameter(torch.empty(EXPERTS, 32, 40, device="meta"))
     with pytest.raises(UnsupportedModel, match=r"layers\.1.*\[32, 40\]"):

@@ -20,7 +20,7 @@ NOT_IN_REGISTRY = "do not go through transformers' experts registry"
 REFUSED = {
     "dbrx": NOT_IN_REGISTRY,
     "doge": NOT_IN_REGISTRY,
-    "ernie4_5_vl_moe": "experts of different shapes",  # text and vision experts
+    "ernie4_5_vl_moe": "two kinds of experts in one layer",
     "jetmoe": NOT_IN_REGISTRY,
     "llama4": NOT_IN_REGISTRY,
     "longcat_flash": NOT_IN_REGISTRY,
