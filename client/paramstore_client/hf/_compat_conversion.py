@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from paramstore_client.hf._compat import transformers
@@ -59,12 +60,16 @@ class Conversions:
         found = self._loading.rename_source_key(name, self._renamings, self._converters, prefix, targets)
         return str(found[0]), found[1]
 
-    def convert(self, target: str, sources: Mapping[str, Tensor]) -> Tensor | None:
-        """`target` made of one tensor for each pattern of one converter; None if the converter does not make it."""
+    def convert(self, target: str, sources: Mapping[str, Tensor], *, shape: tuple[int, ...]) -> Tensor | None:
+        """`target` made of one tensor for each pattern of one converter; None if the converter does not make it.
+
+        shape: what `target` has in the model, by which some operations decide.
+        """
+        like: Any = _Like(self._model, {target: torch.empty(shape, device="meta")})
         converter = deepcopy(self._by_pattern[next(iter(sources))])
         for pattern, tensor in sources.items():
             converter.add_tensor(target, pattern, pattern, tensor)
-        made: Tensor | list[Tensor] | None = converter.convert(target, model=self._model, config=self._model.config).get(target)
+        made: Tensor | list[Tensor] | None = converter.convert(target, model=like, config=self._model.config).get(target)
         return made[0] if isinstance(made, list) else made
 
     def used(self) -> list[Any]:
@@ -86,20 +91,26 @@ class Reversion:
             known = mapping.get_model_conversion_mapping(model, add_legacy=False)
             steps = [step for step in known if not isinstance(step, loading.PrefixChange)]
         self._revert = loading.revert_weight_conversion
-        self._like = _Like(model, list(steps))
+        self._model, self._steps = model, list(steps)
 
     def revert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`tensors` of the model by the checkpoint's names, in the order in which they are saved."""
-        reverted: dict[str, Tensor] = self._revert(self._like, dict(tensors))
+        reverted: dict[str, Tensor] = self._revert(_Like(self._model, tensors, self._steps), dict(tensors))
         return reverted
 
 
 class _Like:
-    """A model with other conversions, which it does not look for again each time."""
+    """A model that has some parameters of other shapes (those of one expert alone, or of stripped ones), and other conversions,
+    which it does not look for again each time."""
 
-    def __init__(self, model: nn.Module, steps: list[Any]) -> None:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor], steps: list[Any] | None = None) -> None:
         self._model = model
+        self._parameters = parameters
         self._weight_conversions = steps
+
+    def get_parameter(self, name: str) -> Tensor:
+        """As of the model."""
+        return self._parameters[name] if name in self._parameters else self._model.get_parameter(name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

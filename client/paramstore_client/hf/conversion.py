@@ -120,7 +120,7 @@ class ExpertSource:
         if not by_pattern:
             (value,) = values.values()
             return value if recipe.is_per_expert else value[0]
-        made = self._conversions.convert(recipe.target, by_pattern)
+        made = self._conversions.convert(recipe.target, by_pattern, shape=(1, *recipe.tensor.shape))
         if made is None or made.shape[0] != 1:
             raise ValueError("its conversion does not make one expert of one expert's tensors")
         return made[0]

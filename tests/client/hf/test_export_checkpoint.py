@@ -10,8 +10,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, StepDropped
-from paramstore.testing.saved_models import SHARD_BYTES_MAX, check_equal_files, load_stock, save_stock, tensors_of
-from paramstore_client.hf import _compat
+from paramstore.testing.saved_models import SHARD_BYTES_MAX, check_equal_files, class_of, load_stock, save_stock, tensors_of
 from paramstore_client.hf.checkpoint import open_checkpoint
 from paramstore_client.hf.export_checkpoint import export_checkpoint
 from paramstore_client.hf.import_checkpoint import import_checkpoint
@@ -20,7 +19,7 @@ from paramstore_client.hf.progress import Progress
 from paramstore_client.hf.skeleton import skeleton
 from paramstore_client.hf.stripping import stripped_class
 
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "qwen3_vl_moe")
 
 
 def imported(store: ps.Store, name: str, path: Path) -> ps.Namespace:
@@ -33,8 +32,7 @@ def imported(store: ps.Store, name: str, path: Path) -> ps.Namespace:
 
 def stripped(path: Path) -> Any:
     """The model of a checkpoint with its dense weights alone."""
-    model_class = _compat.concrete_class(_compat.transformers().AutoModelForCausalLM, _compat.load_config(path))
-    return stripped_class(model_class).from_pretrained(path, dtype="auto")
+    return stripped_class(class_of(path)).from_pretrained(path, dtype="auto")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import paramstore_client as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, StepFailed, StepOutOfOrder
@@ -18,7 +19,7 @@ from paramstore_client.hf.progress import Progress
 from paramstore_client.hf.safetensors_file import read_header
 from paramstore_client.hf.skeleton import skeleton
 
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "qwen3_vl_moe")
 
 
 class Stopped(Exception):
@@ -74,6 +75,23 @@ def test_imported_experts_are_those_of_the_checkpoint(store: ps.Store, tmp_path:
                 assert not record[f"exp_avg/{name}"].any()
         with namespace.acquire([namespace.keys()[-1]]) as lease:
             assert torch.equal(lease[namespace.keys()[-1]][layout.tensors[0].name], wanted[layout.tensors[0].name])
+
+
+def test_experts_that_the_hub_has_transposed_become_those_of_the_model(store: ps.Store, tmp_path: Path) -> None:
+    path = save_stock("qwen3_vl_moe", tmp_path, shard_bytes_max=10**9)
+    stock = load_stock(path)
+    file = path / "model.safetensors"
+    saved = load_file(file)
+    save_file({name: as_on_the_hub(name, tensor) for name, tensor in saved.items()}, file, metadata={"format": "pt"})
+    with namespace_for(store, "transposed", path) as namespace:
+        import_checkpoint(path, namespace, skeleton(path))
+        for key in namespace.space:
+            for name, value in expert_values(stock, find_layout(stock), key).items():
+                assert torch.equal(namespace.read(key)[name], value)
+
+
+def as_on_the_hub(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
 
 
 def test_an_inference_schema_takes_the_checkpoints_own_bytes(store: ps.Store, checkpoint: Path) -> None:
