@@ -30,6 +30,10 @@ from paramstore.errors import ConfigError, UnsupportedModel
 FLOOR = (5, 7)
 KERNELS = ("eager", "grouped_mm", "batched_mm")
 """The experts functions of transformers that run on compact weights."""
+DTYPE_OPTIONS = ("dtype", "torch_dtype")
+"""Arguments of from_pretrained that are the model's, though a configuration has them too."""
+PLACE_OPTIONS = ("cache_dir", "revision", "token", "local_files_only", "subfolder", "force_download", "proxies")
+"""Arguments of from_pretrained that say where the files are, the configuration's and the model's."""
 
 ExpertsFunction = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """(experts module, hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k]) -> [T, H]."""
@@ -82,9 +86,18 @@ def preferred_kernel(model: nn.Module, requested: str | None) -> str:
     return name
 
 
-def load_config(path: Any, **options: Any) -> Any:
-    """The checkpoint's configuration."""
-    return transformers().AutoConfig.from_pretrained(path, **options)
+def load_config(model_class: Any, path: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """(the configuration that `model_class.from_pretrained(path, **options)` would load, the options that are not part of it)."""
+    loader = transformers().AutoConfig if hasattr(model_class, "_model_mapping") else model_class.config_class
+    passed = {name: value for name, value in options.items() if name not in DTYPE_OPTIONS}
+    config, unused = loader.from_pretrained(path, return_unused_kwargs=True, **passed)
+    return config, {**unused, **{name: options[name] for name in (*DTYPE_OPTIONS, *PLACE_OPTIONS) if name in options}}
+
+
+def config_of(model_class: type[Any], config: Any) -> Any:
+    """`config`, or its text part where that is what `model_class` is built from: so an Auto class takes the text model alone."""
+    text = getattr(config, "sub_configs", {}).get("text_config")
+    return config.get_text_config() if text is not None and text == model_class.config_class else config
 
 
 def concrete_class(model_class: Any, config: Any) -> type[Any]:

@@ -40,10 +40,8 @@ if TYPE_CHECKING:
     from paramstore_client.training.experts import Experts
 
 MODES = ("train", "infer")
-CONFIG_OPTIONS = ("cache_dir", "revision", "token", "local_files_only", "subfolder")
-"""Arguments of from_pretrained that say where the config is."""
 CACHE_OPTIONS = ("cache_dir", "revision")
-"""Those of them that say which files of the hub's cache are meant."""
+"""Arguments of from_pretrained that say which files of the hub's cache are meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,8 @@ def from_pretrained(
     progress: Any = None,
     **options: Any,
 ) -> Any:
-    """`model_class.from_pretrained(path, **options)`, with its experts in the namespace `name` of `store`.
+    """`model_class.from_pretrained(path, **options)`, with its experts in the namespace `name` of `store`. As there, an option that
+    is an attribute of the configuration (`num_labels`, `output_router_logits`) goes into it.
 
     model_class: an Auto class or a modeling class of transformers. mode: "train" opens the namespace as its writer, "infer" as a
     reader. A namespace that is not committed yet is made from the checkpoint first: for training with master weights and the
@@ -110,15 +109,15 @@ def from_pretrained(
     _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
     arguments.path("path", path)
     check_arguments(options)
-    config = options.pop("config", None)
-    if config is None:
-        passed = {key: options[key] for key in CONFIG_OPTIONS if key in options}
-        config = _compat.load_config(path, **passed)
+    requested, config = options.pop("experts_implementation", None), options.pop("config", None)
+    if config is None or isinstance(config, str | os.PathLike):
+        config, options = _compat.load_config(model_class, config or path, **options)
     check_config(config)
     concrete = _compat.concrete_class(model_class, config)
+    config = _compat.config_of(concrete, config)
     find_layout(_compat.on_meta(concrete, copy.deepcopy(config)))  # refuses before anything is loaded
     experts_function.register()
-    requested = options.pop("experts_implementation", None) or config._experts_implementation
+    requested = requested or config._experts_implementation
     loaded = stripped_class(concrete).from_pretrained(path, config=config, experts_implementation=experts_function.NAME, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
     layout = find_layout(model)
@@ -156,8 +155,8 @@ def from_config(
         raise arguments.wrong("config", config, "a configuration of transformers")
     check_arguments(options)
     check_config(config)
-    config = copy.deepcopy(config)
     concrete = _compat.concrete_class(model_class, config)
+    config = copy.deepcopy(_compat.config_of(concrete, config))
     initial = InitialExperts(_compat.on_meta(concrete, copy.deepcopy(config)))
     experts_function.register()
     requested = options.pop("experts_implementation", None) or config._experts_implementation

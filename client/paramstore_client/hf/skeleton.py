@@ -21,14 +21,13 @@ def skeleton(path: str | os.PathLike[str], *, dtype: str | None = None) -> Any:
 
     Raises CheckpointError, UnsupportedModel, ConfigError, SchemaMismatch for an unknown dtype.
     """
-    directory = checkpoint_directory(path)
+    directory, transformers = checkpoint_directory(path), _compat.transformers()
     try:
-        config = _compat.load_config(directory, local_files_only=True)
+        config, _ = _compat.load_config(transformers.AutoModelForCausalLM, directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory} is no checkpoint of transformers: {str(error).splitlines()[0]}") from error
     check_config(config)
-    transformers = _compat.transformers()
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     model_class = _compat.concrete_class(named or transformers.AutoModelForCausalLM, config)
     found = dtype or getattr(config, "dtype", None) or torch.float32
-    return _compat.on_meta(model_class, config).to(DTYPES[dtype_name(found)])
+    return _compat.on_meta(model_class, _compat.config_of(model_class, config)).to(DTYPES[dtype_name(found)])

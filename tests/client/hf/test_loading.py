@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from safetensors.torch import load_file
 import paramstore as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, UnsupportedModel
 from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.moe_families import tiny_config
+from paramstore.testing.moe_families import CHANGES, small_config, tiny_config
 from paramstore.testing.moe_models import tokens
+from paramstore.testing.parity import align
 from paramstore_client.hf import _compat
 
 pytestmark = pytest.mark.slow
@@ -125,6 +128,91 @@ def test_whole_checkpoint_is_loaded_without_its_experts_and_without_complaint(
     assert not info["mismatched_keys"]
     assert "UNEXPECTED" not in caplog.text
     assert torch.equal(model(tokens()).logits, stock_model()(tokens()).logits)
+
+
+OVERRIDES: dict[str, Any] = {
+    "output_router_logits": True, "use_cache": False, "attention_dropout": 0.5, "pad_token_id": 5, "tie_word_embeddings": True,
+    "num_experts_per_tok": 1, "id2label": {0: "one", 1: "two", 2: "three"},
+}  # fmt: skip
+
+
+def test_options_that_are_attributes_of_the_configuration_go_into_it(store: ps.Store, tmp_path: Path) -> None:
+    transformers = _compat.transformers()
+    stock_model().save_pretrained(tmp_path)
+    for option in OVERRIDES:
+        given = {option: OVERRIDES[option]}
+        stock = auto().from_pretrained(tmp_path, experts_implementation="eager", **given)
+        model = ps.hf.from_pretrained(auto(), tmp_path, store=store, name="options", mode="infer", experts_kernel="eager", **given)
+        assert getattr(model.config, option) == getattr(stock.config, option) == OVERRIDES[option]
+        for network in (model, stock):
+            align(network)
+        assert torch.equal(model(tokens()).logits, stock(tokens()).logits), option
+        ps.hf.namespace(model).close()
+    torch.manual_seed(0)
+    model = ps.hf.from_pretrained(
+        transformers.AutoModelForSequenceClassification, tmp_path, store=store, name="options", mode="infer", num_labels=3
+    )
+    assert model.score.weight.shape[0] == model.config.num_labels == 3
+    ps.hf.namespace(model).close()
+    model = ps.hf.from_pretrained(  # a modeling class finds its configuration by itself
+        transformers.Qwen3MoeForCausalLM, tmp_path, config=tmp_path, store=store, name="options", mode="infer", use_cache=False
+    )
+    assert model.config.use_cache is False
+    ps.hf.namespace(model).close()
+
+
+@pytest.mark.parametrize("model_class", ["AutoModelForCausalLM", "Qwen3MoeForCausalLM"])
+def test_option_that_is_unknown_is_the_error_of_transformers_and_makes_nothing(
+    store: ps.Store, tmp_path: Path, model_class: str
+) -> None:
+    stock_model().save_pretrained(tmp_path)
+    loaded = getattr(_compat.transformers(), model_class)
+    with pytest.raises(TypeError) as expected:
+        loaded.from_pretrained(tmp_path, nonsense=1)
+    with pytest.raises(TypeError, match=re.escape(str(expected.value))):
+        ps.hf.from_pretrained(loaded, tmp_path, store=store, name="nonsense", nonsense=1)
+    assert "nonsense" not in [known["name"] for known in store.namespaces()]
+
+
+def test_text_model_of_a_composite_checkpoint_is_loaded_as_transformers_does(store: ps.Store, tmp_path: Path) -> None:
+    composite = _compat.transformers().Qwen3_5MoeForConditionalGeneration
+    torch.manual_seed(0)
+    config = small_config(composite.config_class, text_config=CHANGES["qwen3_5_moe"])
+    composite._from_config(config).save_pretrained(tmp_path)
+    stock = auto().from_pretrained(tmp_path, experts_implementation="eager")
+    model = ps.hf.from_pretrained(auto(), tmp_path, store=store, name="text", mode="infer", experts_kernel="eager")
+    for network in (model, stock):
+        align(network)
+    assert type(model).__name__ == type(stock).__name__ == "Qwen3_5MoeForCausalLM"
+    assert torch.equal(model(tokens()).logits, stock(tokens()).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "switch_transformers"])
+def test_model_that_was_made_anew_keeps_no_layer_of_experts(store: ps.Store, family: str) -> None:
+    transformers = _compat.transformers()
+    if family == "qwen3_moe":
+        model_class, config = transformers.Qwen3MoeForCausalLM, tiny_config(family)
+    else:
+        model_class = transformers.SwitchTransformersForConditionalGeneration
+        config = model_class.config_class(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, num_experts=8, vocab_size=64)
+    gc.collect()
+    before = storages()
+    gc.disable()  # nothing is left to it
+    try:
+        model = ps.hf.from_config(model_class, config, store=store, name=f"kept-{family}", updates="touched")
+        left = storages()
+    finally:
+        gc.enable()
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    layout = ps.hf.find_layout(model)
+    kept = sum(size for place, size in left.items() if place not in own and place not in before)
+    assert kept < layout.experts * layout.expert_elements * 4, "a layer is alive beside the model"
+
+
+def storages() -> dict[int, int]:
+    """The memory of all living tensors on the CPU: its address, its size in bytes."""
+    living = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and found.device.type == "cpu"]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in living}
 
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
