@@ -31,16 +31,16 @@ contracts: setup
 	$(BIN)/lint-imports --no-cache
 
 unit: setup
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not soak"
 
 check: lint types contracts unit
 
 test: lint types contracts
 	$(BIN)/pytest
 
-# What takes minutes; then crash states and simulations of new seeds, HOURS long, from SEED on.
+# Every family of transformers and more ranks, minutes; then crash states and simulations of new seeds, HOURS long, from SEED on.
 soak: setup
-	SOAK=1 $(BIN)/pytest tests/end_to_end/test_room.py
+	$(BIN)/pytest -m soak
 	$(BIN)/python -m paramstore.testing.soak --hours $(HOURS) --seed $(SEED)
 
 demo: setup

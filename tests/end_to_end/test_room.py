@@ -41,7 +41,7 @@ def test_two_ranks_train_with_room_for_two_layers(tmp_path: Path, wrap: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("SOAK" not in os.environ, reason="minutes: `make soak` runs it")
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 6))
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("ranks", [3, 4])
