@@ -6,6 +6,7 @@ one place where they meet; it validates once, at start, and raises ConfigError n
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -27,11 +28,17 @@ PMEM_PREFIX = "pmem:"
 """Of a volume's path: the volume is one of persistent memory."""
 VOLUMES_SEPARATOR = re.compile(r"(?<!^pmem)(?<!:pmem):")
 """As in PATH, but the colon of `pmem:DIR` separates nothing."""
-SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?")
+SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 SIZE_UNITS = {
     "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
 }  # fmt: skip
+"""A letter alone is binary, as docker and systemd have it; drives are sold in the decimal ones. Case matters nowhere."""
+UNIT_BYTES = {"": 1, **{unit.lower(): unit_bytes for unit, unit_bytes in SIZE_UNITS.items()}}
+BARE_BYTES_MIN = 4096
+"""A size in text that is a smaller number and no unit is one whose unit was forgotten."""
+SEGMENT_ALIGNMENT_BYTES = 2 << 20
+"""A huge page on x86-64, and on arm64 with 4 KiB pages. Memory is taken in multiples of it: a smaller budget serves nothing."""
 
 RETAINED_STEPS = 2
 """Newest committed steps that stay readable, unless set otherwise; fewer would leave none while the next is published."""
@@ -49,13 +56,16 @@ class Retention(msgspec.Struct, frozen=True):
 
 
 def parse_size(text: object) -> int:
-    """Bytes in `64GiB`, `1.5MB` or a plain number. Raises ConfigError."""
+    """Bytes in `64GiB`, `64g`, `1.5MB` or a plain number. Raises ConfigError."""
     if isinstance(text, int):
         return text
     match = SIZE_PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None:
+    if match is None or match[2].lower() not in UNIT_BYTES:
         raise ConfigError(f"size {text!r}: write a number and one of {', '.join(SIZE_UNITS)}, as in 64GiB")
-    return int(Fraction(match[1]) * SIZE_UNITS[match[2] or "B"])
+    size_bytes = int(Fraction(match[1]) * UNIT_BYTES[match[2].lower()])
+    if not match[2] and 0 < size_bytes < BARE_BYTES_MIN:
+        raise ConfigError(f"size {text!r} has no unit: did you mean {match[1]}GiB? Bytes are written {match[1]}B")
+    return size_bytes
 
 
 def format_size(size_bytes: int) -> str:
@@ -165,6 +175,7 @@ OTHER_VARIABLES = frozenset({
     "PARAMSTORE_ADDRESS", "PARAMSTORE_DEBUG",  # the client's
     "PARAMSTORE_NATIVE",  # of paramstore_native
     "PARAMSTORE_KILL_CYCLES", "PARAMSTORE_KILL_SEED",  # of the crash tests
+    "PARAMSTORE_SIGNAL_TRIES", "PARAMSTORE_SIGNAL_SEED",  # of the commands' tests
 })  # fmt: skip
 """Variables with our prefix that are no settings. Any other unknown one is refused: it is most likely misspelt."""
 
@@ -182,8 +193,11 @@ def _between(least: int, most: int) -> _Rule:
     return _Rule(int, f"an integer from {least} to {most}", lambda value: least <= value <= most)
 
 
-_SIZE = _Rule(int, "a size above 0, as in 64GiB", lambda value: value > 0)
-_OPTIONAL_SIZE = _Rule(int | None, _SIZE.words, lambda value: value is None or value > 0)
+_BUDGET = _Rule(
+    int, f"a size of at least {format_size(SEGMENT_ALIGNMENT_BYTES)}, as in 64GiB", lambda value: value >= SEGMENT_ALIGNMENT_BYTES
+)
+_OPTIONAL_BUDGET = _Rule(int | None, _BUDGET.words, lambda value: value is None or _BUDGET.holds(value))
+_OPTIONAL_SIZE = _Rule(int | None, "a size above 0, as in 64GiB", lambda value: value is None or value > 0)
 _SECONDS = _Rule(float, "a number above 0", lambda value: 0.0 < value < math.inf)
 _PATHS = _Rule(tuple[Path, ...], "a list of paths, none of them empty")
 _SWITCH = _Rule(bool, "true or false")
@@ -192,8 +206,8 @@ _RULES = {
     "volumes": _PATHS,
     "add_volumes": _PATHS,
     "volume_size_bytes": _OPTIONAL_SIZE,
-    "host_budget_bytes": _SIZE,
-    "gradient_budget_bytes": _OPTIONAL_SIZE,
+    "host_budget_bytes": _BUDGET,
+    "gradient_budget_bytes": _OPTIONAL_BUDGET,
     "socket": _Rule(Path | None, "a path, and not empty"),
     "retained_steps": _between(RETAINED_STEPS, STEPS_MAX),
     "held_steps": _between(0, STEPS_MAX),
@@ -257,7 +271,9 @@ def _checked(name: str, item: _Given) -> object:
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ConfigError(f"{item.source}: {name}={item.value!r}: must be {rule.words}") from error
     if not rule.holds(converted):
-        raise ConfigError(f"{item.source}: {name}={item.value!r}: must be {rule.words}")
+        is_bare = name in SIZE_SETTINGS and isinstance(item.value, int) and 0 < item.value < BARE_BYTES_MIN
+        meant = f"; did you mean '{item.value}GiB'?" if is_bare else ""
+        raise ConfigError(f"{item.source}: {name}={item.value!r}: must be {rule.words}{meant}")
     if rule is _PATHS:
         _check_distinct(converted, f"{item.source}: {name}")  # type: ignore[arg-type]  # its rule made it a tuple of paths
     return converted
@@ -294,15 +310,20 @@ def _full_name(given: str, source: str) -> str:
     """The setting that `given` names. Raises ConfigError if there is none."""
     name = SHORT_NAMES.get(given, given).replace("policy__", "policy.")
     if name not in _RULES:
-        raise ConfigError(f"{source}: there is no setting {given!r}; settings are {', '.join(_RULES)}")
+        near = difflib.get_close_matches(name, [*SHORT_NAMES, *_RULES], n=1)
+        offer = f"did you mean {near[0]!r}?" if near else f"settings are {', '.join(_RULES)}"
+        raise ConfigError(f"{source}: there is no setting {given!r}; {offer}")
     return name
 
 
 def _flattened(table: Mapping[str, object], source: str) -> Iterator[tuple[str, object]]:
-    """The entries of a table of settings, those of the table `policy` as `policy.name`. Raises ConfigError."""
+    """The entries of a table of settings, those of the table `policy` as `policy.name`, which its name alone stands for. Raises
+    ConfigError."""
     for name, value in table.items():
         if name != "policy":
             yield name, value
+        elif isinstance(value, str):
+            yield "policy.name", value
         elif isinstance(value, Mapping):
             yield from ((f"policy.{entry}", inner) for entry, inner in value.items())
         else:
@@ -334,9 +355,9 @@ def _from_environment(variables: Mapping[str, str]) -> dict[str, _Given]:
     for variable, text in variables.items():
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
             source = f"variable {variable}"
-            name = _full_name(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), source)
-            value: object = text
-            if _RULES[name] is _PATHS:
+            ((name, value),) = _flattened({variable.removeprefix(ENVIRONMENT_PREFIX).lower(): text}, source)
+            full_name = _full_name(name, source)
+            if _RULES[full_name] is _PATHS:
                 value = VOLUMES_SEPARATOR.split(text) if text else []
-            given[name] = _Given(value, source)
+            given[full_name] = _Given(value, source)
     return given

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramstore.config import OTHER_VARIABLES, Config, PolicyConfig, format_size, load, parse_size
+from paramstore.config import OTHER_VARIABLES, SIZE_UNITS, Config, PolicyConfig, format_size, load, parse_size
+from paramstore.core.schema import Schema
+from paramstore.engine.host import least_bytes
 from paramstore.errors import ConfigError
 
 
@@ -26,14 +28,36 @@ def load_from(tmp_path: Path, toml: str, environ: dict[str, str] | None = None, 
     ("text", "size_bytes"),
     [
         ("64GiB", 64 << 30), ("1.5MB", 1_500_000), ("4096", 4096), ("0.5 KiB", 512), (" 2TiB ", 2 << 40), ("7B", 7), (12, 12),
-        ("9007199254740993", 9007199254740993),
+        ("9007199254740993", 9007199254740993), ("64G", 64 << 30), ("64g", 64 << 30), ("64gib", 64 << 30), ("1.5G", 3 << 29),
+        ("64GB", 64 * 10**9), ("64gb", 64 * 10**9), ("1 gib", 1 << 30), ("2k", 2048), ("3M", 3 << 20), ("600TB", 600 * 10**12),
+        ("1b", 1), ("0", 0),
     ],
 )  # fmt: skip
 def test_sizes_are_read_exactly(text: str | int, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 gib", "1e9", "64GiB free", "1.GiB", "inf", 1.5, None, ["1"]])
+@pytest.mark.parametrize("unit", SIZE_UNITS)
+def test_every_unit_is_taken_in_any_case(unit: str) -> None:
+    assert {parse_size(f"5{word}") for word in (unit, unit.lower(), unit.upper())} == {5 * SIZE_UNITS[unit]}
+
+
+@pytest.mark.parametrize("text", ["1", "64", "12.5", "4095"])
+def test_a_small_number_without_a_unit_is_refused_with_what_was_meant(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^size '{text}' has no unit: did you mean {text}GiB\\? Bytes are written {text}B$"):
+        parse_size(text)
+
+
+def test_the_least_budget_is_what_the_smallest_namespace_takes() -> None:
+    schema = Schema.param({"w": ((1,), "bfloat16")})
+    least = least_bytes(schema, key_count=1, staging_bytes=0)
+    for name in ("host_budget", "gradient_budget"):
+        assert getattr(load({name: least}, environ={}), f"{name}_bytes") == least
+        with pytest.raises(ConfigError, match=f"{name}_bytes={least - 1}: must be a size of at least 2 MiB"):
+            load({name: least - 1}, environ={})
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 gob", "64 G iB", "1e9", "64GiB free", "1.GiB", "inf", 1.5, None, ["1"]])
 def test_what_is_no_size_is_refused(text: object) -> None:
     with pytest.raises(ConfigError, match="size"):
         parse_size(text)
@@ -98,6 +122,11 @@ def test_sizes_have_a_short_and_a_full_name(tmp_path: Path) -> None:
     assert load_from(tmp_path, "volume_size = 4096").volume_size_bytes == 4096
 
 
+def test_the_policy_s_name_alone_stands_for_its_table(tmp_path: Path) -> None:
+    assert load(environ={"PARAMSTORE_POLICY": "lru"}).policy == PolicyConfig(name="lru")
+    assert load_from(tmp_path, "policy = 'lru'").policy == load({"policy": "lru"}, environ={}).policy == PolicyConfig(name="lru")
+
+
 # --- derived
 
 
@@ -125,7 +154,11 @@ def test_volumes_to_add_come_behind_the_others_and_one_that_is_named_twice_is_on
         ({"speed": 1}, "^flag: there is no setting 'speed'"),
         ({"host_budget": "lots"}, "^flag --host-budget: host_budget_bytes: size 'lots'"),
         ({"host_budget": 1.5}, "^flag --host-budget: host_budget_bytes: size 1.5"),
-        ({"host_budget": 0}, "^flag --host-budget: host_budget_bytes=0: must be a size above 0"),
+        ({"host_budget": 0}, "^flag --host-budget: host_budget_bytes=0: must be a size of at least 2 MiB, as in 64GiB$"),
+        ({"host_budget": 64}, r"host_budget_bytes=64: must be a size of at least 2 MiB, as in 64GiB; did you mean '64GiB'\?"),
+        ({"host_budget": "1KiB"}, "host_budget_bytes='1KiB': must be a size of at least 2 MiB, as in 64GiB$"),
+        ({"gradient_budget": "64"}, r"gradient_budget_bytes: size '64' has no unit: did you mean 64GiB\?"),
+        ({"hostbudget": 1}, r"^flag: there is no setting 'hostbudget'; did you mean 'host_budget'\?$"),
         ({"host_budget": True}, "host_budget_bytes"),
         ({"volume_size": -1}, "volume_size_bytes=-1"),
         ({"gradient_budget": 0}, "gradient_budget_bytes=0"),

@@ -17,10 +17,10 @@ def serve(
     gradient_budget: str = typer.Option(None, help="Memory for pending gradients, as 8GiB."),
     socket: str = typer.Option(None, help="Path of the Unix socket."),
     config: str = typer.Option(None, help="A TOML file of settings; flags and PARAMSTORE_* come first."),
-    policy: str = typer.Option(None, help="decayed_lfu or lru."),
+    policy: str = typer.Option(None, help="Which slots go first: schedule (the default), decayed_lfu or lru."),
     log_level: str = typer.Option("info", help="debug, info, warning or error."),
 ) -> None:
-    """Serve a store until SIGTERM. Prints `ready unix:///...` when clients can connect."""
+    """Serve a store until SIGTERM, Ctrl-C or `paramstore stop`. Prints `ready unix:///...` when clients can connect."""
     from pathlib import Path
 
     from paramstore.config import load
@@ -33,7 +33,6 @@ def serve(
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     flags: dict[str, object] = {
         "dir": directory, "volumes": volume or None, "add_volumes": add_volume or None, "volume_size": volume_size,
-        "host_budget": host_budget, "gradient_budget": gradient_budget, "socket": socket,
-        "policy": {"name": policy} if policy else None,
+        "host_budget": host_budget, "gradient_budget": gradient_budget, "socket": socket, "policy": policy or None,
     }  # fmt: skip
     run(load({name: value for name, value in flags.items() if value is not None}, file=None if config is None else Path(config)))

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.core.slots import SlotTable
 from paramstore.policy.base import Policy
 
 SEGMENT_BYTES = 1 << 30
 SEGMENTS_MAX = 48
 """Of one arena: a lease may name all of them at once, and one message carries 64 descriptors."""
-SEGMENT_ALIGNMENT_BYTES = 2 << 20
 
 
 class SegmentMemory(Protocol):

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paramstore.config import format_size
+from paramstore.config import SEGMENT_ALIGNMENT_BYTES, format_size
 from paramstore.core.schema import Schema
 from paramstore.engine.advance import Advances
-from paramstore.engine.arena import SEGMENT_ALIGNMENT_BYTES, Arena, SegmentMemory, segment_lengths, slots_within
+from paramstore.engine.arena import Arena, SegmentMemory, segment_lengths, slots_within
 from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.routes import Staging, cut_pieces
 from paramstore.engine.runner import BACKGROUND_LANE, Runner

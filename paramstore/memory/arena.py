@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.errors import CapacityError
-from paramstore.memory.pages import SEGMENT_ALIGNMENT_BYTES, AlignedMap, limits, map_aligned
+from paramstore.memory.pages import AlignedMap, limits, map_aligned
 
 F_SEAL_FUTURE_WRITE = 0x10
 """Linux 5.1; the mapping made before keeps writing, new ones cannot."""

@@ -15,10 +15,9 @@ import resource
 import weakref
 from pathlib import Path
 
+from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.errors import CapacityError
 
-SEGMENT_ALIGNMENT_BYTES = 2 << 20
-"""A huge page on x86-64, and on arm64 with 4 KiB pages: addresses and lengths are multiples of it."""
 POPULATE_PIECE_BYTES = 16 << 20
 """Populated in one call: the kernel holds the process's mapping lock meanwhile, so others wait for it."""
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.schema import Field, Schema
 from paramstore.errors import StepOutOfOrder, UnknownKey
 from paramstore.memory.arena import PageKind, PageReport, Segment, allocate_shared, allocate_upload
-from paramstore.memory.pages import SEGMENT_ALIGNMENT_BYTES
 from paramstore.wire.messages import BeginApply
 
 PAGES = PageReport(shared=PageKind.SMALL, private=PageKind.SMALL, advice="")

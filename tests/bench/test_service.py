@@ -25,7 +25,7 @@ def test_an_interrupt_while_the_daemon_starts_leaves_none_behind(tmp_path: Path,
     monkeypatch.setattr(autostart, "SERVE_COMMAND", (sys.executable, "-c", source))
     monkeypatch.setattr(autostart, "try_connect", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Service(tmp_path / "store", host_budget_bytes=1 << 20, settings={})
+        Service(tmp_path / "store", host_budget_bytes=4 << 20, settings={})
     (process,) = seen
     assert process.returncode == -signal.SIGKILL
 

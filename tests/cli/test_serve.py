@@ -67,7 +67,7 @@ def test_flags_come_before_variables_and_those_before_the_file(
     ("words", "reason"),
     [
         (("--host-budget", "lots"), "flag --host-budget: host_budget_bytes: size 'lots': write a number"),
-        (("--host-budget", "0"), "flag --host-budget: host_budget_bytes='0': must be a size above 0"),
+        (("--host-budget", "0"), "flag --host-budget: host_budget_bytes='0': must be a size of at least 2 MiB"),
         (("--volume-size", "10 cm"), "flag --volume-size: volume_size"),
         (("--dir", ""), "flag --dir: dir='': must be a path, and not empty"),
         (("--socket", ""), "flag --socket: socket='': must be a path, and not empty"),

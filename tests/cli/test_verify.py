@@ -90,7 +90,7 @@ def test_a_namespace_that_is_not_there_is_an_error(
 
 @pytest.mark.slow
 def test_an_interrupt_ends_the_scrub_in_the_daemon(daemon: DaemonProcess) -> None:
-    command = [sys.executable, "-m", "paramstore", "verify", "--rate", "1", daemon.address]
+    command = [sys.executable, "-m", "paramstore", "verify", "--rate", "1B", daemon.address]
     with paramstore_client.connect(daemon.address) as store:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:

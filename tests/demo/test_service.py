@@ -23,7 +23,7 @@ signal.pause()
 
 @pytest.fixture
 def daemon(tmp_path):
-    return DemoDaemon(tmp_path / "store", host_budget_bytes=1 << 20)
+    return DemoDaemon(tmp_path / "store", host_budget_bytes=4 << 20)
 
 
 @pytest.fixture
