@@ -38,9 +38,11 @@ check: lint types contracts unit
 test: lint types contracts
 	$(BIN)/pytest
 
-# Every family of transformers and more ranks, minutes; then crash states and simulations of new seeds, HOURS long, from SEED on.
+# Every family of transformers, more ranks and signals at 50 moments of every command, minutes; then crash states and simulations of new
+# seeds, HOURS long, from SEED on.
 soak: setup
 	$(BIN)/pytest -m soak
+	PARAMSTORE_SIGNAL_TRIES=50 PARAMSTORE_SIGNAL_SEED=$(SEED) $(BIN)/pytest tests/cli/test_signals.py
 	$(BIN)/python -m paramstore.testing.soak --hours $(HOURS) --seed $(SEED)
 
 demo: setup

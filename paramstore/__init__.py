@@ -5,13 +5,9 @@
 daemon's decision layers never import torch.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING
-
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # as type checkers know it; nothing is imported here, so that a command soon is at its first line
 if TYPE_CHECKING:
     from paramstore_client import *  # noqa: F403
 
@@ -19,12 +15,14 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
-    client = importlib.import_module("paramstore_client")
+    import paramstore_client as client
+
     if name in client.__all__:
         return getattr(client, name)
     raise AttributeError(f"module 'paramstore' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    client = importlib.import_module("paramstore_client")
+    import paramstore_client as client
+
     return sorted([*globals(), *client.__all__])

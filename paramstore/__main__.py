@@ -1,5 +1,26 @@
-"""`python -m paramstore`."""
+"""`paramstore` and `python -m paramstore`: where both begin."""
 
-from paramstore.cli.main import main
 
-main()
+def main() -> None:
+    """Runs the command line. From its first line on Ctrl-C ends the process at once, until a command takes it over.
+
+    Python's own handler would raise KeyboardInterrupt wherever the process stands: within an import of C code it is lost, or
+    becomes another error. SIGTERM and SIGHUP are the kernel's already; what is ignored, as under nohup, stays so.
+    """
+    # The module `signal` imports others: milliseconds in which Ctrl-C would still be a traceback.
+    import _signal as signal  # type: ignore[import-not-found]  # typeshed has the public one only
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    from paramstore.cli.main import main as run
+    from paramstore.cli.signals import end_as_told
+
+    try:
+        run()
+    finally:
+        end_as_told()
+
+
+if __name__ == "__main__":
+    main()

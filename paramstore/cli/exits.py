@@ -5,6 +5,8 @@ from __future__ import annotations
 from paramstore.errors import ConfigError, CorruptCatalog, CorruptRecord, ParamStoreError, StoreUnavailable
 
 OK, FAILED, USAGE, UNREACHABLE, CORRUPT = 0, 1, 2, 3, 4
+SIGNALLED = 128
+"""Shells show it and the signal's number."""
 
 
 def exit_code(error: ParamStoreError) -> int:

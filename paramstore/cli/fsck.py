@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from paramstore.cli.exits import CORRUPT
+from paramstore.cli.signals import end_as_interrupt
 
 if TYPE_CHECKING:
     from paramstore.fsck.check import Report
@@ -33,6 +34,7 @@ def fsck(
     flags = {"dir": directory, "volumes": volume or None}
     config = load({name: value for name, value in flags.items() if value is not None})
     paths = [str(path) for path in config.volume_paths]
+    end_as_interrupt()
     with _bar(paths) as progress:
         run = check.rebuild if rebuild else check.check
         report = run(config.dir, paths, progress)

@@ -11,7 +11,8 @@ import typer
 
 from paramstore import __version__
 from paramstore.cli import bench, demo, export, fsck, import_, plan, serve, status, verify
-from paramstore.cli.exits import exit_code
+from paramstore.cli.exits import SIGNALLED, exit_code
+from paramstore.cli.signals import told
 from paramstore.errors import ParamStoreError
 
 app = typer.Typer(
@@ -43,11 +44,13 @@ def options(
 
 
 def main() -> None:
-    """Entry point: a typed error becomes one line on stderr and its exit code."""
+    """A typed error becomes one line on stderr and its exit code; whatever an interrupt became on its way is none."""
     try:
         app()
-    except ParamStoreError as error:
+    except BaseException as error:
+        if (number := told()) is not None:
+            sys.exit(SIGNALLED + number)
+        if not isinstance(error, ParamStoreError):
+            raise
         sys.stderr.write(f"paramstore: {type(error).__name__}: {error}\n")
         sys.exit(exit_code(error))
-    except KeyboardInterrupt:
-        sys.exit(130)

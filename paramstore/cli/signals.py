@@ -1,31 +1,85 @@
-"""SIGTERM ends a long command as Ctrl-C does, so that its daemon and its files end with it; and neither ends half a call."""
+"""How SIGINT (Ctrl-C), SIGTERM and SIGHUP end a command: none is lost, none is a traceback, and nothing is left behind.
+
+- A command dies by the signal, as the kernel has it: shells show 130, 143 or 129. While it imports, that is all there is to it.
+- One that has something to tidy up calls `end_as_interrupt` when its imports are over. Then the first signal raises
+  KeyboardInterrupt in the main thread, later ones do not disturb the tidying up, and `end_as_told` is its death.
+- The interrupt waits for the end of whatever would leave a thing without an owner, or swallow what is raised in it.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from types import FrameType
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HALF_DONE = frozenset({"__init__", "__new__", "__enter__", "__exit__", "__del__", "_find_and_load"})
+"""Names of functions that make or end something, the last of them an import."""
+PUT_OFF_S = 0.02
+PUT_OFFS_MAX = 50
+"""How often an interrupt waits for the end of such a function, PUT_OFF_S each; then it is raised there."""
+
+
+class _Ending:
+    """Owner of the first signal that came, and of the interrupt it becomes."""
+
+    def __init__(self) -> None:
+        self.told: int | None = None
+        self._put_offs = 0
+        self._report = sys.unraisablehook
+
+    def take_over(self) -> None:
+        """Whatever is ignored stays so, as under nohup."""
+        for number in ENDING:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._hear)
+        signal.signal(signal.SIGALRM, self._interrupt)
+        sys.unraisablehook = self._raise_again
+
+    def give_back(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number in (*ENDING, signal.SIGALRM):
+            if signal.getsignal(number) in (self._hear, self._interrupt):
+                signal.signal(number, signal.SIG_DFL)
+        sys.unraisablehook = self._report
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.told is None:
+            self.told = number
+            self._interrupt(number, frame)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Raises KeyboardInterrupt, or has SIGALRM call it again in a moment."""
+        while frame is not None and frame.f_code.co_name not in HALF_DONE:
+            frame = frame.f_back
+        if frame is None or self._put_offs == PUT_OFFS_MAX:
+            raise KeyboardInterrupt
+        self._put_offs += 1
+        signal.setitimer(signal.ITIMER_REAL, PUT_OFF_S)
+
+    def _raise_again(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """What is raised within a finalizer or a callback of C code ends there: the interrupt is raised once more."""
+        if unraisable.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, PUT_OFF_S)
+        else:
+            self._report(unraisable)
+
+
+_ending = _Ending()
 
 
 def end_as_interrupt() -> None:
-    """From here on SIGTERM raises KeyboardInterrupt in the main thread: once, so that a second does not end the tidying up."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """From here on the first signal raises KeyboardInterrupt in the main thread, and later ones nothing."""
+    _ending.take_over()
 
 
-@contextmanager
-def held_back() -> Iterator[None]:
-    """Within the block Ctrl-C raises nothing; KeyboardInterrupt comes at its end, when what the block made has a name."""
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if held:
-        raise KeyboardInterrupt
+def told() -> int | None:
+    """The signal that ends this command, if one has come; what its interrupt became on its way is no error of its own."""
+    return _ending.told
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
+def end_as_told() -> None:
+    """Ends the process by the signal that came; without one, signals are the kernel's again: Python's end can hear none."""
+    _ending.give_back()
+    if _ending.told is not None:
+        signal.raise_signal(_ending.told)

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.verify import finding_lines
 
 DAY_S = 86_400.0
@@ -16,7 +17,7 @@ FINDINGS_SHOWN = 10
 
 
 def status(
-    address: str = typer.Argument(None, help="unix:///path of the daemon, or its store's directory; default $PARAMSTORE_ADDRESS."),
+    address: str = typer.Argument(None, help=ADDRESS_HELP),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
 ) -> None:
     """Show tiers, volumes, namespaces and queues of a running daemon."""
@@ -39,9 +40,8 @@ def _print(stats: dict[str, Any]) -> None:
 
     console = Console()
     daemon, host = stats["daemon"], stats["tiers"]["host"]
-    console.print(
-        f"paramstore {daemon['version']}, pid {daemon['pid']}, up {daemon['uptime_s']:.0f} s, store {daemon['store_uuid'][:8]}"
-    )
+    up = f"up {daemon['uptime_s']:.0f} s, store {daemon['store_uuid'][:8]}"
+    console.print(f"paramstore {daemon['version']}, pid {daemon['pid']}, {up}", highlight=False)
     tiers = Table(title="Tiers", title_justify="left")
     for column in ("tier", "used", "of", "read", "written", "notes"):
         tiers.add_column(column)

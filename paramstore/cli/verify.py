@@ -1,6 +1,6 @@
 """`paramstore verify`: a running daemon checks its records where they lie; damage is named, nobody is disturbed.
 
-Findings on stdout, a bar on stderr where that is a terminal. An interrupt ends the scrub in the daemon too.
+Findings on stdout, a bar on stderr where that is a terminal. The scrub in the daemon ends with this command's session.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.exits import CORRUPT
-from paramstore.cli.signals import held_back
+from paramstore.cli.signals import end_as_interrupt
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -25,31 +26,23 @@ POLL_S = 0.2
 """How long between two looks at the daemon's progress."""
 REPEATED = re.compile(r"^record \(\d+, \d+\) of namespace '[^']*', (version \d+ of epoch \d+), at volume \d+, offset \d+: ")
 """How the reason of a finding begins: with key, namespace and place, which its line has already."""
-END_TIMEOUT_S = 5.0
-"""How long an interrupted command waits for the daemon to say that the scrub has ended."""
 
 
 def verify(
-    address: str = typer.Argument(None, help="unix:///path of the daemon; default $PARAMSTORE_ADDRESS."),
+    address: str = typer.Argument(None, help=ADDRESS_HELP),
     namespace: str = typer.Option(None, "--namespace", help="This one only; default all."),
     rate: str = typer.Option(None, "--rate", help="Read at most this many bytes a second, as in 100MiB; default no limit."),
     as_json: bool = typer.Option(False, "--json", help="The whole result, as JSON."),
 ) -> None:
     """Check every record, superblock and commit note of a running daemon. Exit code 4 if some are damaged or cannot be read."""
     import paramstore_client as client
+    from paramstore.config import parse_size
 
-    bar = _bar()  # imported before anything is asked for: an interrupt within an import ends the process as it likes
+    bar, bytes_per_s = _bar(), None if rate is None else parse_size(rate)
+    end_as_interrupt()
     with client.connect(address) as store:
-        ticket = None
-        try:
-            with held_back():  # one that came while the request goes out would leave nobody to cancel it
-                ticket = store.verify(namespace, bytes_per_s=rate)
-            _watch(store, ticket, bar)
-        except KeyboardInterrupt:
-            if ticket is not None:
-                ticket.cancel()
-                ticket.settled_within(END_TIMEOUT_S)
-            raise
+        ticket = store.verify(namespace, bytes_per_s=bytes_per_s)
+        _watch(store, ticket, bar)
         result = ticket.wait()
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")

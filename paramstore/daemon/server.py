@@ -18,6 +18,7 @@ import socket
 import stat
 import sys
 from pathlib import Path
+from types import FrameType
 
 from paramstore.config import Config
 from paramstore.daemon.assembly import assemble, take_lock
@@ -188,12 +189,10 @@ async def lock_with_retry(config: Config) -> StoreLock:
 
 
 async def serve(config: Config) -> None:
-    """Runs a daemon until SIGTERM or SIGINT. Raises whatever keeps it from starting."""
+    """Runs a daemon until SIGTERM, SIGINT or SIGHUP. Raises whatever keeps it from starting."""
     check_socket_path(config.socket_path)  # before anything is touched on disk
-    loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    _heed_signals(stop)
     harden()
     lock = await lock_with_retry(config)
     try:
@@ -205,6 +204,19 @@ async def serve(config: Config) -> None:
         logger.info("stopped")
     finally:
         lock.release()
+
+
+def _heed_signals(stop: asyncio.Event) -> None:
+    """Each of them sets `stop`, for the rest of the process: those of the loop end with it, and before the process does."""
+    loop = asyncio.get_running_loop()
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, heed)
 
 
 async def _serve_until(stop: asyncio.Event, store: Store, config: Config) -> None:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from paramstore.cli import signals
 from paramstore.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _signals_of_a_command(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Signals as a terminal has them, whatever started the tests; what a command does with them in this process ends with it."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in signals.ENDING}
+    ending = signals._Ending()
+    monkeypatch.setattr(signals, "_ending", ending)
+    yield
+    ending.give_back()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,6 @@ sys.argv[1:] = ["bench", "tiers", "--quick", "--dir", place]
 main()
 """
 """The bench with one measurement, which SIGTERM ends while its daemon runs."""
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """What SIGTERM does afterwards is what it did before; a bench that does not hear it does not end the tests."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -111,7 +103,7 @@ def test_sigterm_ends_it_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch, paramst
         raise AssertionError("SIGTERM was not heard")
 
     monkeypatch.setattr(tiers, "run", run)
-    assert paramstore("bench", "tiers", "--dir", str(tmp_path)) == 130
+    assert paramstore("bench", "tiers", "--dir", str(tmp_path)) == 143
     assert (tmp_path / "tidied").exists()
 
 
@@ -121,7 +113,7 @@ def test_sigterm_leaves_no_daemon_and_no_file(tmp_path_factory: pytest.TempPathF
     (folder / "here").mkdir()
     command = [sys.executable, "-c", INTERRUPTED, str(folder / "here"), str(folder / "pid")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 130, done.stderr
+    assert done.returncode == 143, done.stderr
     assert "nobody waited" not in done.stderr
     pid = int((folder / "pid").read_text())
     assert not is_running(pid)

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from paramstore.cli.main import main
-
-
-@pytest.fixture(autouse=True)
-def _signals():
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
+from paramstore.cli.signals import ENDING
 
 
 @pytest.fixture
@@ -104,9 +98,16 @@ def test_options_reach_the_story(command, told, tmp_path):
     assert keeps_daemon
 
 
-def test_sigterm_ends_it_as_ctrl_c_does(command, monkeypatch, tmp_path):
+@pytest.mark.parametrize("number", ENDING)
+def test_every_signal_ends_it_as_ctrl_c_does(command, monkeypatch, tmp_path, number):
+    tidied = []
+
     def tell(*args, **options):
-        signal.raise_signal(signal.SIGTERM)
+        try:
+            signal.raise_signal(number)
+        finally:
+            tidied.append(number)
 
     monkeypatch.setattr("paramstore.demo.story.tell", tell)
-    assert command("--json", "--dir", str(tmp_path)) == 130
+    assert command("--json", "--dir", str(tmp_path)) == 128 + number
+    assert tidied == [number]

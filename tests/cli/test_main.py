@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import runpy
+import signal
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +17,7 @@ from paramstore import errors
 from paramstore.cli import main as main_module
 from paramstore.cli.exits import exit_code
 from paramstore.cli.main import app
+from paramstore.cli.signals import end_as_interrupt
 
 Run = Callable[..., int]
 HEAVY = {"torch", "numpy", "lmdb", "matplotlib", "transformers"}
@@ -82,12 +88,35 @@ def test_a_typed_error_is_one_line_and_no_traceback(
     assert capsys.readouterr().err == "paramstore: CorruptRecord: key (1, 2): checksum\n"
 
 
-def test_an_interrupt_ends_as_shells_expect(paramstore: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_interrupt_becomes_on_its_way_is_no_error_of_its_own(
+    paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt() -> None:
-        raise KeyboardInterrupt
+        end_as_interrupt()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise errors.StoreUnavailable("the client was interrupted while it read an answer") from None
 
     monkeypatch.setattr(main_module, "app", interrupt)
     assert paramstore() == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_importing_the_package_leaves_signals_and_every_other_module_alone() -> None:
+    source = (
+        "import signal, sys; before = [signal.getsignal(number) for number in signal.valid_signals()]; known = set(sys.modules); "
+        "import paramstore; assert set(sys.modules) - known == {'paramstore'}, set(sys.modules) - known; "
+        "import paramstore_client, paramstore.cli.main; "
+        "assert [signal.getsignal(number) for number in signal.valid_signals()] == before"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=60)
+
+
+def test_the_command_of_the_package_begins_where_the_module_does() -> None:
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"paramstore": "paramstore.__main__:main"}
 
 
 def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

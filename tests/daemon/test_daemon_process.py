@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,18 @@ def test_ready_is_all_that_stdout_says(tmp_path: Path) -> None:
     assert daemon.stderr.splitlines()[-1].endswith("stopped")
 
 
+@contextmanager
+def not_ignored(number: signal.Signals) -> Iterator[None]:
+    """What is started within does not ignore the signal, though whatever started the tests may, as nohup does."""
+    before = signal.signal(number, signal.SIG_DFL)
+    yield
+    signal.signal(number, before)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_ends_on_a_signal_without_waiting_for_its_clients(number: signal.Signals, tmp_path: Path) -> None:
-    with DaemonProcess(tmp_path / "store") as daemon:
+    with not_ignored(number), DaemonProcess(tmp_path / "store") as daemon:
         client = socket.socket(socket.AF_UNIX)
         client.connect(str(daemon.socket))
         with client:

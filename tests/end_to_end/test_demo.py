@@ -98,7 +98,7 @@ def test_interrupted_demo_leaves_no_process(tmp_path, daemon, number):
         assert daemon.pid() is not None
         process.send_signal(number)
         out, _ = process.communicate(timeout=100)
-    assert process.returncode == 130
+    assert process.returncode == -number
     assert out == ""
     assert daemon.pid() is None
 
