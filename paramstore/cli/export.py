@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.signals import end_as_interrupt
 
 
@@ -18,20 +19,23 @@ def export(
     out: Path = typer.Option(..., "--out", help="The directory to write; a checkpoint that lies there is replaced."),
     at: int = typer.Option(None, "--at", help="A committed step; default the newest."),
     shard_size: str = typer.Option(None, "--shard-size", help="The most bytes of one file, as in 5GiB; default 50 GB."),
-    socket: str = typer.Option(None, "--socket", help="unix:///path of the daemon; default $PARAMSTORE_ADDRESS."),
+    socket: str = typer.Option(None, "--socket", help=ADDRESS_HELP),
     as_json: bool = typer.Option(False, "--json", help="The result, as JSON."),
 ) -> None:
     """Write a namespace as a Hugging Face checkpoint, streamed; whole, or without an index."""
     import paramstore_client as client
     from paramstore.config import format_size, parse_size
+    from paramstore_client.checkpoint_directory import checkpoint_directory
+
+    directory = checkpoint_directory(model)  # told before the imports that take seconds
     from paramstore_client.hf.checkpoint import open_checkpoint
     from paramstore_client.hf.export_checkpoint import SHARD_BYTES_MAX, export_checkpoint
     from paramstore_client.hf.progress import bar
     from paramstore_client.hf.skeleton import skeleton
 
-    end_as_interrupt()
     shard_bytes = SHARD_BYTES_MAX if shard_size is None else parse_size(shard_size)
-    shape, dense = skeleton(model), open_checkpoint(model)
+    shape, dense = skeleton(directory), open_checkpoint(directory)
+    end_as_interrupt()
     with client.connect(socket) as store, store.open_namespace(namespace, at=at) as reader, bar("export") as report:
         result = export_checkpoint(
             shape, out, namespace=reader, dense=dense, tokenizer=dense.directory, max_shard_bytes=shard_bytes, progress=report

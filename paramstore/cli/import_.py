@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import typer
 
+from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.signals import end_as_interrupt
 
 NO_OPTIMIZER = "none"
@@ -25,19 +26,22 @@ def import_checkpoint(
     dtype: str = typer.Option(None, "--dtype", help="Of the weights that are leased; default what the checkpoint's config says."),
     host_share: str = typer.Option(None, "--host-share", help="Of the daemon's host budget, as in 64GiB; default its own choice."),
     restart: bool = typer.Option(False, "--restart", help="Start over, whatever an interrupted import has brought in."),
-    socket: str = typer.Option(None, "--socket", help="unix:///path of the daemon; default $PARAMSTORE_ADDRESS."),
+    socket: str = typer.Option(None, "--socket", help=ADDRESS_HELP),
     as_json: bool = typer.Option(False, "--json", help="The result, as JSON."),
 ) -> None:
     """Import the experts of a Hugging Face checkpoint; interrupted, the same command goes on where it was."""
     import paramstore_client as client
+    from paramstore_client.checkpoint_directory import checkpoint_directory
+
+    directory = checkpoint_directory(path)  # told before the imports that take seconds
     from paramstore_client.hf.import_checkpoint import import_checkpoint as run
     from paramstore_client.hf.layout import find_layout
     from paramstore_client.hf.progress import bar
     from paramstore_client.hf.skeleton import skeleton
 
-    end_as_interrupt()
-    model = skeleton(path, dtype=dtype)
+    model = skeleton(directory, dtype=dtype)
     layout = find_layout(model)
+    end_as_interrupt()
     if optimizer == NO_OPTIMIZER:
         schema = layout.schema(None)
     else:

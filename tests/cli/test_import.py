@@ -90,3 +90,12 @@ def test_an_interrupt_says_how_to_go_on_and_the_same_command_does(daemon: Daemon
     result = json.loads(done.stdout)
     assert result["resumed"] > 0
     assert result["resumed"] + result["records"] == 512
+
+
+@pytest.mark.parametrize("words", [("import", "nodir", "--namespace", "m"), ("export", "m", "--model", "nodir", "--out", "out")])
+def test_a_checkpoint_that_is_not_there_is_told_before_torch_is_imported(
+    words: tuple[str, ...], modules_of: Callable[..., set[str]]
+) -> None:
+    modules = modules_of(*words, code=1)
+    assert "paramstore_client.checkpoint_directory" in modules
+    assert not modules & {"torch", "transformers"}

@@ -5,20 +5,18 @@ What is open has been looked at as a whole: every file of the index is there, an
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paramstore.errors import CheckpointError
+from paramstore_client.checkpoint_directory import checkpoint_directory
 from paramstore_client.hf.safetensors_file import StoredTensor, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +25,6 @@ class Checkpoint:
 
     directory: Path
     tensors: Mapping[str, StoredTensor]
-
-
-def checkpoint_directory(path: str | os.PathLike[str], **cached: Any) -> Path:
-    """`path` itself if it is a directory, else where the hub's cache has the model of that id; nothing is fetched.
-
-    cached: which one of the cache's, as `revision` and `cache_dir`; not looked at for a directory. Raises CheckpointError.
-    """
-    directory = Path(path)
-    if directory.is_dir():
-        return directory
-    hub = importlib.import_module("huggingface_hub")
-    try:
-        return Path(hub.snapshot_download(str(path), local_files_only=True, allow_patterns=list(HUB_FILES), **cached))
-    except (OSError, ValueError) as error:  # what the hub's errors derive from
-        raise CheckpointError(
-            f"{str(path)!r} is no directory, and the hub's cache has no model of that name: `hf download {path}` fetches it"
-        ) from error
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

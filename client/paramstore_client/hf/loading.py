@@ -21,10 +21,10 @@ from paramstore.core.key import check_name
 from paramstore.core.optimizers import OPTIMIZERS
 from paramstore.core.schema import UPDATE_RULES
 from paramstore.errors import CheckpointError, ConfigError
+from paramstore_client.checkpoint_directory import checkpoint_directory
 from paramstore_client.client import Store
 from paramstore_client.hf import _compat, experts_function
 from paramstore_client.hf.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
-from paramstore_client.hf.checkpoint import checkpoint_directory
 from paramstore_client.hf.initial_experts import InitialExperts
 from paramstore_client.hf.kernels import choose_kernel
 from paramstore_client.hf.layout import find_layout

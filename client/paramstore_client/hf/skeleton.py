@@ -9,8 +9,8 @@ import torch
 
 from paramstore.core.schema import dtype_name
 from paramstore.errors import CheckpointError
+from paramstore_client.checkpoint_directory import checkpoint_directory
 from paramstore_client.hf import _compat
-from paramstore_client.hf.checkpoint import checkpoint_directory
 from paramstore_client.hf.refusals import check_config
 from paramstore_client.tensors import DTYPES
 

@@ -1,0 +1,29 @@
+"""Where a checkpoint lies: known without torch, so that a wrong path is told before seconds of imports."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from paramstore.errors import CheckpointError
+
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+def checkpoint_directory(path: str | os.PathLike[str], **cached: Any) -> Path:
+    """`path` itself if it is a directory, else where the hub's cache has the model of that id; nothing is fetched.
+
+    cached: which one of the cache's, as `revision` and `cache_dir`; not looked at for a directory. Raises CheckpointError.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    hub = importlib.import_module("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(str(path), local_files_only=True, allow_patterns=list(HUB_FILES), **cached))
+    except (OSError, ValueError) as error:  # what the hub's errors derive from
+        raise CheckpointError(
+            f"{str(path)!r} is no directory, and the hub's cache has no model of that name: `hf download {path}` fetches it"
+        ) from error
