@@ -4,7 +4,7 @@
 
 MODEL is a checkpoint of transformers; without it a small random one is made, whose tokens are bytes. The same command again goes
 on from the last checkpoint, however the run before ended (of Ctrl-C torchrun tells at length), and comes to the same weights.
-The daemon stays, for whoever reads what was trained: `kill $(cat finetune-run/store/lock)` ends it.
+The daemon stays, for whoever reads what was trained: `paramstore stop finetune-run/store` ends it.
 """
 
 import argparse

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 from paramstore.config import Config
 from paramstore.core import arguments
 from paramstore.errors import ConfigError, StoreUnavailable
+from paramstore.holder import daemon_of
 
 ADDRESS_VARIABLE = "PARAMSTORE_ADDRESS"
 SCHEME = "unix://"
@@ -44,6 +46,17 @@ def url(path: Path) -> str:
     return f"{SCHEME}{path.absolute()}"
 
 
+def store_of(path: Path) -> Path | None:
+    """The store's directory whose daemon listens at `path` unless told otherwise; None where no such daemon would."""
+    directory = path.parent.parent
+    return directory if Config(dir=directory).socket_path == path else None
+
+
+def address_path(address: Address | None) -> Path:
+    """The socket's path that an address means, or none at all. Raises ConfigError."""
+    return default_path() if address is None else parse_address(address)
+
+
 def default_path() -> Path:
     """What `address=None` means without autostart: PARAMSTORE_ADDRESS, else where `paramstore serve` listens by default."""
     variable = os.environ.get(ADDRESS_VARIABLE)
@@ -64,15 +77,44 @@ def try_connect(path: Path, *, timeout_s: float) -> socket.socket | None:
         raise StoreUnavailable(f"{url(path)}: the daemon accepted no connection within {timeout_s:g} s") from error
     except OSError as error:
         sock.close()
-        raise StoreUnavailable(f"{url(path)}: {error}") from error
+        raise unreachable(path, error) from error
     except BaseException:
         sock.close()
         raise
     return sock
 
 
+def listener_of(path: Path, *, timeout_s: float) -> int | None:
+    """The process that listens at `path`, if any does. Raises StoreUnavailable if it cannot be used."""
+    sock = try_connect(path, timeout_s=timeout_s)
+    if sock is None:
+        return None
+    with sock:
+        return _peer(sock)[0]
+
+
+def unreachable(path: Path, error: OSError) -> StoreUnavailable:
+    """The error for a daemon that there may be, and that this process does not get at."""
+    if not isinstance(error, PermissionError):
+        return StoreUnavailable(f"{url(path)}: {error}")
+    place = path.absolute()
+    while not os.access(place, os.F_OK):
+        place = place.parent
+    return StoreUnavailable(
+        f"{url(path)}: {error.strerror}: {place} belongs to user {place.stat().st_uid}, and a daemon serves its own user alone: "
+        "run this as that user, or as root"
+    )
+
+
 def nobody_listens(path: Path) -> StoreUnavailable:
-    """The error for a path without a daemon."""
+    """The error for a path without a daemon, which the daemon of its store may not be reached by."""
+    directory = store_of(path)
+    with suppress(OSError):
+        if directory is not None and (daemon := daemon_of(directory)) is not None:
+            return StoreUnavailable(
+                f"daemon {daemon} holds {directory}, and nobody listens at {url(path)}: wait while it starts, or give the "
+                f"--socket that it was started with; where its socket was removed, `paramstore stop {directory}`, then serve again"
+            )
     return StoreUnavailable(
         f"no daemon listens at {url(path)}: start one with `paramstore serve --dir DIR`, or connect with"
         " autostart=ServeOptions(dir=...)"
@@ -94,10 +136,15 @@ def _connect(sock: socket.socket, path: Path, timeout_s: float) -> None:
 
 
 def _check_peer(sock: socket.socket, path: Path) -> None:
-    process_id, user_id, _ = PEER_CREDENTIALS.unpack(
-        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
-    )
+    process_id, user_id = _peer(sock)
     if user_id not in (os.geteuid(), 0):
         raise StoreUnavailable(
             f"{url(path)}: process {process_id} behind it belongs to user {user_id}, not to {os.geteuid()} or root"
         )
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+    process_id, user_id, _ = PEER_CREDENTIALS.unpack(credentials)
+    return process_id, user_id

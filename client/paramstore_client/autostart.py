@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from paramstore.clock import Clock, MonotonicClock
 from paramstore.config import ENVIRONMENT_PREFIX, load
 from paramstore.core import arguments
 from paramstore.errors import ConfigError, StoreLocked, StoreUnavailable
-from paramstore_client.address import PEER_CREDENTIALS, try_connect, url
+from paramstore_client.address import listener_of, try_connect, url
 
 SERVE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "paramstore", "serve")
 LOG_NAME = "daemon.log"
@@ -252,16 +253,10 @@ def _listens_at(process_id: int) -> Path | None:
     if not given or not given[0]:
         return None
     path = Path(os.fsdecode(given[0]))
-    try:
-        sock = try_connect(path, timeout_s=ELSEWHERE_TIMEOUT_S)
-    except StoreUnavailable:
-        return None
-    if sock is None:
-        return None
-    with sock:
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
-    listener_id, _, _ = PEER_CREDENTIALS.unpack(credentials)
-    return path if listener_id == process_id else None
+    with suppress(StoreUnavailable):
+        if listener_of(path, timeout_s=ELSEWHERE_TIMEOUT_S) == process_id:
+            return path
+    return None
 
 
 def _open_private(path: str, flags: int) -> int:

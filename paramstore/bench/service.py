@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -16,7 +14,9 @@ import paramstore as ps
 from paramstore.bench.process import cpu_s, rss_anon_bytes
 from paramstore.clock import Clock
 from paramstore.errors import StoreUnavailable, WaitTimeout
+from paramstore_client.address import parse_address
 from paramstore_client.autostart import started_in
+from paramstore_client.running import find_daemon
 
 if TYPE_CHECKING:
     from paramstore_client import Store
@@ -82,15 +82,15 @@ class Service:
 
     def stop(self) -> None:
         """Ends the daemon, by force if it does not end in time. Raises StoreUnavailable then, after it is dead."""
-        process = os.pidfd_open(self.pid)
-        try:
-            self.store.close()
-            signal.pidfd_send_signal(process, signal.SIGTERM)
-            if not _has_ended(process):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
+        daemon = find_daemon(parse_address(self.store.address))
+        self.store.close()
+        if daemon is None:
+            return  # it has ended before
+        with daemon:
+            daemon.send(signal.SIGTERM)
+            if not daemon.has_ended(STOP_S):
+                daemon.send(signal.SIGKILL)
                 raise StoreUnavailable(f"the daemon (pid {self.pid}) did not end within {STOP_S:g} s of SIGTERM")
-        finally:
-            os.close(process)
 
 
 @contextmanager
@@ -120,9 +120,3 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             flat[f"{prefix}{name}"] = float(value)
     return flat
-
-
-def _has_ended(process: int) -> bool:
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    return bool(poll.poll(STOP_S * 1000))

@@ -10,7 +10,7 @@ import sys
 import typer
 
 from paramstore import __version__
-from paramstore.cli import bench, demo, export, fsck, import_, plan, serve, status, verify
+from paramstore.cli import bench, demo, export, fsck, import_, plan, serve, status, stop, verify
 from paramstore.cli.exits import SIGNALLED, exit_code
 from paramstore.cli.signals import told
 from paramstore.errors import ParamStoreError
@@ -20,6 +20,7 @@ app = typer.Typer(
     help="A storage-tier parameter service for Mixture-of-Experts models.",
 )  # fmt: skip
 app.command("serve")(serve.serve)
+app.command("stop")(stop.stop)
 app.command("status")(status.status)
 app.command("verify")(verify.verify)
 app.command("fsck")(fsck.fsck)

@@ -1,21 +1,21 @@
 """The demo's own daemon: started by `autostart`, killed on purpose, and never left behind.
 
-The process is found by asking the kernel who listens on the socket, so one that an earlier, killed demo left behind is
-found too.
+The process is found by asking the kernel who holds the store or listens on its socket, so one that an earlier, killed demo left
+behind is found too.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
-import socket
 from pathlib import Path
 from types import TracebackType
 
 import paramstore as ps
 from paramstore.errors import ConfigError
-from paramstore_client.address import PATH_BYTES_MAX, PEER_CREDENTIALS, try_connect
+from paramstore_client.address import PATH_BYTES_MAX
+from paramstore_client.autostart import started_in
+from paramstore_client.running import find_daemon
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 45.0
@@ -48,19 +48,24 @@ class DemoDaemon:
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL where that does not help in time. Returns when no daemon runs there."""
-        try:
-            self._end(signal.SIGTERM)
-        except TimeoutError:
+        """SIGTERM, and SIGKILL where that does not help in time. Returns when no daemon runs there, or is about to."""
+        if not self._end(signal.SIGTERM):
             self._end(signal.SIGKILL)
+        if (process := started_in(self.directory)) is not None:  # it was interrupted before it held anything
+            process.kill()
+            process.wait()
 
     def keep(self) -> None:
         """Lets the daemon live on when the context ends."""
         self._is_kept = True
 
     def pid(self) -> int | None:
-        """The process that listens on the daemon's socket, if any."""
-        return _listener(self._options.socket_path())
+        """The daemon's process, if any."""
+        daemon = find_daemon(self._options.socket_path())
+        if daemon is None:
+            return None
+        with daemon:
+            return daemon.pid
 
     def __enter__(self) -> DemoDaemon:
         self.stop()
@@ -70,31 +75,11 @@ class DemoDaemon:
         if not self._is_kept:
             self.stop()
 
-    def _end(self, number: signal.Signals) -> None:
-        pid = self.pid()
-        if pid is None:
-            return
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return
-        try:
-            signal.pidfd_send_signal(descriptor, number)
-            ended = select.poll()
-            ended.register(descriptor, select.POLLIN)
-            if not ended.poll(int(STOP_TIMEOUT_S * 1000)):
-                raise TimeoutError(f"daemon {pid} over {self.directory} did not end within {STOP_TIMEOUT_S:g} s of {number.name}")
-        except ProcessLookupError:
-            return
-        finally:
-            os.close(descriptor)
-
-
-def _listener(path: Path) -> int | None:
-    """The process that called listen() on a Unix socket. Raises StoreUnavailable if it is another user's."""
-    client = try_connect(path, timeout_s=START_TIMEOUT_S)
-    if client is None:
-        return None
-    with client:
-        pid, _, _ = PEER_CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size))
-    return int(pid)
+    def _end(self, number: signal.Signals) -> bool:
+        """Whether no daemon runs there, at the latest STOP_TIMEOUT_S after it got the signal."""
+        daemon = find_daemon(self._options.socket_path())
+        if daemon is None:
+            return True
+        with daemon:
+            daemon.send(number)
+            return daemon.has_ended(STOP_TIMEOUT_S)

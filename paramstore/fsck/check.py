@@ -26,9 +26,10 @@ from paramstore.fsck.rebuild import check_rebuildable, is_blank, new_contents, r
 from paramstore.fsck.scan import Progress
 from paramstore.fsck.survey import Survey, survey
 from paramstore.fsck.swap import CATALOG_NAME, replace_catalog
+from paramstore.holder import LOCK_NAME, OTHER_BYTE, holder
 from paramstore.storage.catalog import Contents
 from paramstore.storage.lmdb_catalog import LmdbCatalog
-from paramstore.storage.lock import LOCK_NAME, PID_BYTES_MAX, StoreLock
+from paramstore.storage.lock import StoreLock
 from paramstore.storage.mounts import DISK_FULL
 
 PMEM_PREFIX = "pmem:"
@@ -105,7 +106,7 @@ def rebuild(directory: Path, volumes: Sequence[str], progress: Progress = lambda
     why, and nothing was written. Raises StoreLocked, ConfigError; VolumeError, CatalogError, CapacityError where a disk refuses
     what must be written."""
     _check_directory(directory)
-    lock = StoreLock.take(directory)
+    lock = StoreLock.take(directory, OTHER_BYTE)
     try:
         with opened(volumes, is_writable=True) as disks:
             report = _examined(directory, disks, progress)
@@ -222,10 +223,9 @@ def _locked(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(descriptor, PID_BYTES_MAX, 0).decode("ascii", errors="replace").strip()
             raise StoreLocked(
-                f"store directory {directory} is in use by process {holder or 'unknown'}: stop that daemon first; to check a "
-                "store that is served, use `paramstore verify`"
+                f"store directory {directory} is in use by process {holder(descriptor) or 'unknown'}: first `paramstore stop "
+                f"{directory}`; to check a store that is served, use `paramstore verify`"
             ) from error
         yield
     finally:

@@ -1,6 +1,6 @@
-"""One daemon per store directory: an flock on a file in it, held for the life of the process.
+"""One daemon per store directory: an flock on a file in it, held for the life of the process. `holder` has who it is.
 
-The file is never removed, so that two daemons cannot hold locks on two files of the same name. The lock ends
+The file is empty and never removed, so that two daemons cannot hold locks on two files of the same name. The lock ends
 with the last descriptor: it is close-on-exec, and the daemon never forks without exec.
 """
 
@@ -12,11 +12,9 @@ import os
 from pathlib import Path
 
 from paramstore.errors import CatalogError, ConfigError, StoreLocked
+from paramstore.holder import DAEMON_BYTE, LOCK_NAME, hold, holder
 from paramstore.storage.mounts import DISK_FULL
 from paramstore.storage.ownership import objection_to
-
-LOCK_NAME = "lock"
-PID_BYTES_MAX = 32
 
 
 class StoreLock:
@@ -27,8 +25,8 @@ class StoreLock:
         self.path = path
 
     @classmethod
-    def take(cls, directory: Path) -> StoreLock:
-        """The lock on `directory`, with this process's id in its file. Does not wait.
+    def take(cls, directory: Path, byte: int = DAEMON_BYTE) -> StoreLock:
+        """The lock on `directory`, whose holder the kernel names from now on as one of the kind `byte`. Does not wait.
 
         Raises StoreLocked naming the process that holds it; ConfigError if the lock file cannot be opened, or is none of ours: it
         is not changed then; CatalogError if the disk refuses it: it is full, read-only or fails.
@@ -43,7 +41,7 @@ class StoreLock:
             if objection := objection_to(os.fstat(descriptor)):
                 raise ConfigError(f"store directory {directory}: its lock file {path} is not ours: {objection}")
             _lock(descriptor, directory)
-            _write_holder(descriptor, path)
+            _show_holder(descriptor, path, byte)
         except BaseException:
             os.close(descriptor)
             raise
@@ -60,19 +58,18 @@ def _lock(descriptor: int, directory: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.pread(descriptor, PID_BYTES_MAX, 0).decode("ascii", errors="replace").strip()
         raise StoreLocked(
-            f"store directory {directory} is in use by process {holder or 'unknown'}: connect to that daemon, "
-            "stop it, or use another --dir"
+            f"store directory {directory} is in use by process {holder(descriptor) or 'unknown'}: connect to that daemon, end it "
+            f"with `paramstore stop {directory}`, which finds it where its socket is gone too, or use another --dir"
         ) from error
     except OSError as error:
         raise ConfigError(f"store directory {directory}: cannot lock it: {error}") from error
 
 
-def _write_holder(descriptor: int, path: Path) -> None:
+def _show_holder(descriptor: int, path: Path, byte: int) -> None:
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        os.ftruncate(descriptor, 0)  # older versions wrote their process's number, which stayed when it had ended
+        hold(descriptor, byte)
     except OSError as error:
         raise _refusal(error)(f"lock file {path}: cannot be written: {error}") from error
 

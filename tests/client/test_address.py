@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from paramstore.config import Config
 from paramstore.errors import ConfigError, StoreUnavailable
 from paramstore_client import address
-from paramstore_client.address import default_path, nobody_listens, parse_address, try_connect
+from paramstore_client.address import default_path, listener_of, nobody_listens, parse_address, store_of, try_connect
 
 
 def listener_at(path: Path) -> socket.socket:
@@ -61,7 +62,30 @@ def test_people_are_shown_the_whole_path_wherever_they_stand(tmp_path: Path, mon
 
 
 def refuse_peer(sock: socket.socket, path: Path) -> None:
-    raise PermissionError("refused")
+    raise OSError("refused")
+
+
+@pytest.mark.parametrize("place", ["run/paramstore.sock", "hidden/run/paramstore.sock"])
+def test_a_place_of_another_user_is_refused_with_whose_it_is(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(sock: socket.socket, path: Path, timeout_s: float) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(address, "_connect", refuse)
+    wanted = f"Permission denied: {tmp_path} belongs to user {os.getuid()}, and a daemon serves its own user alone: run this as "
+    with pytest.raises(StoreUnavailable, match=wanted):
+        try_connect(tmp_path / place, timeout_s=1.0)
+
+
+def test_a_store_is_known_by_its_default_socket_alone(tmp_path: Path) -> None:
+    assert store_of(parse_address(tmp_path)) == tmp_path
+    assert store_of(Config().socket_path) == Config().dir
+    assert store_of(tmp_path / "own.sock") is None
+
+
+def test_the_listener_of_a_socket_is_the_process_behind_it(tmp_path: Path) -> None:
+    assert listener_of(tmp_path / "p.sock", timeout_s=1.0) is None
+    with listener_at(tmp_path / "p.sock"):
+        assert listener_of(tmp_path / "p.sock", timeout_s=1.0) == os.getpid()
 
 
 def test_daemon_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

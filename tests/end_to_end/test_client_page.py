@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from paramstore_client.address import parse_address
+from paramstore_client.running import find_daemon
 from paramstore_client.ticket import Ticket
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,13 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the program runs; its daemon is ended."""
     folder = tmp_path_factory.mktemp("page")
     yield folder
-    lock = folder / "client-data" / "lock"
-    if lock.exists():
-        process = os.pidfd_open(int(lock.read_text()))
-        signal.pidfd_send_signal(process, signal.SIGTERM)
-        is_over = bool(select.select([process], [], [], END_TIMEOUT_S)[0])
-        os.close(process)
-        assert is_over, f"the page's daemon did not end within {END_TIMEOUT_S:g} s"
+    if (daemon := find_daemon(parse_address(folder / "client-data"))) is not None:
+        with daemon:
+            daemon.send(signal.SIGTERM)
+            assert daemon.has_ended(END_TIMEOUT_S), f"the page's daemon did not end within {END_TIMEOUT_S:g} s"
 
 
 def program(page: Path) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 
 import pytest
 import torch
 
 import paramstore_client as ps
+from paramstore_client.address import parse_address
+from paramstore_client.running import RunningDaemon, find_daemon
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "finetune_qwen3_moe.py"
@@ -68,14 +67,16 @@ class Run:
         with self.start() as process:
             printed = self.read(process, until_step=KILLED_AFTER)
             assert process.poll() is None, printed
-            with self.daemon() as daemon:
-                signal.pidfd_send_signal(daemon.fileno(), signal.SIGKILL)
+            daemon = self.daemon()
+            assert daemon is not None
+            with daemon:
+                daemon.send(signal.SIGKILL)
                 os.killpg(process.pid, signal.SIGKILL)
-                assert select.select([daemon], [], [], LIMIT_S)[0]
+                assert daemon.has_ended(LIMIT_S)
 
-    def daemon(self) -> FileIO:
-        """The daemon's process, whichever run started it."""
-        return FileIO(os.pidfd_open(int((self.folder / "store" / "lock").read_text())))
+    def daemon(self) -> RunningDaemon | None:
+        """The daemon, whichever run started it."""
+        return find_daemon(parse_address(self.folder / "store"))
 
     def experts(self) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
         """Every field of every record, as the last commit has it."""
@@ -85,9 +86,10 @@ class Run:
 
     def end(self) -> None:
         """Ends the daemon, if it was started and has not gone."""
-        with contextlib.suppress(OSError, ValueError), self.daemon() as daemon:
-            signal.pidfd_send_signal(daemon.fileno(), signal.SIGTERM)
-            assert select.select([daemon], [], [], LIMIT_S)[0]
+        if (daemon := self.daemon()) is not None:
+            with daemon:
+                daemon.send(signal.SIGTERM)
+                assert daemon.has_ended(LIMIT_S)
 
 
 @pytest.fixture

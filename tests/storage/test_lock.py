@@ -11,14 +11,29 @@ from pathlib import Path
 import pytest
 
 from paramstore.errors import CatalogError, ConfigError, StoreLocked
+from paramstore.holder import daemon_of
 from paramstore.storage.lock import StoreLock
+
+TAKE = """
+import sys
+from pathlib import Path
+from paramstore.storage.lock import StoreLock
+lock = StoreLock.take(Path(sys.argv[1]))
+print("held", flush=True)
+input()
+"""
 
 
 def test_a_second_holder_is_refused_and_told_the_first_one_s_process(tmp_path: Path) -> None:
-    lock = StoreLock.take(tmp_path)
-    with pytest.raises(StoreLocked, match=f"in use by process {os.getpid()}:"):
-        StoreLock.take(tmp_path)
-    lock.release()
+    program = [sys.executable, "-c", TAKE, str(tmp_path)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        with pytest.raises(StoreLocked, match=f"in use by process {first.pid}: .*`paramstore stop {tmp_path}`"):
+            StoreLock.take(tmp_path)
+        assert daemon_of(tmp_path) == first.pid
+        first.communicate(b"\n")
+    StoreLock.take(tmp_path).release()
 
 
 def test_a_released_lock_can_be_taken(tmp_path: Path) -> None:
@@ -28,18 +43,10 @@ def test_a_released_lock_can_be_taken(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_refused_attempt_does_not_change_the_file(tmp_path: Path) -> None:
-    lock = StoreLock.take(tmp_path)
-    with pytest.raises(StoreLocked):
-        StoreLock.take(tmp_path)
-    assert lock.path.read_text() == f"{os.getpid()}\n"
-    lock.release()
-
-
-def test_a_longer_process_id_of_before_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_process_id_that_an_older_version_wrote_is_gone_once_the_lock_is_held(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("9" * 30)
     lock = StoreLock.take(tmp_path)
-    assert lock.path.read_text() == f"{os.getpid()}\n"
+    assert lock.path.read_bytes() == b""
     lock.release()
 
 

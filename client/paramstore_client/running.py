@@ -1,0 +1,72 @@
+"""A daemon that runs, whoever started it: found by its socket or its store, and ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from paramstore.errors import StoreUnavailable
+from paramstore.holder import daemon_of
+from paramstore_client.address import listener_of, store_of, unreachable, url
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningDaemon:
+    """One process, never a later one with its number. A context manager: on leaving it the process is let go of, not ended."""
+
+    pid: int
+    _process: int
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends the signal, unless it has ended. Raises StoreUnavailable where it is another user's."""
+        try:
+            signal.pidfd_send_signal(self._process, number)
+        except ProcessLookupError:
+            return
+        except PermissionError as error:
+            raise StoreUnavailable(f"process {self.pid} is another user's: end it as that user, or as root") from error
+
+    def has_ended(self, within_s: float) -> bool:
+        """Whether it ends in that time; returns as soon as it does."""
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(math.ceil(within_s * 1000)))
+
+    def __enter__(self) -> RunningDaemon:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._process)
+
+
+def find_daemon(path: Path) -> RunningDaemon | None:
+    """The daemon that holds the store whose socket `path` is, even where nobody listens there any more, else whoever listens there;
+    None if there is none. Raises StoreUnavailable if it is another user's."""
+    process_id = _find(path)
+    if process_id is None:
+        return None
+    try:
+        process = os.pidfd_open(process_id)
+    except ProcessLookupError:
+        return None
+    except OSError as error:
+        raise StoreUnavailable(f"{url(path)}: its process {process_id} cannot be reached from here: {error}") from error
+    if _find(path) != process_id:  # it ended before, and another may have its number
+        os.close(process)
+        return None
+    return RunningDaemon(process_id, process)
+
+
+def _find(path: Path) -> int | None:
+    directory = store_of(path)
+    try:
+        daemon = daemon_of(directory) if directory is not None else None
+    except OSError as error:
+        raise unreachable(path, error) from error
+    return listener_of(path, timeout_s=CONNECT_TIMEOUT_S) if daemon is None else daemon
