@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from paramstore.cli.exits import FAILED
+
 if TYPE_CHECKING:
     from paramstore.core.schema import Schema
     from paramstore.engine.estimate import Estimate
@@ -28,7 +30,7 @@ def plan(
     held_steps: int = typer.Option(None, "--held-steps", help="Older steps for readers; default as `serve`."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON; sizes in bytes."),
 ) -> None:
-    """Print bytes per parameter and per expert, and what volumes and host memory must hold."""
+    """Print bytes per parameter and per expert, and what volumes and host memory must hold. Exit code 1 if it is too small."""
     import os
     from dataclasses import asdict
 
@@ -45,18 +47,19 @@ def plan(
     found = estimate(schema, key_count, config, volume_count=volumes, core_count=len(os.sched_getaffinity(0)))
     if as_json:
         sys.stdout.write(json.dumps({"schema": schema.describe(), **asdict(found)}, indent=2) + "\n")
-        return
-    for line in plan_lines(schema, found):
-        sys.stdout.write(line + "\n")
+    else:
+        sys.stdout.writelines(line + "\n" for line in plan_lines(schema, found))
+    if found.split is None:
+        raise typer.Exit(FAILED)
 
 
 def schema_of(
     fields: Sequence[str], *, optimizer: str, state_dtype: str, param_dtype: str, gradient_dtype: str | None
 ) -> Schema:
-    """The schema that these words mean. Raises SchemaMismatch, and ConfigError for a field that is not NAME=AxB."""
+    """The schema that these words mean. Raises ConfigError where there is none."""
     from paramstore.core.optimizers import OPTIMIZERS
     from paramstore.core.schema import Schema
-    from paramstore.errors import ConfigError
+    from paramstore.errors import ConfigError, SchemaMismatch
 
     shapes = {}
     for text in fields:
@@ -67,11 +70,14 @@ def schema_of(
             raise ConfigError(f"--field {text!r}: write NAME=AxB, as gate_up=1536x2048") from error
     if len(shapes) != len(fields):
         raise ConfigError(f"--field: a name is given twice in {', '.join(fields)}")
-    if optimizer == "none":
-        return Schema.param({name: (shape, param_dtype) for name, shape in shapes.items()})
-    if optimizer not in OPTIMIZERS:
+    if optimizer not in (*OPTIMIZERS, "none"):
         raise ConfigError(f"--optimizer {optimizer!r}: use {', '.join(OPTIMIZERS)} or none")
-    return Schema.trained(optimizer, shapes, param_dtype=param_dtype, gradient_dtype=gradient_dtype, state_dtype=state_dtype)
+    try:
+        if optimizer == "none":
+            return Schema.param({name: (shape, param_dtype) for name, shape in shapes.items()})
+        return Schema.trained(optimizer, shapes, param_dtype=param_dtype, gradient_dtype=gradient_dtype, state_dtype=state_dtype)
+    except SchemaMismatch as error:
+        raise ConfigError(str(error)) from error
 
 
 def plan_lines(schema: Schema, found: Estimate) -> Iterator[str]:

@@ -51,6 +51,17 @@ def test_one_screen_shows_tiers_volumes_and_namespaces(
 
 
 @pytest.mark.slow
+def test_the_version_is_whole_on_a_terminal_with_colours(
+    daemon: DaemonProcess, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert paramstore("status", daemon.address) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b[" in shown, "there are colours"
+    assert f"paramstore {__version__}, pid {daemon.pid}, up " in shown
+
+
+@pytest.mark.slow
 def test_json_alone_is_on_stdout_and_says_everything(
     daemon: DaemonProcess, paramstore: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

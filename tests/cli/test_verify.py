@@ -78,6 +78,12 @@ def test_json_alone_is_on_stdout_and_says_everything(
     assert (result["found"], result["findings"], result["state"]) == (0, [], "done")
 
 
+@pytest.mark.parametrize("rate", ["-1", "64", "fast"])
+def test_a_wrong_rate_is_a_usage_error_before_a_daemon_is_asked(rate: str, paramstore: Run, tmp_path: Path) -> None:
+    assert paramstore("verify", f"--rate={rate}", str(tmp_path / "none.sock")) == 2
+    assert paramstore("verify", str(tmp_path / "none.sock")) == 3
+
+
 @pytest.mark.slow
 def test_a_namespace_that_is_not_there_is_an_error(
     daemon: DaemonProcess, paramstore: Run, capsys: pytest.CaptureFixture[str]
