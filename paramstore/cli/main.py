@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 unreachable, 4 corrupt. Data on stdout, p
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 
 import typer
 
@@ -46,6 +47,8 @@ def options(
 
 def main() -> None:
     """A typed error becomes one line on stderr and its exit code; whatever an interrupt became on its way is none."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text that this locale can show
     try:
         app()
     except BaseException as error:

@@ -56,7 +56,8 @@ class BackingFile:
 
     def __init__(self, path: Path, index: int, descriptor: int) -> None:
         self.path = path
-        self.place = f"volume {index} ({path})"
+        self.shown_path = os.fsencode(path).decode(errors="backslashreplace")  # text, whatever this process's locale makes of it
+        self.place = f"volume {index} ({self.shown_path})"
         self.size_bytes = 0
         self._descriptor = descriptor
 

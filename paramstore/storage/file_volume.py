@@ -96,7 +96,7 @@ class FileVolume:
         return {
             "index": self.index,
             "tier": self.tier.value,
-            "path": str(self._file.path),
+            "path": self._file.shown_path,
             "mode": self._mode,
             "reason": self._reason,
             "size_bytes": self.size_bytes,

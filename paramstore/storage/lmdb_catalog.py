@@ -150,7 +150,7 @@ class LmdbCatalog:
     def _open(self) -> lmdb.Environment:
         try:
             environment = lmdb.open(
-                str(self._path),
+                os.fsencode(self._path),  # lmdb would encode text strictly, and what was no text in this locale is none
                 map_size=self._map_bytes,
                 lib_version=ENGINE_VERSION,
                 max_readers=READERS_MAX,

@@ -16,7 +16,7 @@ def objection_to(status: os.stat_result) -> str:
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
     if status.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to user {status.st_uid}: chown it"
+        return f"it belongs to user {status.st_uid}: run as that user, or chown it"
     if status.st_nlink > 1:
         return f"it has {status.st_nlink} names (hard links), and may be somebody else's file: copy it and remove the link"
     return ""

@@ -107,7 +107,7 @@ class PmemVolume:
         return {
             "index": self.index,
             "tier": self.tier.value,
-            "path": str(self._file.path),
+            "path": self._file.shown_path,
             "mode": "pmem",
             "granularity": self._mapping.granularity,
             "reason": self._reason,

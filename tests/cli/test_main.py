@@ -15,6 +15,7 @@ import pytest
 import paramstore as package
 from paramstore import errors
 from paramstore.cli import main as main_module
+from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.exits import exit_code
 from paramstore.cli.main import app
 from paramstore.cli.signals import end_as_interrupt
@@ -35,6 +36,23 @@ def test_help_names_every_command(paramstore: Run, capsys: pytest.CaptureFixture
     names = [command.name for command in app.registered_commands] + [group.name for group in app.registered_groups]
     assert {"serve", "status", "demo", "bench"} <= set(names)
     assert all(str(name) in captured.out for name in names)
+
+
+@pytest.mark.parametrize("name", ["status", "stop", "verify", "import", "export"])
+def test_every_command_that_asks_a_daemon_takes_an_address_or_a_directory(
+    name: str, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert paramstore(name, "--help") == 0
+    assert ADDRESS_HELP in capsys.readouterr().out
+
+
+def test_serve_names_every_policy_and_the_default(
+    paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert paramstore("serve", "--help") == 0
+    assert "schedule (the default), decayed_lfu or lru" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [(), ("nonsense",), ("--nonsense",), ("status", "a", "b"), ("serve", "--dir")])

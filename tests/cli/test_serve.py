@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from paramstore.errors import StoreLocked
 from paramstore.storage.backing_file import volume_path
 from paramstore.storage.format import SUPERBLOCK_BYTES, SUPERBLOCK_COPIES
 from paramstore.storage.lock import StoreLock
-from paramstore.testing.daemon_process import DaemonProcess
+from paramstore.testing.daemon_process import QUIET, DaemonProcess
 
 Run = Callable[..., int]
 
@@ -157,6 +160,23 @@ def test_a_locked_directory_ends_with_the_holder_named(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "StoreLocked: store directory d is in use by process 7" in captured.err
+
+
+@pytest.mark.slow
+def test_a_path_that_the_locale_has_no_letters_for_is_served_and_shown(tmp_path: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    directory = tmp_path / "störe"
+    with DaemonProcess(directory, "--host-budget", "32MiB", environment={**QUIET, **ascii_only}) as daemon:
+        assert "st\\udcc3\\udcb6re" in daemon.stdout
+        calls = {"status": "volume-000.data", "status --json": "st\\u00f6re", "verify": "none damaged", "stop": "stopped daemon"}
+        for words, shown in calls.items():
+            command = [sys.executable, "-m", "paramstore", *words.split(), str(directory)]
+            environment = {**os.environ, **ascii_only, "COLUMNS": "300"}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+            assert (done.returncode, done.stderr) == (0, ""), words
+            assert shown in done.stdout
+        assert daemon.wait() == 0
+    assert "Traceback" not in daemon.stderr
 
 
 @pytest.mark.slow
