@@ -52,11 +52,6 @@ def store_of(path: Path) -> Path | None:
     return directory if Config(dir=directory).socket_path == path else None
 
 
-def address_path(address: Address | None) -> Path:
-    """The socket's path that an address means, or none at all. Raises ConfigError."""
-    return default_path() if address is None else parse_address(address)
-
-
 def default_path() -> Path:
     """What `address=None` means without autostart: PARAMSTORE_ADDRESS, else where `paramstore serve` listens by default."""
     variable = os.environ.get(ADDRESS_VARIABLE)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import typer
 
 from paramstore.cli.exits import FAILED
+from paramstore.config import format_size, load
+from paramstore.errors import ConfigError, SchemaMismatch
 
 if TYPE_CHECKING:
     from paramstore.core.schema import Schema
@@ -31,10 +35,6 @@ def plan(
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON; sizes in bytes."),
 ) -> None:
     """Print bytes per parameter and per expert, and what volumes and host memory must hold. Exit code 1 if it is too small."""
-    import os
-    from dataclasses import asdict
-
-    from paramstore.config import load
     from paramstore.core.key import KeySpace
     from paramstore.engine.estimate import estimate
 
@@ -59,7 +59,6 @@ def schema_of(
     """The schema that these words mean. Raises ConfigError where there is none."""
     from paramstore.core.optimizers import OPTIMIZERS
     from paramstore.core.schema import Schema
-    from paramstore.errors import ConfigError, SchemaMismatch
 
     shapes = {}
     for text in fields:
@@ -82,8 +81,6 @@ def schema_of(
 
 def plan_lines(schema: Schema, found: Estimate) -> Iterator[str]:
     """The plan, for people."""
-    from paramstore.config import format_size
-
     what = f"{schema.kind}, states in {schema.state_dtype}" if schema.is_trainable else "inference"
     yield f"{found.key_count:,} experts, {found.parameter_elements:,} parameters: {what}"
     yield f"bytes per parameter  {found.bytes_per_parameter:.4g}"

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 
 import typer
+
+from paramstore.config import load
+from paramstore.errors import ConfigError
 
 
 def serve(
@@ -21,11 +25,7 @@ def serve(
     log_level: str = typer.Option("info", help="debug, info, warning or error."),
 ) -> None:
     """Serve a store until SIGTERM, Ctrl-C or `paramstore stop`. Prints `ready unix:///...` when clients can connect."""
-    from pathlib import Path
-
-    from paramstore.config import load
     from paramstore.daemon.server import run
-    from paramstore.errors import ConfigError
 
     level = logging.getLevelNamesMapping().get(log_level.upper())
     if level is None:

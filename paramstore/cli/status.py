@@ -11,6 +11,7 @@ import typer
 
 from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.verify import finding_lines
+from paramstore.config import format_size
 
 DAY_S = 86_400.0
 FINDINGS_SHOWN = 10
@@ -35,7 +36,6 @@ def _print(stats: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paramstore.config import format_size
     from paramstore.storage.fences import WAY_ON
 
     console = Console()
@@ -122,15 +122,11 @@ def _bounded(lines: list[str]) -> Iterator[str]:
 
 
 def _progress(scrub: dict[str, Any]) -> str:
-    from paramstore.config import format_size
-
     read, total = scrub["bytes_read"], scrub["bytes_total"]
     return f"{format_size(read)} of {format_size(total)} are read: {scrub['found'] or 'none'} damaged"
 
 
 def _endurance(volume: dict[str, Any]) -> str:
-    from paramstore.config import format_size
-
     if volume["endurance_used"] is None:
         return "not stated"
     return f"{volume['endurance_used']:.2%} of {format_size(volume['endurance_bytes'])}"
@@ -154,8 +150,6 @@ def _namespaces(stats: dict[str, Any]) -> object:
 
 
 def _dirty(namespace: dict[str, Any]) -> str:
-    from paramstore.config import format_size
-
     limit = namespace["dirty_limit_bytes"]
     return format_size(namespace["dirty_bytes"]) + (f" of {format_size(limit)}" if limit is not None else "")
 

@@ -8,6 +8,7 @@ import sys
 import typer
 
 from paramstore.cli.address import ADDRESS_HELP
+from paramstore.errors import StoreUnavailable, WaitTimeout
 
 STOP_TIMEOUT_S = 45.0
 """Longer than a daemon gives its own transfers to finish, unless it is set otherwise."""
@@ -18,11 +19,10 @@ def stop(
     timeout_s: float = typer.Option(STOP_TIMEOUT_S, "--timeout", min=0.0, max=86_400.0, help="Seconds to wait for its end."),
 ) -> None:
     """End a running daemon, and return when it is gone: nothing committed is lost. Exit code 3 if none runs."""
-    from paramstore.errors import StoreUnavailable, WaitTimeout
-    from paramstore_client.address import address_path, url
+    from paramstore_client.address import default_path, parse_address, url
     from paramstore_client.running import find_daemon
 
-    path = address_path(address)
+    path = default_path() if address is None else parse_address(address)
     daemon = find_daemon(path)
     if daemon is None:
         raise StoreUnavailable(f"no daemon listens at {url(path)}, and none holds its store: there is nothing to stop")

@@ -16,6 +16,7 @@ import typer
 from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.exits import CORRUPT
 from paramstore.cli.signals import end_as_interrupt
+from paramstore.config import format_size, parse_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -36,7 +37,6 @@ def verify(
 ) -> None:
     """Check every record, superblock and commit note of a running daemon. Exit code 4 if some are damaged or cannot be read."""
     import paramstore_client as client
-    from paramstore.config import parse_size
 
     bar, bytes_per_s = _bar(), None if rate is None else parse_size(rate)
     end_as_interrupt()
@@ -75,8 +75,6 @@ def _watch(store: Store, ticket: Ticket[dict[str, Any]], bar: Progress) -> None:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from paramstore.config import format_size
-
     for line in finding_lines(result):
         sys.stdout.write(f"{line}\n")
     copies = f", {result['copies']} copies of superblocks and commit notes" if result.get("copies") else ""

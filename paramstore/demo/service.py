@@ -59,14 +59,6 @@ class DemoDaemon:
         """Lets the daemon live on when the context ends."""
         self._is_kept = True
 
-    def pid(self) -> int | None:
-        """The daemon's process, if any."""
-        daemon = find_daemon(self._options.socket_path())
-        if daemon is None:
-            return None
-        with daemon:
-            return daemon.pid
-
     def __enter__(self) -> DemoDaemon:
         self.stop()
         return self

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from paramstore.demo.service import DemoDaemon
+from paramstore_client.address import parse_address
+from paramstore_client.running import find_daemon
 
 LISTENER = """
 import signal, socket, sys
@@ -47,21 +49,21 @@ def listen(daemon):
 
 
 def test_no_daemon_is_no_process(daemon):
-    assert daemon.pid() is None
+    assert pid_of(daemon) is None
     daemon.stop()
     daemon.kill()
 
 
 def test_listening_process_is_found(daemon, listen):
     process = listen()
-    assert daemon.pid() == process.pid
+    assert pid_of(daemon) == process.pid
 
 
 def test_kill_returns_when_the_process_is_gone(daemon, listen):
     process = listen("stubborn")
     daemon.kill()
     assert process.wait(0) == -signal.SIGKILL
-    assert daemon.pid() is None
+    assert pid_of(daemon) is None
 
 
 def test_stop_ends_what_an_earlier_demo_left(daemon, listen):
@@ -96,3 +98,12 @@ def test_an_error_stops_the_daemon(daemon, listen):
     with pytest.raises(KeyboardInterrupt):
         fail()
     assert processes[0].wait(0) == -signal.SIGTERM
+
+
+def pid_of(daemon):
+    """The process over the demo's store, if any."""
+    found = find_daemon(parse_address(daemon.directory))
+    if found is None:
+        return None
+    with found:
+        return found.pid

@@ -14,6 +14,8 @@ from paramstore.demo.run import StoredRun
 from paramstore.demo.service import DemoDaemon
 from paramstore.demo.settings import quick
 from paramstore.demo.training import ResidentPlace, Trainer, repeatable
+from paramstore_client.address import parse_address
+from paramstore_client.running import find_daemon
 
 pytestmark = pytest.mark.slow
 
@@ -61,13 +63,13 @@ def test_quick_demo_proves_its_claims_and_leaves_no_process(tmp_path, daemon):
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
-    assert daemon.pid() is None
+    assert pid_of(daemon) is None
 
 
 def test_trainer_killed_while_the_daemon_lives_ends_the_same_way(tmp_path, daemon):
     settings = quick()
     first = _train_and_die(tmp_path, last_step=settings.kill_step)
-    pid = daemon.pid()
+    pid = pid_of(daemon)
     assert pid is not None, "the daemon outlives the trainer that started it"
     corpus = open_corpus(tmp_path / "corpus", size_bytes=settings.corpus_bytes)
     with repeatable(threads=settings.threads):
@@ -76,7 +78,7 @@ def test_trainer_killed_while_the_daemon_lives_ends_the_same_way(tmp_path, daemo
             assert run.step == settings.resume_step
             resumed = {result.step: result.loss for result in (run.train_step() for _ in range(settings.steps - run.step))}
             digests = run.place.digests()
-        assert daemon.pid() == pid, "the same daemon all the time"
+        assert pid_of(daemon) == pid, "the same daemon all the time"
         place = ResidentPlace(settings.shape, seed=settings.seed)
         trainer = Trainer(settings, corpus, place)
         uninterrupted = {result.step: result.loss for result in (trainer.train_step() for _ in range(settings.steps))}
@@ -95,12 +97,12 @@ def test_interrupted_demo_leaves_no_process(tmp_path, daemon, number):
         for line in process.stderr:
             if "committed" in line:
                 break
-        assert daemon.pid() is not None
+        assert pid_of(daemon) is not None
         process.send_signal(number)
         out, _ = process.communicate(timeout=100)
     assert process.returncode == -number
     assert out == ""
-    assert daemon.pid() is None
+    assert pid_of(daemon) is None
 
 
 def _train_and_die(directory: Path, *, last_step: int) -> dict[int, float]:
@@ -115,3 +117,12 @@ def _train_and_die(directory: Path, *, last_step: int) -> dict[int, float]:
                 process.kill()
                 break
     return losses
+
+
+def pid_of(daemon):
+    """The process over the demo's store, if any."""
+    found = find_daemon(parse_address(daemon.directory))
+    if found is None:
+        return None
+    with found:
+        return found.pid
