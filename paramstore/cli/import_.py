@@ -12,7 +12,7 @@ from dataclasses import asdict
 import typer
 
 from paramstore.cli.address import ADDRESS_HELP
-from paramstore.cli.signals import end_as_interrupt
+from paramstore.cli.signals import end_as_interrupt, told
 
 NO_OPTIMIZER = "none"
 
@@ -51,8 +51,10 @@ def import_checkpoint(
         try:
             with bar("import") as report:
                 result = run(path, opened, model, progress=report, resume=not restart)
-        except KeyboardInterrupt:
-            sys.stderr.write(f"paramstore: interrupted; {namespace!r} keeps what is there, and the same command goes on from it\n")
+        except BaseException:
+            if told() is not None:  # whatever the interrupt became on its way here
+                way_on = "keeps what is there, and the same command goes on from it"
+                sys.stderr.write(f"paramstore: interrupted; {namespace!r} {way_on}\n")
             raise
     if as_json:
         sys.stdout.write(json.dumps({"namespace": namespace, **asdict(result)}, indent=2) + "\n")
