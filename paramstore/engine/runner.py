@@ -11,7 +11,7 @@ from typing import Any
 from paramstore.engine.requests import Urgency
 from paramstore.engine.scheduler import Burst, Outcome, Scheduler, Transfer
 from paramstore.engine.workers import Workers, outcome_of
-from paramstore.errors import ParamStoreError
+from paramstore.errors import ParamStoreError, StoreUnavailable
 
 CPU_LANE = "cpu"
 CATALOG_LANE = "catalog"
@@ -34,8 +34,18 @@ class Runner:
         self.finished = 0
         """Bursts that workers have returned from, the background's and those of scrubs apart: while it counts up, who waits need
         not give up."""
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Ends the workers. What is submitted from now on fails: nobody would run it, and whoever waits would wait for ever."""
+        self.workers.close()
+        self._is_closed = True
 
     def submit(self, transfer: Transfer) -> None:
+        if self._is_closed:
+            transfer.error, transfer.is_settled = StoreUnavailable("the daemon has stopped"), True
+            asyncio.get_running_loop().call_soon(transfer.settle, transfer)
+            return
         self.under_way.add(transfer)
         self.scheduler.submit(transfer)
         self._kick(transfer.lane)

@@ -303,4 +303,4 @@ class VolumeSet:
         for index, volume in self.volumes.items():
             await self._runner.call(volume_lane(index), volume.close)
         await self._runner.call(CATALOG_LANE, self._catalog.close)
-        self._runner.workers.close()
+        self._runner.close()

@@ -12,7 +12,7 @@ import pytest
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import BACKGROUND_LANE, Runner, call, volume_lane, wake
 from paramstore.engine.scheduler import Transfer
-from paramstore.errors import TicketCancelled, VolumeError
+from paramstore.errors import StoreUnavailable, TicketCancelled, VolumeError
 from paramstore.testing.workers import InlineWorkers
 
 
@@ -158,6 +158,19 @@ def test_a_call_gives_what_the_job_gives_and_raises_what_it_raises() -> None:
         with pytest.raises(VolumeError, match="broken"):
             await bench.runner.call("cpu", lambda: fail(None))
         assert bench.runner.is_idle
+
+    run(scenario)
+
+
+def test_what_is_asked_for_after_the_end_fails_and_nobody_waits_for_ever() -> None:
+    async def scenario() -> None:
+        bench = Bench(disk=1)
+        bench.runner.close()
+        with pytest.raises(StoreUnavailable, match="the daemon has stopped"):
+            await bench.runner.call("disk", lambda: None)
+        transfer = bench.submit(1)
+        await asyncio.sleep(0)
+        assert (bench.settled, bench.ran, bench.runner.is_idle) == ([transfer], [], True)
 
     run(scenario)
 
