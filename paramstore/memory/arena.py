@@ -88,17 +88,21 @@ class Segment:
             )
 
     def resident_bytes(self) -> int:
-        """Bytes of it that take memory now, by the kernel's count."""
-        if self.fd is None:
+        """Bytes of it that take memory now, by the kernel's count; 0 once it is closed, which may be while a worker counts."""
+        fd = self.fd
+        if fd is None:
             return self._mapping.resident_bytes()
-        return os.fstat(self.fd).st_blocks * 512
+        try:
+            return os.fstat(fd).st_blocks * 512
+        except OSError:
+            return 0
 
     def huge_bytes(self) -> int:
         """Bytes of it that transparent huge pages map now. For reports: it takes milliseconds."""
         return self._mapping.huge_bytes()
 
     def close(self) -> None:
-        """Gives the memory back as soon as no view is left. May be called twice; no other call may follow."""
+        """Gives the memory back as soon as no view is left. May be called twice; only `resident_bytes` may follow."""
         self._bytes = memoryview(b"")
         self._mapping.drop()
         if self.fd is not None:

@@ -94,9 +94,12 @@ class AlignedMap:
 
     def resident_bytes(self) -> int:
         """Bytes present, by mincore: exact even where the kernel merged neighbouring mappings into one entry of
-        /proc/self/smaps. For private memory: of a memfd it would count what others touched too."""
+        /proc/self/smaps. For private memory: of a memfd it would count what others touched too. 0 once it is unmapped, which may
+        be while a worker counts."""
         answer = ctypes.create_string_buffer(self.length_bytes // mmap.PAGESIZE)
         if _libc.mincore(self.address, self.length_bytes, answer):
+            if ctypes.get_errno() == errno.ENOMEM:
+                return 0
             raise OSError(ctypes.get_errno(), "mincore of a mapping")
         return answer.raw.translate(IS_PRESENT).count(1) * mmap.PAGESIZE
 

@@ -251,3 +251,18 @@ def test_an_empty_pool_of_huge_pages_falls_back(allocate: Allocate, caplog: pyte
 def test_the_module_imports_neither_torch_nor_numpy() -> None:
     code = "import sys, paramstore.memory.shared; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_segment_that_is_closed_while_it_is_counted_has_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = PageReport(PageKind.SMALL, PageKind.SMALL, "")
+    shared, private = allocate_shared(SEGMENT_ALIGNMENT_BYTES, pages), allocate_private(SEGMENT_ALIGNMENT_BYTES, pages)
+    for segment in (shared, private):
+        segment.touch()
+        assert segment.resident_bytes() == SEGMENT_ALIGNMENT_BYTES
+    fd = shared.fd
+    for segment in (shared, private):
+        segment.close()
+        assert segment.resident_bytes() == 0
+    shared.fd = fd  # as a worker saw it just before
+    assert shared.resident_bytes() == 0
+    shared.fd = None

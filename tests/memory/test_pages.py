@@ -73,6 +73,13 @@ def test_resident_bytes_count_touched_pages_alone() -> None:
     assert mapping.resident_bytes() == 3 * mmap.PAGESIZE
 
 
+def test_a_mapping_that_is_gone_while_it_is_counted_has_no_bytes() -> None:
+    mapping = private()
+    mapping.populate(wants_huge=False)
+    mapping._unmapping()
+    assert mapping.resident_bytes() == 0
+
+
 def test_huge_bytes_are_none_where_huge_pages_were_refused() -> None:
     mapping = private()
     mapping.advise(mmap.MADV_NOHUGEPAGE)
