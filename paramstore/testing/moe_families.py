@@ -117,6 +117,7 @@ def small_config(config_class: Any, *, sizes: Mapping[str, Any] = SIZES, **chang
 
 def _small(config_class: Any, sizes: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     names = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
+    names -= {alias for alias, name in config_class.attribute_map.items() if name in names & sizes.keys()}  # else it would win
     small = {name: value for name, value in sizes.items() if name in names}
     if "first_k_dense_replace" in names and "layer_types" not in changes:
         small["num_hidden_layers"] += 1  # the first has no experts

@@ -18,7 +18,6 @@ from paramstore.fsck.disks import volume_file
 from paramstore.fsck.reader import NOTE_COPIES
 from paramstore.storage.catalog import Contents
 from paramstore.storage.format import Superblock
-from paramstore.storage.lock import PID_BYTES_MAX
 from paramstore.storage.notes import format_volume
 from paramstore.testing.machine import Machine
 from paramstore.testing.memory_disk import eventful, survey_of
@@ -132,14 +131,10 @@ def refuse_at(place: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    def write(descriptor: int, data: bytes, offset_bytes: int) -> int:
-        if (len(data) <= PID_BYTES_MAX) is (place == "lock"):
-            refuse()
-        return pwrite(descriptor, data, offset_bytes)
-
-    pwrite = os.pwrite
-    if place in ("lock", "volume"):
-        monkeypatch.setattr(os, "pwrite", write)
+    if place == "lock":
+        monkeypatch.setattr(os, "ftruncate", refuse)
+    elif place == "volume":
+        monkeypatch.setattr(os, "pwrite", refuse)
     elif place == "catalog":
         monkeypatch.setattr(os, "posix_fallocate", refuse)
     else:
