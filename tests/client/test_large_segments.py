@@ -7,10 +7,10 @@ import os
 
 import torch
 
+from paramstore.bench.process import resident_bytes
 from paramstore.core.schema import Schema
 from paramstore.memory.arena import SHARED_SEALS
 from paramstore.memory.shared import Mapping
-from paramstore.testing.sparse_volume import resident_bytes
 from paramstore_client.tensors import field_view, image_view
 
 GIB = 1 << 30
@@ -21,7 +21,7 @@ LENGTH_BYTES = START_BYTES + SCHEMA.record_bytes + (-SCHEMA.record_bytes) % (2 <
 
 
 def test_tensors_of_a_lease_beyond_4_gib_see_the_daemons_bytes() -> None:
-    before_bytes = resident_bytes()
+    before_bytes = resident_bytes(os.getpid())
     fd = os.memfd_create("large", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     os.ftruncate(fd, LENGTH_BYTES)
     weights, biases = SCHEMA.stored.fields
@@ -39,5 +39,5 @@ def test_tensors_of_a_lease_beyond_4_gib_see_the_daemons_bytes() -> None:
     assert field_view(mapping, biases, START_BYTES).tolist() == list(range(8))
     image = image_view(mapping, START_BYTES, SCHEMA.record_bytes)
     assert image[weights.offset_bytes + BORDER].item() == BORDER % 251 + 1
-    assert resident_bytes() - before_bytes < 64 << 20
+    assert resident_bytes(os.getpid()) - before_bytes < 64 << 20
     mapping.close()

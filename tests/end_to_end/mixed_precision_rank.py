@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import paramstore as ps
-from paramstore.testing.moe_models import tiny_config, tokens
+from paramstore.testing.moe_families import tiny_config
+from paramstore.testing.moe_models import tokens
 from paramstore_client.hf import _compat
 
 STEPS = 3

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import paramstore as ps
-from paramstore.testing.moe_models import tiny_config, tokens
+from paramstore.testing.moe_families import tiny_config
+from paramstore.testing.moe_models import tokens
 from paramstore_client.hf import _compat
 
 peft = pytest.importorskip("peft")
