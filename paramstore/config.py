@@ -114,6 +114,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Newest committed steps that can be opened and rolled back to; each takes a namespace's state once on the volumes."""
     held_steps: int = HELD_STEPS
     """Older steps that readers may stand on, each as large; beyond that the oldest reader loses its step."""
+    reader_slots: int | None = None
+    """Of a training namespace, `param` slots that only readers may lease: writers may lease the others. None: a quarter of them,
+    rounded down; none of fewer than 8."""
     io_workers: int = 8
     """Threads that read and write, per volume: 2 fill a disk, the others verify meanwhile; more cost staging memory."""
     update_workers: int = 0
@@ -211,6 +214,7 @@ _RULES = {
     "socket": _Rule(Path | None, "a path, and not empty"),
     "retained_steps": _between(RETAINED_STEPS, STEPS_MAX),
     "held_steps": _between(0, STEPS_MAX),
+    "reader_slots": _Rule(int | None, "an integer, at least 0", lambda value: value is None or value >= 0),
     "io_workers": _between(1, 64),
     "update_workers": _between(0, 256),
     "piece_bytes": _Rule(int, "a multiple of 1 MiB", lambda value: value > 0 and value % (1 << 20) == 0),

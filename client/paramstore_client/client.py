@@ -25,6 +25,7 @@ from paramstore.wire.messages import (
     LABEL_MAX,
     MAGIC,
     PREPARE_MINOR,
+    PROMISE_MINOR,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     TRAINING_MINOR,
@@ -134,7 +135,7 @@ class Store:
 
     def open_namespace(
         self, name: str, mode: str = "read", at: int | None = None, rank: int = 0, world_size: int = 1, group: str = "", *,
-        host_bytes: int | str | None = None,
+        host_bytes: int | str | None = None, min_lease_slots: int = 0,
     ) -> Namespace:  # fmt: skip
         """A reader standing on step `at`, or the writer, who fences the writers before it and goes on from `at`: later steps are
         gone, unless one is a snapshot. None: the newest committed one. A writer with `at` the prepared step commits it.
@@ -142,18 +143,24 @@ class Store:
         rank, world_size: of the processes of this node that write together. All open it with equal arguments, and it is opened
         once, when the last has come; it must within `wait_timeout_s`. Their later calls are collective: see docs/ranks.md.
         Readers come one by one, whatever their rank. group: names this start of the job; "" means torchrun's run and restart count.
-        Raises UnknownNamespace, StepDropped, CapacityError, ConfigError; StepPrepared to a writer without `at` while a step is
-        prepared, StepFailed before the first commit or a snapshot; StepMismatch to ranks that did not come together.
+        min_lease_slots: what `lease_slots` is to be at least; a reader is promised half of what is left to readers, or this.
+        Raises UnknownNamespace, StepDropped, ConfigError; CapacityError, also where fewer slots are left, naming who has them;
+        StepPrepared to a writer without `at` while a step is prepared; StepFailed before the first commit or a snapshot;
+        StepMismatch to ranks that did not come together.
         """
         choice("mode", mode, ("read", "write"))
         at = None if at is None else whole_number("at", at)
         if mode == "write" and at is not None:
             self._connection.check_minor(PREPARE_MINOR, "open_namespace(mode='write', at=...)")
+        if not isinstance(min_lease_slots, int) or min_lease_slots < 0:
+            raise ConfigError(f"open_namespace {name!r}: min_lease_slots={min_lease_slots!r}: give a count of slots")
+        if min_lease_slots:
+            self._connection.check_minor(PROMISE_MINOR, "open_namespace(min_lease_slots=...)")
         ours = this_rank(rank, world_size, group)
         arguments = self._connection.next_id(), check_name(name), mode, at, _size("host_bytes", host_bytes)
         if mode == "read" or ours.is_alone:
-            return self._open(OpenNamespace(*arguments), f"open_namespace {name!r}", mode=mode)
-        message = OpenRank(*arguments, ours.rank, ours.world_size, ours.group)
+            return self._open(OpenNamespace(*arguments, min_lease_slots), f"open_namespace {name!r}", mode=mode)
+        message = OpenRank(*arguments, ours.rank, ours.world_size, ours.group, min_lease_slots)
         return self._open(message, f"open_namespace {name!r}", mode=mode, ours=ours)
 
     def namespaces(self) -> list[Result]:

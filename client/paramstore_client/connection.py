@@ -149,10 +149,6 @@ class Connection:
             self._outbox.append(memoryview(encode(message)))
             self._flush()
 
-    def lease_slots(self, handle: int, opened_with: int) -> int:
-        """How many slots the handle may have leased at once, as far as the daemon's messages were read."""
-        return self._inbox.lease_slots.get(handle, opened_with)
-
     def end_lease(self, lease: int) -> None:
         """The lease's slots are in use no more; acknowledges segments that wait for it."""
         if unmapped := self.segments.end_lease(lease):

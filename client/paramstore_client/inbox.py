@@ -33,8 +33,6 @@ class Inbox:
     def __init__(self, sock: socket.socket, segments: Segments) -> None:
         self.given_up: list[int] = []
         """Segments the daemon asked back since the connection last looked."""
-        self.lease_slots: dict[int, int] = {}
-        """By handle: how many slots it may lease now, where that has changed since it was opened."""
         self._sock = sock
         self._segments = segments
         self._frames = FrameDecoder()
@@ -71,11 +69,9 @@ class Inbox:
             answer = decode_answer(body)
             if isinstance(answer, Unmap):
                 self.given_up += answer.segments
-            elif isinstance(answer, LeaseSlots):
-                self.lease_slots[answer.handle] = answer.slots
             elif isinstance(answer, Failed):
                 yield answer.id, from_wire(answer.error, answer.message)
-            else:
+            elif not isinstance(answer, LeaseSlots):
                 self._map_segments(answer)
                 yield answer.id, answer
         if self._fds and self._frames.pending_bytes == 0:

@@ -40,7 +40,7 @@ class Namespace(Updates, Residency, Steps):
         self, connection: Connection, area: UploadArea, opened: Opened, *, mode: str, is_debug: bool, ours: Rank = ALONE
     ) -> None:
         super().__init__(connection, area, opened, mode=mode, is_debug=is_debug, ours=ours)
-        self._opened_lease_slots = opened.lease_slots
+        self._lease_slots = opened.lease_slots
         self._view_step = opened.view_step
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 
@@ -48,8 +48,8 @@ class Namespace(Updates, Residency, Steps):
 
     @property
     def lease_slots(self) -> int:
-        """How many keys this handle may have leased at once. It falls when others open the namespace."""
-        return self._connection.lease_slots(self._handle, self._opened_lease_slots)
+        """How many keys this handle may have leased at once: promised when it opened, whatever others do."""
+        return self._lease_slots
 
     @property
     def is_debug(self) -> bool:
@@ -178,7 +178,7 @@ class Namespace(Updates, Residency, Steps):
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else self.mode if self._view_step is None else f"{self.mode} at {self._view_step}"
         size = f"{len(self.layers)} x {self.experts} experts"
-        return f"<Namespace {self.name!r}, {size}, committed {self._committed_step}, {state}>"
+        return f"<Namespace {self.name!r}, {size}, committed {self._committed_step}, {state}, {self._lease_slots} lease slots>"
 
     def _reader(self, opened: Opened) -> Namespace:
         return Namespace(self._connection, self._area, opened, mode="read", is_debug=self._is_debug)

@@ -62,11 +62,11 @@ def master_values(shapes: Mapping[str, tuple[int, ...]], key: Key) -> dict[str, 
 def create_param_namespace(
     store: Store, name: str, schema: Schema, count: int, *, host_bytes: int | None = None
 ) -> Namespace:
-    """A committed namespace of one layer, `count` experts of random bytes."""
-    namespace = store.create_namespace(name, schema, layers=1, experts=count, host_bytes=host_bytes)
-    namespace.initialize(lambda key: param_values(schema, key))
-    namespace.commit(1).wait(WAIT_S)
-    return namespace
+    """A committed namespace of one layer, `count` experts of random bytes, whose slots but the reserve are this handle's."""
+    with store.create_namespace(name, schema, layers=1, experts=count, host_bytes=host_bytes) as namespace:
+        namespace.initialize(lambda key: param_values(schema, key))
+        namespace.commit(1).wait(WAIT_S)
+    return store.open_namespace(name, "write", min_lease_slots=2 * namespace.lease_slots)  # it was promised half of them
 
 
 def create_adamw_namespace(store: Store, name: str, schema: Schema, count: int) -> Namespace:

@@ -125,7 +125,10 @@ class Handlers:
             create = self._store.admission.create
             open_one = partial(create, r.name, r.schema, layers=r.layers, experts=r.experts, host_bytes=r.host_bytes)
         else:
-            open_one = partial(self._store.admission.open, r.name, mode=r.mode, at=r.at, host_bytes=r.host_bytes)
+            open_one = partial(
+                self._store.admission.open, r.name, mode=r.mode, at=r.at, host_bytes=r.host_bytes,
+                min_lease_slots=r.min_lease_slots,
+            )  # fmt: skip
         if not isinstance(r, m.CreateRank | m.OpenRank):
             return open_one()
         check_rank(r.rank, r.world_size, r.group)

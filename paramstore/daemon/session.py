@@ -52,6 +52,7 @@ class Session:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, LeaseRequest] = {}
         self._cancels: dict[int, Callable[[], None]] = {}  # prefetches and scrubs under way: what ends them
+        self._label = ""
         self.is_known = False
         self.is_ended = False
         """The connection is gone; leases may be left until the process is, too."""
@@ -71,6 +72,11 @@ class Session:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def name(self) -> str:
+        """Its process, and what that calls itself."""
+        return f"pid {self.pid} ({self._label})" if self._label else f"pid {self.pid}"
 
     @property
     def _ended_how(self) -> str:
@@ -123,7 +129,7 @@ class Session:
             self._channel.close(None)
             return
         self._hello_timer.cancel()
-        self.is_known = True
+        self.is_known, self._label = True, "".join(filter(str.isprintable, request.label))[: m.LABEL_MAX]
         self._channel.raise_limit(FRAME_BYTES_MAX)
         self._channel.send(m.Done(request.id, welcome_to(self._store)))
 
@@ -209,7 +215,6 @@ class Session:
         handle = self._next_handle
         self._next_handle += 1
         self._views[handle] = view
-        self._store.tell_lease_slots(view.namespace)
         view.client = self
         return {"handle": handle, **self._store.describe_view(view)}
 
@@ -218,19 +223,12 @@ class Session:
         del self._views[r.handle]
         self._end_view(view)
 
-    def lease_slots_changed(self, view: View, slots: int) -> None:
-        """Another session opened or closed the view's namespace."""
-        for handle, open_view in self._views.items():
-            if open_view is view:
-                self._channel.send(m.LeaseSlots(handle, slots))
-
     def calls_go_on(self, view: View) -> None:
         """What the view's rank asked for after a collective call may take effect: in its turn, not within that call."""
         self._loop.call_soon(self._held.go_on, view)
 
     def _end_view(self, view: View, *, reason: str = "closed the namespace") -> None:
         self._store.close_view(view, reason=reason)
-        self._store.tell_lease_slots(view.namespace)
         self._leases = {lease_id: lease for lease_id, lease in self._leases.items() if lease.view is not view}
 
     # --- leases

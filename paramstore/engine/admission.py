@@ -118,11 +118,13 @@ class Admission:
             )
 
     async def open(
-        self, name: str, *, mode: str, at: int | None, host_bytes: int | None, group: WriterGroup | None = None
-    ) -> View:
+        self, name: str, *, mode: str, at: int | None, host_bytes: int | None, min_lease_slots: int = 0,
+        group: WriterGroup | None = None,
+    ) -> View:  # fmt: skip
         """A view of `name`. mode "write" fences the writers before it and rolls back to `at`, or to the committed step; a prepared
         step is committed if it is `at`. "read" stands on `at`, or on the committed step. Raises UnknownNamespace, StepDropped,
-        StepFailed before the first commit, StepPrepared to a writer without `at` while a step is prepared."""
+        StepFailed before the first commit, StepPrepared to a writer without `at` while a step is prepared, CapacityError where
+        `min_lease_slots` are not left."""
         if mode not in ("read", "write"):
             raise ConfigError(f"mode={mode!r}: use 'read' or 'write'")
         namespace = self._namespaces.get(name)
@@ -135,12 +137,17 @@ class Admission:
                 namespace.ledger.check_rollback(at)  # refused before anybody is fenced
             elif at is None and prepared is not None:
                 raise prepared_error(namespace, what="open_namespace")
-            return await self._open_writer(namespace, host_bytes, at=at, group=group)
+            if min_lease_slots:
+                async with self._lock:
+                    await self._open_memory(namespace, host_bytes)
+                world_size = 1 if group is None else group.world_size  # refused before anybody is fenced
+                self._planner.leases.promise(namespace, is_writer=True, world_size=world_size, least=min_lease_slots)
+            return await self._open_writer(namespace, host_bytes, at=at, group=group, min_lease_slots=min_lease_slots)
         self._reader_step(namespace, at)  # refused before any memory moves
         async with self._lock:
             await self._open_memory(namespace, host_bytes)
             step = self._reader_step(namespace, at)  # a commit may have dropped it meanwhile
-            return self._planner.leases.open_view(namespace, is_writer=False, step=step)
+            return self._planner.leases.open_view(namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots)
 
     @staticmethod
     def _reader_step(namespace: NamespaceState, at: int | None) -> int:
@@ -154,8 +161,9 @@ class Admission:
         return namespace.ledger.step(at).step
 
     async def _open_writer(
-        self, namespace: NamespaceState, host_bytes: int | None, *, at: int | None, group: WriterGroup | None
-    ) -> View:
+        self, namespace: NamespaceState, host_bytes: int | None, *, at: int | None, group: WriterGroup | None,
+        min_lease_slots: int = 0,
+    ) -> View:  # fmt: skip
         """Fences the writer there is and rolls back, which waits for a commit of this namespace: outside the lock, so that
         others open theirs meanwhile. If another writer came in between, it is fenced in its turn."""
         while True:
@@ -168,7 +176,8 @@ class Admission:
             async with self._lock:
                 await self._open_memory(namespace, host_bytes)
                 if namespace.epoch == epoch:  # else another rolled back after us: it may have opened, written and been fenced
-                    return self._planner.leases.open_view(namespace, is_writer=True, step=None, group=group)
+                    open_view = self._planner.leases.open_view
+                    return open_view(namespace, is_writer=True, step=None, group=group, min_lease_slots=min_lease_slots)
 
     async def snapshot(self, namespace: NamespaceState, step: int) -> None:
         """Makes room for one more step and keeps `step` durably; nothing to do if it is kept. Raises StepDropped, CapacityError."""

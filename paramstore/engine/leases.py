@@ -1,8 +1,7 @@
 """The planner's rules for views: leases and their caps, prefetch, and the queues of those who wait for slots.
 
 - A lease request takes all its slots in one plan, or waits in FIFO order; while it waits it holds nothing.
-- A view's cap is an equal share of the arena less a reserve, so the sum of what all may hold leaves room to move; what only
-  the caller's own leases block is refused at once.
+- What is above the view's promise (`engine.promises`), or blocked by its own leases alone, is refused at once.
 - A prefetch takes what it can get now and waits for nothing; the more was wasted, the less it may hold unused.
 """
 
@@ -15,6 +14,7 @@ from paramstore.core.residency import Copy
 from paramstore.engine.copies import CopyPlanner
 from paramstore.engine.moves import Outbox
 from paramstore.engine.namespace import NamespaceState, ParamCopy, View, WorkingCopy, WriterGroup, fenced_error
+from paramstore.engine.promises import holders, promise
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
 from paramstore.engine.schedules import choose_schedule
 from paramstore.engine.working import WorkingPlanner
@@ -24,30 +24,43 @@ from paramstore.errors import CapacityError, LeaseError, ParamStoreError, StepDr
 class LeasePlanner:
     """Decides who gets which slots, and who waits; part of the planner, on the event-loop thread."""
 
-    def __init__(self, outbox: Outbox, copies: CopyPlanner, working: WorkingPlanner) -> None:
+    def __init__(
+        self, outbox: Outbox, copies: CopyPlanner, working: WorkingPlanner, *, reader_slots: int | None = None
+    ) -> None:
         self._outbox = outbox
         self._copies = copies
         self._working = working
+        self._reader_slots = reader_slots
 
     # --- views
 
+    def promise(self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0) -> int:
+        """Slots that a view opened now may lease, with `least` at the least. See `promises.promise`."""
+        return promise(namespace, is_writer=is_writer, world_size=world_size, least=least, reader_slots=self._reader_slots)
+
     def open_view(
-        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, group: WriterGroup | None = None
-    ) -> View:
-        """A reader's view, or the writer's, who fences those before it. group: of several ranks; then it is rank 0's."""
+        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, group: WriterGroup | None = None,
+        min_lease_slots: int = 0,
+    ) -> View:  # fmt: skip
+        """A reader's view, or the writer's, who fences those before it. group: of several ranks; then it is rank 0's.
+
+        Raises CapacityError where `min_lease_slots` are not left to promise; nothing has changed then.
+        """
+        group = WriterGroup() if group is None else group
+        slots = self.promise(namespace, is_writer=is_writer, world_size=group.world_size, least=min_lease_slots)
         if not is_writer:
-            view = View(namespace, is_writer=False, step=step)
+            view = View(namespace, is_writer=False, step=step, lease_slots=slots)
             namespace.views.append(view)
             return view
         if namespace.group is not None:
             namespace.group.fence()
-        namespace.group = WriterGroup() if group is None else group
-        return self.open_rank(namespace, namespace.group, 0)
+        namespace.group, group.lease_slots = group, slots
+        return self.open_rank(namespace, group, 0)
 
     @staticmethod
     def open_rank(namespace: NamespaceState, group: WriterGroup, rank: int) -> View:
         """The view of one rank of those that write."""
-        view = View(namespace, is_writer=True, step=None, group=group, rank=rank)
+        view = View(namespace, is_writer=True, step=None, lease_slots=group.lease_slots, group=group, rank=rank)
         namespace.views.append(view)
         group.join(view)
         choose_schedule(namespace)
@@ -74,13 +87,6 @@ class LeasePlanner:
         self._copies.retire_unseen(view.namespace)
         self.pump(view.namespace)
 
-    def lease_cap(self, namespace: NamespaceState) -> int:
-        """Slots one view may have leased at once: an equal share of the arena less a reserve."""
-        arena = namespace.param_arena
-        assert arena is not None
-        reserve = max(1, arena.planned_slots // 16)
-        return max(1, (arena.planned_slots - reserve) // max(1, _sharing(namespace)))
-
     @staticmethod
     def check_view(view: View) -> None:
         """Raises what keeps this view from new leases and writes."""
@@ -96,7 +102,7 @@ class LeasePlanner:
     def request_lease(self, request: LeaseRequest) -> None:
         """Plans the lease, or queues it. Finished at once (`is_finished`) if every copy is here.
 
-        Raises UnknownKey, CapacityError above the cap, LeaseError where only the caller's own leases stand in the way,
+        Raises UnknownKey, CapacityError above the view's promise, LeaseError where only the caller's own leases stand in the way,
         StepFailed for bytes that a failed apply will never make; then nothing has changed.
         """
         view = request.view
@@ -107,34 +113,38 @@ class LeasePlanner:
         arena = view.namespace.param_arena
         assert arena is not None
         queued = [waiting for waiting in arena.waiting if isinstance(waiting, LeaseRequest)]
-        held_count = len(leased) + sum(len(waiting.keys) for waiting in queued if waiting.view is view)
-        cap = self.lease_cap(view.namespace)
-        if new_count and new_count + held_count > cap:
-            self._refuse(request, new_count, held_count, cap)
+        own = [waiting for waiting in queued if waiting.view is view]
+        if new_count and len(leased) + new_count + sum(len(waiting.keys) for waiting in own) > _cap(view):
+            self._check_promise(request, own)
         if not self._plan_lease(request, found, may_take_slots=not queued):
             arena.waiting.append(request)
         view.leases[request.lease_id] = request
 
     @staticmethod
-    def _refuse(request: LeaseRequest, new_count: int, held_count: int, cap: int) -> None:
-        """Says what would help: to ask for less, or, only where that is enough, to release."""
-        namespace = request.view.namespace
-        name, key_count = namespace.name, len(request.keys)
+    def _check_promise(request: LeaseRequest, waiting: Sequence[LeaseRequest] = ()) -> None:
+        """Raises LeaseError or CapacityError where the view would have more leased than it may. waiting: what it asked for before.
+        Says what would help: to ask for less, or, only where that is enough, to release."""
+        view, namespace = request.view, request.view.namespace
+        name, key_count, cap = namespace.name, len(set(request.keys)), _cap(view)
+        held_count = len(view.leased) + len(_unleased_keys(view, waiting))
+        new_count = len(view.leased) + len(_unleased_keys(view, [*waiting, request])) - held_count
+        if not new_count or held_count + new_count <= cap:
+            return
+        if key_count <= cap:
+            raise LeaseError(
+                f"{new_count} more keys of {name!r}: this handle has or waits for {held_count} of {cap} slots; release some first"
+            )
         arena = namespace.param_arena
         assert arena is not None
-        if key_count > cap:
-            sharing = _sharing(namespace)
-            way_out = "ask in parts" if sharing == 1 else "ask in parts, or close what need not be open"
-            # Two versions of every key are all that ever use a slot: a larger arena would have no more.
-            if arena.planned_slots < 2 * len(namespace.keys):
-                way_out += ", or raise host_budget (host_bytes, where it was opened with them)"
-            raise CapacityError(
-                f"{key_count} keys of {name!r} in one lease; this session may lease {cap} slots at once (lease_slots): {sharing} "
-                f"{'session has' if sharing == 1 else 'sessions have'} the namespace open and share its {arena.planned_slots} "
-                f"slots less a reserve: {way_out}"
-            )
-        raise LeaseError(
-            f"{new_count} more keys of {name!r}: this session has or waits for {held_count} of {cap} slots; release some first"
+        way_out = "ask in parts" if cap else "close another and open again"
+        if not view.is_writer:
+            way_out += ", open with min_lease_slots, or raise reader_slots"
+        # Two versions of every key are all that ever use a slot: a larger arena would have no more.
+        if arena.planned_slots < 2 * len(namespace.keys):
+            way_out += ", or raise host_budget (host_bytes, where it was opened with them)"
+        raise CapacityError(
+            f"{key_count} keys of {name!r} in one lease; this handle was promised {view.lease_slots} slots when it opened "
+            f"(lease_slots). Of the {arena.planned_slots} there are {holders(namespace)}: {way_out}"
         )
 
     def _resolve(self, request: LeaseRequest) -> list[ParamCopy | None]:
@@ -259,7 +269,7 @@ class LeasePlanner:
     def _prefetch_param(self, request: PrefetchRequest, view: View, key: ExpertKey, wanted: frozenset[ExpertKey]) -> None:
         namespace = request.namespace
         identity, located = view.locate(key)
-        copy = namespace.find_copy(key, identity) if identity is not None else None
+        copy = namespace.find_copy(key, identity)
         if copy is not None and copy.state is not Copy.LOADING:
             request.resident += 1
             return
@@ -316,6 +326,7 @@ class LeasePlanner:
         try:
             self.check_view(request.view)
             found = self._resolve(request)
+            self._check_promise(request)  # what it holds may be of an older step by now
         except ParamStoreError as error:
             request.error = error
             request.is_finished = True
@@ -325,9 +336,16 @@ class LeasePlanner:
         return self._plan_lease(request, found, may_take_slots=True)
 
 
-def _sharing(namespace: NamespaceState) -> int:
-    """How many views share the arena's slots: all that are open but fenced writers."""
-    return sum(not view.is_fenced for view in namespace.views)
+def _cap(view: View) -> int:
+    """Slots that the view may have leased: its promise, of an arena for which the machine had the memory."""
+    assert view.namespace.param_arena is not None
+    return min(view.lease_slots, view.namespace.param_arena.planned_slots)
+
+
+def _unleased_keys(view: View, requests: Sequence[LeaseRequest]) -> set[ExpertKey]:
+    """Keys of `requests` that take one more slot: what the view sees of them now is not leased to it."""
+    find, leased = view.namespace.find_copy, view.leased
+    return {key for request in requests for key in request.keys if find(key, view.locate(key)[0]) not in leased}
 
 
 def _is_reachable(namespace: NamespaceState, working: WorkingCopy) -> bool:

@@ -131,7 +131,10 @@ class Declared:
 class ViewClient(Protocol):
     """The session that a view belongs to."""
 
-    def lease_slots_changed(self, view: View, slots: int) -> None: ...
+    @property
+    def name(self) -> str:
+        """Names it to people."""
+        ...
 
     def calls_go_on(self, view: View) -> None: ...
 
@@ -145,6 +148,8 @@ class WriterGroup:
         self.members: dict[int, View] = {}
         """By rank; those that are gone are not there."""
         self.calls: Gathering | None = None
+        self.lease_slots = 0
+        """What each of its views is promised."""
         self.is_fenced = False
         self._first: View | None = None
 
@@ -195,11 +200,14 @@ class View:
     """What one session sees of a namespace through one handle: working (the writer) or a step. Counts its leases."""
 
     def __init__(
-        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, group: WriterGroup | None = None, rank: int = 0
-    ) -> None:
+        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, lease_slots: int, group: WriterGroup | None = None,
+        rank: int = 0,
+    ) -> None:  # fmt: skip
         self.namespace = namespace
         self.is_writer = is_writer
         self.step = step
+        self.lease_slots = lease_slots
+        """What it was promised when it opened: how many slots it may have leased at once."""
         self.group = group
         """Of a writer: those it writes with."""
         self.rank = rank
@@ -215,12 +223,17 @@ class View:
         """In which order its client visits its layers, where it said so."""
         self.leased: dict[ParamCopy, int] = {}
         self.client: ViewClient | None = None
-        """Who is told when the view's cap changes."""
+        """Who is told when collective calls go on."""
         self.device_resident: frozenset[ExpertKey] = frozenset()
         """What the client's HBM tier holds, as it reported last."""
         self.device_bytes = 0
         self.leases: dict[int, LeaseRequest] = {}
         """Granted and waiting, by the client's id."""
+
+    @property
+    def kept_slots(self) -> int:
+        """Slots that nobody else is promised: its promise, or what it holds still where it takes no more leases."""
+        return len(self.leased) if self.is_fenced else self.lease_slots
 
     def end_writing(self) -> None:
         """The connection is gone, its process may still read what it leased: the view writes no more."""
@@ -349,7 +362,7 @@ class NamespaceState:
         newest = self.ledger.newest
         return self.ledger.at(key, newest.step) if newest is not None else None
 
-    def find_copy(self, key: ExpertKey, identity: Identity) -> ParamCopy | None:
+    def find_copy(self, key: ExpertKey, identity: Identity | None) -> ParamCopy | None:
         for copy in self.copies.get(key, ()):
             if copy.identity == identity:
                 return copy

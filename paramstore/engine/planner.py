@@ -34,13 +34,13 @@ from paramstore.storage.extents import Space
 class Planner:
     """Owner of every namespace's tables. See the module docstring for how it is called."""
 
-    def __init__(self, space: Space, retention: Retention | None = None) -> None:
+    def __init__(self, space: Space, retention: Retention | None = None, *, reader_slots: int | None = None) -> None:
         self.space = space
         self._retention = retention or Retention()
         self.outbox = Outbox()
         self.copies = CopyPlanner(self.outbox)
         self.working = WorkingPlanner(space, self.outbox)
-        self.leases = LeasePlanner(self.outbox, self.copies, self.working)
+        self.leases = LeasePlanner(self.outbox, self.copies, self.working, reader_slots=reader_slots)
         self.space_waiters: list[object] = []
         """Futures of those who wait for space on the volumes to come free; opaque."""
         self._freed_seen = 0

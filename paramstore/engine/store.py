@@ -108,15 +108,6 @@ class Store:
         view.end_writing()
         choose_schedule(view.namespace)
 
-    def tell_lease_slots(self, namespace: NamespaceState) -> None:
-        """After views came or went: every client learns how many slots it may lease from now on."""
-        if namespace.param_arena is None:
-            return
-        slots = self._planner.leases.lease_cap(namespace)
-        for view in namespace.views:
-            if view.client is not None:
-                view.client.lease_slots_changed(view, slots)
-
     def refresh(self, view: View) -> int:
         """Moves a reader to the newest committed step that no rollback under way drops, and gives it."""
         if view.is_writer:
@@ -133,8 +124,8 @@ class Store:
         return {
             "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
             "experts": namespace.keys.experts, "committed_step": namespace.committed_step, "view_step": view.step,
-            "epoch": namespace.epoch, "lease_slots": self._planner.leases.lease_cap(namespace),
-            "wait_timeout_s": self.config.wait_timeout_s, "gradient_share_bytes": self._gradient_share(view),
+            "epoch": namespace.epoch, "lease_slots": view.lease_slots, "wait_timeout_s": self.config.wait_timeout_s,
+            "gradient_share_bytes": self._gradient_share(view),
         }  # fmt: skip
 
     # --- leases and prefetch

@@ -19,6 +19,7 @@ from paramstore.engine.gradients import GradientRange
 from paramstore.engine.moves import Move, MoveKind
 from paramstore.engine.namespace import NamespaceState, ParamCopy, View
 from paramstore.engine.planner import Planner
+from paramstore.engine.promises import share_of
 from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
@@ -70,13 +71,13 @@ class PlannerAlone:
 
     def __init__(
         self, schema: Schema, keys: KeySpace, *, param_slots: int, working_slots: int, param_policy: MakePolicy,
-        working_policy: MakePolicy, extents: int, is_committed: bool = True,
+        working_policy: MakePolicy, extents: int, is_committed: bool = True, reader_slots: int | None = 0,
     ) -> None:  # fmt: skip
         """is_committed: every record is, at step 0 with version 0 of epoch 1; else the namespace is empty."""
         self.schema = schema
         self.space = Space()
         self.space.add_volume(0, start_bytes=0, size_bytes=extents * schema.record_bytes, written_bytes=0)
-        self.planner = Planner(self.space)
+        self.planner = Planner(self.space, reader_slots=reader_slots)
         self.namespace = self._made(keys, is_committed=is_committed)
         self.param_arena = _arena(schema.part("param").image_bytes, param_slots, param_policy(param_slots), segment=1)
         self.working_arena = self.param_arena
@@ -130,7 +131,10 @@ class World(PlannerAlone):
     # --- calls
 
     def open(self, *, is_writer: bool) -> View:
-        return self.planner.leases.open_view(self.namespace, is_writer=is_writer, step=None if is_writer else 0)
+        """The only view there is: it may lease all slots but the reserve."""
+        slots = share_of(self.param_arena.planned_slots, is_writer=True, reader_slots=0)
+        step = None if is_writer else 0
+        return self.planner.leases.open_view(self.namespace, is_writer=is_writer, step=step, min_lease_slots=slots)
 
     def lease(self, view: View, keys: Sequence[ExpertKey]) -> None:
         """Acquires `keys`, whatever must move, and releases them."""

@@ -243,7 +243,7 @@ class FakeDaemon:
                 return m.Done(request.id, {"records": 0, "bytes_read": 0, "found": 0, "findings": [], "copy_findings": []})
             case m.Stats():
                 return m.Done(request.id, {"leases": self.lease_count})
-            case m.CreateNamespace() | m.OpenNamespace():
+            case m.CreateNamespace() | m.OpenNamespace() | m.OpenRank():
                 return m.Done(request.id, self._open(session, request))
             case m.OpenUpload():
                 return self._open_upload(request)
@@ -339,7 +339,7 @@ class FakeDaemon:
                 return namespace.epoch
         return None
 
-    def _open(self, session: FakeSession, request: m.CreateNamespace | m.OpenNamespace) -> dict[str, object]:
+    def _open(self, session: FakeSession, request: m.CreateNamespace | m.OpenNamespace | m.OpenRank) -> dict[str, object]:
         if isinstance(request, m.CreateNamespace):
             if request.name in self.namespaces:
                 raise NamespaceExists(f"namespace {request.name!r} is there already")

@@ -65,6 +65,7 @@ class Machine:
         self, *, seed: int | None = None, volume_count: int = 1, volume_bytes: int = 14 * MIB, host_budget_bytes: int = 64 * MIB,
         policy: str = "lru", wait_timeout_s: float = 5.0, volume_size_bytes: int | None = None,
         prefill: bool = False, retained_steps: int = RETAINED_STEPS, held_steps: int = HELD_STEPS, scrub_days: float = 0.0,
+        reader_slots: int | None = None,
     ) -> None:  # fmt: skip
         """scrub_days: with a patrol, whose timer would keep every store that a crash has left."""
         self.seed = seed
@@ -76,7 +77,7 @@ class Machine:
         self.config = Config(
             dir=Path("/nowhere"), host_budget_bytes=host_budget_bytes, prefill=prefill, policy=PolicyConfig(name=policy),
             wait_timeout_s=wait_timeout_s, volume_size_bytes=volume_size_bytes,
-            retained_steps=retained_steps, held_steps=held_steps, scrub_days=scrub_days,
+            retained_steps=retained_steps, held_steps=held_steps, scrub_days=scrub_days, reader_slots=reader_slots,
         )  # fmt: skip
         self._random = Random(seed)
         self.workers: InlineWorkers | None = None

@@ -103,9 +103,7 @@ class SessionTalk:
     def heard(party: Party, answer: m.Message) -> None:
         while party.raw.fds:
             os.close(party.raw.fds.pop())
-        if isinstance(answer, m.LeaseSlots):
-            party.caps[answer.handle] = answer.slots
-        elif isinstance(answer, m.Done | m.Granted | m.Uploaded | m.Failed):
+        if isinstance(answer, m.Done | m.Granted | m.Uploaded | m.Failed):
             party.answered[answer.id] += 1
             assert party.answered[answer.id] <= party.sent[answer.id], f"{answer} answers nothing"
 
@@ -183,8 +181,8 @@ class SessionTalk:
         elif not is_known_keys(keys):
             assert answer.error == "UnknownKey"
         else:
-            assert answer.error == ("CapacityError" if len(keys) > cap else "LeaseError")
-            assert len(keys) + len(held) > cap
+            assert answer.error == ("CapacityError" if len(set(keys)) > cap else "LeaseError")
+            assert len(set(keys)) + len(held) > cap
 
     def is_leased(self, keys: Sequence[ExpertKey]) -> bool:
         """Whether anybody leases a copy of one of `keys`, of whatever version."""

@@ -231,10 +231,6 @@ class SimClient:
         if kind is m.Unmap:
             self.to_unmap.update(dict.fromkeys(answer.segments))
             return
-        if kind is m.LeaseSlots:
-            if answer.handle in self.views:
-                self.views[answer.handle].slots = answer.slots
-            return
         asked = self.asked.pop(answer.id, None)
         if asked is not None and asked.is_exclusive:
             self.is_exclusive = False

@@ -37,12 +37,12 @@ class SmallPlanner(PlannerAlone):
 
     def __init__(
         self, *, experts: int = 4, param_slots: int = 3, working_slots: int = 2, extents: int = 32, schema: Schema = SCHEMA,
-        is_committed: bool = True, policy: Callable[[], Policy] = Lru,
+        is_committed: bool = True, policy: Callable[[], Policy] = Lru, reader_slots: int | None = None,
     ) -> None:  # fmt: skip
         keys = KeySpace.of(1, experts)
         super().__init__(
             schema, keys, param_slots=param_slots, working_slots=working_slots, param_policy=lambda _: policy(),
-            working_policy=lambda _: policy(), extents=extents, is_committed=is_committed,
+            working_policy=lambda _: policy(), extents=extents, is_committed=is_committed, reader_slots=reader_slots,
         )  # fmt: skip
         self.keys: list[ExpertKey] = list(keys)
         self.under_way: list[Move] = []
@@ -50,11 +50,17 @@ class SmallPlanner(PlannerAlone):
 
     # --- calls
 
-    def writer(self) -> View:
-        return self.planner.leases.open_view(self.namespace, is_writer=True, step=None)
+    def writer(self, *, slots: int | None = None) -> View:
+        """slots: what the view is promised; None: all but one, as most tests are about one view."""
+        return self._promised(self.planner.leases.open_view(self.namespace, is_writer=True, step=None), slots)
 
-    def reader(self, step: int = 0) -> View:
-        return self.planner.leases.open_view(self.namespace, is_writer=False, step=step)
+    def reader(self, step: int = 0, *, slots: int | None = None) -> View:
+        """slots: as of `writer`."""
+        return self._promised(self.planner.leases.open_view(self.namespace, is_writer=False, step=step), slots)
+
+    def _promised(self, view: View, slots: int | None) -> View:
+        view.lease_slots = max(1, self.param_arena.planned_slots - 1) if slots is None else slots
+        return view
 
     def lease(self, view: View, *keys: ExpertKey) -> LeaseRequest:
         request = LeaseRequest(view, next(self.ids), keys)

@@ -44,7 +44,7 @@ class Unmap(Message, tag="unmap"):
 
 
 class LeaseSlots(Message, tag="lease_slots"):
-    """How many slots this handle may have leased at once from now on: views of its namespace came or went."""
+    """How many slots this handle may lease from now on. Sent by daemons before PROMISE_MINOR alone; clients pass over it."""
 
     handle: int
     slots: int

@@ -16,6 +16,8 @@ TRAINING_MINOR = 3
 """The first minor in which a daemon knows ranks, optimizers other than AdamW, exact updates and declared schedules."""
 ROOM_MINOR = 4
 """The first minor in which a daemon knows `EndLayers` and `AwaitRoom`, and tells a rank its share of the gradient budget."""
+PROMISE_MINOR = 4
+"""The first minor in which `lease_slots` of a handle never changes, and `min_lease_slots` asks for more."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17

@@ -2,8 +2,8 @@
 
 A request carries `id`, chosen by the client, unique among its unanswered requests, never 0. The daemon answers each with
 one `Done`, `Granted`, `Uploaded` or `Failed` of the same id, in any order: a request is what a ticket stands for.
-`Release`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. `Unmap` and `LeaseSlots` are what the daemon sends unasked,
-and `Failed` of id 0, which says why it hangs up.
+`Release`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. `Unmap` is what the daemon sends unasked (before minor 4
+`LeaseSlots` too), and `Failed` of id 0, which says why it hangs up.
 
 Descriptors travel by SCM_RIGHTS at the first byte of the frame that names their segments, in that order, to the client only.
 """
@@ -27,6 +27,7 @@ from paramstore.wire.base import KEYS_MAX as KEYS_MAX
 from paramstore.wire.base import LABEL_MAX as LABEL_MAX
 from paramstore.wire.base import MAGIC as MAGIC
 from paramstore.wire.base import PREPARE_MINOR as PREPARE_MINOR
+from paramstore.wire.base import PROMISE_MINOR as PROMISE_MINOR
 from paramstore.wire.base import PROTOCOL_MAJOR as PROTOCOL_MAJOR
 from paramstore.wire.base import PROTOCOL_MINOR as PROTOCOL_MINOR
 from paramstore.wire.base import ROOM_MINOR as ROOM_MINOR

@@ -37,18 +37,21 @@ class CreateNamespace(Message, tag="create"):
 
 
 class OpenNamespace(Message, tag="open"):
-    """mode: "read" or "write". at: a step; None means the newest committed.
+    """mode: "read" or "write". at: a step; None means the newest committed. min_lease_slots: since PROMISE_MINOR.
 
     Result: mapping {handle, name, schema, layers, experts, committed_step, view_step, epoch, lease_slots, wait_timeout_s}.
     Opening as writer fences the writers before it and rolls back to that step; a prepared one is committed if it is `at`.
-    Error: StepPrepared, to a writer without `at` while a step is prepared.
+    Error: StepPrepared, to a writer without `at` while a step is prepared; CapacityError where fewer slots than asked for are left.
     """
+
+    ADDED_FIELDS: ClassVar[int] = 1
 
     id: int
     name: str
     mode: str
     at: int | None = None
     host_bytes: int | None = None
+    min_lease_slots: int = 0
 
 
 class CreateRank(CreateNamespace, tag="create_rank"):
@@ -62,12 +65,20 @@ class CreateRank(CreateNamespace, tag="create_rank"):
     group: str = ""
 
 
-class OpenRank(OpenNamespace, tag="open_rank"):
+class OpenRank(Message, tag="open_rank"):
     """As OpenNamespace of mode "write", by one of `world_size` ranks that write together; see CreateRank."""
 
+    ADDED_FIELDS: ClassVar[int] = 1
+
+    id: int
+    name: str
+    mode: str
+    at: int | None = None
+    host_bytes: int | None = None
     rank: int = 0
     world_size: int = 1
     group: str = ""
+    min_lease_slots: int = 0
 
 
 class CloseNamespace(Message, tag="close"):

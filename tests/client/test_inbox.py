@@ -162,3 +162,8 @@ def test_answers_before_a_broken_frame_are_given_out(peer: Peer) -> None:
     assert next(answers)[0] == 1
     with pytest.raises(ProtocolError):
         next(answers)
+
+
+def test_what_an_older_daemon_says_of_lease_slots_is_passed_over(peer: Peer) -> None:
+    peer.send(bytes(encode(m.LeaseSlots(1, 2))) + bytes(encode(m.Done(7, 3))))
+    assert peer.receive() == [(7, m.Done(7, 3))]

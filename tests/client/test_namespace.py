@@ -182,6 +182,24 @@ def test_a_prepared_step_is_the_committed_one_once_it_is_finalized(store: ps.Sto
     assert namespace.extra(4) == b"rng"
 
 
+def test_the_least_that_may_be_leased_is_asked_for_and_an_older_daemon_cannot_promise_it(
+    daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
+) -> None:
+    store.open_namespace("moe", min_lease_slots=3)
+    store.open_namespace("moe", "write", rank=0, world_size=2, group="g", min_lease_slots=2)
+    assert [request.min_lease_slots for request in daemon.requests(m.OpenNamespace)] == [3]
+    assert [request.min_lease_slots for request in daemon.requests(m.OpenRank)] == [2]
+    for wrong in (-1, 1.5, "3", None):
+        with pytest.raises(ps.ConfigError, match=r"min_lease_slots=.*: give a count of slots"):
+            store.open_namespace("moe", min_lease_slots=wrong)
+    assert "16 lease slots" in repr(namespace)
+    daemon.minor = m.PROMISE_MINOR - 1
+    store.reconnect()
+    with pytest.raises(ps.VersionMismatch, match=r"needs 1\.4"):
+        store.open_namespace("moe", min_lease_slots=1)
+    assert store.open_namespace("moe").lease_slots == 16
+
+
 def test_an_older_daemon_is_asked_for_neither_half_of_a_commit(
     daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
 ) -> None:

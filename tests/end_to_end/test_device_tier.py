@@ -119,18 +119,6 @@ def test_a_readers_copies_stand_on_its_step_until_it_refreshes(options: ps.Serve
         assert tier.stats.refetches == len(KEYS)
 
 
-def test_the_tier_goes_on_when_others_take_their_share_of_the_leases(options: ps.ServeOptions, writer: ps.Namespace) -> None:
-    expected = values(writer)
-    with ps.DeviceTier(writer, len(KEYS), device="cpu") as tier, ps.connect(autostart=options) as other:
-        readers = [other.open_namespace(writer.name) for _ in range(3)]
-        share = writer.lease_slots
-        tier.fetch(KEYS).release()
-        assert writer.lease_slots < len(KEYS) // 2 < share // 2
-        assert_serves(tier, expected)
-        for reader in readers:
-            reader.close()
-
-
 def test_the_service_knows_what_is_on_the_device(store: ps.Store, writer: ps.Namespace) -> None:
     param_bytes = writer.schema.part("param").image_bytes
     with ps.DeviceTier(writer, 4, device="cpu") as tier:

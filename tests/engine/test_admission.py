@@ -331,3 +331,38 @@ def test_a_namespace_is_what_its_ledger_says() -> None:
     assert namespace.working[2, 0].identity is None
     assert namespace.param_arena is None
     assert namespace.committed_step == 3
+
+
+# --- slots that must be there
+
+
+def test_a_writer_who_cannot_have_the_slots_it_asks_for_fences_nobody_and_rolls_nothing_back() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        view = await create(store)
+        await train(store, view)
+        await store.commit(view, 1, b"")
+        epoch = view.namespace.epoch
+        with pytest.raises(CapacityError, match=f"min_lease_slots={view.lease_slots + 1}, but {view.lease_slots} of its"):
+            await store.admission.open("moe", mode="write", at=0, host_bytes=None, min_lease_slots=view.lease_slots + 1)
+        assert (view.is_fenced, view.namespace.epoch, store.steps(view)) == (False, epoch, [0, 1])
+        again = await store.admission.open("moe", mode="write", at=None, host_bytes=None, min_lease_slots=view.lease_slots)
+        assert again.lease_slots == view.lease_slots
+        assert view.is_fenced
+
+    run(scenario())
+
+
+def test_whoever_opens_an_inference_namespace_gets_the_slots_it_asks_for() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        first = await create(store, schema=Schema.param({"w": ((3, 5), "bfloat16")}))
+        usable = 2 * first.lease_slots + 1
+        assert usable == len(keys_of(first)) - 1
+        store.close_view(first)
+        for mode in ("write", "read"):
+            view = await store.admission.open("moe", mode=mode, at=None, host_bytes=None, min_lease_slots=usable)
+            assert view.lease_slots == usable
+            store.close_view(view)
+
+    run(scenario())

@@ -182,8 +182,8 @@ def test_the_copy_that_the_policy_ranks_worst_goes_first(policy: Callable[[], Po
 
 def test_a_leased_or_loading_copy_is_never_evicted() -> None:
     small = desk(param_slots=2)
+    small.param_arena.planned_slots = 8  # as if there were more to come
     view = small.reader()
-    small.param_arena.planned_slots = 8
     held = small.leased(view, A)
     small.lease(view, B)
     waiting = small.lease(view, C)

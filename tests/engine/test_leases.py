@@ -143,47 +143,48 @@ def test_a_waiting_request_whose_view_loses_its_step_ends_with_the_reason() -> N
 # --- caps
 
 
-def test_the_cap_is_an_equal_share_of_the_arena_less_a_reserve() -> None:
-    small = SmallPlanner(param_slots=33)
-    leases, namespace = small.planner.leases, small.namespace
-    small.reader()
-    assert leases.lease_cap(namespace) == 31  # a sixteenth is the reserve
-    views = [small.reader() for _ in range(2)]
-    assert leases.lease_cap(namespace) == 10
-    assert leases.lease_cap(namespace) * 3 < 33
-    for view in views:
-        leases.close_view(view)
-    assert leases.lease_cap(namespace) == 31
-
-
-@pytest.mark.parametrize("views", [1, 2, 3, 4])
-def test_all_caps_together_leave_a_slot_to_move_in(views: int) -> None:
-    small = desk(param_slots=5)
-    for _ in range(views):
-        small.reader()
-    assert views * small.planner.leases.lease_cap(small.namespace) < 5
-
-
 def test_more_keys_than_the_cap_are_a_capacity_error_and_nothing_changes() -> None:
     small = desk(param_slots=3)
     view = small.reader()
     small.release(small.leased(view, A))
     before = small.picture()
-    with pytest.raises(CapacityError, match="3 keys of 'moe' in one lease; this session may lease 2"):
+    with pytest.raises(CapacityError, match="3 keys of 'moe' in one lease; this handle was promised 2 slots"):
         small.lease(view, B, C, D)
     assert small.picture() == before
 
 
-def test_the_refusal_says_how_many_share_the_slots_and_when_more_memory_would_help() -> None:
+def test_the_refusal_names_the_holders_and_what_helps() -> None:
     small = desk(param_slots=6)  # of four keys: two versions of each would take 8
-    view = small.reader()
-    reason = r"\(lease_slots\): 1 session has .* share its 6 slots .*: ask in parts, or raise host_budget"
-    with pytest.raises(CapacityError, match=reason):
-        small.lease(view, A, B, C, D, A, B)
-    other = small.reader()
+    small.writer(slots=3)
+    view, fenced = small.reader(slots=2), small.writer(slots=3)
+    small.leased(fenced, A)
+    small.writer(slots=0)
+    holders = "Of the 6 there are a reader was promised 2, a writer still holds 1: "
+    with pytest.raises(CapacityError, match=f"3 keys .* was promised 2 .*{holders}ask in parts, open with min_lease_slots"):
+        small.lease(view, A, B, C)
+    with pytest.raises(CapacityError, match="or raise host_budget"):
+        small.lease(view, A, B, C, D)
     small.param_arena.planned_slots = 8
-    with pytest.raises(CapacityError, match=r"may lease 3 .* 2 sessions have .*: ask in parts, or close what need not be open$"):
-        small.lease(other, A, B, C, D)
+    with pytest.raises(CapacityError, match=r"or raise reader_slots$"):
+        small.lease(view, A, B, C, D)
+
+
+def test_a_view_that_was_promised_nothing_leases_nothing_and_may_prefetch() -> None:
+    small = desk()
+    small.writer(slots=4)
+    view = small.reader(slots=0)
+    with pytest.raises(CapacityError, match=r"promised 0 slots .* a writer was promised 4: close another and open again, open"):
+        small.lease(view, A)
+    assert small.prefetch(view, A).pending, "slots that nobody leases may be used"
+
+
+def test_a_key_that_is_asked_for_twice_takes_one_slot() -> None:
+    small = desk()
+    view = small.reader(slots=2)
+    assert small.leased(view, A, A, B, B)
+    assert small.leased(view, B, A, A)
+    with pytest.raises(LeaseError, match="1 more keys of 'moe': this handle has or waits for 2 of 2 slots"):
+        small.lease(view, C, C)
 
 
 def test_more_keys_than_the_cap_are_a_capacity_error_even_if_some_are_leased_already() -> None:
@@ -192,7 +193,7 @@ def test_more_keys_than_the_cap_are_a_capacity_error_even_if_some_are_leased_alr
     view = small.reader()
     small.leased(view, A)
     before = small.picture()
-    with pytest.raises(CapacityError, match="3 keys of 'moe' in one lease; this session may lease 2"):
+    with pytest.raises(CapacityError, match="3 keys of 'moe' in one lease; this handle was promised 2 slots"):
         small.lease(view, A, B, C)
     assert small.picture() == before
 
@@ -212,7 +213,7 @@ def test_what_only_the_callers_own_leases_block_is_a_lease_error_and_nothing_cha
 def test_what_a_view_waits_for_counts_against_its_cap_too() -> None:
     small = desk(param_slots=5, experts=8)
     small.param_arena.planned_slots = 7
-    one, other = small.reader(), small.reader()
+    one, other = small.reader(slots=3), small.reader(slots=3)
     small.leased(one, A, B, C)
     waiting = small.lease(other, (0, 4), (0, 5), (0, 6))
     assert not waiting.is_finished
@@ -222,15 +223,43 @@ def test_what_a_view_waits_for_counts_against_its_cap_too() -> None:
     assert small.picture() == before
 
 
-def test_a_view_above_a_lowered_cap_keeps_its_leases_and_gets_no_new_ones() -> None:
+def test_what_a_view_waits_for_and_has_already_counts_once() -> None:
+    small = desk(param_slots=3)
+    small.param_arena.planned_slots = 16
+    one, other = small.reader(slots=2), small.reader(slots=2)
+    small.leased(one, A, B)
+    small.leased(other, C)
+    waiting = small.lease(other, C, D)
+    assert not waiting.is_finished
+    assert not small.lease(other, D, C).is_finished
+    with pytest.raises(LeaseError, match="1 more keys of 'moe': this handle has or waits for 2 of 2 slots"):
+        small.lease(other, A)
+
+
+def test_a_request_that_waited_for_other_versions_than_it_would_get_is_refused_for_its_own_leases() -> None:
+    """It was within its promise as long as it would have shared A's copy: now that is another one."""
+    small = desk(param_slots=3)
+    small.param_arena.planned_slots = 16
+    writer, reader = small.writer(slots=2), small.reader(slots=2)
+    small.leased(writer, A)
+    held = small.leased(reader, B, C)
+    waiting = small.lease(writer, A, D)
+    assert not waiting.is_finished
+    small.update(A)
+    small.release(held)
+    small.land_all()
+    assert isinstance(waiting.error, LeaseError)
+    assert len(writer.leased) == 1
+    assert not small.param_arena.waiting
+
+
+def test_an_arena_for_which_the_machine_had_no_memory_refuses_what_it_can_never_hold() -> None:
     small = desk(param_slots=5)
-    view = small.reader()
-    held = small.leased(view, A, B, C)
-    small.reader()
-    with pytest.raises(LeaseError):
-        small.lease(view, D)
-    assert len(held.copies) == 3
-    assert small.lease(view, A).is_finished
+    view = small.reader(slots=4)
+    small.param_arena.planned_slots = 3
+    with pytest.raises(CapacityError, match=r"4 keys .* was promised 4 slots .* Of the 3 there are"):
+        small.lease(view, A, B, C, D)
+    assert view.lease_slots == 4
 
 
 @pytest.mark.parametrize("keys", [[(0, 99)], [A, (7, 0)], [A, B, (0, -1)]])

@@ -55,8 +55,10 @@ def test_as_many_of_the_newest_steps_stay_as_are_set(retained_steps: int) -> Non
         expected = list(range(7 - retained_steps, 7))
         assert store.steps(view) == expected
         for step in expected:
-            values = await first_values(store, await reader(store, at=step))
-            assert values == await first_values(store, await reader(store, at=step))
+            one, other = await reader(store, at=step), await reader(store, at=step)
+            assert await first_values(store, one) == await first_values(store, other)
+            store.close_view(one)
+            store.close_view(other)
         with pytest.raises(StepDropped):
             await reader(store, at=expected[0] - 1)
         store, view = await reopened(machine)
@@ -141,7 +143,7 @@ def test_a_rollback_is_durable_when_it_returns_and_records_of_the_steps_gone_nev
 
 def test_readers_of_later_steps_lose_them_and_keep_what_they_leased() -> None:
     async def scenario() -> None:
-        store, view = await trained(Machine(retained_steps=3), 3)
+        store, view = await trained(Machine(retained_steps=3, reader_slots=6), 3)
         late, early = await reader(store, at=3), await reader(store, at=2)
         keys = keys_of(view)
         lease = store.acquire(late, 900, keys[:2], "param")

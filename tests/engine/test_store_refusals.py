@@ -80,8 +80,8 @@ def test_more_keys_than_slots_is_a_capacity_error_and_own_leases_a_lease_error()
         view = await make_writer(store)
         cap = store.describe_view(view)["lease_slots"]
         assert cap < 2 * len(KEYS)
-        view.namespace.param_arena.planned_slots = 5
-        with pytest.raises(CapacityError, match="may lease 4"):
+        view.lease_slots = 4
+        with pytest.raises(CapacityError, match="was promised 4 slots when it opened"):
             store.acquire(view, next(lease_ids), KEYS[:5], "param")
         first = next(lease_ids)
         await store.wait_lease(store.acquire(view, first, KEYS[:3], "param"), 1.0)

@@ -182,7 +182,7 @@ class Scene:
         self.good = RawClient.connect(self.path)
         await self.good.hello()
         self.good_sessions = set(self.server._sessions)
-        opened = await self.good.request(m.OpenNamespace, "good", "read")
+        opened = await self.good.request(m.OpenNamespace, "good", "read", min_lease_slots=2)
         self.handle = opened["handle"]
         granted = await self.good.request(m.Acquire, self.handle, [(0, 1)], "param", 1.0)
         assert isinstance(granted, m.Granted)

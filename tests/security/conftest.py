@@ -19,6 +19,7 @@ NAME = "moe"
 SHAPE = (64, 64)
 EXPERTS = 4
 BUDGETS = ("--host-budget", "64MiB", "--gradient-budget", "4MiB")
+ENVIRONMENT = {**QUIET, "PARAMSTORE_READER_SLOTS": "5"}
 NOBODY = 65534
 
 
@@ -26,7 +27,7 @@ NOBODY = 65534
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a store with the namespace `moe` at step 1, which nobody serves: to be copied."""
     directory = tmp_path_factory.mktemp("template") / "store"
-    with DaemonProcess(directory, *BUDGETS, environment=QUIET) as daemon, ps.connect(daemon.address) as store:
+    with DaemonProcess(directory, *BUDGETS, environment=ENVIRONMENT) as daemon, ps.connect(daemon.address) as store:
         schema = ps.adamw_schema({"w": SHAPE}, param_dtype="float32")
         with store.create_namespace(NAME, schema, layers=1, experts=EXPERTS) as namespace:
             namespace.initialize(lambda key: {"w": torch.full(SHAPE, 1.0 + key[1])})
@@ -46,7 +47,7 @@ def daemon(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """One daemon for all tests of a module. Each of them ends in it serving still."""
     directory = tmp_path_factory.mktemp("served") / "store"
     shutil.copytree(template, directory)
-    with DaemonProcess(directory, *BUDGETS, environment=QUIET) as daemon:
+    with DaemonProcess(directory, *BUDGETS, environment=ENVIRONMENT) as daemon:
         yield daemon
 
 

@@ -1,0 +1,70 @@
+"""How many slots of a `param` arena a handle is promised when it opens, and who has how many: arithmetic over a namespace's views.
+
+- A promise never changes. A handle that leases no more slots than that is never refused, nor does it wait for another's leases.
+- Those who write a training namespace and those who read it have a share each, which is kept for them while nobody is there;
+  an inference namespace has one share for all. Together the shares are the slots less a reserve, which nobody is promised.
+- What those may still hold who take no more leases (they are fenced, or their session is gone) comes off their share first.
+"""
+
+from __future__ import annotations
+
+from paramstore.engine.namespace import NamespaceState, View
+from paramstore.errors import CapacityError
+
+HOLDERS_NAMED = 6
+"""Handles that a message names; it counts the others."""
+
+
+def reserve_of(slots: int) -> int:
+    """Slots that nobody is promised: room for prefetches and for what an apply makes."""
+    return max(1, slots // 16) if slots > 1 else 0
+
+
+def share_of(slots: int, *, is_writer: bool, is_trainable: bool = True, reader_slots: int | None = None) -> int:
+    """The share of `slots` of those who write, or of those who read. reader_slots: the setting; one is left to write."""
+    usable = slots - reserve_of(slots)
+    if not is_trainable:
+        return usable
+    wanted = (slots // 4 if slots >= 8 else 0) if reader_slots is None else reader_slots
+    readers = min(wanted, max(usable - 1, 0))
+    return usable - readers if is_writer else readers
+
+
+def promise(
+    namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0, reader_slots: int | None = None
+) -> int:
+    """What a handle that opens now is promised, or each of the ranks that open together: to those who write a training namespace
+    all that is left of their share; to others half of what is left, or `least` where that is more.
+
+    Raises CapacityError naming the holders, where `least` is more than is left.
+    """
+    assert namespace.param_arena is not None
+    slots, is_trainable = namespace.param_arena.planned_slots, namespace.is_trainable()
+    share = share_of(slots, is_writer=is_writer, is_trainable=is_trainable, reader_slots=reader_slots)
+    rivals = [view for view in namespace.views if view.is_writer == is_writer or not is_trainable]
+    # Who opens to write fences those who do: from then on they keep what they hold, which may be the same copies.
+    ended = [view for view in rivals if view.is_fenced or (is_writer and view.is_writer)]
+    promised = sum(view.lease_slots for view in rivals if view not in ended)
+    left = max(0, share - promised - len({copy for view in ended for copy in view.leased}))
+    if least > left // world_size:
+        raise CapacityError(
+            f"namespace {namespace.name!r}: min_lease_slots={least}, but {left // world_size} of its {slots} slots are left for a "
+            f"{'writer' if is_writer else 'reader'}: {holders(namespace)}; close one, ask for less, or raise host_budget"
+        )
+    offered = left if is_writer and is_trainable else max(left // 2, min(left, 1))
+    return max(offered // world_size, least)
+
+
+def holders(namespace: NamespaceState) -> str:
+    """Who keeps which of the slots from others, those with the most first, for a message."""
+    views = sorted((view for view in namespace.views if view.kept_slots), key=lambda view: -view.kept_slots)
+    named = [_kept(view) for view in views[:HOLDERS_NAMED]]
+    if others := views[HOLDERS_NAMED:]:
+        named.append(f"{len(others)} others keep {sum(view.kept_slots for view in others)}")
+    return ", ".join(named) or "nobody keeps any"
+
+
+def _kept(view: View) -> str:
+    mode = "writer" if view.is_writer else "reader"
+    who = f"a {mode}" if view.client is None else f"the {mode} {view.client.name}"
+    return f"{who} {'still holds' if view.is_fenced else 'was promised'} {view.kept_slots}"

@@ -1,0 +1,197 @@
+"""Handles that open, close, fence each other and lose their sessions: whoever stays within what it was promised is never refused,
+never waits for another's leases, and is never promised anything else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.residency import Copy
+from paramstore.core.schema import Schema
+from paramstore.engine.namespace import View, WriterGroup
+from paramstore.engine.promises import reserve_of
+from paramstore.engine.requests import LeaseRequest
+from paramstore.errors import CapacityError, LeaseError
+from paramstore.testing.small_planner import SCHEMA, SmallPlanner
+from paramstore.testing.state_machines import run_fixed, run_new
+
+EXPERTS = 12
+PICK = st.integers(0, 23)
+KEYS = st.lists(st.tuples(st.just(0), st.integers(0, EXPERTS - 1)), min_size=1, max_size=8)
+VIEWS_MAX = 8
+OPAQUE = Schema.param({"w": ((3, 5), "bfloat16")})
+
+
+class PromiseMachine(RuleBasedStateMachine):
+    """`promised` is what each handle was told when it opened. Handles that are gone are in the namespace's views alone."""
+
+    @initialize(slots=st.integers(1, 40), reader_slots=st.none() | st.integers(0, 40), is_trainable=st.booleans())
+    def start(self, slots: int, reader_slots: int | None, is_trainable: bool) -> None:
+        self.small = SmallPlanner(
+            experts=EXPERTS, param_slots=slots, working_slots=EXPERTS, extents=12 * EXPERTS,
+            schema=SCHEMA if is_trainable else OPAQUE, reader_slots=reader_slots,
+        )  # fmt: skip
+        self.slots = slots
+        self.promised: dict[View, int] = {}
+        self.granted: list[LeaseRequest] = []
+        self.waiting: list[LeaseRequest] = []
+        """Within their promise, of handles that take leases: each will be granted once what moves has landed."""
+
+    @property
+    def views(self) -> list[View]:
+        return list(self.small.namespace.views)
+
+    def one(self, pick: int) -> View:
+        return self.views[pick % len(self.views)]
+
+    # --- who comes and goes
+
+    @precondition(lambda self: len(self.views) < VIEWS_MAX)
+    @rule(is_writer=st.booleans(), world_size=st.sampled_from([1, 1, 2, 3]), least=st.sampled_from([0, 0, 0, 1, 3, 9]))
+    def open(self, is_writer: bool, world_size: int, least: int) -> None:
+        namespace, leases = self.small.namespace, self.small.planner.leases
+        group = WriterGroup("job", world_size) if is_writer and world_size > 1 else None
+        step = None if is_writer else namespace.committed_step
+        before = self.views
+        try:
+            first = leases.open_view(namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=least)
+        except CapacityError:
+            assert least
+            assert self.views == before
+            return
+        opened = [first]
+        if group is not None:
+            opened += [leases.open_rank(namespace, group, rank) for rank in range(1, world_size)]
+        assert all(view.lease_slots >= least for view in opened)
+        self.promised.update((view, view.lease_slots) for view in opened)
+        if is_writer:  # those before are fenced: what they wait for never comes
+            self.waiting = [request for request in self.waiting if not request.view.is_fenced]
+
+    @precondition(lambda self: self.views)
+    @rule(pick=PICK)
+    def close(self, pick: int) -> None:
+        """A handle is closed; or the process is gone of one whose session was."""
+        view = self.one(pick)
+        self.forget(view)
+        self.small.planner.leases.close_view(view)
+
+    @precondition(lambda self: self.views)
+    @rule(pick=PICK)
+    def lose(self, pick: int) -> None:
+        """The session of a handle is gone and its process is not: what waits is cancelled, what it leased stays leased."""
+        view = self.one(pick)
+        for request in [request for request in view.leases.values() if not request.is_finished]:
+            self.small.planner.leases.cancel_lease(request, LeaseError("the session ended"))
+        held = [request for request in self.granted if request.view is view]
+        self.forget(view)
+        self.granted += held
+        view.end_writing()
+
+    def forget(self, view: View) -> None:
+        self.granted = [request for request in self.granted if request.view is not view]
+        self.waiting = [request for request in self.waiting if request.view is not view]
+
+    # --- leases
+
+    @precondition(lambda self: self.views)
+    @rule(pick=PICK, keys=KEYS)
+    def acquire(self, pick: int, keys: list[ExpertKey]) -> None:
+        view = self.one(pick)
+        if view.is_fenced or view.is_dropped:
+            return
+        waiting = [request for request in self.waiting if request.view is view]
+        wanted = {(key, view.locate(key)[0]) for request in waiting for key in request.keys}
+        wanted |= {(key, view.locate(key)[0]) for key in keys}
+        held = {(copy.key, copy.identity) for copy in view.leased}
+        is_within = len(held | wanted) <= view.lease_slots or wanted <= held
+        try:
+            request = self.small.lease(view, *keys)
+        except (CapacityError, LeaseError):
+            if is_within:
+                raise
+            return
+        assert is_within
+        (self.granted if request.is_finished else self.waiting).append(request)
+
+    acquire_more = acquire_again = acquire
+
+    @precondition(lambda self: self.granted)
+    @rule(pick=PICK)
+    def release(self, pick: int) -> None:
+        request = self.granted.pop(pick % len(self.granted))
+        self.small.release(request)
+
+    @precondition(lambda self: self.views)
+    @rule(pick=PICK, keys=KEYS)
+    def prefetch(self, pick: int, keys: list[ExpertKey]) -> None:
+        view = self.one(pick)
+        if not (view.is_fenced or view.is_dropped):
+            self.small.prefetch(view, *keys)
+
+    # --- what moves
+
+    @rule(pick=PICK)
+    def land_one(self, pick: int) -> None:
+        self.small.start()
+        if self.small.under_way:
+            self.small.land(self.small.under_way[pick % len(self.small.under_way)])
+        self.look()
+
+    @rule()
+    def land_all(self) -> None:
+        self.small.land_all()
+        self.look()
+        assert not self.waiting, "nothing moves, and it waits for what others lease"
+
+    def look(self) -> None:
+        for request in [request for request in self.waiting if request.is_finished]:
+            self.waiting.remove(request)
+            assert request.error is None
+            self.granted.append(request)
+
+    # --- versions: only where nobody waits, whose leases would then be of others than it asked for
+
+    @precondition(lambda self: not self.waiting and self.small.namespace.writer and self.small.namespace.is_trainable())
+    @rule(keys=st.sets(st.tuples(st.just(0), st.integers(0, EXPERTS - 1)), min_size=1, max_size=4))
+    def update(self, keys: set[ExpertKey]) -> None:
+        self.land_all()
+        self.small.update(*keys)
+
+    @precondition(lambda self: not self.waiting and self.small.namespace.changed)
+    @rule()
+    def commit(self) -> None:
+        self.land_all()
+        self.small.commit((self.small.namespace.committed_step or 0) + 1)
+
+    @precondition(lambda self: self.views)
+    @rule(pick=PICK)
+    def refresh(self, pick: int) -> None:
+        view, step = self.one(pick), self.small.namespace.committed_step
+        if not view.is_writer and step is not None and not any(request.view is view for request in self.waiting):
+            self.small.planner.leases.move_view(view, step)
+
+    # --- what holds
+
+    @invariant()
+    def promises_are_kept(self) -> None:
+        if not hasattr(self, "small"):
+            return
+        usable = self.slots - reserve_of(self.slots)
+        assert all(view.lease_slots == self.promised[view] for view in self.views)
+        kept = [view for view in self.views if not view.is_fenced]
+        held = {copy for view in self.views if view.is_fenced for copy in view.leased}
+        assert sum(view.lease_slots for view in kept) + len(held) <= usable
+        assert all(len(view.leased) <= view.lease_slots for view in self.views)
+        assert all(copy.state is not Copy.ABSENT for view in self.views for copy in view.leased)
+
+
+@pytest.mark.slow
+def test_who_stays_within_its_promise_is_never_refused_whatever_others_do() -> None:
+    run_fixed(PromiseMachine)
+
+
+@pytest.mark.slow
+def test_the_same_in_lives_that_no_run_had_before(capsys: pytest.CaptureFixture[str]) -> None:
+    run_new(PromiseMachine, capsys)
