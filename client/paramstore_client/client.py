@@ -152,9 +152,7 @@ class Store:
         at = None if at is None else whole_number("at", at)
         if mode == "write" and at is not None:
             self._connection.check_minor(PREPARE_MINOR, "open_namespace(mode='write', at=...)")
-        if not isinstance(min_lease_slots, int) or min_lease_slots < 0:
-            raise ConfigError(f"open_namespace {name!r}: min_lease_slots={min_lease_slots!r}: give a count of slots")
-        if min_lease_slots:
+        if min_lease_slots := whole_number("min_lease_slots", min_lease_slots):
             self._connection.check_minor(PROMISE_MINOR, "open_namespace(min_lease_slots=...)")
         ours = this_rank(rank, world_size, group)
         arguments = self._connection.next_id(), check_name(name), mode, at, _size("host_bytes", host_bytes)

@@ -253,7 +253,8 @@ class DeviceTier:
         self.stats.hits += len(wanted) - len(unchecked)
         kept = frozenset(wanted)
         while unchecked:
-            chunk, host = self._lease_from_host(unchecked, timeout_s)
+            chunk = unchecked[: max(1, self.namespace.lease_slots // 2)]
+            host = self._lease_from_host(chunk, timeout_s)
             del unchecked[: len(chunk)]
             mark: Mark = REACHED
             try:
@@ -269,21 +270,15 @@ class DeviceTier:
                 assert copy is not None
                 copy.checked_at = view
 
-    def _lease_from_host(self, keys: Sequence[ExpertKey], timeout_s: float | None) -> tuple[Sequence[ExpertKey], WeightLease]:
-        """A host lease on the first of `keys`: on half of what this session may have leased.
-
-        That share falls when others open the namespace. A refusal because of it is met by ending the leases under way and
-        asking for fewer keys; any other is raised.
-        """
-        while True:
-            chunk = keys[: max(1, self.namespace.lease_slots // 2)]
-            self._reserve_host_leases(len(chunk))
-            try:
-                return chunk, self.namespace.acquire(chunk, timeout_s=timeout_s)
-            except (CapacityError, LeaseError):
-                if not self._host_leases and len(chunk) <= self.namespace.lease_slots:
-                    raise
-                self._reserve_host_leases(self.namespace.lease_slots)
+    def _lease_from_host(self, keys: Sequence[ExpertKey], timeout_s: float | None) -> WeightLease:
+        self._reserve_host_leases(len(keys))
+        try:
+            return self.namespace.acquire(keys, timeout_s=timeout_s)
+        except LeaseError:  # others lease through this handle too: what the tier has of its slots can be given back
+            if not self._host_leases:
+                raise
+            self._reserve_host_leases(self.namespace.lease_slots)
+            return self.namespace.acquire(keys, timeout_s=timeout_s)
 
     def _checked_at(self, key: ExpertKey) -> int | None:
         copy = self.slots.find(key)

@@ -236,7 +236,7 @@ class RingMemory:
     @contextmanager
     def _visit(self, layer: int, experts: Sequence[int], *, is_first: bool) -> Iterator[Experts]:
         layer = whole_number("layer", layer)
-        if len(experts) > self.lease_slots:
+        if len(experts) > max(1, self.lease_slots):  # not even one: `acquire` tells why
             raise CapacityError(
                 f"layer {layer}: {len(experts)} experts asked, {self.lease_slots} may be leased at once; iterate "
                 f"ring.parts({layer}) instead"

@@ -120,14 +120,14 @@ class LeasePlanner:
             arena.waiting.append(request)
         view.leases[request.lease_id] = request
 
-    @staticmethod
-    def _check_promise(request: LeaseRequest, waiting: Sequence[LeaseRequest] = ()) -> None:
+    def _check_promise(self, request: LeaseRequest, waiting: Sequence[LeaseRequest] = ()) -> None:
         """Raises LeaseError or CapacityError where the view would have more leased than it may. waiting: what it asked for before.
         Says what would help: to ask for less, or, only where that is enough, to release."""
         view, namespace = request.view, request.view.namespace
         name, key_count, cap = namespace.name, len(set(request.keys)), _cap(view)
-        held_count = len(view.leased) + len(_unleased_keys(view, waiting))
-        new_count = len(view.leased) + len(_unleased_keys(view, [*waiting, request])) - held_count
+        awaited = set().union(*map(self._unleased_keys, waiting))
+        held_count = len(view.leased) + len(awaited)
+        new_count = len(self._unleased_keys(request) - awaited)
         if not new_count or held_count + new_count <= cap:
             return
         if key_count <= cap:
@@ -146,6 +146,14 @@ class LeasePlanner:
             f"{key_count} keys of {name!r} in one lease; this handle was promised {view.lease_slots} slots when it opened "
             f"(lease_slots). Of the {arena.planned_slots} there are {holders(namespace)}: {way_out}"
         )
+
+    def _unleased_keys(self, request: LeaseRequest) -> set[ExpertKey]:
+        """Keys of `request` that would take one more slot of its view now: none where it would be refused."""
+        try:
+            found = self._resolve(request)
+        except ParamStoreError:
+            return set()
+        return {key for key, copy in zip(request.keys, found, strict=True) if copy not in request.view.leased}
 
     def _resolve(self, request: LeaseRequest) -> list[ParamCopy | None]:
         """Per key the copy this view sees, None where there is none yet."""
@@ -269,7 +277,7 @@ class LeasePlanner:
     def _prefetch_param(self, request: PrefetchRequest, view: View, key: ExpertKey, wanted: frozenset[ExpertKey]) -> None:
         namespace = request.namespace
         identity, located = view.locate(key)
-        copy = namespace.find_copy(key, identity)
+        copy = namespace.find_copy(key, identity) if identity is not None else None
         if copy is not None and copy.state is not Copy.LOADING:
             request.resident += 1
             return
@@ -340,12 +348,6 @@ def _cap(view: View) -> int:
     """Slots that the view may have leased: its promise, of an arena for which the machine had the memory."""
     assert view.namespace.param_arena is not None
     return min(view.lease_slots, view.namespace.param_arena.planned_slots)
-
-
-def _unleased_keys(view: View, requests: Sequence[LeaseRequest]) -> set[ExpertKey]:
-    """Keys of `requests` that take one more slot: what the view sees of them now is not leased to it."""
-    find, leased = view.namespace.find_copy, view.leased
-    return {key for request in requests for key in request.keys if find(key, view.locate(key)[0]) not in leased}
 
 
 def _is_reachable(namespace: NamespaceState, working: WorkingCopy) -> bool:

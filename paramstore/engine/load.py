@@ -44,7 +44,7 @@ class Loader:
         if not request.is_finished:
             waiting = request.view.namespace.param_arena
             is_queued = waiting is not None and request in waiting.waiting
-            reason = "waiting for slots that others hold" if is_queued else f"{request.missing} still loading"
+            reason = "waiting for slots to come free" if is_queued else f"{request.missing} still loading"
             self._planner.leases.cancel_lease(
                 request, WaitTimeout(f"lease of {len(request.keys)} keys of {request.view.namespace.name!r}: {reason}")
             )

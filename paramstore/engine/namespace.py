@@ -362,7 +362,7 @@ class NamespaceState:
         newest = self.ledger.newest
         return self.ledger.at(key, newest.step) if newest is not None else None
 
-    def find_copy(self, key: ExpertKey, identity: Identity | None) -> ParamCopy | None:
+    def find_copy(self, key: ExpertKey, identity: Identity) -> ParamCopy | None:
         for copy in self.copies.get(key, ()):
             if copy.identity == identity:
                 return copy

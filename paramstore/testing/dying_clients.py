@@ -51,7 +51,7 @@ class DyingClient:
         self.tickets: list[ps.Ticket[Any]] = []
 
     def idle(self) -> None:
-        self.namespace = self.store.open_namespace(NAME, min_lease_slots=len(LEASED))
+        self.namespace = self.store.open_namespace(NAME, min_lease_slots=len(LEASED) + 1)
 
     def leased(self) -> None:
         self.idle()

@@ -30,10 +30,10 @@ def chosen(items: Sequence[T], pick: int) -> T:
 class ResidencyActs(ResidencyChecks):
     """Everybody who calls the planner: views, whoever reads slots, one apply and one commit at a time."""
 
-    def begin(self, small: SmallPlanner, *, param_slots: int, dirty: Sequence[ExpertKey]) -> None:
+    def begin(self, small: SmallPlanner, *, dirty: Sequence[ExpertKey]) -> None:
         """A writer and a reader have opened the namespace; the keys of `dirty` were updated and not written."""
         self.small, self.planner, self.namespace = small, small.planner, small.namespace
-        self.model = ResidencyModel(small.keys, FIRST, param_slots=param_slots)
+        self.model = ResidencyModel(small.keys, FIRST)
         self.holds, self.claimed, self.updating = [], [], []
         self.is_applying, self.cut = False, None
         self.quarantined, self.orphans, self.prefetches = [], [], []
@@ -106,7 +106,10 @@ class ResidencyActs(ResidencyChecks):
 
     def ask(self, owner: ModelView, keys: Sequence[ExpertKey]) -> None:
         """A lease request: given, queued, or refused as the model says, and then nothing has changed."""
-        refusal = self.model.refusal(owner, keys, self.found(owner, keys))
+        waiting = [key for lease in self.running() if lease.owner is owner and lease.is_waiting for key in lease.keys]
+        leased = self.model.leased(owner)
+        awaited = {key for key, copy in zip(waiting, self.found(owner, waiting), strict=True) if copy not in leased}
+        refusal = self.model.refusal(owner, keys, self.found(owner, keys), awaited)
         if refusal is not None:
             before = self.small.picture()
             with pytest.raises(refusal):
@@ -114,7 +117,7 @@ class ResidencyActs(ResidencyChecks):
             assert self.small.picture() == before
             return
         request = self.small.lease(owner.view, *keys)
-        self.model.leases.append(ModelLease(request, owner, tuple(keys), self.model.cap()))
+        self.model.leases.append(ModelLease(request, owner, tuple(keys)))
 
     def crowd(self, first: ModelView, second: ModelView, *, spare: int) -> None:
         """Loads that have not landed leave `spare` slots: `first` asks for one more and waits, `second` for one and waits too."""

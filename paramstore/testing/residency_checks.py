@@ -156,7 +156,7 @@ class ResidencyChecks:
             assert not [other for other in earlier if other.is_waiting and not other.request.copies and not other.request.error]
         before = self.model.leased(lease.owner)
         lease.held = [(copy, copy.identity, copy.slot, copy.place) for copy in copies]
-        assert before.issuperset(copies) or len(self.model.leased(lease.owner)) <= lease.cap
+        assert before.issuperset(copies) or len(self.model.leased(lease.owner)) <= lease.owner.view.lease_slots
 
     def check_queues(self) -> None:
         """In order of coming, and whoever stands first cannot be given what is asked for."""

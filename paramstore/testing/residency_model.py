@@ -34,7 +34,6 @@ class ModelLease:
     request: LeaseRequest
     owner: ModelView
     keys: tuple[ExpertKey, ...]
-    cap: int
     is_ended: bool = False
     held: list[tuple[ParamCopy, Identity, int, tuple[int, ...]]] = field(default_factory=list)
 
@@ -46,9 +45,8 @@ class ModelLease:
 class ResidencyModel:
     """One namespace's identities, steps, views and leases."""
 
-    def __init__(self, keys: Iterable[ExpertKey], first: Identity, *, param_slots: int) -> None:
+    def __init__(self, keys: Iterable[ExpertKey], first: Identity) -> None:
         self.keys = list(keys)
-        self.param_slots = param_slots
         self.epoch = first.epoch
         self.newest = dict.fromkeys(self.keys, first)
         """Of the bytes that exist."""
@@ -107,16 +105,16 @@ class ResidencyModel:
 
     # --- leases
 
-    def cap(self) -> int:
-        """Slots of one view: its share of all but a sixteenth, one at least."""
-        sharing = sum(not view.is_fenced for view in self.open_views())
-        return max(1, (self.param_slots - max(1, self.param_slots // 16)) // max(1, sharing))
-
     def leased(self, owner: ModelView) -> set[ParamCopy]:
         return {held[0] for lease in self.leases if lease.owner is owner and not lease.is_ended for held in lease.held}
 
-    def refusal(self, owner: ModelView, keys: Iterable[ExpertKey], found: list[ParamCopy | None]) -> type[ParamStoreError] | None:
-        """What a lease request of `keys` ends with at once; None if it is given, or waits. found: the copies that there are."""
+    def refusal(
+        self, owner: ModelView, keys: Iterable[ExpertKey], found: list[ParamCopy | None], awaited: set[ExpertKey]
+    ) -> type[ParamStoreError] | None:
+        """What a lease request of `keys` ends with at once; None if it is given, or waits.
+
+        found: the copies that there are. awaited: keys that the owner waits for and has no lease of.
+        """
         if owner.is_closed:
             return LeaseError
         if owner.is_fenced:
@@ -127,9 +125,8 @@ class ResidencyModel:
             unmade = [key for key, copy in zip(keys, found, strict=True) if copy is None and self.newest[key] != self.target[key]]
             if unmade:
                 return StepFailed
-        leased = self.leased(owner)
-        new = sum(copy not in leased for copy in found)
-        waiting = sum(len(lease.keys) for lease in self.leases if lease.owner is owner and lease.is_waiting)
-        if not new or new + len(leased) + waiting <= self.cap():
+        leased, promised = self.leased(owner), owner.view.lease_slots
+        new = {key for key, copy in zip(keys, found, strict=True) if copy not in leased} - awaited
+        if not new or len(new | awaited) + len(leased) <= promised:
             return None
-        return CapacityError if len(found) > self.cap() else LeaseError  # the latter where releasing helps
+        return CapacityError if len(set(keys)) > promised else LeaseError  # the latter where releasing helps

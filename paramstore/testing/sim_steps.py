@@ -80,7 +80,7 @@ def rollback(c: SimClient, view: ClientView) -> None:
 
     def failed(error: str) -> None:
         taken.give_back()
-        if not world.is_unsure:
+        if not world.is_unsure and step not in model.opening.values():
             model.targets.pop(step, None)
         if error == "StepDropped" and was_there and step in model.must_have() and not model.started and not model.opening:
             raise Broken(f"{c}: rollback to {step} is refused, and it must be there")

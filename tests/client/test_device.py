@@ -6,7 +6,7 @@ import torch
 from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Identity
 from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, UnknownKey
-from paramstore.testing.memory_namespace import MemoryNamespace, MemoryTicket
+from paramstore.testing.memory_namespace import MemoryTicket
 from paramstore.testing.small_tier import KEYS, WatchfulCopier, assert_holds, make_namespace, make_tier, update, use
 from paramstore_client.device import REPORT_EVERY
 from paramstore_client.device_copy import HostCopier, Mark
@@ -41,34 +41,20 @@ def test_more_keys_than_lease_slots_come_in_several_host_leases() -> None:
     assert [len(keys) for _, keys in ns.happened("acquire")] == [1, 1, 1, 1, 1]
 
 
-def let_share_fall(ns: MemoryNamespace, lease_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others open the namespace, and this session learns it from the answer to its next request."""
-    acquire = ns.acquire
-
-    def refused(keys: list[tuple[int, int]], timeout_s: float | None = None) -> object:
-        ns.lease_slots = lease_slots
-        return acquire(keys, timeout_s=timeout_s)
-
-    monkeypatch.setattr(ns, "acquire", refused)
-
-
-def test_a_host_share_that_falls_while_it_is_asked_for_is_asked_for_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ns = make_namespace(lease_slots=8)
-    let_share_fall(ns, 2, monkeypatch)
-    with make_tier(ns, 6).fetch(KEYS[:5]) as held:
-        assert_holds(ns, held, KEYS[:5])
-    assert [len(keys) for _, keys in ns.happened("acquire")] == [1, 1, 1, 1, 1]
-
-
-def test_copies_under_way_that_hold_a_fallen_share_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_under_way_are_waited_for_where_others_lease_through_the_same_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     ns, copier = make_namespace(lease_slots=8), LateCopier()
     monkeypatch.setattr("paramstore_client.device.make_copier", lambda *arguments, **options: copier)
     tier = make_tier(ns, 6)
     tier.fetch(KEYS[:3]).release()
-    let_share_fall(ns, 3, monkeypatch)
-    with tier.fetch(KEYS[3:5]) as held:
+    with ns.acquire(KEYS[:4]), tier.fetch(KEYS[3:5]) as held:
         copier.run_until(4)
         assert_holds(ns, held, KEYS[3:5])
+
+
+def test_a_lease_that_no_copy_under_way_blocks_is_refused() -> None:
+    ns = make_namespace(lease_slots=4)
+    with ns.acquire(KEYS[:4]), pytest.raises(LeaseError, match="own leases hold 4 of 4"):
+        make_tier(ns, 6).fetch(KEYS[:1])
 
 
 def test_an_updated_expert_is_fetched_again_and_the_others_are_not() -> None:

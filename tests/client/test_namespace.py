@@ -190,7 +190,7 @@ def test_the_least_that_may_be_leased_is_asked_for_and_an_older_daemon_cannot_pr
     assert [request.min_lease_slots for request in daemon.requests(m.OpenNamespace)] == [3]
     assert [request.min_lease_slots for request in daemon.requests(m.OpenRank)] == [2]
     for wrong in (-1, 1.5, "3", None):
-        with pytest.raises(ps.ConfigError, match=r"min_lease_slots=.*: give a count of slots"):
+        with pytest.raises(ps.ConfigError, match=r"min_lease_slots=.*: give a whole number from 0"):
             store.open_namespace("moe", min_lease_slots=wrong)
     assert "16 lease slots" in repr(namespace)
     daemon.minor = m.PROMISE_MINOR - 1

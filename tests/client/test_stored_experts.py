@@ -257,16 +257,3 @@ def test_the_module_has_no_parameters_and_no_state() -> None:
     layer = StoredExperts(make_namespace(), 0)
     assert list(layer.parameters()) == []
     assert layer.state_dict() == {}
-
-
-def test_parts_shrink_when_others_take_their_share_of_the_lease_slots() -> None:
-    ns = make_namespace(lease_slots=2 * EXPERTS)
-    stored, resident = make_stored(ns), make_resident(ns)
-    x_TD = make_tokens()
-    loss = stored(x_TD).square().sum()
-    ns.lease_slots = 2  # two readers came between forward and backward
-    loss.backward()
-    expected, grad = run(resident, make_tokens())
-    assert torch.equal(loss, expected)
-    assert torch.equal(x_TD.grad, grad)
-    assert_pending_equal(ns, resident)

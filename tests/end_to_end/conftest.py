@@ -16,7 +16,9 @@ from paramstore.testing.daemon_process import QUIET, DaemonProcess
 
 SHAPE = (64, 64)
 LAYERS, EXPERTS = 2, 4
-SETTINGS = {**QUIET, "PARAMSTORE_WAIT_TIMEOUT_S": "10", "PARAMSTORE_SHUTDOWN_TIMEOUT_S": "5"}
+SETTINGS = {
+    **QUIET, "PARAMSTORE_WAIT_TIMEOUT_S": "10", "PARAMSTORE_SHUTDOWN_TIMEOUT_S": "5", "PARAMSTORE_READER_SLOTS": "8",
+}  # fmt: skip
 BUDGETS = ("--host-budget", "64MiB", "--gradient-budget", "4MiB")
 LIMIT_S = 30.0
 """Longer than any deadline in these tests: what takes longer hangs."""

@@ -44,10 +44,9 @@ def states() -> list[State]:
 
 def check(namespace: ps.Namespace, expected: State) -> None:
     """What is leased and read is the expected state."""
-    with namespace.acquire(KEYS) as lease:
-        for key in KEYS:
-            assert torch.equal(lease[key]["w"], expected[key].masters["w"].to(torch.bfloat16)), key
     for key in KEYS:
+        with namespace.acquire([key]) as lease:
+            assert torch.equal(lease[key]["w"], expected[key].masters["w"].to(torch.bfloat16)), key
         record = namespace.read(key)
         check_expert(record, expected[key], key=key, step="this")
         assert torch.equal(record["w"], expected[key].masters["w"].to(torch.bfloat16)), key

@@ -191,7 +191,7 @@ def gradients(keys: list[tuple[int, int]], value: float = 1.0) -> dict[tuple[int
 
 
 def test_more_keys_than_slots_are_refused_with_the_way_out(wide: ps.Namespace) -> None:
-    with pytest.raises(ps.CapacityError, match=r"6 keys .* may lease 1 slots at once .* ask in parts, or raise host_budget"):
+    with pytest.raises(ps.CapacityError, match=r"6 keys .* was promised 1 slots .* ask in parts, or raise host_budget"):
         wide.acquire(wide.keys())
     with wide.acquire([(0, 5)]) as lease:
         assert lease[0, 5]["w"][0, 0] == 5.0
@@ -207,15 +207,17 @@ def test_a_lease_that_only_the_callers_own_leases_block_is_refused_at_once(wide:
         pass
 
 
-def test_a_lease_that_others_block_waits_to_its_deadline_and_says_so(narrow: DaemonProcess, wide: ps.Namespace) -> None:
-    with ps.connect(narrow.address) as store, store.open_namespace("wide") as first, store.open_namespace("wide") as second:
-        with wide.acquire([(0, 0)]), first.acquire([(0, 1)]):
-            with pytest.raises(ps.WaitTimeout, match="slots that others hold"):
-                second.acquire([(0, 2)], timeout_s=0.05)
-            waiting = second.begin_acquire([(0, 2)])
-            assert not waiting.done()
-        with waiting.wait() as lease:
-            assert lease[0, 2]["w"][0, 0] == 2.0
+def test_readers_that_were_promised_nothing_are_told_who_has_the_slots_and_disturb_nobody(
+    narrow: DaemonProcess, wide: ps.Namespace
+) -> None:
+    with ps.connect(narrow.address) as store, store.open_namespace("wide") as reader, wide.acquire([(0, 0)]):
+        assert reader.lease_slots == 0
+        with pytest.raises(ps.CapacityError, match=r"promised 0 slots .* the writer pid .* was promised 1: close"):
+            reader.acquire([(0, 0)])
+        assert reader.read((0, 2))["master/w"][0, 0] == 2.0
+        assert reader.refresh() == reader.steps()[-1]
+    with wide.acquire([(0, 1)]):
+        pass
 
 
 def test_gradients_over_the_budget_are_refused_whole_with_the_size_needed(wide: ps.Namespace) -> None:

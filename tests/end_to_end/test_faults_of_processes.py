@@ -105,7 +105,7 @@ def test_a_stopped_client_keeps_its_leases_and_nobody_waits_for_it(
     before = figures(store)["leased_slots"]
     process = client_process("read")
     process.send_signal(signal.SIGSTOP)
-    with store.open_namespace("moe") as reader, reader.acquire([(0, 0), (1, 1)], timeout_s=5.0):
+    with store.open_namespace("moe", min_lease_slots=2) as reader, reader.acquire([(0, 0), (1, 1)], timeout_s=5.0):
         assert figures(store)["leased_slots"] == before + 3
     process.kill()
     until(lambda: figures(store)["leased_slots"] == before)

@@ -59,7 +59,7 @@ def test_a_snapshot_outlives_commits_its_taker_and_the_daemon_until_it_is_droppe
     with ps.connect(serve(directory).start().address) as store, store.open_namespace("moe") as reader:
         assert reader.snapshots() == [2]
         assert reader.extra(2) == b"extra of 2"
-        with store.open_namespace("moe", at=2) as view:
+        with store.open_namespace("moe", at=2, min_lease_slots=4) as view:
             assert equal(values(view), kept)
         reader.drop_snapshot(2)  # a reader may: it changes no record
         assert reader.steps() == [4, 5]

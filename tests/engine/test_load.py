@@ -95,7 +95,7 @@ def test_a_lease_that_times_out_says_what_it_waited_for() -> None:
         other = await site.store.admission.open("moe", mode="read", at=None, host_bytes=None)
         while arena.slots.free_count:
             arena.slots.take()
-        with pytest.raises(WaitTimeout, match="lease of 1 keys of 'moe': waiting for slots that others hold"):
+        with pytest.raises(WaitTimeout, match="lease of 1 keys of 'moe': waiting for slots to come free"):
             await lease(site.store, other, [C], timeout_s=0.0)
         assert not arena.waiting
         site.store.release(site.view, held.lease_id)

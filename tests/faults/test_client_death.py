@@ -47,7 +47,7 @@ class Desk:
         paths = {name: folder / f"{name}.gate" for name in GATED.values()}
         for name, path in paths.items():
             self.gates[name] = path.open("wb")
-        address = daemons.start(folder / "store", gates=paths, bugs=bugs)
+        address = daemons.start(folder / "store", gates=paths, bugs=bugs, flags={"reader_slots": 8})
         assert address is not None
         self.address = address
         self.limit_s = limit_s

@@ -321,7 +321,7 @@ class ReaderMachine(RuleBasedStateMachine):
     def a_copy_stays_for_as_long_as_somebody_sees_it_and_no_longer(self) -> None:
         """It may be evicted; but it retires only if nobody sees its bytes, and then it does."""
         for copy, reader, step in self.seen:
-            if reader in self.readers and reader.step == step and not reader.is_dropped:
+            if reader in self.readers and reader.step == step and not (reader.is_dropped or reader.view.is_dropped):
                 assert copy.state is not Copy.RETIRED, f"{copy.key} of step {step}"
         namespace = self.writer.namespace
         copies = [copy for found in namespace.copies.values() for copy in found if copy.state is not Copy.RETIRED]

@@ -39,7 +39,7 @@ class ResidencyMachine(RuleBasedStateMachine, ResidencyActs):
         small = SmallPlanner(
             experts=EXPERTS, param_slots=param_slots, working_slots=working_slots, extents=EXPERTS + spare, policy=policy
         )
-        self.begin(small, param_slots=param_slots, dirty=dirty)
+        self.begin(small, dirty=dirty)
 
     # --- views
 
@@ -72,7 +72,7 @@ class ResidencyMachine(RuleBasedStateMachine, ResidencyActs):
     @rule(pick=PICK, spare=st.integers(1, 2))
     def wait_in_a_crowd(self, pick: int, spare: int) -> None:
         views = [view for view in self.model.open_views() if not view.is_fenced and not view.is_dropped]
-        if views and self.model.cap() > spare and not self.small.param_arena.waiting:
+        if views and self.small.param_arena.slots.count > spare + 1 and not self.small.param_arena.waiting:
             self.crowd(chosen(views, pick), chosen(views, pick + 1), spare=spare)
 
     @precondition(lambda self: self.model.leases)

@@ -180,7 +180,6 @@ class LayerCall:
 
     def differentiate(self, grad_ND: Tensor, activations: Sequence[Tensor]) -> Tensor | None:
         """Pushes every active expert's gradients, part by part; returns that of the rows if it was wanted."""
-        self._refit()
         grad_parts = torch.split(grad_ND, [part.row_count for part in self._parts])
         grad_x: list[Tensor] = []
         with self._saved.restored(activations):
@@ -197,16 +196,7 @@ class LayerCall:
                 del gradients  # before the next part makes its own
         return torch.cat(grad_x) if grad_x else None
 
-    def _refit(self) -> None:
-        """At the start of each pass: parts that have outgrown what may be leased, since others came, are cut up."""
-        limit = self._source.lease_slots
-        if any(len(part.blocks) > limit for part in self._parts):
-            self._parts = tuple(
-                smaller for part in self._parts for smaller in split_parts(part.layer, part.blocks, limit=max(1, limit // 2))
-            )
-
     def _forward(self, x_ND: Tensor, compute: Callable[[Part, dict[int, Mapping[str, Tensor]], Tensor], list[Tensor]]) -> Tensor:
-        self._refit()
         y: list[Tensor] = []
         for index, (part, x) in enumerate(zip(self._parts, torch.split(x_ND, [p.row_count for p in self._parts]), strict=True)):
             with self._source.acquire(part.keys) as lease:
