@@ -57,6 +57,8 @@ class NamespaceModel:
         """Commits asked for and not answered: they may be there."""
         self.targets: dict[int, None] = {}
         """Rollbacks asked for and not answered."""
+        self.leaving: set[int] = set()
+        """Steps above such a target: a reader does not come to them any more, and they are listed until the rollback is over."""
         self.prepared: dict[int, None] = {}
         """Steps that may be prepared and not committed: one at most is."""
         self.is_prepared_dropped = False
@@ -176,6 +178,7 @@ class NamespaceModel:
 
     def rolled_back(self, step: int) -> None:
         self.targets.pop(step, None)
+        self.leaving = set()
         self._truncate(step)
         for gone in [snapshot for snapshot in self.snapshots if snapshot > step]:
             raise Broken(f"{self.name}: rolled back to {step} over snapshot {gone}")
@@ -187,17 +190,23 @@ class NamespaceModel:
 
     def observe_committed(self, step: int | None, *, is_resolved: bool) -> None:
         """The core says that `step` is the newest. is_resolved: nothing that was asked for before can change that any more."""
-        allowed = {self.committed, *self.started, *self.targets}
+        allowed = {self.committed, *self.started, *self.targets, *self.leaving}
         if step not in allowed:
             raise Broken(f"{self.name}: step {step} is the newest; it may be {allowed}: last acknowledged <= found <= last started")
-        if step != self.committed:
+        if step in self.leaving:  # some say where readers stand, others what is committed
+            for other in sorted(self.leaving):
+                self._add_step(other)
+            self.leaving = set()
+        elif step != self.committed:
             assert step is not None
             if step in self.started:
                 del self.started[step]
                 self._add_step(step)
             else:
+                self.leaving = {other for other in self.steps if other > step}
                 self._truncate(step)
         if is_resolved:
+            self.leaving = set()
             if self.targets and self.started:  # they may have been published, and dropped older steps, before they were rolled back
                 self.kept = self.kept[-max(1, self.retained_steps - len(self.started)) :]
             self.started.clear()
@@ -217,7 +226,7 @@ class NamespaceModel:
 
     def check_steps(self, found: Sequence[int]) -> None:
         """`found` is what the core says can be opened."""
-        known = set(self.steps) | set(self.started)
+        known = {*self.steps, *self.started, *self.leaving}
         if list(found) != sorted(set(found)) or not set(found) <= known or not self.must_have() <= set(found):
             raise Broken(f"{self.name}: steps {list(found)}; must have {sorted(self.must_have())}, may have {sorted(known)}")
 

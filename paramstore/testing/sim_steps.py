@@ -62,12 +62,12 @@ def rollback(c: SimClient, view: ClientView) -> None:
         return
     step = c.random.choice((steps[-1], steps[-1], steps[0]))
     taken = Taken(c)
-    was_there = False
+    was_there = is_target = False
 
     def arrived() -> None:
-        nonlocal was_there
+        nonlocal was_there, is_target
         if model.writer is view:
-            was_there = step in model.must_have()
+            was_there, is_target = step in model.must_have(), step not in model.targets
             model.targets[step] = None
             if world.machine.store.namespaces[model.name].cut is not None:
                 world.mark("rollback during a commit")
@@ -80,7 +80,7 @@ def rollback(c: SimClient, view: ClientView) -> None:
 
     def failed(error: str) -> None:
         taken.give_back()
-        if not world.is_unsure and step not in model.opening.values():
+        if is_target and not world.is_unsure and step not in model.opening.values():  # else somebody else goes back there
             model.targets.pop(step, None)
         if error == "StepDropped" and was_there and step in model.must_have() and not model.started and not model.opening:
             raise Broken(f"{c}: rollback to {step} is refused, and it must be there")
