@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paramstore.daemon import assembly
+from paramstore.daemon import volume_places
 from paramstore.storage.backing_file import BackingFile
 from paramstore.storage.file_volume import FileVolume
 from paramstore.storage.notes import format_volume
@@ -50,7 +50,7 @@ def forget_creation() -> None:
             replace_in(FileVolume, flush=flush)
 
     replace_in(FileVolume, create=staticmethod(create_quietly))
-    replace_in(assembly, format_volume=format_quietly)
+    replace_in(volume_places, format_volume=format_quietly)
 
 
 BUGS = {

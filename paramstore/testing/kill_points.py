@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paramstore.daemon import assembly
+from paramstore.daemon import assembly, volume_places
 from paramstore.daemon.channel import Channel
 from paramstore.engine import commit, update
 from paramstore.engine.planner import Planner
@@ -33,7 +33,7 @@ DISK_POINTS = ("write", "write.half", "flush", "publish", "published")
 """What a number without a name counts."""
 READ_POINTS = ("load", "loaded", "read")
 WRAPPED: Mapping[str, tuple[Any, str]] = {
-    "format": (assembly, "format_volume"),
+    "format": (volume_places, "format_volume"),
     "recover": (assembly, "open_store"),
     "push": (Store, "push"),
     "begin_apply": (Planner, "begin_apply"),

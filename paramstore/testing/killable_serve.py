@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paramstore.config import load
-from paramstore.daemon import assembly, server
+from paramstore.daemon import assembly, server, volume_places
 from paramstore.testing import daemon_bugs, kill_points, plain_arithmetic
 from paramstore.testing.fork_server import ForkServer, serve_forks
 
@@ -62,7 +62,8 @@ def main() -> None:
         import paramstore.optim.update  # noqa: F401 - loads torch for every child at once
     logging.basicConfig(level=logging.WARNING)
     kill_points.instrument()
-    vars(assembly).update(FileVolume=kill_points.KillableVolume, LmdbCatalog=kill_points.KillableCatalog)
+    vars(assembly).update(LmdbCatalog=kill_points.KillableCatalog)
+    vars(volume_places).update(FileVolume=kill_points.KillableVolume)
     vars(server).update(harden=lambda: None)  # whoever tests may look into /proc/PID
     serve_forks(_serve)
 

@@ -114,7 +114,7 @@ def test_without_a_bug_the_short_life_is_right(tell: Tell) -> None:
         ("skip_flush", "CorruptRecord"),
         ("acknowledge_early", "was acknowledged"),
         ("forget_growth", "was truncated"),
-        ("forget_creation", "cannot open"),
+        ("forget_creation", "is missing: give its path"),
     ],
 )
 def test_a_planted_bug_is_found_in_a_crash(bug: str, said: str, tell: Tell) -> None:
