@@ -22,15 +22,15 @@ LAYER = [(0, expert) for expert in range(EXPERTS)]
 FIELDS = {"gate_up": (2 * HIDDEN, HIDDEN), "down": (HIDDEN, HIDDEN)}
 MONITOR = """
 import sys, paramstore_client as ps
-with ps.connect(sys.argv[1]) as store, store.open_namespace("moe") as reader:
+with ps.connect(sys.argv[1]) as store, store.open_namespace(sys.argv[2]) as reader:
     with reader.acquire([(0, 0)]):
         print(reader.lease_slots)
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.ServeOptions]:
-    """Of one daemon; started by the first connect."""
+    """Of one daemon for all tests here; started by the first connect."""
     settings = {name.removeprefix("PARAMSTORE_").lower(): value for name, value in QUIET.items()}
     yield ps.ServeOptions(dir=tmp_path_factory.mktemp("store"), host_budget="64MiB", settings=settings)
     for process in autostart._started:
@@ -40,12 +40,12 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.ServeOption
 
 
 @pytest.fixture
-def writer(options: ps.ServeOptions) -> Iterator[ps.Namespace]:
-    """Of two layers of 16 experts, with slots for two versions of each; committed as step 1."""
-    schema = ps.adamw_schema(FIELDS, param_dtype="float32")
+def writer(options: ps.ServeOptions, request: pytest.FixtureRequest) -> Iterator[ps.Namespace]:
+    """Its own namespace for each test: two layers of 16 experts, slots for two versions of each; committed as step 1."""
+    schema, name = ps.adamw_schema(FIELDS, param_dtype="float32"), request.node.name.partition("[")[2].strip("]") or "alone"
     with (
         ps.connect(autostart=options, timeout_s=60.0) as store,
-        store.create_namespace("moe", schema, layers=2, experts=EXPERTS) as namespace,
+        store.create_namespace(name, schema, layers=2, experts=EXPERTS) as namespace,
     ):
         generator = torch.Generator().manual_seed(0)
         namespace.initialize(lambda key: {name: torch.randn(shape, generator=generator) for name, shape in FIELDS.items()})
@@ -59,21 +59,20 @@ def test_a_reader_of_another_process_never_ends_a_trainer(options: ps.ServeOptio
     with ps.connect(autostart=options) as other:
         for _ in range(2):
             with writer.acquire(LAYER):
-                answer = subprocess.run(
-                    [sys.executable, "-c", MONITOR, other.address], capture_output=True, text=True, check=True, timeout=60
-                )
+                command = [sys.executable, "-c", MONITOR, other.address, writer.name]
+                answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
                 assert answer.stdout == "8\n"
-                readers = [other.open_namespace("moe") for _ in range(6)]
+                readers = [other.open_namespace(writer.name) for _ in range(6)]
                 assert [reader.lease_slots for reader in readers] == [8, 4, 2, 1, 1, 0]
                 assert [reader.steps() for reader in readers] == [[1]] * 6
                 with pytest.raises(ps.CapacityError, match=r"promised 0 slots .* the writer pid \d+ \(.*\) was promised 44, "):
                     readers[-1].acquire(LAYER[:1])
                 with pytest.raises(ps.CapacityError, match="min_lease_slots=1, but 0 of its 64 slots are left for a reader"):
-                    other.open_namespace("moe", min_lease_slots=1)
+                    other.open_namespace(writer.name, min_lease_slots=1)
                 with writer.acquire([(1, expert) for expert in range(EXPERTS)]):
                     for reader in readers:
                         reader.close()
-        with other.open_namespace("moe", min_lease_slots=16) as reader, reader.acquire(LAYER):
+        with other.open_namespace(writer.name, min_lease_slots=16) as reader, reader.acquire(LAYER):
             pass
     assert writer.lease_slots == 44
 
@@ -99,9 +98,9 @@ def test_stored_experts_train_on_while_readers_come_and_go(
         layer = ps.nn.StoredExperts(source_of(stack, writer), 0)
         readers = []
         for _ in range(3):
-            readers += [other.open_namespace("moe") for _ in range(2)]
+            readers += [other.open_namespace(writer.name) for _ in range(2)]
             loss = layer(torch.ones(len(ids), HIDDEN), ids, torch.ones(ids.shape)).square().sum()
-            readers += [other.open_namespace("moe") for _ in range(2)]
+            readers += [other.open_namespace(writer.name) for _ in range(2)]
             loss.backward()
             assert writer.apply(ps.AdamW(lr=1e-3)).wait()["records"] == EXPERTS
             readers.pop(0).close()

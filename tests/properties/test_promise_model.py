@@ -19,7 +19,7 @@ from paramstore.testing.state_machines import run_fixed, run_new
 
 EXPERTS = 12
 PICK = st.integers(0, 23)
-KEYS = st.lists(st.tuples(st.just(0), st.integers(0, EXPERTS - 1)), min_size=1, max_size=8)
+KEYS = st.lists(st.tuples(st.just(0), st.integers(0, EXPERTS - 1)), min_size=1, max_size=4)
 VIEWS_MAX = 8
 OPAQUE = Schema.param({"w": ((3, 5), "bfloat16")})
 
@@ -27,7 +27,7 @@ OPAQUE = Schema.param({"w": ((3, 5), "bfloat16")})
 class PromiseMachine(RuleBasedStateMachine):
     """`promised` is what each handle was told when it opened. Handles that are gone are in the namespace's views alone."""
 
-    @initialize(slots=st.integers(1, 40), reader_slots=st.none() | st.integers(0, 40), is_trainable=st.booleans())
+    @initialize(slots=st.integers(1, 24), reader_slots=st.none() | st.integers(0, 20), is_trainable=st.booleans())
     def start(self, slots: int, reader_slots: int | None, is_trainable: bool) -> None:
         self.small = SmallPlanner(
             experts=EXPERTS, param_slots=slots, working_slots=EXPERTS, extents=12 * EXPERTS,
@@ -95,12 +95,30 @@ class PromiseMachine(RuleBasedStateMachine):
 
     # --- leases
 
-    @precondition(lambda self: self.views)
+    def live(self) -> list[View]:
+        """Those that take leases."""
+        return [view for view in self.views if not view.is_fenced and not view.is_dropped]
+
+    @precondition(lambda self: self.live())
     @rule(pick=PICK, keys=KEYS)
     def acquire(self, pick: int, keys: list[ExpertKey]) -> None:
-        view = self.one(pick)
-        if view.is_fenced or view.is_dropped:
-            return
+        self.ask(self.live()[pick % len(self.live())], keys)
+
+    acquire_more = acquire_again = acquire
+
+    @precondition(lambda self: self.live())
+    @rule(picks=st.lists(PICK, min_size=2, max_size=5), keys=KEYS)
+    def crowd(self, picks: list[int], keys: list[ExpertKey]) -> None:
+        """Loads that have not landed take the slots that there are: who asks for more waits in line."""
+        views = [self.live()[pick % len(self.live())] for pick in picks]
+        self.small.prefetch(views[0], *[key for key in self.small.keys if key not in keys])
+        for view, key in zip(views, keys * len(views), strict=False):
+            self.ask(view, [key])
+
+    crowd_again = crowd
+
+    def ask(self, view: View, keys: list[ExpertKey]) -> None:
+        """Given, or put in line, if it is within the promise; else refused."""
         waiting = [request for request in self.waiting if request.view is view]
         wanted = {(key, view.locate(key)[0]) for request in waiting for key in request.keys}
         wanted |= {(key, view.locate(key)[0]) for key in keys}
@@ -115,20 +133,11 @@ class PromiseMachine(RuleBasedStateMachine):
         assert is_within
         (self.granted if request.is_finished else self.waiting).append(request)
 
-    acquire_more = acquire_again = acquire
-
     @precondition(lambda self: self.granted)
     @rule(pick=PICK)
     def release(self, pick: int) -> None:
         request = self.granted.pop(pick % len(self.granted))
         self.small.release(request)
-
-    @precondition(lambda self: self.views)
-    @rule(pick=PICK, keys=KEYS)
-    def prefetch(self, pick: int, keys: list[ExpertKey]) -> None:
-        view = self.one(pick)
-        if not (view.is_fenced or view.is_dropped):
-            self.small.prefetch(view, *keys)
 
     # --- what moves
 
