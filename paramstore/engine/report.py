@@ -12,7 +12,7 @@ from paramstore.engine.counters import PartStats
 from paramstore.engine.namespace import NamespaceState, WriterGroup
 from paramstore.engine.transfers import VolumeTraffic
 from paramstore.engine.volumes import VolumeSet
-from paramstore.storage.mounts import free_bytes
+from paramstore.storage.mounts import free_bytes, shown
 
 
 def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object]:
@@ -114,4 +114,4 @@ def volume_stats(volumes: VolumeSet, traffic: Mapping[int, VolumeTraffic]) -> di
 
 def disk_stats(directory: Path) -> dict[str, object]:
     """What others may still write beside a store's catalog before its disk is full; None where nobody can tell."""
-    return {"dir": str(directory), "free_bytes": free_bytes(directory) if directory.is_dir() else None}
+    return {"dir": shown(directory), "free_bytes": free_bytes(directory) if directory.is_dir() else None}

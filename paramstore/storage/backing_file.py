@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paramstore.errors import CorruptRecord, VolumeError
-from paramstore.storage.mounts import free_bytes
+from paramstore.storage.mounts import free_bytes, shown
 from paramstore.storage.ownership import objection_to
 from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
 
@@ -56,7 +56,7 @@ class BackingFile:
 
     def __init__(self, path: Path, index: int, descriptor: int) -> None:
         self.path = path
-        self.shown_path = os.fsencode(path).decode(errors="backslashreplace")  # text, whatever this process's locale makes of it
+        self.shown_path = shown(path)
         self.place = f"volume {index} ({self.shown_path})"
         self.size_bytes = 0
         self._descriptor = descriptor

@@ -21,6 +21,11 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 DAX_OPTIONS = frozenset({"dax", "dax=always"})
 
 
+def shown(path: Path) -> str:
+    """A path as text that can be written anywhere, whatever this process's locale makes of its bytes."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 class Mount(NamedTuple):
     """One line of the mount table."""
 
@@ -41,7 +46,7 @@ def parse_mounts(table: str) -> list[Mount]:
     for line in table.splitlines():
         fields = line.split(" ")
         if len(fields) >= 4:
-            point = os.fsdecode(fields[1].encode().decode("unicode_escape").encode("latin-1"))
+            point = os.fsdecode(os.fsencode(fields[1]).decode("unicode_escape").encode("latin-1"))
             mounts.append(Mount(point, fields[2], frozenset(fields[3].split(","))))
     return mounts
 

@@ -104,7 +104,7 @@ def test_what_a_reader_may_not_do_is_refused_by_its_own_handle(
         with pytest.raises(ps.SchemaMismatch, match=f"{call}: namespace 'moe' is open for reading: open it with mode='write'"):
             WRITERS[call](reader)
         assert len(daemon.requests(m.Message)) == sent, "nothing was sent"
-        assert repr(reader) == "<Namespace 'moe', 2 x 4 experts, committed 1, read at 1>"
+        assert repr(reader) == "<Namespace 'moe', 2 x 4 experts, committed 1, read at 1, 16 lease slots>"
 
 
 def test_numbers_of_numpy_are_sent_as_plain_ones(daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient) -> None:

@@ -160,7 +160,7 @@ def test_what_is_no_order_is_refused_and_changes_nothing() -> None:
         store = Machine(policy="schedule").start()
         view = await store.admission.create("moe", SCHEMA.describe(), layers=[0], experts=4, host_bytes=None)
         store.declare_schedule(view, [(0, "routed")], ())
-        with pytest.raises(ConfigError, match=r"optim_visits\[0\] = \(3, 'routed'\)"):
+        with pytest.raises(ConfigError, match=r"optim_visits\[0\]=\(3, 'routed'\)"):
             store.declare_schedule(view, (), [(3, "routed")])
         assert view.declared is not None
         assert view.declared.param == RING

@@ -163,5 +163,5 @@ def test_the_memory_of_an_import_is_one_record_beyond_the_arenas(checkpoint: Pat
     assert record > 48 * MIB, "so that what Python itself takes is little beside it"
     assert checkpoint_bytes > 2 * record
     # Two initial values (4 of a record's 12 bytes each) are in upload memory; what is read and converted is the rest.
-    assert result["peak_bytes"] <= record + 16 * MIB, f"{result['peak_bytes'] / record:.2f} records"
+    assert result["peak_bytes"] <= record + 24 * MIB, f"{result['peak_bytes'] / record:.2f} records"
     assert daemon_peak <= budget + record + 32 * MIB, f"{daemon_peak / MIB:.0f} MiB over a budget of {budget / MIB:.0f}"
