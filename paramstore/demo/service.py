@@ -28,10 +28,12 @@ class DemoDaemon:
     Raises ConfigError where the directory's path is too long for a socket in it, before anything is made.
     """
 
-    def __init__(self, directory: Path, *, host_budget_bytes: int) -> None:
+    def __init__(self, directory: Path, *, host_budget_bytes: int, reader_slots: int | None = None) -> None:
         self.directory = directory
         self._is_kept = False
-        self._options = ps.ServeOptions(dir=directory, host_budget=host_budget_bytes)
+        self._options = ps.ServeOptions(
+            dir=directory, host_budget=host_budget_bytes, settings={} if reader_slots is None else {"reader_slots": reader_slots}
+        )
         length_bytes = len(os.fsencode(self._options.socket_path()))
         if length_bytes > PATH_BYTES_MAX:
             raise ConfigError(

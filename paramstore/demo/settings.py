@@ -69,6 +69,7 @@ class DemoSettings:
     weight_decay: float = 0.01
     balance_weight: float = 0.001
     budget_share: float = 1 / 8
+    reader_slots: int | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -113,6 +114,7 @@ def quick(*, steps: int = 30, seed: int = 0) -> DemoSettings:
         corpus_bytes=4_000_000,
         generated_bytes=80,
         ring_slots=2,
+        reader_slots=2,  # of 7: by default readers have none of so few
         threads=1,
         seed=seed,
     )

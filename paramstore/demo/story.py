@@ -47,7 +47,9 @@ def tell(settings: DemoSettings, directory: Path, *, progress: DemoProgress, kee
     keeps_daemon: leaves the daemon running at the end, but not after an error.
     Raises ConfigError on a directory that is not the demo's, StoreLocked while another demo runs there.
     """
-    daemon = DemoDaemon(directory / STORE, host_budget_bytes=settings.host_budget_bytes)
+    daemon = DemoDaemon(
+        directory / STORE, host_budget_bytes=settings.host_budget_bytes, reader_slots=settings.reader_slots
+    )
     with owned_directory(directory), repeatable(threads=settings.threads), daemon:
         for name in REPLACED:
             _remove(directory / name)
@@ -207,7 +209,7 @@ class Story:
     def _generate(self, store: ps.Store, corpus: Corpus) -> Generation:
         settings = self._settings
         self._progress.chapter(6, f"Text through a ring of {settings.ring_slots} layer slots for {settings.shape.layers} layers")
-        with store.open_namespace(NAMESPACE) as namespace:
+        with store.open_namespace(NAMESPACE, min_lease_slots=settings.ring_slots) as namespace:
             step = namespace.view_step
             assert step is not None, "a reader stands on a committed step"
             checkpoints = CheckpointFolder(self._directory / CHECKPOINTS)
