@@ -13,8 +13,9 @@ import sys
 from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-HALF_DONE = frozenset({"__init__", "__new__", "__enter__", "__exit__", "__del__", "_find_and_load"})
-"""Names of functions that make or end something, the last of them an import."""
+HALF_DONE = frozenset({"__init__", "__new__", "__enter__", "__exit__", "__del__", "_find_and_load", "_read_once", "_send_some"})
+"""Names of functions that make or end something; then an import, and a connection's, which is given up if it is interrupted there,
+and a command has yet to save over it what it has done."""
 PUT_OFF_S = 0.02
 PUT_OFFS_MAX = 50
 """How often an interrupt waits for the end of such a function, PUT_OFF_S each; then it is raised there."""

@@ -274,6 +274,7 @@ class ResidencyActs(ResidencyChecks):
         """Once everybody has gone and everything has landed, nobody waits and only what is resident has a slot."""
         while self.updating:
             self.settle_update(0, 0)
+            self.drain()
         if self.cut is not None:
             self._fail_commit()
         self._roll_back(max(self.model.steps))  # what an apply was to make is not waited for any more

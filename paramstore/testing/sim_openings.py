@@ -117,7 +117,7 @@ def open_writer(c: SimClient, model: NamespaceModel) -> None:
         opening.arrived()
         if at is not None:
             model.targets[at] = None
-            model.is_prepared_dropped = at not in model.prepared
+            model.is_prepared_dropped |= at not in model.prepared  # even if one that drops it fails: it may have been done
 
     def failed(error: str) -> None:
         opening.over()

@@ -39,6 +39,10 @@ class _Head(msgspec.Struct, array_like=True):
     handle: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+_handle_decoder = msgspec.msgpack.Decoder(int)
+
+
 class BrokenRequest(NamedTuple):
     """What a body that is no request was meant to be. handle: None where it has none, or none that can be read."""
 
@@ -80,13 +84,13 @@ def decode_request(body: bytes | bytearray | memoryview) -> Request:
 def broken_request(body: bytes | bytearray | memoryview) -> BrokenRequest | None:
     """Which request a body was meant to be that `decode_request` refused; None where its tag and id cannot be read."""
     try:
-        head = msgspec.msgpack.decode(body, type=_Head)
+        head = _head_decoder.decode(body)
         kind = _ANSWERED[head.tag]
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     handle = None
     with suppress(msgspec.DecodeError):
-        handle = msgspec.msgpack.decode(head.handle, type=int)
+        handle = _handle_decoder.decode(head.handle)
     return BrokenRequest(kind, head.id, handle)
 
 

@@ -6,19 +6,23 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
+import paramstore_client as ps
 from paramstore.cli import signals
 from paramstore.cli.main import app
 from paramstore.testing.daemon_process import DaemonProcess
+from paramstore_client.inbox import Inbox
 
 TRIES = int(os.environ.get("PARAMSTORE_SIGNAL_TRIES", "5"))
 SEED = int(os.environ.get("PARAMSTORE_SIGNAL_SEED", "1"))
@@ -53,7 +57,7 @@ COMMANDS = {
     "bench tiers": (("--quick", "--dir", "{new}"), SLOW_S),
 }
 """Arguments with which each does what it is for, and when it is told to end."""
-ENDS_WITH = {"serve": 0, "status": 0, "stop": 3, "fsck": 1, "plan": 0}
+ENDS_WITH = {"serve": 0, "status": 0, "stop": 3, "fsck": 1, "plan": 0, "import": 1, "export": 1}
 """How those end that are over so soon: a signal that comes while the process is being taken down is nobody's. `serve` ends so
 by one."""
 TALKATIVE = {*ENDS_WITH, "demo"}
@@ -198,6 +202,23 @@ def test_an_interrupt_that_a_callback_swallows_comes_again() -> None:
         del referent
         wait_for_interrupt()
     assert reference() is None
+
+
+@pytest.mark.parametrize(("owner", "name"), [(socket.socket, "send"), (Inbox, "read")])
+def test_an_interrupt_breaks_no_connection(store: Path, owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    act = getattr(owner, name)
+
+    def told_before_it(*arguments: Any) -> Any:
+        told_here()
+        return act(*arguments)
+
+    with ps.connect(str(store)) as client:
+        monkeypatch.setattr(owner, name, told_before_it)
+        signals.end_as_interrupt()
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes while nothing is done
+            client.stats()
+            wait_for_interrupt()
+        assert client.stats()["namespaces"] == {}
 
 
 def test_what_is_ignored_stays_so() -> None:

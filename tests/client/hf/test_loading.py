@@ -210,8 +210,11 @@ def test_model_that_was_made_anew_keeps_no_layer_of_experts(store: ps.Store, fam
 
 
 def storages() -> dict[int, int]:
-    """The memory of all living tensors on the CPU: its address, its size in bytes."""
-    living = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and found.device.type == "cpu"]
+    """The memory of all living dense tensors on the CPU: its address, its size in bytes."""
+    living = [
+        found for found in gc.get_objects()
+        if issubclass(type(found), torch.Tensor) and found.device.type == "cpu" and found.layout is torch.strided
+    ]  # fmt: skip
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in living}
 
 
