@@ -230,11 +230,6 @@ class View:
         self.leases: dict[int, LeaseRequest] = {}
         """Granted and waiting, by the client's id."""
 
-    @property
-    def kept_slots(self) -> int:
-        """Slots that nobody else is promised: its promise, or what it holds still where it takes no more leases."""
-        return len(self.leased) if self.is_fenced else self.lease_slots
-
     def end_writing(self) -> None:
         """The connection is gone, its process may still read what it leased: the view writes no more."""
         self.is_fenced = True

@@ -57,14 +57,19 @@ def promise(
 
 def holders(namespace: NamespaceState) -> str:
     """Who keeps which of the slots from others, those with the most first, for a message."""
-    views = sorted((view for view in namespace.views if view.kept_slots), key=lambda view: -view.kept_slots)
+    views = sorted(filter(_kept_slots, namespace.views), key=_kept_slots, reverse=True)
     named = [_kept(view) for view in views[:HOLDERS_NAMED]]
     if others := views[HOLDERS_NAMED:]:
-        named.append(f"{len(others)} others keep {sum(view.kept_slots for view in others)}")
+        named.append(f"{len(others)} others keep {sum(map(_kept_slots, others))}")
     return ", ".join(named) or "nobody keeps any"
+
+
+def _kept_slots(view: View) -> int:
+    """Slots that nobody else is promised: its promise, or what it holds still where it takes no more leases."""
+    return len(view.leased) if view.is_fenced else view.lease_slots
 
 
 def _kept(view: View) -> str:
     mode = "writer" if view.is_writer else "reader"
     who = f"a {mode}" if view.client is None else f"the {mode} {view.client.name}"
-    return f"{who} {'still holds' if view.is_fenced else 'was promised'} {view.kept_slots}"
+    return f"{who} {'still holds' if view.is_fenced else 'was promised'} {_kept_slots(view)}"

@@ -106,7 +106,10 @@ class ResidencyActs(ResidencyChecks):
 
     def ask(self, owner: ModelView, keys: Sequence[ExpertKey]) -> None:
         """A lease request: given, queued, or refused as the model says, and then nothing has changed."""
-        waiting = [key for lease in self.running() if lease.owner is owner and lease.is_waiting for key in lease.keys]
+        waiting = [
+            key for lease in self.running() if lease.owner is owner and lease.is_waiting
+            and not self.model.is_never_made(owner, lease.keys, self.found(owner, lease.keys)) for key in lease.keys
+        ]  # fmt: skip
         leased = self.model.leased(owner)
         awaited = {key for key, copy in zip(waiting, self.found(owner, waiting), strict=True) if copy not in leased}
         refusal = self.model.refusal(owner, keys, self.found(owner, keys), awaited)

@@ -108,6 +108,12 @@ class ResidencyModel:
     def leased(self, owner: ModelView) -> set[ParamCopy]:
         return {held[0] for lease in self.leases if lease.owner is owner and not lease.is_ended for held in lease.held}
 
+    def is_never_made(self, owner: ModelView, keys: Iterable[ExpertKey], found: list[ParamCopy | None]) -> bool:
+        """Whether the owner sees bytes of `keys` that an apply was to make, and failed."""
+        return owner.step is None and self.is_broken and any(
+            copy is None and self.newest[key] != self.target[key] for key, copy in zip(keys, found, strict=True)
+        )  # fmt: skip
+
     def refusal(
         self, owner: ModelView, keys: Iterable[ExpertKey], found: list[ParamCopy | None], awaited: set[ExpertKey]
     ) -> type[ParamStoreError] | None:
@@ -121,10 +127,8 @@ class ResidencyModel:
             return WriterFenced
         if owner.is_dropped:
             return StepDropped
-        if owner.step is None and self.is_broken:
-            unmade = [key for key, copy in zip(keys, found, strict=True) if copy is None and self.newest[key] != self.target[key]]
-            if unmade:
-                return StepFailed
+        if self.is_never_made(owner, keys, found):
+            return StepFailed
         leased, promised = self.leased(owner), owner.view.lease_slots
         new = {key for key, copy in zip(keys, found, strict=True) if copy not in leased} - awaited
         if not new or len(new | awaited) + len(leased) <= promised:
