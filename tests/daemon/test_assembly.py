@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import shutil
 import stat
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paramstore.config import Config
 from paramstore.core.schema import Schema
 from paramstore.daemon import assembly
-from paramstore.daemon.assembly import assemble, take_lock
+from paramstore.daemon.assembly import take_lock
 from paramstore.engine.store import Store
 from paramstore.errors import CatalogError, ConfigError, StoreLocked, VolumeError
 from paramstore.fsck import check
 from paramstore.storage.backing_file import volume_path
 from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.testing.assembled import MIB, config, with_store
 
-MIB = 1 << 20
 SCHEMA = Schema.adamw({"w": (8, 8)}, param_dtype="float32")
 LIMIT_S = 20.0
-
-
-def config(directory: Path, **settings: Any) -> Config:
-    return Config(dir=directory, **{"host_budget_bytes": 32 * MIB, "prefill": False, "io_workers": 1, **settings})
-
-
-def with_store(settings: Config, use: Callable[[Store], Coroutine[Any, Any, Any]]) -> Any:
-    """What `use` makes of the store that `settings` open; closed afterwards."""
-
-    async def main() -> Any:
-        lock = take_lock(settings)
-        try:
-            store = await assemble(settings)
-            try:
-                return await use(store)
-            finally:
-                await store.close()
-        finally:
-            lock.release()
-
-    return asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
 async def nothing(store: Store) -> None:

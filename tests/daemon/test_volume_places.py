@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import mmap
@@ -16,7 +15,6 @@ import pytest
 from paramstore.config import Config
 from paramstore.core.schema import Schema
 from paramstore.daemon import volume_places
-from paramstore.daemon.assembly import assemble, take_lock
 from paramstore.engine.store import Store
 from paramstore.errors import CatalogError, ConfigError, VolumeError
 from paramstore.fsck import check
@@ -24,14 +22,9 @@ from paramstore.storage.backing_file import volume_path
 from paramstore.storage.catalog import Change
 from paramstore.storage.file_volume import FileVolume
 from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.testing.assembled import MIB, config, with_store
 
-MIB = 1 << 20
 SCHEMA = Schema.adamw({"w": (8, 8)}, param_dtype="float32")
-LIMIT_S = 20.0
-
-
-def config(directory: Path, **settings: Any) -> Config:
-    return Config(dir=directory, **{"host_budget_bytes": 32 * MIB, "prefill": False, "io_workers": 1, **settings})
 
 
 async def steps(store: Store) -> list[int]:
@@ -40,20 +33,7 @@ async def steps(store: Store) -> list[int]:
 
 
 def opened(settings: Config, use: Callable[[Store], Coroutine[Any, Any, Any]] = steps) -> Any:
-    """What `use` makes of the store that `settings` open; closed afterwards."""
-
-    async def main() -> Any:
-        lock = take_lock(settings)
-        try:
-            store = await assemble(settings)
-            try:
-                return await use(store)
-            finally:
-                await store.close()
-        finally:
-            lock.release()
-
-    return asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    return with_store(settings, use)
 
 
 async def commit(store: Store) -> None:

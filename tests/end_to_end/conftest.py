@@ -13,6 +13,7 @@ import torch
 import paramstore_client as ps
 from paramstore.core.key import ExpertKey
 from paramstore.testing.daemon_process import QUIET, DaemonProcess
+from paramstore_client import autostart
 
 SHAPE = (64, 64)
 LAYERS, EXPERTS = 2, 4
@@ -136,3 +137,14 @@ def writer(store: ps.Store) -> Iterator[ps.Namespace]:
     """The writer of the shared daemon's namespace; what it did is rolled back by the next one."""
     with store.open_namespace("moe", mode="write") as namespace:
         yield namespace
+
+
+@pytest.fixture(scope="module")
+def autostarting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.ServeOptions]:
+    """A daemon for all tests of a module, which the first connect starts."""
+    settings = {name.removeprefix("PARAMSTORE_").lower(): value for name, value in QUIET.items()}
+    yield ps.ServeOptions(dir=tmp_path_factory.mktemp("store"), host_budget="256MiB", settings=settings)
+    for process in autostart._started:
+        process.terminate()
+        process.wait(timeout=60)
+    autostart._started.clear()

@@ -14,8 +14,7 @@ from paramstore.demo.run import StoredRun
 from paramstore.demo.service import DemoDaemon
 from paramstore.demo.settings import quick
 from paramstore.demo.training import ResidentPlace, Trainer, repeatable
-from paramstore_client.address import parse_address
-from paramstore_client.running import find_daemon
+from paramstore.holder import daemon_of
 
 pytestmark = pytest.mark.slow
 
@@ -63,13 +62,13 @@ def test_quick_demo_proves_its_claims_and_leaves_no_process(tmp_path, daemon):
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
-    assert pid_of(daemon) is None
+    assert daemon_of(daemon.directory) is None
 
 
 def test_trainer_killed_while_the_daemon_lives_ends_the_same_way(tmp_path, daemon):
     settings = quick()
     first = _train_and_die(tmp_path, last_step=settings.kill_step)
-    pid = pid_of(daemon)
+    pid = daemon_of(daemon.directory)
     assert pid is not None, "the daemon outlives the trainer that started it"
     corpus = open_corpus(tmp_path / "corpus", size_bytes=settings.corpus_bytes)
     with repeatable(threads=settings.threads):
@@ -78,7 +77,7 @@ def test_trainer_killed_while_the_daemon_lives_ends_the_same_way(tmp_path, daemo
             assert run.step == settings.resume_step
             resumed = {result.step: result.loss for result in (run.train_step() for _ in range(settings.steps - run.step))}
             digests = run.place.digests()
-        assert pid_of(daemon) == pid, "the same daemon all the time"
+        assert daemon_of(daemon.directory) == pid, "the same daemon all the time"
         place = ResidentPlace(settings.shape, seed=settings.seed)
         trainer = Trainer(settings, corpus, place)
         uninterrupted = {result.step: result.loss for result in (trainer.train_step() for _ in range(settings.steps))}
@@ -97,12 +96,12 @@ def test_interrupted_demo_leaves_no_process(tmp_path, daemon, number):
         for line in process.stderr:
             if "committed" in line:
                 break
-        assert pid_of(daemon) is not None
+        assert daemon_of(daemon.directory) is not None
         process.send_signal(number)
         out, _ = process.communicate(timeout=100)
     assert process.returncode == -number
     assert out == ""
-    assert pid_of(daemon) is None
+    assert daemon_of(daemon.directory) is None
 
 
 def _train_and_die(directory: Path, *, last_step: int) -> dict[int, float]:
@@ -117,12 +116,3 @@ def _train_and_die(directory: Path, *, last_step: int) -> dict[int, float]:
                 process.kill()
                 break
     return losses
-
-
-def pid_of(daemon):
-    """The process over the demo's store, if any."""
-    found = find_daemon(parse_address(daemon.directory))
-    if found is None:
-        return None
-    with found:
-        return found.pid

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import paramstore as ps
-from paramstore.testing.daemon_process import QUIET
-from paramstore_client import autostart
 
 pytestmark = pytest.mark.slow
 
@@ -17,20 +15,9 @@ KEYS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
 HOST_BYTES = 12 << 20
 
 
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.ServeOptions]:
-    """Of one daemon for all tests here; started by the first connect."""
-    settings = {name.removeprefix("PARAMSTORE_").lower(): value for name, value in QUIET.items()}
-    yield ps.ServeOptions(dir=tmp_path_factory.mktemp("store"), host_budget="256MiB", settings=settings)
-    for process in autostart._started:
-        process.terminate()
-        process.wait(timeout=60)
-    autostart._started.clear()
-
-
 @pytest.fixture
-def store(options: ps.ServeOptions) -> Iterator[ps.Store]:
-    with ps.connect(autostart=options, timeout_s=60.0) as store:
+def store(autostarting: ps.ServeOptions) -> Iterator[ps.Store]:
+    with ps.connect(autostart=autostarting, timeout_s=60.0) as store:
         yield store
 
 
@@ -103,10 +90,10 @@ def test_a_rollback_brings_the_committed_bytes_back(writer: ps.Namespace) -> Non
         assert_serves(tier, committed)
 
 
-def test_a_readers_copies_stand_on_its_step_until_it_refreshes(options: ps.ServeOptions, writer: ps.Namespace) -> None:
+def test_a_readers_copies_stand_on_its_step_until_it_refreshes(autostarting: ps.ServeOptions, writer: ps.Namespace) -> None:
     first = values(writer)
     with (
-        ps.connect(autostart=options) as other,
+        ps.connect(autostart=autostarting) as other,
         other.open_namespace(writer.name) as reader,
         ps.DeviceTier(reader, len(KEYS), device="cpu") as tier,
     ):

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 import paramstore as ps
-from paramstore.testing.daemon_process import QUIET
-from paramstore_client import autostart
 from paramstore_client.source import ExpertSource
 
 pytestmark = pytest.mark.slow
@@ -28,23 +26,12 @@ with ps.connect(sys.argv[1]) as store, store.open_namespace(sys.argv[2]) as read
 """
 
 
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.ServeOptions]:
-    """Of one daemon for all tests here; started by the first connect."""
-    settings = {name.removeprefix("PARAMSTORE_").lower(): value for name, value in QUIET.items()}
-    yield ps.ServeOptions(dir=tmp_path_factory.mktemp("store"), host_budget="64MiB", settings=settings)
-    for process in autostart._started:
-        process.terminate()
-        process.wait(timeout=60)
-    autostart._started.clear()
-
-
 @pytest.fixture
-def writer(options: ps.ServeOptions, request: pytest.FixtureRequest) -> Iterator[ps.Namespace]:
+def writer(autostarting: ps.ServeOptions, request: pytest.FixtureRequest) -> Iterator[ps.Namespace]:
     """Its own namespace for each test: two layers of 16 experts, slots for two versions of each; committed as step 1."""
     schema, name = ps.adamw_schema(FIELDS, param_dtype="float32"), request.node.name.partition("[")[2].strip("]") or "alone"
     with (
-        ps.connect(autostart=options, timeout_s=60.0) as store,
+        ps.connect(autostart=autostarting, timeout_s=60.0) as store,
         store.create_namespace(name, schema, layers=2, experts=EXPERTS) as namespace,
     ):
         generator = torch.Generator().manual_seed(0)
@@ -53,10 +40,10 @@ def writer(options: ps.ServeOptions, request: pytest.FixtureRequest) -> Iterator
         yield namespace
 
 
-def test_a_reader_of_another_process_never_ends_a_trainer(options: ps.ServeOptions, writer: ps.Namespace) -> None:
+def test_a_reader_of_another_process_never_ends_a_trainer(autostarting: ps.ServeOptions, writer: ps.Namespace) -> None:
     """64 slots: 4 are the reserve, 16 the readers', 44 the writer's, who leases a whole layer."""
     assert writer.lease_slots == 44
-    with ps.connect(autostart=options) as other:
+    with ps.connect(autostart=autostarting) as other:
         for _ in range(2):
             with writer.acquire(LAYER):
                 command = [sys.executable, "-c", MONITOR, other.address, writer.name]
@@ -91,10 +78,10 @@ def ring_of(stack: ExitStack, writer: ps.Namespace) -> ExpertSource:
 
 @pytest.mark.parametrize("source_of", [namespace_of, tier_of, ring_of])
 def test_stored_experts_train_on_while_readers_come_and_go(
-    options: ps.ServeOptions, writer: ps.Namespace, source_of: Callable[[ExitStack, ps.Namespace], ExpertSource]
+    autostarting: ps.ServeOptions, writer: ps.Namespace, source_of: Callable[[ExitStack, ps.Namespace], ExpertSource]
 ) -> None:
     ids = torch.arange(EXPERTS).view(-1, 2)
-    with ps.connect(autostart=options) as other, ExitStack() as stack:
+    with ps.connect(autostart=autostarting) as other, ExitStack() as stack:
         layer = ps.nn.StoredExperts(source_of(stack, writer), 0)
         readers = []
         for _ in range(3):

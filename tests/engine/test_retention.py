@@ -15,23 +15,13 @@ from paramstore.engine.store import Store
 from paramstore.errors import CapacityError, CatalogError, StepDropped, StepFailed
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import SCHEMA, create, first_values, keys_of, run, train, turns, versions
+from paramstore.testing.small_store import SCHEMA, committed, create, first_values, keys_of, run, train, turns, versions
 
 MIB = 1 << 20
 
 
 async def reader(store: Store, at: int | None = None) -> View:
     return await store.admission.open("moe", mode="read", at=at, host_bytes=None)
-
-
-async def trained(machine: Machine, steps: int) -> tuple[Store, View]:
-    """A namespace committed at 0 to `steps`, each with every record changed."""
-    store = machine.start()
-    view = await create(store)
-    for step in range(1, steps + 1):
-        await train(store, view)
-        await store.commit(view, step, b"extra of %d" % step)
-    return store, view
 
 
 async def reopened(machine: Machine) -> tuple[Store, View]:
@@ -51,7 +41,7 @@ def used_extents(store: Store) -> set[Extent]:
 def test_as_many_of_the_newest_steps_stay_as_are_set(retained_steps: int) -> None:
     async def scenario() -> None:
         machine = Machine(retained_steps=retained_steps)
-        store, view = await trained(machine, 6)
+        store, view = await committed(machine, 6)
         expected = list(range(7 - retained_steps, 7))
         assert store.steps(view) == expected
         for step in expected:
@@ -107,7 +97,7 @@ def test_a_volume_of_fixed_size_needs_room_for_every_step_that_may_stay() -> Non
 def test_a_rollback_goes_back_to_any_step_that_stays_and_later_ones_are_gone(step: int) -> None:
     async def scenario() -> None:
         machine = Machine(retained_steps=4)
-        store, view = await trained(machine, 6)
+        store, view = await committed(machine, 6)
         wanted = await first_values(store, await reader(store, at=step))
         await train(store, view)
         epoch = view.namespace.epoch
@@ -130,7 +120,7 @@ def test_a_rollback_goes_back_to_any_step_that_stays_and_later_ones_are_gone(ste
 def test_a_rollback_is_durable_when_it_returns_and_records_of_the_steps_gone_never_count_again() -> None:
     async def scenario() -> None:
         machine = Machine(retained_steps=3)
-        store, view = await trained(machine, 3)
+        store, view = await committed(machine, 3)
         wanted = await first_values(store, await reader(store, at=1))
         await store.rollback(view, 1)
         store, view = await reopened(machine)
@@ -143,7 +133,7 @@ def test_a_rollback_is_durable_when_it_returns_and_records_of_the_steps_gone_nev
 
 def test_readers_of_later_steps_lose_them_and_keep_what_they_leased() -> None:
     async def scenario() -> None:
-        store, view = await trained(Machine(retained_steps=3, reader_slots=6), 3)
+        store, view = await committed(Machine(retained_steps=3, reader_slots=6), 3)
         late, early = await reader(store, at=3), await reader(store, at=2)
         keys = keys_of(view)
         lease = store.acquire(late, 900, keys[:2], "param")
@@ -162,7 +152,7 @@ def test_readers_of_later_steps_lose_them_and_keep_what_they_leased() -> None:
 
 def test_a_rollback_to_a_step_that_is_not_there_stops_no_apply() -> None:
     async def scenario() -> None:
-        store, view = await trained(Machine(), 2)
+        store, view = await committed(Machine(), 2)
         training = asyncio.ensure_future(train(store, view))
         await turns(2)
         with pytest.raises(StepDropped, match="step 0 of namespace 'moe' is not retained; the steps are: 1, 2"):
@@ -202,7 +192,7 @@ async def stands(store: Store, view: View, one: View) -> None:
 
 def test_a_reader_that_opens_during_a_rollback_stands_on_a_step_that_stays() -> None:
     async def scenario() -> None:
-        store, view = await trained(Machine(retained_steps=3), 3)
+        store, view = await committed(Machine(retained_steps=3), 3)
         task, event = await rolling_back(store, view, 1)
         opening = asyncio.ensure_future(reader(store))
         await turns()
@@ -215,7 +205,7 @@ def test_a_reader_that_opens_during_a_rollback_stands_on_a_step_that_stays() -> 
 
 def test_a_reader_that_refreshes_during_a_rollback_stands_on_a_step_that_stays() -> None:
     async def scenario() -> None:
-        store, view = await trained(Machine(retained_steps=3), 3)
+        store, view = await committed(Machine(retained_steps=3), 3)
         moved = await reader(store, at=2)
         task, event = await rolling_back(store, view, 1)
         store.refresh(moved)
@@ -232,7 +222,7 @@ def test_a_reader_that_refreshes_during_a_rollback_stands_on_a_step_that_stays()
 def test_a_snapshot_stays_over_any_number_of_commits_and_a_crash_until_it_is_dropped() -> None:
     async def scenario() -> None:
         machine = Machine()
-        store, view = await trained(machine, 2)
+        store, view = await committed(machine, 2)
         wanted = await first_values(store, view)
         await store.snapshot(view, 2)
         for step in range(3, 7):
@@ -260,7 +250,7 @@ def test_a_snapshot_stays_over_any_number_of_commits_and_a_crash_until_it_is_dro
 
 def test_a_snapshot_that_is_dropped_stays_while_it_is_new_or_somebody_reads_it() -> None:
     async def scenario() -> None:
-        store, view = await trained(Machine(), 3)
+        store, view = await committed(Machine(), 3)
         await store.snapshot(view, 3)
         await store.drop_snapshot(view, 3)
         assert store.steps(view) == [2, 3]
@@ -281,7 +271,7 @@ def test_a_snapshot_that_is_dropped_stays_while_it_is_new_or_somebody_reads_it()
 
 def test_a_rollback_before_a_snapshot_is_refused_and_changes_nothing() -> None:
     async def scenario() -> None:
-        store, view = await trained(Machine(retained_steps=3), 3)
+        store, view = await committed(Machine(retained_steps=3), 3)
         await store.snapshot(view, 3)
         with pytest.raises(StepFailed, match=r"rollback\(2\) of namespace 'moe': step 3 is a snapshot; drop_snapshot\(3\) first"):
             await store.rollback(view, 2)
@@ -326,7 +316,7 @@ def test_a_snapshot_takes_room_for_a_step_and_is_refused_where_there_is_none() -
 
 def test_a_snapshot_waits_for_the_commit_under_way_that_may_drop_its_step() -> None:
     async def scenario() -> None:
-        store, view = await trained(Machine(), 2)
+        store, view = await committed(Machine(), 2)
         await train(store, view)
         commit = asyncio.ensure_future(store.commit(view, 3, b""))
         await turns(2)
@@ -343,7 +333,7 @@ def test_a_snapshot_waits_for_the_commit_under_way_that_may_drop_its_step() -> N
 def test_what_the_catalog_says_after_a_failed_transaction_is_what_happened(outcome: Literal["lost", "durable"]) -> None:
     async def scenario() -> None:
         machine = Machine()
-        store, view = await trained(machine, 2)
+        store, view = await committed(machine, 2)
         store._transactions._catalog = FaultyCatalog(machine.durable, fail_at=1, outcome=outcome)
         if outcome == "lost":
             with pytest.raises(CatalogError):
