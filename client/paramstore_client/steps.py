@@ -110,11 +110,13 @@ class Steps(Handle, ABC):
         self._send(messages.Snapshot(self._next_id(), self._handle, step), f"snapshot {step}", answers.nothing).wait()
         return self.reader(step)
 
-    def reader(self, at: int | None = None) -> Namespace:
-        """Another handle on the same namespace: a reader standing on step `at`, or on the newest committed one. Raises
-        StepDropped, CapacityError; StepFailed before the first commit."""
+    def reader(self, at: int | None = None, *, min_lease_slots: int = 0) -> Namespace:
+        """Another handle on the same namespace: a reader standing on step `at`, or on the newest committed one.
+        min_lease_slots: as of `Store.open_namespace`. Raises StepDropped, CapacityError; StepFailed before the first commit."""
         at = None if at is None else whole_number("at", at)
-        message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None)
+        if min_lease_slots := whole_number("min_lease_slots", min_lease_slots):
+            self._connection.check_minor(messages.PROMISE_MINOR, "reader(min_lease_slots=...)")
+        message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None, min_lease_slots)
         opened = self._send(message, f"open_namespace at {at}", partial(answers.result_of, kind=Opened)).wait()
         return self._reader(opened)
 

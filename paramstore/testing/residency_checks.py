@@ -52,7 +52,8 @@ class ResidencyChecks:
         """The copies that there are of what the view sees, retired ones of the writer's aside."""
         identities = [self.model.seen_by(owner, key) for key in keys]
         copies = [self.namespace.find_copy(key, seen) if seen else None for key, seen in zip(keys, identities, strict=True)]
-        return [copy if copy is None or copy.state is not Copy.RETIRED else None for copy in copies]
+        is_reader = owner.step is not None
+        return [copy if copy is None or is_reader or copy.state is not Copy.RETIRED else None for copy in copies]
 
     def running(self) -> list[ModelLease]:
         return [lease for lease in self.model.leases if not lease.is_ended]

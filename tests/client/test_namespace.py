@@ -187,7 +187,8 @@ def test_the_least_that_may_be_leased_is_asked_for_and_an_older_daemon_cannot_pr
 ) -> None:
     store.open_namespace("moe", min_lease_slots=3)
     store.open_namespace("moe", "write", rank=0, world_size=2, group="g", min_lease_slots=2)
-    assert [request.min_lease_slots for request in daemon.requests(m.OpenNamespace)] == [3]
+    namespace.reader(min_lease_slots=4)
+    assert [request.min_lease_slots for request in daemon.requests(m.OpenNamespace)] == [3, 4]
     assert [request.min_lease_slots for request in daemon.requests(m.OpenRank)] == [2]
     for wrong in (-1, 1.5, "3", None):
         with pytest.raises(ps.ConfigError, match=r"min_lease_slots=.*: give a whole number from 0"):
