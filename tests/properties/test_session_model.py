@@ -180,7 +180,8 @@ class SessionMachine(RuleBasedStateMachine, SessionTalk):
         party = self.one(pick)
         own = [sorted(party.leases)[which % len(party.leases)]] if party.leases else []
         others = [number for other in self.parties for number in other.leases if number not in party.leases]
-        self.run(party.raw.send(m.Release([*own, *own, *party.released[-2:], *others[:2], UNKNOWN_ID, -1])))
+        ended = [number for number in party.released[-2:] if number not in party.leases]  # an id may be used again
+        self.run(party.raw.send(m.Release([*own, *own, *ended, *others[:2], UNKNOWN_ID, -1])))
         party.released += own
         for number in own:
             del party.leases[number]
