@@ -66,7 +66,7 @@ class Connection:
         self.minor = 0
         self.store_uuid = ""
         """What the daemon said it speaks, once it has welcomed us."""
-        self._clock: Clock = clock or MonotonicClock()
+        self.clock: Clock = clock or MonotonicClock()
         self._sock = sock
         self._fd = sock.fileno()
         self._process_id = os.getpid()
@@ -157,7 +157,7 @@ class Connection:
     def wait(self, ticket: Ticket[Any], timeout_s: float) -> bool:
         """Reads, or waits for the thread that reads, until `ticket` is settled; False when `timeout_s` is over first."""
         self._check_process()
-        deadline_s = self._clock.now_s() + timeout_s
+        deadline_s = self.clock.now_s() + timeout_s
         if not self._become_reader(ticket, deadline_s):
             return ticket.is_settled
         try:
@@ -224,7 +224,7 @@ class Connection:
         """True: this thread reads now. False: the ticket is settled, or the deadline is over."""
         with self._changed:
             while self._has_reader and not ticket.is_settled:
-                remaining_s = deadline_s - self._clock.now_s()
+                remaining_s = deadline_s - self.clock.now_s()
                 if remaining_s <= 0:
                     return False
                 self._changed.wait(remaining_s)
@@ -249,7 +249,7 @@ class Connection:
     def _wait_readable(self, deadline_s: float) -> bool:
         """Only by the reader. False when the deadline is over; meanwhile sends what the socket had no room for."""
         while True:
-            remaining_s = deadline_s - self._clock.now_s()
+            remaining_s = deadline_s - self.clock.now_s()
             poller = self._either if self._outbox else self._readable
             events = poller.poll(max(0, math.ceil(min(remaining_s, POLL_MAX_S) * 1000)))
             if not events:
@@ -329,9 +329,9 @@ class Connection:
 
     def _send_rest(self, what: str) -> None:
         """The socket was full: reads, so that the daemon can go on, until the outbox is empty. Raises WaitTimeout."""
-        deadline_s = self._clock.now_s() + self.timeout_s
+        deadline_s = self.clock.now_s() + self.timeout_s
         while self._outbox and self._failure is None:
-            if self._clock.now_s() >= deadline_s:
+            if self.clock.now_s() >= deadline_s:
                 raise WaitTimeout(f"{what}: the daemon took nothing off its socket for {self.timeout_s:g} s")
             if self._try_become_reader():
                 try:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from paramstore.clock import Clock
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.schema import PAGE_BYTES, Schema, round_up
 from paramstore.errors import CapacityError, ParamStoreError, ProtocolError, SchemaMismatch, StepOutOfOrder, WaitTimeout
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 ROOM_LAYERS = 2
 """Layers whose gradients a rank must have room for before a push may wait: one that is filled, one that waits for the others."""
+LEAST_WAIT_S = 0.001
+"""A wait whose time is over says at least what it waits for."""
 OnSettled = Callable[[ParamStoreError | None], None]
 Announce = Callable[[list[tuple[int, int, int, int]], bool], None]
 Gradients = Mapping[ExpertKey, Mapping[str, "Tensor"]]
@@ -52,9 +55,12 @@ class _OpenApply:
 class PendingGradients:
     """Owner of the ranges that hold one handle's pending gradients."""
 
-    def __init__(self, area: UploadArea, *, name: str, schema: Schema, space: KeySpace, share_bytes: int | None) -> None:
+    def __init__(
+        self, area: UploadArea, *, name: str, schema: Schema, space: KeySpace, share_bytes: int | None, clock: Clock
+    ) -> None:
         """share_bytes: what the area may grow to while an apply is open; None: what the daemon allows."""
         self._area = area
+        self._clock = clock
         self._name = name
         self._schema = schema
         self._space = space
@@ -77,9 +83,22 @@ class PendingGradients:
         return min(ROOM_LAYERS, len(self._space.layers)) * self._space.experts * self._range_bytes
 
     def reserve_room(self) -> None:
-        """On return the area has `room_bytes`, some of which may be taken. Raises CapacityError."""
-        count = self.room_bytes // self._range_bytes
-        self._area.give_back(self._area.take(count, self._range_bytes, most_bytes=self.room_bytes))
+        """On return the area has `room_bytes` for this handle beside what others of the connection have reserved, some of which may
+        be taken. Raises CapacityError."""
+        count = max(0, self.room_bytes // self._range_bytes - len(self._ranges))
+        self._area.give_back(self._take_of_area(count, most_bytes=self.room_bytes, limit_bytes=self.share_bytes))
+        if self not in self._area.tenants:
+            self._area.tenants.append(self)
+
+    @property
+    def unused_room_bytes(self) -> int:
+        """What of the reserved room is not taken."""
+        return max(0, self.room_bytes - len(self._ranges) * self._range_bytes)
+
+    def end(self) -> None:
+        """Nothing is pushed any more: the reserved room is anybody's."""
+        if self in self._area.tenants:
+            self._area.tenants.remove(self)
 
     def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
         """`fn()` is called first in every push; it may consume what is pending. Returns the function that ends this."""
@@ -226,6 +245,7 @@ class PendingGradients:
 
     def _take(self, count: int) -> list[Range]:
         """Ranges for `count` keys. Where there is no room, waits for the applies under way, which give theirs back."""
+        deadline_s = None
         while count:
             under_way = self._claims.under_way()
             try:
@@ -233,13 +253,18 @@ class PendingGradients:
             except CapacityError:
                 if under_way and under_way[0].settled_within(under_way[0].timeout_s):
                     self._take_back()
-                elif under_way or not self._has_room() or not self._take_read():
+                    continue
+                if under_way or self._open is None or not self._has_room():
+                    raise
+                if deadline_s is None:
+                    deadline_s = self._clock.now_s() + self._open.ticket.timeout_s
+                if not self._take_read(max(LEAST_WAIT_S, deadline_s - self._clock.now_s())):
                     raise
         return []
 
     def _take_now(self, count: int) -> list[Range]:
         """As the area has or gets them; while an apply is open, rather what that has read, and within the share."""
-        take = partial(self._area.take, count, self._range_bytes)
+        take = partial(self._take_of_area, count)
         if self._open is None:
             return take(most_bytes=len(self._space) * self._range_bytes)
         is_read = True
@@ -250,14 +275,16 @@ class PendingGradients:
                 is_read = self._take_read(0.0)
         return take(most_bytes=self._area.size_bytes + self.room_bytes // ROOM_LAYERS, limit_bytes=self.share_bytes)
 
-    def _take_read(self, timeout_s: float | None = None) -> bool:
-        """Whether the open apply reads some of what was pushed since within `timeout_s`: that is free then. None: the handle's."""
+    def _take_of_area(self, count: int, *, most_bytes: int, limit_bytes: int | None = None) -> list[Range]:
+        return self._area.take(count, self._range_bytes, most_bytes=most_bytes, limit_bytes=limit_bytes, by=self)
+
+    def _take_read(self, timeout_s: float) -> bool:
+        """Whether the open apply reads some of what was pushed since within `timeout_s`: that is free then."""
         opened = self._open
         waiting = [] if opened is None else [key for key in opened.last if key in self._ranges]
         if opened is None or opened.await_room is None or not waiting:
             return False
-        limit_s = opened.ticket.timeout_s if timeout_s is None else timeout_s
-        read = set(opened.await_room(waiting, limit_s)).intersection(waiting)
+        read = set(opened.await_room(waiting, timeout_s)).intersection(waiting)
         self._area.give_back(self._ranges.pop(key) for key in read)
         return bool(read)
 

@@ -50,8 +50,9 @@ class Handle:
         self._view_changes = itertools.count(1)
         self._view_change_count = 0
         self._pending = PendingGradients(
-            area, name=self.name, schema=self.schema, space=self.space, share_bytes=opened.gradient_share_bytes
-        )
+            area, name=self.name, schema=self.schema, space=self.space, share_bytes=opened.gradient_share_bytes,
+            clock=connection.clock,
+        )  # fmt: skip
 
     @property
     def rank(self) -> int:

@@ -160,6 +160,7 @@ class Namespace(Updates, Residency, Steps):
             return
         for lease in list(self._leases):
             lease.release()
+        self._pending.end()
         if self._connection.is_failed:
             self._is_closed = True
             return

@@ -152,12 +152,15 @@ class Updates(Handle):
             self._send(messages.EndLayers(self._next_id(), self._handle, ended), "end_layers", answers.nothing).wait()
 
     def reserve_room(self) -> None:
-        """Takes the upload memory now that an open apply needs at least: of two layers' gradients. Raises CapacityError where this
-        rank's share of the gradient budget is less, naming the budget that it takes; then nothing was taken."""
-        room_bytes, share_bytes = self._pending.room_bytes, self._pending.share_bytes
+        """Takes the upload memory now that an open apply needs at least: of two layers' gradients, beside what other handles of
+        this connection have reserved. Raises CapacityError where this rank's share of the gradient budget is less, naming the
+        budget that it takes; then nothing was taken."""
+        others = (tenant.unused_room_bytes for tenant in self._area.tenants if tenant is not self._pending)
+        room_bytes, share_bytes = self._pending.room_bytes + sum(others), self._pending.share_bytes
         if share_bytes is not None and share_bytes < room_bytes:
             raise CapacityError(
-                f"updates in backward of {self.name!r} need {room_bytes} bytes of upload memory, two layers' gradients; each of "
+                f"updates in backward of {self.name!r} need {room_bytes} bytes of upload memory, two layers' gradients beside what "
+                "other namespaces of this connection have reserved; each of "
                 f"{self.world_size} writers has {share_bytes}: raise gradient_budget to {room_bytes * self.world_size} bytes"
             )
         self._pending.reserve_room()

@@ -2,6 +2,7 @@
 
 - A range is taken or free, never both; what is given back may be taken again at once.
 - Taking for several keys is all or nothing: when the daemon refuses to grow the area, nothing has changed.
+- What others have reserved and not taken yet is left to them.
 - `give_back` takes no lock: it is called where answers are read.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from paramstore.core.schema import PAGE_BYTES, round_up
 from paramstore.errors import CapacityError, ProtocolError
@@ -31,6 +32,15 @@ class Range(NamedTuple):
         return self.offset_bytes + self.length_bytes
 
 
+class Tenant(Protocol):
+    """Who has reserved room."""
+
+    @property
+    def unused_room_bytes(self) -> int:
+        """What it has reserved and not taken."""
+        ...
+
+
 class UploadArea:
     """Owner of the free ranges of one connection's upload segments."""
 
@@ -40,23 +50,29 @@ class UploadArea:
         self._free: list[Range] = []  # sorted; no two touch
         self._returned: deque[Range] = deque()
         self._size_bytes = 0
+        self.tenants: list[Tenant] = []
 
     @property
     def size_bytes(self) -> int:
         """Bytes the daemon has given this session so far."""
         return self._size_bytes
 
-    def take(self, count: int, length_bytes: int, *, most_bytes: int, limit_bytes: int | None = None) -> list[Range]:
+    def take(
+        self, count: int, length_bytes: int, *, most_bytes: int, limit_bytes: int | None = None, by: Tenant | None = None
+    ) -> list[Range]:
         """`count` ranges of `length_bytes` each, from what is free, else from a new segment.
 
         most_bytes: what the area may grow to ahead of need. limit_bytes: and at all; None: the daemon alone sets a limit.
-        Raises CapacityError when there is no room; then nothing was taken.
+        by: whose room it is part of. Raises CapacityError when there is no room; then nothing was taken.
         """
         length_bytes = round_up(length_bytes, PAGE_BYTES)
         with self._allocating:
             self._take_in_returned()
             taken = self._carve(count, length_bytes)
+            kept_bytes = sum(tenant.unused_room_bytes for tenant in self.tenants if tenant is not by)
             missing_bytes = (count - len(taken)) * length_bytes
+            if kept_bytes:
+                missing_bytes += max(0, kept_bytes - sum(free.length_bytes for free in self._free))
             if missing_bytes:
                 try:
                     if limit_bytes is not None and self._size_bytes + missing_bytes > limit_bytes:

@@ -132,16 +132,16 @@ class Admission:
             known = ", ".join(sorted(self._namespaces)) or "none"
             raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
         if mode == "write":
-            prepared = namespace.prepared_step  # or about to be
-            if at is not None and at != prepared:
-                namespace.ledger.check_rollback(at)  # refused before anybody is fenced
-            elif at is None and prepared is not None:
-                raise prepared_error(namespace, what="open_namespace")
             if min_lease_slots:
                 async with self._lock:
                     await self._open_memory(namespace, host_bytes)
                 world_size = 1 if group is None else group.world_size  # refused before anybody is fenced
                 self._planner.leases.promise(namespace, is_writer=True, world_size=world_size, least=min_lease_slots)
+            prepared = namespace.prepared_step  # or about to be
+            if at is not None and at != prepared:
+                namespace.ledger.check_rollback(at)  # refused before anybody is fenced
+            elif at is None and prepared is not None:
+                raise prepared_error(namespace, what="open_namespace")
             return await self._open_writer(namespace, host_bytes, at=at, group=group, min_lease_slots=min_lease_slots)
         self._reader_step(namespace, at)  # refused before any memory moves
         async with self._lock:

@@ -20,7 +20,7 @@ from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.open_apply import Claims
 from paramstore.engine.update import Updater
 from paramstore.engine.writing import check_changing, check_pushing, check_unclaimed, check_writer
-from paramstore.errors import ParamStoreError, ProtocolError, SchemaMismatch, StepFailed, StepOutOfOrder, WaitTimeout
+from paramstore.errors import ParamStoreError, ProtocolError, SchemaMismatch, StepFailed, StepMismatch, StepOutOfOrder, WaitTimeout
 
 
 class Applies:
@@ -57,23 +57,42 @@ class Applies:
         Raises UnknownKey, StepOutOfOrder where none is open; then nothing has changed."""
         namespace = check_pushing(view)
         claims = _open_claims(namespace, "end_layers")
-        keys = [(layer, expert) for layer in layers for expert in range(namespace.keys.experts)]
-        namespace.keys.check(keys, namespace=namespace.name)
-        complete = _complete_keys(view, claims, keys)
-        self._updater.claim(namespace, claims, [key for key in complete if key in namespace.pending])
+        ended = dict.fromkeys(layers)
+        namespace.keys.check(((layer, 0) for layer in ended), namespace=namespace.name)
+        self._end(view, claims, ended)
+
+    def _end(self, view: View, claims: Claims, layers: Iterable[int]) -> None:
+        assert view.group is not None
+        namespace, world_size = view.namespace, view.group.world_size
+        for layer in layers:
+            claims.ended_layers.setdefault(layer, set()).add(view.rank)
+            pushed = [key for expert in range(namespace.keys.experts) if (key := (layer, expert)) in namespace.pending]
+            self._updater.claim(namespace, claims, [key for key in pushed if len(claims.done_ranks(key)) == world_size])
+
+    def note_call(self, view: View, what: str) -> None:
+        """The view's rank has made a collective call: it pushes nothing before all ranks have. Who waits for its gradients to have
+        room is told; where it ends the apply they are all there."""
+        claims = view.namespace.open_apply
+        if claims is None:
+            return
+        if what == "end_apply":
+            self._end(view, claims, view.namespace.keys.layers)
+        self._updater.wake(view.namespace)
 
     async def await_room(self, view: View, keys: Sequence[ExpertKey], timeout_s: float) -> list[ExpertKey]:
         """Gives those of `keys`, which the view's rank has pushed, whose gradients the open apply has read for the last time, as
         soon as there is one. timeout_s: 0 gives what there is.
 
-        Raises WaitTimeout naming who keeps the others from being read, StepOutOfOrder where no apply is open, and what it met.
+        Raises WaitTimeout naming who keeps the others from being read, StepMismatch where they have called something that waits for
+        this rank, StepOutOfOrder where no apply is open, and what it met.
         """
         claims = _open_claims(check_writer(view), "await_room")
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         while not (read := [key for key in keys if key in claims.read]) and timeout_s > 0:
             if loop.time() >= deadline_s:
-                raise WaitTimeout(_no_room(view, claims, keys, timeout_s))
+                raise WaitTimeout(_no_room(view, claims, keys))
+            _check_awaitable(view, claims, keys)
             changed = loop.create_future()
             claims.room_waiters.append(changed)
             await asyncio.wait([changed], timeout=deadline_s - loop.time())
@@ -191,7 +210,7 @@ def _check_last(namespace: NamespaceState, keys: Iterable[ExpertKey], *, rank: i
     """Raises StepOutOfOrder for a last gradient while no apply is open, and for any gradient after a last one."""
     claims = _open_claims(namespace, "push of last gradients")
     for key in keys:
-        if rank in claims.last_ranks.get(key, ()):
+        if rank in claims.done_ranks(key):
             raise StepOutOfOrder(
                 f"push on {namespace.name!r}: {key} was pushed already since begin_apply, or its layer ended, and its update may "
                 "have begun; "
@@ -200,23 +219,42 @@ def _check_last(namespace: NamespaceState, keys: Iterable[ExpertKey], *, rank: i
 
 
 def _complete_keys(view: View, claims: Claims, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-    """The view's rank pushes no more gradients of `keys`; gives those of which no rank does."""
+    """The view's rank has pushed its last gradients of `keys`; gives those of which no rank pushes more."""
     assert view.group is not None
     complete = []
     for key in keys:
-        ranks = claims.last_ranks.setdefault(key, set())
-        ranks.add(view.rank)
-        if len(ranks) == view.group.world_size:
+        claims.last_ranks.setdefault(key, set()).add(view.rank)
+        if len(claims.done_ranks(key)) == view.group.world_size:
             complete.append(key)
     return complete
 
 
-def _no_room(view: View, claims: Claims, keys: Sequence[ExpertKey], timeout_s: float) -> str:
+def _no_room(view: View, claims: Claims, keys: Sequence[ExpertKey]) -> str:
     """Why none of `keys` was read in time."""
-    assert view.group is not None
-    everyone, what = set(range(view.group.world_size)), f"push on {view.namespace.name!r}: no room in {timeout_s:g} s"
-    due = {key: everyone - claims.last_ranks.get(key, set()) for key in keys if key not in claims.gradients}
+    due, what = _due(view, claims, keys), f"push on {view.namespace.name!r}: no room in time"
     if not due:
         return f"{what}: {len(keys)} updates are under way, from {keys[0]} on; raise wait_timeout_s"
     missing = ranks_named(tuple(sorted(set().union(*due.values()))))
     return f"{what}: {len(due)} keys, from {next(iter(due))} on, wait for {missing} to push them or end their layers"
+
+
+def _due(view: View, claims: Claims, keys: Iterable[ExpertKey]) -> dict[ExpertKey, set[int]]:
+    """The ranks that may still push gradients of `keys`, of those that wait for that."""
+    assert view.group is not None
+    everyone = set(range(view.group.world_size))
+    return {key: everyone - claims.done_ranks(key) for key in keys if key not in claims.gradients}
+
+
+def _check_awaitable(view: View, claims: Claims, keys: Sequence[ExpertKey]) -> None:
+    """Raises StepMismatch where every one of `keys` waits for a rank that pushes no more before this one has called as it did."""
+    group = view.group
+    assert group is not None
+    if not group.waiting:
+        return
+    waiting, due = set(group.waiting), _due(view, claims, keys)
+    if len(due) == len(keys) and all(ranks & waiting for ranks in due.values()):
+        missing = ranks_named(tuple(sorted(set().union(*due.values()) & waiting)))
+        raise StepMismatch(
+            f"push on {view.namespace.name!r}: no room will come: {missing} made a collective call before pushing {keys[0]} or "
+            "ending its layer, and waits for this rank to make the same"
+        )

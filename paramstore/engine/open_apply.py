@@ -34,7 +34,9 @@ class Claims:
     error: ParamStoreError | None = None
     """Why it came to no end: the updater stops at its next record."""
     last_ranks: dict[ExpertKey, set[int]] = field(default_factory=dict)
-    """Per key the ranks that push no more gradients of it."""
+    """Per key the ranks that have pushed their last gradient of it."""
+    ended_layers: dict[int, set[int]] = field(default_factory=dict)
+    """Per layer the ranks that push no more gradients of any of its keys."""
     read: set[ExpertKey] = field(default_factory=set)
     """Keys whose update is made: their gradients are read no more."""
     awaited: set[ExpertKey] = field(default_factory=set)
@@ -51,6 +53,10 @@ class Claims:
     def has_begun(self) -> bool:
         """Whether there is something to do or nothing more will come: until then it has changed nothing."""
         return bool(self.gradients) or not self.is_open
+
+    def done_ranks(self, key: ExpertKey) -> set[int]:
+        """The ranks that push no more gradients of `key`."""
+        return self.last_ranks.get(key, set()) | self.ended_layers.get(key[0], set())
 
     def take_room_waiters(self) -> list[object]:
         """`room_waiters`, who wait no longer."""

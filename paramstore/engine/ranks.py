@@ -151,10 +151,11 @@ class Gathering:
 
 
 class Ranks:
-    """Owner of the groups that form, and of the collective calls under way."""
+    """Owner of the groups that form, and of the collective calls under way. on_call: told of each call, by name, of each rank."""
 
-    def __init__(self, planner: Planner, *, wait_timeout_s: float) -> None:
+    def __init__(self, planner: Planner, *, wait_timeout_s: float, on_call: Callable[[View, str], None]) -> None:
         self._planner = planner
+        self._on_call = on_call
         self._wait_timeout_s = wait_timeout_s
         self._forming: dict[tuple[str, str], Gathering] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -217,7 +218,9 @@ class Ranks:
         assert group is not None
         assert group.calls is not None
         self._planner.leases.check_view(view)
-        return group.calls.call(view.rank, call, partial(begin, view))
+        future = group.calls.call(view.rank, call, partial(begin, view))
+        self._on_call(view, call.name)
+        return future
 
     @staticmethod
     def note_progress(view: View) -> None:

@@ -86,7 +86,7 @@ class Store:
         self.admission = Admission(
             planner, transfers, host, volumes, cleaner, chain, transactions, namespaces, retained_steps=config.retained_steps
         )
-        self.ranks = Ranks(planner, wait_timeout_s=config.wait_timeout_s)
+        self.ranks = Ranks(planner, wait_timeout_s=config.wait_timeout_s, on_call=self.applies.note_call)
         self._reading = Reading(planner, transfers, loader, runner)
         self._clock = clock
         self._started_s = clock.now_s()

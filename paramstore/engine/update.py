@@ -77,6 +77,11 @@ class Updater:
         self._planner.close_apply(namespace, claims, pipeline_slots=self._depth)
         self._transfers.drain()
 
+    def wake(self, namespace: NamespaceState) -> None:
+        """Whoever waits for a change of the open apply looks again."""
+        self._planner.wake_open(namespace)
+        self._transfers.drain()
+
     def drop(self, namespace: NamespaceState, reason: str) -> None:
         """The open apply, if there is one, is given up. Where it has claimed a key the namespace is broken."""
         self._planner.drop_apply(namespace, reason)

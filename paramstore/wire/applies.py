@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from paramstore.wire.base import Keys, Message
+from paramstore.wire.base import Keys, Layers, Message
 
 
 class Apply(Message, tag="apply"):
@@ -55,7 +55,7 @@ class EndLayers(Message, tag="end_layers"):
 
     id: int
     handle: int
-    layers: list[int]
+    layers: Layers
 
 
 class AwaitRoom(Message, tag="await_room"):

@@ -28,6 +28,7 @@ LABEL_MAX = 64
 
 Key = tuple[int, int]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
+Layers = Annotated[list[int], msgspec.Meta(max_length=KEYS_MAX)]
 
 
 VISITS_MAX = 1 << 14

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import paramstore_client as ps
+from paramstore.testing.clock import ManualClock
 from paramstore.testing.fake_daemon import FakeDaemon, FakeSession
 from paramstore.wire import messages as m
+from paramstore_client.gradients import LEAST_WAIT_S
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
 
@@ -164,6 +166,56 @@ def test_a_share_of_less_than_two_layers_is_refused_with_the_size_needed(daemon:
     assert namespace._area.size_bytes == 0
     one_layer = store.create_namespace("one", ps.adamw_schema({"down": (4, 8)}), layers=1, experts=256)
     one_layer.reserve_room()
+
+
+def test_a_push_waits_once_for_all_its_room(daemon: FakeDaemon, scarce: ps.Namespace) -> None:
+    clock = ManualClock()
+    scarce._pending._clock = clock
+    asked: list[float] = []
+
+    def answer(session: FakeSession, request: m.AwaitRoom) -> None:
+        if request.timeout_s:
+            asked.append(request.timeout_s)
+            clock.advance(2.0)
+        session.send(m.Done(request.id, request.keys[:1] if request.timeout_s else []))
+
+    daemon.script(m.AwaitRoom, answer)
+    scarce.reserve_room()
+    scarce.begin_apply(ps.AdamW())
+    for layer in (2, 1):
+        scarce.push(layer_of(layer))
+    scarce.push({(0, expert): layer_of(0)[0, expert] for expert in range(4)})
+    assert asked == pytest.approx([5.0, 3.0, 1.0, LEAST_WAIT_S])
+    scarce.push({(0, 4): layer_of(0)[0, 4]})
+    assert asked[-1] == 5.0
+
+
+def test_handles_of_one_connection_leave_each_other_the_room_that_they_reserved(
+    daemon: FakeDaemon, scarce: ps.Namespace, store: ps.Store
+) -> None:
+    asked = keep_reading(daemon)
+    scarce.reserve_room()
+    other = store.create_namespace("other", ps.adamw_schema({"down": (4, 8)}), layers=3, experts=256)
+    with pytest.raises(ps.CapacityError, match=r"beside what other namespaces .* raise gradient_budget to 4194304 bytes"):
+        other.reserve_room()
+    scarce._pending.share_bytes = other._pending.share_bytes = 4 << 20
+    other.reserve_room()
+    for namespace in (scarce, other):
+        namespace.begin_apply(ps.AdamW())
+    for layer in (2, 1):
+        scarce.push(layer_of(layer))
+    scarce.push({(0, 0): layer_of(0)[0, 0]})
+    assert [request.timeout_s > 0 for request in asked] == [False, True], "it waits for its own"
+    for layer in (2, 1):
+        other.push(layer_of(layer))
+    assert len(asked) == 2, "there is room for these"
+    assert scarce._area.size_bytes == 4 << 20
+    for namespace in (scarce, other):
+        namespace.abort()
+    other.close()
+    scarce._pending.share_bytes = 2 << 20
+    scarce.reserve_room()
+    assert scarce._area.tenants == [scarce._pending]
 
 
 def test_an_error_of_the_wait_is_the_pushs_and_changes_nothing(daemon: FakeDaemon, scarce: ps.Namespace) -> None:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from paramstore.core.schema import Schema
 from paramstore.daemon.handlers import COLLECTIVE, ORDERED
 from paramstore.daemon.lost import RELIED_ON, STARTS_OVER
 from paramstore.errors import ParamStoreError, ProtocolError, StepDropped, StepFailed, StepMismatch
@@ -22,6 +23,7 @@ AtDesk = Callable[..., None]
 WRONG = msgspec.msgpack.Ext(5, b"wrong")
 """A value that no field takes."""
 REQUESTS = tuple(cls for cls in get_args(m.Request) if "id" in cls.__struct_fields__)
+ADAMW = Schema.adamw({"w": (16, 16)}, param_dtype="float32").describe()
 MAKER = FrameMaker(Random(1), m.Request)
 ONE_WAY = tuple(cls for cls in get_args(m.Request) if cls not in REQUESTS)
 
@@ -186,6 +188,37 @@ def test_a_lost_request_that_does_not_say_its_handle_stops_all_of_them(at_desk: 
                 with pytest.raises(StepFailed):
                     await client.request(m.GradientNorm, handle)
                 await client.request(m.Abort, handle)
+
+    at_desk(scenario)
+
+
+def test_a_reader_has_lost_nothing_by_a_push(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        client = await desk.client()
+        handle = await desk.create(client)
+        reader = (await client.request(m.OpenNamespace, "moe", "read"))["handle"]
+        for wrong in (WRONG, reader):
+            request_id = client.next_id()
+            await client.send_bytes(framed(["push", request_id, wrong, WRONG]))
+            with pytest.raises(ProtocolError):
+                await client.result(request_id)
+            assert (await client.request(m.Acquire, reader, [(0, 0)], "param", 1.0)).slots
+            assert (await outcome(client, m.GradientNorm, handle) == "StepFailed") == (wrong is WRONG)
+            await client.request(m.Abort, handle)
+
+    at_desk(scenario)
+
+
+def test_before_the_first_commit_initialize_is_the_way_on(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        client = await desk.client()
+        handle = (await client.request(m.CreateNamespace, "new", ADAMW, [0], 4))["handle"]
+        await lose(client, m.Apply, handle)
+        with pytest.raises(StepFailed, match=r"before the first commit initialize\(\)"):
+            await client.request(m.InitializeEnd, handle)
+        await client.request(m.InitializeBegin, handle)
+        with pytest.raises(StepFailed, match="was never given a value"):
+            await client.request(m.InitializeEnd, handle)
 
     at_desk(scenario)
 

@@ -17,6 +17,7 @@ from paramstore.errors import (
     ProtocolError,
     RankLost,
     StepFailed,
+    StepMismatch,
     StepOutOfOrder,
     StepPrepared,
     UnknownKey,
@@ -164,7 +165,7 @@ def test_a_wait_for_room_that_is_too_long_says_what_is_under_way() -> None:
         begun = begin(site)
         site.pause()
         push_last(site, keys_of(site.view)[:2])
-        with pytest.raises(WaitTimeout, match=r"push on 'moe': no room in 0.01 s: 2 updates are under way, from \(0, 0\) on"):
+        with pytest.raises(WaitTimeout, match=r"push on 'moe': no room in time: 2 updates are under way, from \(0, 0\) on"):
             await site.store.applies.await_room(site.view, keys_of(site.view)[:2], 0.01)
         site.resume()
         await asyncio.gather(site.store.end_apply(site.view), begun)
@@ -251,6 +252,51 @@ def test_a_wait_for_room_that_a_lost_rank_owes_ends_at_once() -> None:
         with pytest.raises(RankLost, match="rank 1 closed the namespace"):
             await waits
         assert asyncio.get_running_loop().time() < 1e5
+
+    run_ranks(scenario)
+
+
+def test_a_rank_that_ends_the_apply_has_ended_its_layers_before_the_others_call() -> None:
+    async def scenario(store: Store) -> None:
+        first, second = await open_ranks(store, 2)
+        begin_as(store, [first, second])
+        keys = keys_of(first)
+        push_last_as(store, first, keys[:2])
+        waits = asyncio.ensure_future(store.applies.await_room(first, keys[:2], 1e6))
+        await turns()
+        ended = call(store, second, "end_apply", store.end_apply)
+        assert set(await waits) <= set(keys[:2])
+        results = await outcomes([ended, call(store, first, "end_apply", store.end_apply)])
+        assert [result["records"] for result in results] == [2, 2]
+        assert asyncio.get_running_loop().time() < 1e5
+
+    run_ranks(scenario)
+
+
+@pytest.mark.parametrize("name", ["abort", "rollback", "commit"])
+@pytest.mark.parametrize("comes_first", ["the wait", "the call"])
+def test_a_rank_waits_for_no_room_that_another_owes_who_waits_for_it(name: str, comes_first: str) -> None:
+    async def scenario(store: Store) -> None:
+        first, second = await open_ranks(store, 2)
+        begin_as(store, [first, second])
+        keys = keys_of(first)
+        push_last_as(store, first, keys[:2])
+        push_last_as(store, second, keys[:1])
+        assert await store.applies.await_room(first, keys[:2], 1e6) == keys[:1]
+        begin = {
+            "abort": store.abort, "rollback": lambda one: store.rollback(one, 0), "commit": lambda one: store.commit(one, 1, b""),
+        }  # fmt: skip
+        if comes_first == "the call":
+            other = call(store, second, name, begin[name])
+            waits = asyncio.ensure_future(store.applies.await_room(first, keys[1:2], 1e6))
+        else:
+            waits = asyncio.ensure_future(store.applies.await_room(first, keys[1:2], 1e6))
+            await turns()
+            other = call(store, second, name, begin[name])
+        with pytest.raises(StepMismatch, match=r"no room will come: rank 1 made a collective call before pushing \(0, 1\)"):
+            await waits
+        assert asyncio.get_running_loop().time() < 1e5
+        other.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     run_ranks(scenario)
 
