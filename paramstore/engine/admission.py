@@ -6,6 +6,7 @@ Serialised by one lock: two that come at once cannot both be given the same byte
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,8 @@ class Admission:
         self._lock = asyncio.Lock()
         self._snapshot_lock = asyncio.Lock()
         """Apart from the other: a snapshot waits for a commit under way, and others open theirs meanwhile."""
+        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By namespace: held by the writer that opens it."""
         self._growing: set[asyncio.Task[None]] = set()
 
     def list_namespaces(self) -> list[dict[str, object]]:
@@ -133,10 +136,7 @@ class Admission:
             raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
         if mode == "write":
             if min_lease_slots:
-                async with self._lock:
-                    await self._open_memory(namespace, host_bytes)
-                world_size = 1 if group is None else group.world_size  # refused before anybody is fenced
-                self._planner.leases.promise(namespace, is_writer=True, world_size=world_size, least=min_lease_slots)
+                await self._check_slots(namespace, host_bytes, group=group, least=min_lease_slots)
             prepared = namespace.prepared_step  # or about to be
             if at is not None and at != prepared:
                 namespace.ledger.check_rollback(at)  # refused before anybody is fenced
@@ -165,19 +165,26 @@ class Admission:
         min_lease_slots: int = 0,
     ) -> View:  # fmt: skip
         """Fences the writer there is and rolls back, which waits for a commit of this namespace: outside the lock, so that
-        others open theirs meanwhile. If another writer came in between, it is fenced in its turn."""
-        while True:
-            if namespace.group is not None:
-                namespace.group.fence()
+        others open theirs meanwhile. Writers that come at once open one after the other, and each fences the one before."""
+        _fence(namespace)  # from this moment on; where slots are asked for they were looked at just now
+        async with self._opening[namespace.name]:
+            if min_lease_slots:
+                await self._check_slots(namespace, host_bytes, group=group, least=min_lease_slots)
+            _fence(namespace)
             await self._chain.reopen(namespace, at=at)
-            if namespace.group is not None and not namespace.group.is_fenced:
-                continue
-            epoch = namespace.epoch
             async with self._lock:
                 await self._open_memory(namespace, host_bytes)
-                if namespace.epoch == epoch:  # else another rolled back after us: it may have opened, written and been fenced
-                    open_view = self._planner.leases.open_view
-                    return open_view(namespace, is_writer=True, step=None, group=group, min_lease_slots=min_lease_slots)
+                open_view = self._planner.leases.open_view
+                return open_view(namespace, is_writer=True, step=None, group=group, min_lease_slots=min_lease_slots)
+
+    async def _check_slots(
+        self, namespace: NamespaceState, host_bytes: int | None, *, group: WriterGroup | None, least: int
+    ) -> None:
+        """Raises CapacityError where a writer that opens now cannot be promised `least` slots; then nobody was fenced."""
+        async with self._lock:
+            await self._open_memory(namespace, host_bytes)
+            world_size = 1 if group is None else group.world_size
+            self._planner.leases.promise(namespace, is_writer=True, world_size=world_size, least=least)
 
     async def snapshot(self, namespace: NamespaceState, step: int) -> None:
         """Makes room for one more step and keeps `step` durably; nothing to do if it is kept. Raises StepDropped, CapacityError."""
@@ -266,6 +273,11 @@ def make_namespace(ledger: Ledger) -> NamespaceState:
     namespace.turn = asyncio.Lock()
     namespace.working = fresh_working(namespace)
     return namespace
+
+
+def _fence(namespace: NamespaceState) -> None:
+    if namespace.group is not None:
+        namespace.group.fence()
 
 
 def _shape(schema: Schema, keys: KeySpace) -> dict[str, object]:

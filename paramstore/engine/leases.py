@@ -169,6 +169,8 @@ class LeasePlanner:
                 copy = working.current
                 if namespace.is_exact and (wanted := namespace.wanted(working)) is not None:
                     copy = namespace.find_copy(key, wanted)
+                elif copy is None and working.target is not None:  # what was left by a rollback to these bytes, and is leased still
+                    copy = namespace.find_copy(key, working.target)
                 if copy is None:
                     self._check_reachable(namespace, working)
             else:

@@ -244,6 +244,8 @@ class Store:
             return await self._cleaner.write_back(view.namespace, keys)
 
     async def evict(self, view: View, keys: Sequence[ExpertKey] | None, part: str | None) -> dict[str, object]:
+        if part == "param" and not view.is_writer:  # it changes no record: whoever writes is not waited for
+            return await self._cleaner.evict(view.namespace, keys, part)
         check_unclaimed(view.namespace, what="evict")
         async with view.namespace.turn:
             return await self._cleaner.evict(view.namespace, keys, part)

@@ -49,11 +49,9 @@ class ResidencyChecks:
     # --- looking
 
     def found(self, owner: ModelView, keys: Sequence[ExpertKey]) -> list[ParamCopy | None]:
-        """The copies that there are of what the view sees, retired ones of the writer's aside."""
+        """The copies that there are of what the view sees."""
         identities = [self.model.seen_by(owner, key) for key in keys]
-        copies = [self.namespace.find_copy(key, seen) if seen else None for key, seen in zip(keys, identities, strict=True)]
-        is_reader = owner.step is not None
-        return [copy if copy is None or is_reader or copy.state is not Copy.RETIRED else None for copy in copies]
+        return [self.namespace.find_copy(key, seen) if seen else None for key, seen in zip(keys, identities, strict=True)]
 
     def running(self) -> list[ModelLease]:
         return [lease for lease in self.model.leases if not lease.is_ended]

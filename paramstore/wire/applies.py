@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from paramstore.wire.base import Keys, Layers, Message
+from paramstore.wire.base import Keys, Layers, Message, Seconds
 
 
 class Apply(Message, tag="apply"):
@@ -66,4 +66,4 @@ class AwaitRoom(Message, tag="await_room"):
     id: int
     handle: int
     keys: Keys
-    timeout_s: float
+    timeout_s: Seconds

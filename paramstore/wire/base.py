@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -29,6 +30,8 @@ LABEL_MAX = 64
 Key = tuple[int, int]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 Layers = Annotated[list[int], msgspec.Meta(max_length=KEYS_MAX)]
+Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max)]
+"""A time to wait: anything but nan."""
 
 
 VISITS_MAX = 1 << 14

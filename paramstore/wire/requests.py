@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from paramstore.wire.applies import Apply, AwaitRoom, BeginApply, EndApply, EndLayers
-from paramstore.wire.base import Key, Keys, Message, VisitPairs
+from paramstore.wire.base import Key, Keys, Message, Seconds, VisitPairs
 
 
 class Hello(Message, tag="hello"):
@@ -153,7 +153,7 @@ class Prefetch(Message, tag="prefetch"):
     handle: int
     keys: Keys
     part: str
-    deadline_s: float | None = None
+    deadline_s: Seconds | None = None
 
 
 class Acquire(Message, tag="acquire"):
@@ -163,7 +163,7 @@ class Acquire(Message, tag="acquire"):
     handle: int
     keys: Keys
     part: str
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class Release(Message, tag="release"):

@@ -273,7 +273,7 @@ def test_of_writers_that_come_at_once_none_inherits_what_another_left_pending() 
         lock.release()
         await turns()
         assert between.done()
-        if first.done():
+        if first.done() and not first.result().is_fenced:
             push(store, first.result(), keys_of(first.result()))
         await namespace.turn.acquire()
         third = asyncio.ensure_future(come())  # fences the first, and cannot roll back yet
@@ -349,6 +349,28 @@ def test_a_writer_who_cannot_have_the_slots_it_asks_for_fences_nobody_and_rolls_
         again = await store.admission.open("moe", mode="write", at=None, host_bytes=None, min_lease_slots=view.lease_slots)
         assert again.lease_slots == view.lease_slots
         assert view.is_fenced
+
+    run(scenario())
+
+
+def test_of_writers_that_come_at_once_who_gets_too_few_slots_fences_nobody() -> None:
+    async def scenario() -> None:
+        store = Machine().start()
+        view = await create(store)
+        least = view.lease_slots
+        store.close_view(view)
+
+        async def come(lease_id: int) -> View:
+            view = await store.admission.open("moe", mode="write", at=None, host_bytes=None, min_lease_slots=least)
+            store.acquire(view, lease_id, keys_of(view)[:1], "param")
+            return view
+
+        await store.commit(await come(1), 1, b"")
+        store.close_view(store.namespaces["moe"].views[0])
+        first, second = await asyncio.gather(come(2), come(3), return_exceptions=True)
+        assert isinstance(first, View), first  # and neither waits for the other for ever
+        assert not first.is_fenced
+        assert isinstance(second, CapacityError), second
 
     run(scenario())
 

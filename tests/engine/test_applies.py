@@ -341,6 +341,8 @@ def test_what_would_see_half_an_apply_is_refused() -> None:
         await refused_in_time(StepOutOfOrder, site, "read", keys_of(site.view)[0], target)
         await refused_in_time(StepOutOfOrder, site, "write_back", None)
         await refused_in_time(StepOutOfOrder, site, "evict", None, None)
+        reader = await site.store.admission.open("moe", mode="read", at=None, host_bytes=None)
+        assert (await site.store.evict(reader, None, "param"))["skipped"] == []  # it changes no record
         await refused_in_time(StepOutOfOrder, site, "snapshot", 1)
         ended = asyncio.ensure_future(site.store.end_apply(site.view))
         committed = await asyncio.ensure_future(site.store.commit(site.view, 2, b""))  # called behind it, a task as a session's

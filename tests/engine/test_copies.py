@@ -349,3 +349,17 @@ def test_a_lease_may_take_the_slot_of_an_older_version_of_its_own_key_if_nobody_
     newest = small.leased(writer, key).copies[0]
     assert newest.identity.version == 2
     assert newest in small.namespace.copies[key]
+
+
+def test_what_a_rollback_goes_back_to_and_is_leased_still_is_leased_again() -> None:
+    small = desk()
+    writer = small.writer()
+    first = small.leased(writer, A)
+    small.update(A)
+    small.rollback()
+    second = small.leased(writer, A)
+    assert second.copies == first.copies
+    assert len(writer.leased) == 1
+    for request in (first, second):
+        small.release(request)
+    small.check()
