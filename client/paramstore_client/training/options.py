@@ -6,7 +6,9 @@ alone (decay for matrices, none for the rest); where they differ in more, the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -48,10 +50,25 @@ def refuse_fsdp1(parameters: Iterable[Tensor]) -> None:
 
 
 def trains_adapters(model: nn.Module, optimizer: torch.optim.Optimizer, *, sentinel: Tensor) -> bool:
-    """Whether PEFT has put its adapters into `model`, or trains around a model that is frozen as a whole (prompts)."""
-    inside = any(parameter.requires_grad for parameter in model.parameters() if parameter is not sentinel)
-    outside = any(param.requires_grad for group in optimizer.param_groups for param in group["params"] if param is not sentinel)
-    return hasattr(model, "peft_config") or (outside and not inside)
+    """Whether PEFT has put its adapters into `model`, or `optimizer` trains what PEFT has put around it (prompts)."""
+    if hasattr(model, "peft_config"):
+        return True
+    if any(parameter.requires_grad for parameter in model.parameters() if parameter is not sentinel):
+        return False  # prompts freeze the model as a whole; without PEFT that says nothing: a head outside may train beside experts
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+    return any(
+        id(parameter) in trained and parameter is not sentinel for owner in _peft_models(model) for parameter in owner.parameters()
+    )
+
+
+def _peft_models(model: nn.Module) -> Iterator[nn.Module]:
+    """PEFT's models around `model`. PEFT leaves no mark on one that gets prompts, and no module knows its owner: so all objects
+    are looked through."""
+    cls = getattr(sys.modules.get("peft"), "PeftModel", None)
+    if cls is not None:
+        for found in gc.get_objects():
+            if issubclass(type(found), cls) and any(part is model for part in found.modules()):
+                yield found
 
 
 def options_class(schema: Schema) -> type[Options]:

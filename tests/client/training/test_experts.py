@@ -182,6 +182,17 @@ def test_frozen_dense_weights_leave_the_experts_theirs(namespace: ps.Namespace) 
     Pair.make(namespace).run_equal(loop)
 
 
+def test_a_frozen_model_under_a_head_outside_leaves_the_experts_theirs(namespace: ps.Namespace) -> None:
+    stored, head = make_stored(namespace).requires_grad_(False), nn.Parameter(torch.ones(()))
+    experts, optimizer = bind(stored, namespace), adamw([head])
+    before = [namespace.read(key)["master/down"] for key in namespace.space]
+    experts.attach(optimizer)
+    (stored(batch(0)) * head).backward()
+    optimizer.step()
+    experts.settle()
+    assert not all(torch.equal(namespace.read(key)["master/down"], old) for key, old in zip(namespace.space, before, strict=True))
+
+
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_experts_that_are_left_alone_get_no_gradients_whatever_the_optimizer(
     namespace: ps.Namespace, is_checkpointed: bool, monkeypatch: pytest.MonkeyPatch

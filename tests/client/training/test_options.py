@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,27 +50,32 @@ def test_a_group_of_the_sentinel_alone_may_differ() -> None:
     assert main_group(optimizer, sentinel=sentinel).options().lr == 0.1
 
 
-@pytest.mark.parametrize(
-    ("has_adapters", "is_frozen", "trains_outside", "expected"),
-    [
-        (False, False, False, False),
-        (False, False, True, False),
-        (False, True, False, False),  # the experts alone train
-        (False, True, True, True),  # prompts around a frozen model
-        (True, False, False, True),
-        (True, True, True, True),
-    ],
-)
-def test_adapters_are_known_by_peft_or_by_a_model_frozen_as_a_whole(
-    has_adapters: bool, is_frozen: bool, trains_outside: bool, expected: bool
+@pytest.mark.parametrize("trains_outside", [False, True])
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("peft", ["nothing trained", "adapters inside", "prompts around", "prompts around another"])
+def test_adapters_are_known_by_a_sign_of_peft_alone(
+    monkeypatch: pytest.MonkeyPatch, peft: str, is_frozen: bool, trains_outside: bool
 ) -> None:
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(PeftModel=FakePeftModel))  # type: ignore[arg-type]
     model = nn.Linear(2, 2).requires_grad_(not is_frozen)
     sentinel = nn.Parameter(torch.zeros(()))
     model.register_parameter("sentinel", sentinel)
-    if has_adapters:
+    if peft == "adapters inside":
         model.peft_config = {}
-    optimizer = torch.optim.AdamW([*model.parameters(), *(weights(3) if trains_outside else [])])
+    owner = FakePeftModel(nn.Linear(2, 2) if peft == "prompts around another" else model)
+    outside = [owner.prompts] if peft in ("prompts around", "prompts around another") else weights(3)
+    optimizer = torch.optim.AdamW([*model.parameters(), *(outside if trains_outside else [])])
+    expected = peft == "adapters inside" or (peft == "prompts around" and is_frozen and trains_outside)
     assert trains_adapters(model, optimizer, sentinel=sentinel) is expected
+
+
+class FakePeftModel(nn.Module):
+    """Trains prompts around a model, which it does not mark."""
+
+    def __init__(self, base_model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = base_model
+        self.prompts = nn.Parameter(torch.zeros(3))
 
 
 class OwnAdamW(torch.optim.AdamW):
