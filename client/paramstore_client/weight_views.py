@@ -51,13 +51,12 @@ def find_view(tensor: Tensor, holder: Hashable, weights: Mapping[str, Tensor]) -
 
 
 def in_dtype_of(x: Tensor, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """`weights` as they are multiplied with `x`: cast to its dtype where theirs are longer, as FSDP2's mixed precision casts
-    parameters.
+    """`weights` as a kernel of ours multiplies them with `x`: cast to its dtype where theirs are longer, as FSDP2's mixed precision
+    casts parameters.
 
-    Nothing is cast under autocast, nor where some weight has the dtype of `x` or a shorter one: the kernel deals with those.
+    Nothing is cast under autocast, nor where some weight is as short as `x`: the kernel deals with those.
     """
-    fits = any(weight.dtype == x.dtype or weight.itemsize < x.itemsize for weight in weights.values())
-    if fits or torch.is_autocast_enabled(x.device.type):
+    if any(weight.itemsize <= x.itemsize for weight in weights.values()) or torch.is_autocast_enabled(x.device.type):
         return weights
     return {name: weight.to(x.dtype) for name, weight in weights.items()}
 

@@ -150,6 +150,16 @@ def test_longer_weights_compute_in_the_dtype_of_the_tokens_and_are_not_kept_in_i
     assert_pending_equal(ns, resident)
 
 
+def test_an_expert_of_ones_own_gets_its_weights_as_they_are_stored() -> None:
+    def single(x_tD: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        return swiglu(x_tD.float(), weights).to(x_tD.dtype)
+
+    ns, tokens = make_namespace(), make_tokens(torch.bfloat16)
+    assert_same_as_resident(ns, make_stored(ns, single), make_resident(ns, single), tokens)
+    with torch.no_grad():
+        assert torch.equal(make_stored(ns, single)(tokens), make_resident(ns, single)(tokens))
+
+
 def test_hooks_around_the_layer_see_what_it_saves() -> None:
     ns = make_namespace(lease_slots=4)
     moved: list[Tensor] = []

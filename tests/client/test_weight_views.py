@@ -77,7 +77,7 @@ SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
         ((SINGLE, SINGLE), SINGLE, (SINGLE, SINGLE)),
         ((SINGLE, SINGLE), BRAIN, (BRAIN, BRAIN)),
         ((SINGLE, SINGLE), HALF, (HALF, HALF)),
-        ((HALF, HALF), BRAIN, (BRAIN, BRAIN)),
+        ((HALF, HALF), BRAIN, (HALF, HALF)),  # neither is longer
         ((BRAIN, BRAIN), SINGLE, (BRAIN, BRAIN)),  # the kernel deals with it
         ((HALF, SINGLE), HALF, (HALF, SINGLE)),  # as Switch keeps one of its weights
     ],

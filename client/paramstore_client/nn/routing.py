@@ -19,12 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paramstore_client.weight_views import in_dtype_of
+
 ExpertFn = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(x_tD, weights by field) -> y_tD of one expert's tokens."""
 
 
 def swiglu(x_tD: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """The default expert: down(silu(gate(x)) * up(x)), fields `gate_up` [2I, D] (gate first) and `down` [D, I]."""
+    """The default expert: down(silu(gate(x)) * up(x)), fields `gate_up` [2I, D] (gate first) and `down` [D, I].
+
+    Weights that are longer than the dtype of `x_tD` are cast to it.
+    """
+    weights = in_dtype_of(x_tD, weights)
     gate_tI, up_tI = functional.linear(x_tD, weights["gate_up"]).chunk(2, dim=-1)
     return functional.linear(functional.silu(gate_tI) * up_tI, weights["down"])
 

@@ -34,8 +34,9 @@ class StoredExperts(nn.Module):
 
     A layer with more active experts than half of `namespace.lease_slots` runs in parts, in expert order, so that the
     other half can hold the next part. `backward` pushes the gradients of the active experts before it returns; an expert
-    without tokens gets none. Weights that are longer than the tokens' dtype are cast to it for each use. Two things to know:
-    - `expert_fn` computes from its arguments alone: a parameter that it closes over gets no gradient.
+    without tokens gets none. Two things to know:
+    - `expert_fn` computes from its arguments alone: a parameter that it closes over gets no gradient. It gets the weights in the
+      dtype that the schema says, whatever the tokens have; `swiglu` casts longer ones.
     - `torch.autograd.grad(loss, x)` runs this layer's backward too, so it pushes as well.
 
         group = ps.nn.ExpertSchedule()

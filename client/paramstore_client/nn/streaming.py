@@ -30,7 +30,7 @@ from paramstore.core.place import Identity
 from paramstore.errors import ConfigError, StepMismatch
 from paramstore_client.nn.routing import Block, ExpertFn, split_rows
 from paramstore_client.source import ExpertSource, WeightLease
-from paramstore_client.weight_views import WeightView, find_view, in_dtype_of
+from paramstore_client.weight_views import WeightView, find_view
 
 
 class _SavedTensors:
@@ -217,7 +217,7 @@ class LayerCall:
 
     def _compute(self, part: Part, weights: Mapping[int, Mapping[str, Tensor]], x: Tensor) -> list[Tensor]:
         blocks = zip(part.blocks, split_rows(x, part.blocks), strict=True)
-        return [self._expert_fn(x_tD, in_dtype_of(x_tD, weights[block.expert])) for block, x_tD in blocks]
+        return [self._expert_fn(x_tD, weights[block.expert]) for block, x_tD in blocks]
 
     def _record_part(self, part: Part, weights: dict[int, Mapping[str, Tensor]], x: Tensor, *, wants_x: bool) -> list[Tensor]:
         anchor = torch.empty(0, device=x.device, requires_grad=True)
@@ -239,7 +239,7 @@ class LayerCall:
         inner_x = entered[-1] if wants_x else x_tD
         inner_weights = {**weights, **dict(zip(names, entered, strict=False))}
         with self._saved.recording(expert):
-            y_tD = self._expert_fn(inner_x, in_dtype_of(inner_x, inner_weights))
+            y_tD = self._expert_fn(inner_x, inner_weights)
         return y_tD, _Recorded(
             output=get_gradient_edge(y_tD) if y_tD.requires_grad else None,
             x=get_gradient_edge(inner_x) if wants_x else None,
