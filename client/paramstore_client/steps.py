@@ -24,6 +24,11 @@ class Steps(Handle, ABC):
         """A handle of what an open answered."""
 
     @property
+    def apply_count(self) -> int:
+        """How many applies this handle has called."""
+        return self._applies
+
+    @property
     def uncommitted_applies(self) -> int:
         """How many applies this handle has called that no commit it has seen settled covers, nor a rollback dropped."""
         return self._applies - self._committed_applies

@@ -48,7 +48,7 @@ class Experts:
         self.reduce: Reduce = "mean"
         self.commit_on_state_dict = False
         self.sentinel = sentinel
-        sentinel.listener = Unattached(namespace)
+        sentinel.listener = Unattached(namespace, model)
         self._attachment: Attachment | None = None
         self._apply: Ticket[Result] | None = None
         self._commit: Ticket[Result] | None = None

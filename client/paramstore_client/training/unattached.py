@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
 
+import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paramstore_client.namespace import Namespace
 
 
 class Unattached:
-    """Listens to a model's stored layers until an optimizer is attached, or the experts are stepped by hand. Warns once."""
+    """Listens to a model's stored layers until an optimizer is attached, or the experts are stepped by hand. Warns once.
 
-    def __init__(self, namespace: Namespace) -> None:
+    Steps count of optimizers that hold a parameter of the model; others, as of a discriminator, may come between its micro-batches.
+    """
+
+    def __init__(self, namespace: Namespace, model: nn.Module) -> None:
         self._namespace = namespace
+        self._model = weakref.ref(model)
+        self._apply_count = namespace.apply_count
         self._has_stepped = False
-        """Some optimizer made a step since the last forward."""
+        """An optimizer of the model made a step since the last forward."""
         self._has_warned = False
         noted = weakref.WeakMethod(self._note_step)
-        hook = register_optimizer_step_post_hook(lambda *_: (note := noted()) and note())
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: (note := noted()) and note(optimizer))
         weakref.finalize(self, hook.remove)
 
     def before_forward(self) -> None:
         """Warns where gradients of stored layers outlived an optimizer's step."""
         if self._has_stepped:
             self._has_stepped = False
-            self._warn("an optimizer has made a step")
+            self._warn("an optimizer of the model has made a step")
 
     def after_layer(self, layer: int) -> None:
         """No apply is open that could wait for it."""
@@ -40,13 +46,15 @@ class Unattached:
         if not self._namespace.uncommitted_applies:
             self._warn(f"commit({step}) stores no update")
 
-    def _note_step(self, *_: Any) -> None:
-        self._has_stepped = True
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._has_stepped and (model := self._model()) is not None:
+            held = {id(parameter) for parameter in model.parameters()}
+            self._has_stepped = any(id(param) in held for group in optimizer.param_groups for param in group["params"])
 
     def _warn(self, what: str) -> None:
         count = self._namespace.pending_count
-        if count == 0 or self._has_warned:
-            return
+        if count == 0 or self._has_warned or self._namespace.apply_count != self._apply_count:
+            return  # whoever has applied by hand has forgotten nothing
         self._has_warned = True
         warnings.warn(
             f"namespace {self._namespace.name!r}: {what}, and the gradients of {count} experts are still pending, as no optimizer "

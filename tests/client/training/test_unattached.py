@@ -32,7 +32,7 @@ def test_a_forgotten_attach_warns_once_at_the_second_forward(namespace: ps.Names
     model, _, optimizer = make(namespace)
     assert warnings_of(lambda: plain_loop(model, optimizer, steps=1)) == []
     (message,) = warnings_of(lambda: plain_loop(model, optimizer, steps=3))
-    assert f"namespace '{namespace.name}': an optimizer has made a step" in message
+    assert f"namespace '{namespace.name}': an optimizer of the model has made a step" in message
     assert f"{namespace.pending_count} experts are still pending" in message
     assert "attach(optimizer), or" in message
 
@@ -68,6 +68,41 @@ def test_experts_that_are_stepped_by_hand_bring_no_warning(namespace: ps.Namespa
     optimizer.step()
     assert warnings_of(lambda: namespace.commit(2).wait()) == [], "a handle's own commit leaves pending gradients pending"
     assert warnings_of(lambda: experts.commit(3).wait()) == [], "and who has stepped by hand knows it"
+
+
+@pytest.mark.parametrize("is_by_handle", [True, False])
+def test_a_step_of_an_optimizer_of_something_else_brings_no_warning(namespace: ps.Namespace, is_by_handle: bool) -> None:
+    """As that of a discriminator, between the micro-batches of experts that are stepped by hand."""
+    model, experts, optimizer = make(namespace)
+    other = torch.nn.Parameter(torch.ones(()))
+    other_optimizer = adamw([other])
+
+    def accumulate() -> None:
+        for micro in range(2):
+            model(batch(micro)).backward()
+            (2 * other).backward()
+            other_optimizer.step()
+
+    def loop() -> None:
+        for _ in range(2):
+            accumulate()
+            optimizer.step()
+            if is_by_handle:
+                namespace.apply(ps.AdamW(lr=0.1))
+            else:
+                experts.step(lr=0.1)
+            optimizer.zero_grad()
+
+    assert warnings_of(loop) == []
+
+
+def test_who_has_applied_by_hand_may_do_so_more_seldom_than_the_optimizer_steps(namespace: ps.Namespace) -> None:
+    model, experts, optimizer = make(namespace)
+    plain_loop(model, optimizer, steps=1)
+    namespace.apply(ps.AdamW(lr=0.1))
+    namespace.commit(1).wait()
+    assert warnings_of(lambda: plain_loop(model, optimizer, steps=3)) == []
+    assert warnings_of(lambda: experts.commit(2).wait()) == []
 
 
 def test_an_attached_optimizer_brings_no_warning_nor_does_its_end(namespace: ps.Namespace) -> None:
