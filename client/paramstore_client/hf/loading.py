@@ -87,6 +87,7 @@ def from_pretrained(
     optimizer: str = "adamw",
     updates: str = "exact",
     experts_kernel: str = "auto",
+    min_lease_slots: int = 0,
     schema_options: Mapping[str, Any] | None = None,
     progress: Any = None,
     **options: Any,
@@ -99,13 +100,14 @@ def from_pretrained(
     states of `optimizer` ("adamw", "sgd", "adagrad"; `updates` as in the schema functions), for inference with the checkpoint's
     own bytes.
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
-    model would run by itself, or the `experts_implementation` among the options. schema_options: further arguments of the schema
-    function. progress: as of `import_checkpoint`.
+    model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as of `open_namespace`.
+    schema_options: further arguments of the schema function. progress: as of `import_checkpoint`.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
     other experts, CheckpointError where it still holds those imported from another checkpoint, and what `create_namespace`,
     `open_namespace` and the import raise. Then nothing is left open.
     """
+    min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
     _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
     arguments.path("path", path)
     check_arguments(options)
@@ -125,7 +127,8 @@ def from_pretrained(
     kernel = choose_kernel(model, experts_kernel, requested)
     source = _Source(path, options, model, progress)
     opened = open_experts(
-        store, name or _name_of(path), layout, schema, mode=mode, fill=source.fill, check=source.check
+        store, name or _name_of(path), layout, schema, mode=mode, min_lease_slots=min_lease_slots, fill=source.fill,
+        check=source.check,
     )  # fmt: skip
     join(model, opened, kernel=kernel)
     return loaded
@@ -141,6 +144,7 @@ def from_config(
     optimizer: str = "adamw",
     updates: str = "exact",
     experts_kernel: str = "auto",
+    min_lease_slots: int = 0,
     schema_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -150,6 +154,7 @@ def from_config(
     `torch.manual_seed` dense and expert weights are bit for bit those of the unmodified model on the CPU. A committed namespace
     keeps its experts. name: default the config's model type. The rest, and the errors, are those of `from_pretrained`.
     """
+    min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
     _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
     if not hasattr(config, "model_type"):
         raise arguments.wrong("config", config, "a configuration of transformers")
@@ -168,8 +173,9 @@ def from_config(
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
     kernel = choose_kernel(model, experts_kernel, requested)
     opened = open_experts(
-        store, name or config.model_type, layout, schema, mode=mode, fill=lambda made: made.initialize(initial.values)
-    )
+        store, name or config.model_type, layout, schema, mode=mode, min_lease_slots=min_lease_slots,
+        fill=lambda made: made.initialize(initial.values),
+    )  # fmt: skip
     join(model, opened, kernel=kernel)
     return model
 

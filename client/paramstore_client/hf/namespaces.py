@@ -29,25 +29,29 @@ FIRST_STEP = 0
 
 
 def open_experts(
-    store: Store, name: str, layout: ExpertLayout, schema: Schema, *, mode: str, fill: Fill, check: Check | None = None
-) -> Namespace:
+    store: Store, name: str, layout: ExpertLayout, schema: Schema, *, mode: str, min_lease_slots: int = 0, fill: Fill,
+    check: Check | None = None,
+) -> Namespace:  # fmt: skip
     """The namespace `name`, committed: as its writer (mode "train") or a reader of its newest step ("infer").
 
     One that has no commit yet is filled and committed as step 0 first; its schema is `schema`. Raises SchemaMismatch where one
     that is to be trained has another schema, layers or experts, and what opening and filling raise; then no handle is left open.
+    min_lease_slots: as of `Store.open_namespace`.
     """
     ranks = _ranks()
     committed = {known["name"]: known for known in store.namespaces() if known["committed_step"] is not None}
-    if mode == "infer":
-        if name not in committed:
-            _make(store, name, layout, schema, fill=fill, ranks=ranks).close()
-        return _checked(store.open_namespace(name), check if name in committed else None)
     if name not in committed:
-        return _make(store, name, layout, schema, fill=fill, ranks=ranks)
-    _check_same(committed[name], layout, schema)
+        made, check = _make(store, name, layout, schema, fill=fill, ranks=ranks), None
+        if mode == "train" and made.lease_slots >= min_lease_slots:
+            return made
+        made.close()
+    if mode == "infer":
+        return _checked(store.open_namespace(name, min_lease_slots=min_lease_slots), check)
+    if name in committed:
+        _check_same(committed[name], layout, schema)
     if check is not None:
         _checked(store.open_namespace(name), check).close()
-    return store.open_namespace(name, mode="write", **ranks)
+    return store.open_namespace(name, mode="write", min_lease_slots=min_lease_slots, **ranks)
 
 
 def _checked(reader: Namespace, check: Check | None) -> Namespace:

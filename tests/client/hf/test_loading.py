@@ -54,6 +54,16 @@ def new_model(store: ps.Store, name: str, **options: Any) -> Any:
     return ps.hf.from_config(auto(), tiny_config("qwen3_moe"), store=store, name=name, **given)
 
 
+def test_models_that_read_have_the_lease_slots_that_they_ask_for(store: ps.Store, tmp_path: Path) -> None:
+    new_model(store, "slots", mode="infer").save_pretrained(tmp_path)
+    with ps.hf.namespace(new_model(store, "slots", mode="infer")) as usual:
+        more = usual.lease_slots + 1
+    with ps.hf.namespace(new_model(store, "slots", mode="infer", min_lease_slots=more)) as namespace:
+        assert namespace.lease_slots == more
+    loaded = ps.hf.from_pretrained(auto(), tmp_path, store=store, name="slots", mode="infer", min_lease_slots=more)
+    assert ps.hf.namespace(loaded).lease_slots == more
+
+
 def test_new_model_trains_as_the_unmodified_one(store: ps.Store) -> None:
     stock, model = stock_model(), new_model(store, "trains")
     assert type(model).__name__ == "Qwen3MoeForCausalLM"

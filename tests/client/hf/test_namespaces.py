@@ -71,6 +71,21 @@ def test_inference_namespace_is_made_from_a_checkpoints_own_bytes(address: str) 
             assert torch.equal(lease[5, 3]["w"], torch.full((8, 8), 3.0))
 
 
+@pytest.mark.parametrize("mode", ["train", "infer"])
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_lease_slots_are_promised_as_asked_or_refused(address: str, mode: str, is_committed: bool) -> None:
+    name, schema = f"slots-{mode}-{is_committed}", SCHEMA if mode == "train" else LAYOUT.schema(None)
+    with ps.connect(address) as store:
+        if is_committed:
+            open_experts(store, name, LAYOUT, schema, mode="train", fill=fill).close()
+        with pytest.raises(ps.CapacityError, match="min_lease_slots=1000, but"):
+            open_experts(store, name, LAYOUT, schema, mode=mode, min_lease_slots=1000, fill=fill)
+        usual = open_experts(store, name, LAYOUT, schema, mode=mode, fill=refuse)
+        usual.close()
+        more = usual.lease_slots + (1 if mode == "infer" else 0)
+        assert open_experts(store, name, LAYOUT, schema, mode=mode, min_lease_slots=more, fill=refuse).lease_slots == more
+
+
 @pytest.mark.parametrize("wrong", ["updates", "layers"])
 def test_refused_writer_does_not_fence_the_one_at_work(address: str, wrong: str) -> None:
     layout = ExpertLayout({0: "layers.0.experts"}, 4, LAYOUT.tensors) if wrong == "layers" else LAYOUT
