@@ -14,11 +14,14 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paramstore.errors import StepFailed, StepMismatch
 from paramstore_client.training.options import MainGroup
@@ -58,12 +61,16 @@ class Attachment:
         """Since the last step."""
         self._report: tuple[Tensor, int] | None = None
         """The gradient as reported, and its version: clipping and zeroing in place count it up. (Unscaling does not.)"""
+        self._has_another_stepped = False
+        """Since the last commit an optimizer that is not the attached one has stepped parameters of it."""
         self._join()
         sentinel.listener = self
+        noted = weakref.WeakMethod(self._note_step)
         self._removals: list[Callable[[], object]] = [
             experts.namespace.before_push(self._before_push),
             optimizer.register_step_post_hook(self._after_step).remove,
             optimizer.register_load_state_dict_pre_hook(self._before_load).remove,
+            register_optimizer_step_post_hook(lambda stepped, *_: (note := noted()) and note(stepped)).remove,
         ]
 
     def remove(self) -> None:
@@ -154,6 +161,21 @@ class Attachment:
                 "The experts stay as they were, the dense weights are spoilt: load a checkpoint"
             )
         self._experts.apply(self._main.options(), clip_coef=coefficient)
+
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is not self._optimizer and not self._has_another_stepped:
+            led = {id(param) for group in self._optimizer.param_groups for param in group["params"]}
+            self._has_another_stepped = any(id(param) in led for group in optimizer.param_groups for param in group["params"])
+
+    def before_commit(self, step: int) -> None:
+        """Warns where another optimizer was stepped in place of the attached one: the experts have not trained."""
+        namespace, was_stepped, self._has_another_stepped = self._experts.namespace, self._has_another_stepped, False
+        if was_stepped and not namespace.uncommitted_applies:
+            warnings.warn(
+                f"namespace {namespace.name!r}: commit({step}) stores no update: the optimizer that made the steps is not the one "
+                "that is attached. Call experts.detach(), and attach the one that steps",
+                stacklevel=3,
+            )
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """A state dict saved without the sentinel gets a place for it."""

@@ -193,7 +193,7 @@ class Experts:
         """
         step, extra = whole_number("step", step), data("extra", extra)
         self.settle()
-        if isinstance(watcher := self.sentinel.listener, Unattached):
+        if isinstance(watcher := self.sentinel.listener, Unattached | Attachment):
             watcher.before_commit(step)
         origin = self._origin_extra()  # before a first `extra` of the caller's hides it
         self._commit = self.namespace.commit(step, extra or origin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -307,6 +308,24 @@ def test_an_error_of_an_update_is_raised_by_the_next_call(namespace: ps.Namespac
     pair.stored_optimizer.zero_grad()
     with store.open_namespace(namespace.name, mode="write"), pytest.raises(ps.WriterFenced):
         pair.stored(batch(1)).backward()
+
+
+def test_a_commit_after_steps_of_another_optimizer_warns_that_nothing_trained(namespace: ps.Namespace) -> None:
+    model = make_stored(namespace)
+    experts = bind(model, namespace)
+    optimizer, other = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    experts.attach(optimizer)
+    for stepped in (other, optimizer):
+        model(batch(0)).backward()
+        stepped.step()
+        if stepped is optimizer:
+            other.step()  # one that wraps it
+        stepped.zero_grad()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            experts.commit((namespace.committed_step or 0) + 1).wait()
+            experts.commit((namespace.committed_step or 0) + 1).wait()
+        assert ["is not the one that is attached" in str(warning.message) for warning in seen] == [True] * (stepped is other)
 
 
 # --- the order of visits

@@ -116,7 +116,7 @@ def test_an_attached_optimizer_brings_no_warning_nor_does_its_end(namespace: ps.
 
 
 @pytest.mark.parametrize("is_attached", [True, False])
-def test_nothing_looks_at_all_optimizers_once_one_is_attached_or_the_model_is_gone(
+def test_nothing_looks_at_all_optimizers_once_one_is_detached_or_the_model_is_gone(
     namespace: ps.Namespace, is_attached: bool
 ) -> None:
     gc.collect()
@@ -125,6 +125,9 @@ def test_nothing_looks_at_all_optimizers_once_one_is_attached_or_the_model_is_go
     assert len(_global_optimizer_post_hooks) == before + 1
     if is_attached:
         experts.attach(optimizer)
+        gc.collect()
+        assert len(_global_optimizer_post_hooks) == before + 1, "of the attachment alone"
+        experts.detach()
     else:
         del model, experts, optimizer
     gc.collect()
