@@ -85,7 +85,7 @@ def listener_of(path: Path, *, timeout_s: float) -> int | None:
     if sock is None:
         return None
     with sock:
-        return _peer(sock)[0]
+        return peer(sock)[0]
 
 
 def unreachable(path: Path, error: OSError) -> StoreUnavailable:
@@ -131,14 +131,14 @@ def _connect(sock: socket.socket, path: Path, timeout_s: float) -> None:
 
 
 def _check_peer(sock: socket.socket, path: Path) -> None:
-    process_id, user_id = _peer(sock)
+    process_id, user_id = peer(sock)
     if user_id not in (os.geteuid(), 0):
         raise StoreUnavailable(
             f"{url(path)}: process {process_id} behind it belongs to user {user_id}, not to {os.geteuid()} or root"
         )
 
 
-def _peer(sock: socket.socket) -> tuple[int, int]:
+def peer(sock: socket.socket) -> tuple[int, int]:
     """(process, user) at the other end."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
     process_id, user_id, _ = PEER_CREDENTIALS.unpack(credentials)

@@ -22,6 +22,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
     minor: int = 0
     store_uuid: str = ""
+    pid: int = 0
     wait_timeout_s: float | None = None
 
 

@@ -97,7 +97,7 @@ class Store:
         self._path = path
         self._dial = dial
         self._is_debug = is_debug
-        self._connection = _greet(dial, timeout_s=timeout_s)
+        self._connection = greet(dial, timeout_s=timeout_s)
         self._area = UploadArea(self._connection)
 
     @property
@@ -204,7 +204,7 @@ class Store:
         """
         timeout_s = seconds("timeout_s", timeout_s)
         self._connection.close("it was opened before store.reconnect()")
-        self._connection = _greet(self._dial, timeout_s=timeout_s)
+        self._connection = greet(self._dial, timeout_s=timeout_s)
         self._area = UploadArea(self._connection)
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ def _dial(path: Path, options: ServeOptions | None) -> Dial:
     return dial
 
 
-def _greet(dial: Dial, *, timeout_s: float) -> Connection:
+def greet(dial: Dial, *, timeout_s: float) -> Connection:
     """A connection that has said hello and was welcomed. Raises StoreUnavailable or VersionMismatch."""
     clock = MonotonicClock()
     deadline_s = clock.now_s() + timeout_s
@@ -275,7 +275,7 @@ def _greet(dial: Dial, *, timeout_s: float) -> Connection:
     if welcome.wait_timeout_s is not None:
         connection.timeout_s = welcome.wait_timeout_s
     connection.minor = welcome.minor
-    connection.store_uuid = welcome.store_uuid
+    connection.store_uuid, connection.daemon_pid = welcome.store_uuid, welcome.pid
     return connection
 
 

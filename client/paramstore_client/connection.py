@@ -65,7 +65,8 @@ class Connection:
         self.timeout_s = timeout_s
         self.minor = 0
         self.store_uuid = ""
-        """What the daemon said it speaks, once it has welcomed us."""
+        self.daemon_pid = 0
+        """What the daemon said it speaks and is, once it has welcomed us."""
         self.clock: Clock = clock or MonotonicClock()
         self._sock = sock
         self._fd = sock.fileno()

@@ -9,11 +9,13 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from paramstore.errors import StoreUnavailable
+from paramstore.errors import ParamStoreError, StoreUnavailable
 from paramstore.holder import daemon_of
-from paramstore_client.address import listener_of, store_of, unreachable, url
+from paramstore_client.address import peer, store_of, try_connect, unreachable, url
+from paramstore_client.client import greet
 
 CONNECT_TIMEOUT_S = 10.0
+"""For the connection, and once more for the welcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,9 @@ class RunningDaemon:
 
 
 def find_daemon(path: Path) -> RunningDaemon | None:
-    """The daemon that holds the store whose socket `path` is, even where nobody listens there any more, else whoever listens there;
-    None if there is none. Raises StoreUnavailable if it is another user's."""
+    """The daemon that holds the store whose socket `path` is, even where nobody listens there any more or it hangs, else the one
+    that listens there; None if there is none. Raises StoreUnavailable if it is another user's, or if whoever listens there does not
+    welcome a client as a daemon does."""
     process_id = _find(path)
     if process_id is None:
         return None
@@ -69,4 +72,27 @@ def _find(path: Path) -> int | None:
         daemon = daemon_of(directory) if directory is not None else None
     except OSError as error:
         raise unreachable(path, error) from error
-    return listener_of(path, timeout_s=CONNECT_TIMEOUT_S) if daemon is None else daemon
+    return _listening_at(path) if daemon is None else daemon
+
+
+def _listening_at(path: Path) -> int | None:
+    """The daemon that listens at `path`, which has said so itself: any program may listen anywhere."""
+    sock = try_connect(path, timeout_s=CONNECT_TIMEOUT_S)
+    if sock is None:
+        return None
+    process_id, _ = peer(sock)
+    try:
+        connection = greet(lambda timeout_s: sock, timeout_s=CONNECT_TIMEOUT_S)
+    except ParamStoreError as error:
+        raise _doubtful(path, process_id, str(error)) from error
+    connection.close("its daemon was only asked who it is")
+    if connection.daemon_pid != process_id:  # it passes on what a daemon says
+        raise _doubtful(path, process_id, f"process {connection.daemon_pid} answers")
+    return process_id
+
+
+def _doubtful(path: Path, process_id: int, reason: str) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"process {process_id} listens at {url(path)}, and does not answer as a paramstore daemon does: {reason}; nothing was done "
+        "to it. Where it is one, give its store's directory instead of the socket"
+    )

@@ -18,7 +18,8 @@ def stop(
     address: str = typer.Argument(None, help=ADDRESS_HELP),
     timeout_s: float = typer.Option(STOP_TIMEOUT_S, "--timeout", min=0.0, max=86_400.0, help="Seconds to wait for its end."),
 ) -> None:
-    """End a running daemon, and return when it is gone: nothing committed is lost. Exit code 3 if none runs."""
+    """End a running daemon, and return when it is gone: nothing committed is lost. Exit code 3 if none runs, or if who listens
+    there is none."""
     from paramstore_client.address import default_path, parse_address, url
     from paramstore_client.running import find_daemon
 

@@ -74,6 +74,30 @@ def test_where_none_runs_the_exit_code_is_3(paramstore: Run, tmp_path: Path, cap
         assert "there is nothing to stop" in capsys.readouterr().err
 
 
+LISTENER = """
+import socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+print("ready", flush=True)
+server.accept()[0].recv(4096)  # and hangs up
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_whoever_else_listens_there_is_not_ended(paramstore: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other.sock"
+    with subprocess.Popen([sys.executable, "-c", LISTENER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert paramstore("stop", str(path)) == 3
+        assert f"StoreUnavailable: process {process.pid} listens at unix://{path}, and does not" in capsys.readouterr().err
+        assert process.poll() is None
+        process.communicate(timeout=30.0)
+    assert process.returncode == 0
+
+
 @pytest.mark.slow
 def test_a_daemon_that_does_not_end_in_time_is_named_with_what_to_do(
     paramstore: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]

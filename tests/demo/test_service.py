@@ -12,11 +12,15 @@ from paramstore_client.address import parse_address
 from paramstore_client.running import find_daemon
 
 LISTENER = """
-import signal, socket, sys
+import os, signal, socket, sys
+from pathlib import Path
+from paramstore.holder import DAEMON_BYTE, LOCK_NAME, hold
+path = Path(sys.argv[1])
+hold(os.open(path.parents[1] / LOCK_NAME, os.O_RDWR | os.O_CREAT), DAEMON_BYTE)
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 server = socket.socket(socket.AF_UNIX)
-server.bind(sys.argv[1])
+server.bind(str(path))
 server.listen(8)
 print("ready", flush=True)
 signal.pause()
@@ -30,7 +34,7 @@ def daemon(tmp_path):
 
 @pytest.fixture
 def listen(daemon):
-    """Starts a process that listens where the daemon would, as one that an earlier demo left behind."""
+    """Starts a process that holds the store and listens where its daemon would, as one that an earlier demo left behind."""
     started = []
 
     def start(kind: str = "meek") -> subprocess.Popen:
