@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import ITEM_BYTES, MASTER_DTYPE, Field, Schema
@@ -147,13 +148,21 @@ def check_values(key: ExpertKey, values: FieldMapping[str, Tensor], fields: Sequ
         tensor = values[field.name]
         if not isinstance(tensor, Tensor):
             raise SchemaMismatch(f"key {key}, field {field.name!r}: a {type(tensor).__name__} is no tensor")
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor"
+        if kind := _kind_without_values(tensor):
             raise SchemaMismatch(f"key {key}, field {field.name!r}: a {kind} has not every value in memory: give a dense one")
         if tuple(tensor.shape) != field.shape:
             raise SchemaMismatch(f"key {key}, field {field.name!r}: shape {tuple(tensor.shape)}, the schema has {field.shape}")
         if NAMES.get(tensor.dtype) not in _accepted_dtypes(field.dtype, schema=schema):
             raise SchemaMismatch(f"key {key}, field {field.name!r}: dtype {tensor.dtype}, the schema takes {field.dtype}")
+
+
+def _kind_without_values(tensor: Tensor) -> str | None:
+    """What a tensor is that cannot be copied into a field; None of one that can."""
+    if isinstance(tensor, FakeTensor):
+        return "FakeTensor"
+    if tensor.is_meta or tensor.is_nested:  # a nested one may call itself strided, and has no shape
+        return "meta tensor" if tensor.is_meta else "nested tensor"
+    return None if tensor.layout is torch.strided else f"{tensor.layout} tensor"
 
 
 def copy_into(values: FieldMapping[str, Tensor], fields: Sequence[Field], mapping: Mapping, start_bytes: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import paramstore_client as ps
 from paramstore.testing.fake_daemon import FakeDaemon
@@ -127,9 +128,16 @@ def test_what_are_no_options_is_told_what_to_give(
     assert namespace.pending_count == 1
 
 
-@pytest.mark.parametrize("kind", ["meta", "sparse"])
+WITHOUT_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "meta tensor": lambda value: value.to("meta"), "torch.sparse_coo tensor": torch.Tensor.to_sparse,
+    "nested tensor": lambda value: torch.nested.nested_tensor(list(value)), "FakeTensor": FakeTensorMode().from_tensor,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", WITHOUT_VALUES)
 def test_a_gradient_without_values_in_memory_is_refused(kind: str, namespace: ps.Namespace, gradient: Gradient) -> None:
-    wrong = {name: value.to("meta") if kind == "meta" else value.to_sparse() for name, value in gradient(1.0).items()}
-    with pytest.raises(ps.SchemaMismatch, match=f"{kind}.* tensor has not every value in memory"):
+    wrong = {name: WITHOUT_VALUES[kind](value) for name, value in gradient(1.0).items()}
+    with pytest.raises(ps.SchemaMismatch, match=f"a {kind} has not every value in memory"):
         namespace.push({KEYS[0]: gradient(1.0), KEYS[1]: wrong})
     assert namespace.pending_count == 0
