@@ -84,7 +84,8 @@ class PendingGradients:
 
     def reserve_room(self) -> None:
         """On return the area has `room_bytes` for this handle beside what others of the connection have reserved, some of which may
-        be taken. Raises CapacityError."""
+        be taken. Raises CapacityError, SchemaMismatch."""
+        self._check_trainable()
         count = max(0, self.room_bytes // self._range_bytes - len(self._ranges))
         self._area.give_back(self._take_of_area(count, most_bytes=self.room_bytes, limit_bytes=self.share_bytes))
         if self not in self._area.tenants:
@@ -235,13 +236,16 @@ class PendingGradients:
     def _check(self, gradients: Gradients) -> tuple[Any, ...]:
         from paramstore_client import tensors
 
-        if not self._schema.is_trainable:
-            raise SchemaMismatch(f"namespace {self._name!r} has no gradients: its schema is {self._schema.kind!r}")
+        self._check_trainable()
         fields = self._schema.gradient_fields()
         self._space.check(gradients, namespace=self._name)
         for key, values in gradients.items():
             tensors.check_values(key, values, fields, schema=self._schema)
         return fields
+
+    def _check_trainable(self) -> None:
+        if not self._schema.is_trainable:
+            raise SchemaMismatch(f"namespace {self._name!r} has no gradients: its schema is {self._schema.kind!r}")
 
     def _take(self, count: int) -> list[Range]:
         """Ranges for `count` keys. Where there is no room, waits for the applies under way, which give theirs back."""

@@ -154,7 +154,9 @@ class Updates(Handle):
     def reserve_room(self) -> None:
         """Takes the upload memory now that an open apply needs at least: of two layers' gradients, beside what other handles of
         this connection have reserved. Raises CapacityError where this rank's share of the gradient budget is less, naming the
-        budget that it takes; then nothing was taken."""
+        budget that it takes; then nothing was taken. SchemaMismatch where there are no gradients."""
+        self._check_open()
+        self._check_writes("reserve_room")
         others = (tenant.unused_room_bytes for tenant in self._area.tenants if tenant is not self._pending)
         room_bytes, share_bytes = self._pending.room_bytes + sum(others), self._pending.share_bytes
         if share_bytes is not None and share_bytes < room_bytes:

@@ -218,6 +218,16 @@ def test_handles_of_one_connection_leave_each_other_the_room_that_they_reserved(
     assert scarce._area.tenants == [scarce._pending]
 
 
+def test_room_is_reserved_by_a_writer_of_gradients_alone(store: ps.Store) -> None:
+    fields = {"down": (4, 8)}
+    store.create_namespace("trained", ps.adamw_schema(fields), layers=1, experts=4).commit(1).wait()
+    served = store.create_namespace("served", ps.param_schema({"down": ((4, 8), "float32")}), layers=1, experts=4)
+    with pytest.raises(ps.SchemaMismatch, match="'served' has no gradients: its schema is 'param'"):
+        served.reserve_room()
+    with pytest.raises(ps.SchemaMismatch, match="reserve_room: namespace 'trained' is open for reading"):
+        store.open_namespace("trained").reserve_room()
+
+
 def test_an_error_of_the_wait_is_the_pushs_and_changes_nothing(daemon: FakeDaemon, scarce: ps.Namespace) -> None:
     scarce.reserve_room()
     scarce.begin_apply(ps.AdamW())
