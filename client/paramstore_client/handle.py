@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 from operator import index
 from typing import Any, TypeVar
 
-from paramstore.core.arguments import data
+import msgspec
+
+from paramstore.core.arguments import counts, data, listed, wrong
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, ConfigError, ParamStoreError, SchemaMismatch, UnknownNamespace
+from paramstore.errors import CapacityError, ParamStoreError, SchemaMismatch, UnknownNamespace
 from paramstore.wire.messages import EXTRA_BYTES_MAX, KEYS_MAX, Request
 from paramstore_client.answers import Opened
 from paramstore_client.claims import Consumer
@@ -22,6 +24,7 @@ from paramstore_client.upload import UploadArea
 
 T = TypeVar("T")
 
+KEYS_EXPECTED = "(layer, expert) pairs of whole numbers"
 ANSWER_GRACE_S = 1.0
 """How long after a deadline that the daemon keeps itself its answer is still waited for: it says who was in the way."""
 
@@ -118,15 +121,25 @@ class Handle:
 
 def plain_keys(keys: Iterable[ExpertKey]) -> list[ExpertKey]:
     """Plain tuples of plain integers, whatever kind of integers the caller counts with."""
+    given = listed("keys", keys, KEYS_EXPECTED)
     try:
-        if isinstance(keys, str | bytes):
-            raise TypeError("text holds none")
-        wanted = [(index(layer), index(expert)) for layer, expert in keys]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"keys={keys!r:.80}: give (layer, expert) pairs of whole numbers: {error}") from error
+        wanted = msgspec.convert(given, list[ExpertKey])  # plain integers alone: faster than a look at each
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter of text that it would name in the former
+        wanted = _plain_pairs(given)
     if len(wanted) > KEYS_MAX:
         raise CapacityError(f"{len(wanted)} keys in one call; the limit is {KEYS_MAX}: ask in parts")
     return wanted
+
+
+def _plain_pairs(keys: list[Any]) -> list[ExpertKey]:
+    """Plain keys of pairs of integers of any types. Raises ConfigError."""
+    cause = None
+    try:
+        if all(counts(kind) for kind in {type(number) for key in keys for number in key}):
+            return [(index(layer), index(expert)) for layer, expert in keys]
+    except Exception as error:  # noqa: BLE001 - no pairs, or types of somebody else's: what they raise says that they are no keys
+        cause = error
+    raise wrong("keys", keys, KEYS_EXPECTED) from cause
 
 
 def plain_extra(extra: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """The checks of what callers hand in: each gives the plain value that is kept or sent, or raises ConfigError.
 
-A message names the argument, the value seen and what is expected. numpy's numbers are numbers; flags are none, nor are tensors.
+A message names the argument, the value seen and what is expected. A number is what Python and numpy count with (`numbers`); flags
+are none, nor are tensors and arrays, also those that hold one.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from numbers import Real
+from numbers import Integral, Real
 from operator import index
 from typing import Any, TypeVar
 
@@ -37,32 +38,48 @@ def instance(name: str, value: object, kind: type[T], expected: str) -> T:
 
 def whole_number(name: str, value: object, *, least: int = 0, most: int = WHOLE_MAX) -> int:
     """A plain number for whatever integer the caller counts with."""
-    try:
-        number = least - 1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]  # what it cannot be is caught
-    except TypeError:
-        number = least - 1
-    if not least <= number <= most:
+    number = integer(value)
+    if number is None or not least <= number <= most:
         raise wrong(name, value, f"a whole number from {least}{'' if most == WHOLE_MAX else f' to {most}'}")
     return number
 
 
+def counts(kind: type) -> bool:
+    """Whether values of a type are integers: Python's and numpy's are; flags are not."""
+    return issubclass(kind, Integral) and not issubclass(kind, bool)
+
+
+def integer(value: object) -> int | None:
+    """The plain number that an integer is, of whatever size; None for anything else."""
+    if type(value) is int:
+        return value
+    try:
+        return index(value) if counts(type(value)) else None  # type: ignore[arg-type]  # such a type has an index
+    except Exception:  # noqa: BLE001 - a type of somebody else's: what it raises says that it is no number
+        return None
+
+
+def listed(name: str, values: object, expected: str) -> list[Any]:
+    """What an iterable gives; text holds nothing."""
+    try:
+        if not isinstance(values, str | bytes):
+            return list(values)  # type: ignore[call-overload, no-any-return]  # what is no list is caught
+    except (TypeError, RuntimeError):  # the latter of tensors without values in memory
+        pass
+    raise wrong(name, values, expected)
+
+
 def indices(name: str, values: object) -> tuple[int, ...]:
     """Plain numbers of a list of them."""
-    try:
-        listed = None if isinstance(values, str | bytes) else list(values)  # type: ignore[call-overload]  # what is no list is caught
-    except TypeError:
-        listed = None
-    if listed is None:
-        raise wrong(name, values, "a list of whole numbers")
-    return tuple(whole_number(name, value) for value in listed)
+    return tuple(whole_number(name, value) for value in listed(name, values, "a list of whole numbers"))
 
 
 def number(name: str, value: object, *, least: float | None = None, expected: str = "a finite number") -> float:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     try:
         plain = float(value) if is_number else float("nan")  # type: ignore[arg-type]  # a Real has a float
-    except OverflowError:
-        plain = float("inf")
+    except Exception:  # noqa: BLE001 - OverflowError of a large int, or what a type of somebody else's raises
+        plain = float("nan")
     if not isfinite(plain) or (least is not None and plain < least):
         raise wrong(name, value, expected if least is None else f"{expected} that is at least {least:g}")
     return plain

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from paramstore.core.arguments import wrong
+from paramstore.core.arguments import integer, wrong
 from paramstore.core.key import LAYERS_MAX
 from paramstore.errors import ConfigError
 
@@ -83,9 +83,10 @@ def check_visits(pairs: Sequence[tuple[int, str]], layers: Sequence[int], *, wha
         raise wrong(what, pairs, "a tuple of visits")
     if len(pairs) > VISITS_MAX:
         raise ConfigError(f"{what}: {len(pairs)} visits; a cycle has at most {VISITS_MAX}")
-    known = {(layer, kind) for layer in layers for kind in VisitKind}
+    known, kinds = frozenset(layers), frozenset(VisitKind)
     for index, pair in enumerate(pairs):
-        if not isinstance(pair, tuple) or pair not in known:
+        layer, kind = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+        if integer(layer) not in known or not isinstance(kind, str) or kind not in kinds:
             raise wrong(f"{what}[{index}]", pair, f"(layer, kind) of a layer of the namespace and one of {', '.join(VisitKind)}")
     visits = tuple(Visit(int(layer), VisitKind(kind)) for layer, kind in pairs)
     if visits and not any(visit.kind in CHOSEN for visit in visits):

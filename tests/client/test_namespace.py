@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 
 import msgspec
+import numpy
 import pytest
 import torch
 
@@ -78,10 +79,12 @@ def test_grant_of_another_length_is_a_protocol_error(daemon: FakeDaemon, namespa
         namespace.acquire(KEYS)
 
 
-def test_keys_may_be_counted_with_tensor_elements(namespace: ps.Namespace) -> None:
-    routed = [(torch.tensor(0), expert) for expert in torch.tensor([2, 3])]
-    with namespace.acquire(routed) as lease:
+def test_keys_may_be_counted_with_numpy_and_not_with_elements_of_tensors(namespace: ps.Namespace) -> None:
+    with namespace.acquire([(numpy.int64(0), expert) for expert in numpy.array([2, 3])]) as lease:
         assert lease.keys() == [(0, 2), (0, 3)]
+    for wrong in ((0, torch.tensor(2)), (True, 2), (torch.tensor(True), 2), (0, torch.tensor(2, device="meta"))):
+        with pytest.raises(ps.ConfigError, match=r"^keys=\[\(0, 1\), .*: give \(layer, expert\) pairs of whole numbers"):
+            namespace.acquire([(0, 1), wrong])
 
 
 def test_keys_that_are_no_pairs_are_refused(namespace: ps.Namespace) -> None:
@@ -163,9 +166,10 @@ def test_step_that_is_no_whole_number_is_refused_and_the_session_goes_on(namespa
         namespace.commit, namespace.prepare, namespace.finalize, namespace.rollback, namespace.extra, namespace.snapshot,
         namespace.drop_snapshot,
     ):  # fmt: skip
-        with pytest.raises(ps.ConfigError, match="whole number"):
-            call(1.5)  # type: ignore[arg-type]
-    namespace.commit(torch.tensor(3)).wait()  # type: ignore[arg-type]
+        for wrong in (1.5, True, torch.tensor(3), torch.zeros((), device="meta", dtype=torch.int64)):
+            with pytest.raises(ps.ConfigError, match="whole number"):
+                call(wrong)
+    namespace.commit(numpy.int64(3)).wait()  # type: ignore[arg-type]
     assert namespace.committed_step == 3
     assert type(namespace.committed_step) is int
 

@@ -4,21 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from enum import IntEnum
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from paramstore.core import arguments
 from paramstore.errors import ConfigError
+
+with FakeTensorMode():
+    FAKE = torch.tensor(1)
+HOLDERS = (FAKE, torch.zeros((), device="meta", dtype=torch.int64), numpy.True_)
+"""What raises where it is asked for its number."""
+MKLDNN = torch.ones(2).to_mkldnn()
+"""What raises where it is asked for its items."""
+
+
+class Level(IntEnum):
+    HIGH = 7
+
+
+@Integral.register
+class Broken:
+    """A whole number of somebody else's type, which cannot say which."""
+
+    def __index__(self) -> int:
+        raise RuntimeError
 
 
 @pytest.mark.parametrize(
     ("check", "value", "plain"),
     [
-        (arguments.whole_number, numpy.int16(7), 7), (arguments.whole_number, torch.tensor(7), 7),
+        (arguments.whole_number, numpy.int16(7), 7), (arguments.whole_number, Level.HIGH, 7),
         (arguments.number, numpy.float32(0.5), 0.5), (arguments.number, 3, 3.0), (arguments.number, -0.0, -0.0),
         (arguments.seconds, 0, 0.0), (arguments.indices, numpy.arange(3), (0, 1, 2)), (arguments.indices, range(2), (0, 1)),
         (arguments.data, bytearray(b"ab"), b"ab"), (arguments.data, memoryview(b"ab"), b"ab"), (arguments.text, "ä", "ä"),
@@ -34,10 +56,12 @@ def test_what_means_a_value_becomes_the_plain_one(check: Callable[..., Any], val
     ("check", "wrong", "expected"),
     [
         (arguments.whole_number, (None, True, 1.0, "1", -1, 1 << 63, torch.ones(2), numpy.ones(1)), "a whole number from 0"),
+        (arguments.whole_number, (numpy.array(1), torch.tensor(1), torch.tensor(True), *HOLDERS, Broken()), "a whole number"),
+        (arguments.number, (*HOLDERS, Broken()), "a finite number"),
         (arguments.number, (None, True, "1", 1j, torch.tensor(1.0), math.nan, math.inf, 1 << 2000), "a finite number"),
         (arguments.seconds, (None, "1", -1, -0.1, math.nan, math.inf), "a number of seconds"),
         (arguments.seconds, (1e10,), r"at most 1e\+09 seconds"),
-        (arguments.indices, (None, 3, "12", [0.5], [True], torch.tensor(1.0)), "whole number"),
+        (arguments.indices, (None, 3, "12", [0.5], [True], torch.tensor(1.0), MKLDNN, *([one] for one in HOLDERS)), "whole number"),
         (arguments.text, (None, b"a", 3), "text"), (arguments.text, ("\ud800",), "UTF-8"),
         (arguments.path, (None, b"a", 3), "a path"), (arguments.path, ("\ud800", "a\0b"), "a path that the system can have"),
         (arguments.flag, (None, 0, 1, "yes", numpy.True_), "True or False"),

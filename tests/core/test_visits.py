@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from paramstore.core.visits import VISITS_MAX, Visit, VisitKind, apply_visits, check_visits, ring_visits, training_visits
@@ -36,12 +38,14 @@ def test_pairs_become_visits() -> None:
     ("pairs", "words"),
     [
         ([(0, "routed"), (1, "routed")], r"param_visits\[1\]=\(1, 'routed'\): give .* of a layer"),
+        ([(False, "routed")], r"param_visits\[0\]=\(False, 'routed'\): give"),
+        ([(0, ["routed"])], r"param_visits\[0\]=\(0, \['routed'\]\): give"),
         ([(0, "backward")], "one of routed, repeated"),
         ([(0, "repeated")], "no visit of 1 is routed"),
         ([(0, "routed")] * (VISITS_MAX + 1), f"at most {VISITS_MAX}"),
     ],
 )
-def test_what_is_no_cycle_is_refused(pairs: list[tuple[int, str]], words: str) -> None:
+def test_what_is_no_cycle_is_refused(pairs: list[tuple[int, Any]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_visits(pairs, [0], what="param_visits")
 

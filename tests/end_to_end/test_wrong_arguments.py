@@ -13,8 +13,8 @@ import numbers
 import os
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator
-from operator import index
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import paramstore_client as ps
 from paramstore.core.visits import Visit, VisitKind
@@ -45,6 +46,29 @@ def spoilt(value: object) -> dict[tuple[int, int], dict[str, object]]:
     return {PENDING: {"w": value}}
 
 
+@numbers.Integral.register
+class OddNumber:
+    """An integer by its type, which cannot say which."""
+
+    def __index__(self) -> int:
+        raise RuntimeError("no number after all")
+
+    def __repr__(self) -> str:
+        return "<OddNumber>"
+
+
+with FakeTensorMode():
+    FAKE, FAKE_WHOLE = torch.ones(SHAPE), torch.tensor(1)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says of nested tensors that they will change
+    NESTED = torch.nested.nested_tensor([torch.ones(SHAPE[1])] * SHAPE[0])
+    JAGGED = torch.nested.nested_tensor([torch.ones(SHAPE[1])] * SHAPE[0], layout=torch.jagged)
+NO_WHOLES: dict[str, Any] = {
+    "flag": True, "numpy flag": numpy.True_, "array of one": numpy.array(1), "tensor": torch.tensor(1),
+    "flag tensor": torch.tensor(True), "meta tensor": torch.zeros((), device="meta", dtype=torch.int64),
+    "fake tensor": FAKE_WHOLE, "odd number": OddNumber(),
+}  # fmt: skip
+"""What has an `__index__`, and is no whole number."""
 OPTIMIZER = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 WRONG: dict[str, Any] = {
     "none": None, "flag": True, "negative": -1, "huge": 1 << 70, "minus huge": -(1 << 70), "half": 1.5, "nan": math.nan,
@@ -53,14 +77,22 @@ WRONG: dict[str, Any] = {
     "three of a pair": [(0, 0, 0)], "half a key": [(0, 0.5)], "a huge key": [(1 << 70, 0)], "none for a key": [None],
     "object": Odd(), "class": Odd, "function": len, "complex": 1j, "tensor": torch.tensor(1.0), "tensors": torch.ones(3),
     "meta tensor": torch.ones(SHAPE, device="meta"), "numpy number": numpy.float32(1.5), "numpy whole": numpy.int64(1),
-    "array": numpy.ones(3), "path": Path("a"), "optimizer": OPTIMIZER,
+    "array": numpy.ones(3), "path": Path("a"), "optimizer": OPTIMIZER, "nested tensor": NESTED, "jagged tensor": JAGGED,
+    "fake tensor": FAKE, "mkldnn tensor": torch.ones(SHAPE).to_mkldnn(),
+    **{f"{what} as a number": value for what, value in NO_WHOLES.items()},
+    **{f"{what} in a list": [value] for what, value in NO_WHOLES.items()},
+    **{f"{what} in a key": (value, 0) for what, value in NO_WHOLES.items()},
+    **{f"{what} in a visit": [(value, "routed")] for what, value in NO_WHOLES.items()},
+    **{f"{what} in one of keys": [(0, value)] for what, value in NO_WHOLES.items()},
 }  # fmt: skip
 TENSORS: dict[str, Any] = {
     "meta": spoilt(torch.ones(SHAPE, device="meta")), "sparse": spoilt(torch.ones(SHAPE).to_sparse()),
     "shape": spoilt(torch.ones(3)), "complex": spoilt(torch.ones(SHAPE, dtype=torch.complex64)),
     "array": spoilt(numpy.ones(SHAPE)), "none": spoilt(None), "no fields": {PENDING: None},
     "field": {PENDING: {3: torch.ones(SHAPE)}}, "a key of text": {"a": GRADIENT}, "half": {(0, 0.5): GRADIENT},
-    "unknown": {(9, 9): GRADIENT}, "list of fields": {PENDING: [torch.ones(SHAPE)]},
+    "unknown": {(9, 9): GRADIENT}, "list of fields": {PENDING: [torch.ones(SHAPE)]}, "nested": spoilt(NESTED),
+    "jagged": spoilt(JAGGED), "fake": spoilt(FAKE), "mkldnn": spoilt(torch.ones(SHAPE).to_mkldnn()),
+    **{f"{what} in a key": {(0, value): GRADIENT} for what, value in NO_WHOLES.items() if what != "array of one"},
 }  # fmt: skip
 """Wrong values of `gradients`; of `values` what is inside them."""
 
@@ -114,6 +146,12 @@ class Scene:
             self.unfinished = self.store.create_namespace("unfinished", schema, layers=2, experts=4)
         return self.unfinished.begin_initialize(resume=False)
 
+    def other(self, kind: str) -> ps.Namespace:
+        """A reader's handle of the same namespace, or a writer's of one that has no gradients."""
+        if kind == "reader":
+            return self.store.open_namespace(NAME)
+        return self.store.create_namespace("inference", ps.param_schema({"w": (SHAPE, "float32")}), layers=2, experts=4)
+
     def restore(self, result: object) -> None:
         """After a call that did something: as it was."""
         if isinstance(result, ps.Ticket):
@@ -152,7 +190,7 @@ class Scene:
             "description": ps.adamw_schema(fields).describe(), "settled_within.timeout_s": 0.0, "dir": self.directory / "new",
             "host_budget": None, "volumes": (), "add_volumes": (), "volume_size": None, "gradient_budget": None, "socket": None,
             "config": None, "settings": {}, "socket_path": self.directory / "new.sock",
-            "Initialization.values": {"w": torch.ones(SHAPE)},
+            "Initialization.values": {"w": torch.ones(SHAPE)}, "end_layers.layers": [0],
             "left": 0, "beta": 0.5, "ResidentExperts.weights": [{"w": torch.ones(2)}], "room": 1, "begin_forward.experts": [0],
             "is_cyclic": False, "environment": {}, "dense_ahead": 1, "Timeline.store": self.store,
             "Timeline.path": self.directory / "trace.json", "optimizer": OPTIMIZER, "reduce": "mean",
@@ -271,7 +309,7 @@ def fits(hint: Any, value: Any) -> bool:
     if hint in (None, types.NoneType):
         return value is None
     if hint is int:
-        return not isinstance(value, bool) and hasattr(value, "__index__") and whole(value)
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool | OddNumber)
     if hint is float:
         return isinstance(value, numbers.Real) and not isinstance(value, bool)
     if hint is bytes:
@@ -298,16 +336,8 @@ def fits(hint: Any, value: Any) -> bool:
 
 def is_list(value: Any) -> bool:
     try:
-        iter(value)
-    except TypeError:
-        return False
-    return True
-
-
-def whole(value: Any) -> bool:
-    try:
-        index(value)
-    except TypeError:
+        list(value)
+    except (TypeError, RuntimeError):  # the latter of some tensors
         return False
     return True
 
@@ -332,7 +362,21 @@ def scene(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def call(scene: Scene, subject: str, name: str, parameter: inspect.Parameter, value: object) -> object:
     """The function, with good arguments and one wrong one."""
-    function = getattr(scene.spare if name == "reconnect" else SUBJECTS[subject](scene), name)
+    owner = scene.spare if name == "reconnect" else SUBJECTS[subject](scene)
+    result = call_with(scene, subject, owner, name, {parameter.name: value})
+    if name == "layer":
+        with result:
+            pass
+    if name == "parts":
+        list(result)
+    if isinstance(result, ps.ServeOptions):
+        result.socket_path()  # they are looked at where they are used
+    return result
+
+
+def call_with(scene: Scene, subject: str, owner: Any, name: str, special: dict[str, object]) -> Any:
+    """The function of `owner`, with good arguments where there is no special one."""
+    function = getattr(owner, name)
     good = scene.parameters()
     arguments: dict[str, Any] = {}
     positional = []
@@ -342,22 +386,14 @@ def call(scene: Scene, subject: str, name: str, parameter: inspect.Parameter, va
         keys = (f"{subject}.{name}.{one.name}", f"{name}.{one.name}", f"{subject}.{one.name}", one.name)
         known = next((key for key in keys if key in good), None)
         assert known is not None, f"give Scene.parameters a good value of {one.name!r} for {subject}.{name}"
-        given = value if one.name == parameter.name else good[known]
+        given = special.get(one.name, good[known])
         if one.kind is one.POSITIONAL_ONLY:
             positional.append(given)
         else:
             arguments[one.name] = given
     if name in ("from_pretrained", "from_config"):
         arguments["trust_remote_code"] = True  # refused as soon as all else is right: no model is loaded
-    result = function(*positional, **arguments)
-    if name == "layer":
-        with result:
-            pass
-    if name == "parts":
-        list(result)
-    if isinstance(result, ps.ServeOptions):
-        result.socket_path()  # they are looked at where they are used
-    return result
+    return function(*positional, **arguments)
 
 
 def is_told(error: Exception, name: str, parameter: inspect.Parameter) -> bool:
@@ -393,3 +429,27 @@ def test_a_wrong_value_is_its_callers_error_and_the_session_lives(
     scene.check()
     if complaints:
         pytest.fail("\n".join(complaints), pytrace=False)
+
+
+WRITERS_CALLS = {
+    "abort", "apply", "begin_apply", "begin_initialize", "commit", "end_layers", "finalize", "gradient_norm", "initialize",
+    "prepare", "push", "reserve_room", "rollback",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["reader", "inference"])
+@pytest.mark.parametrize("name", sorted({name for subject, name in publics() if subject == "Namespace"}))
+def test_a_call_that_a_namespace_is_not_for_is_refused_and_the_session_lives(kind: str, name: str, scene: Scene) -> None:
+    refusal = None
+    with scene.other(kind) as handle:
+        try:
+            result = call_with(scene, "Namespace", handle, name, {})
+            if isinstance(result, ps.Ticket):
+                settled(result)
+        except ps.ParamStoreError as error:
+            refusal = error
+    assert not isinstance(refusal, ps.ProtocolError | ps.StoreUnavailable), refusal
+    if kind == "reader":
+        is_for_writers = isinstance(refusal, ps.SchemaMismatch) and "is open for reading" in str(refusal)
+        assert is_for_writers == (name in WRITERS_CALLS), refusal
+    scene.check()
