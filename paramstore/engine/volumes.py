@@ -25,6 +25,7 @@ from paramstore.errors import CapacityError, CatalogError, ParamStoreError, Volu
 from paramstore.storage.catalog import STEP_ROWS_BOUND, Catalog, Change, VolumeRow
 from paramstore.storage.extents import Space
 from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.mounts import DISK_FULL
 from paramstore.storage.volume import Volume, directory_of
 
 logger = logging.getLogger(__name__)
@@ -94,8 +95,8 @@ class VolumeSet:
     async def make_room(self, namespace: NamespaceState, *, beside: Iterable[NamespaceState], snapshots: int = 0) -> None:
         """On return `namespace` is entitled to room for so many snapshots, and has it, beside the namespaces that exist.
 
-        Raises CapacityError naming what is missing; then it is entitled to what it was before. `entitle` and `give_up` take an
-        entitlement back.
+        Raises CapacityError naming what is missing, CatalogError; then it is entitled to what it was before. `entitle` and
+        `give_up` take an entitlement back.
         """
         others = [other for other in beside if other is not namespace]
         await self._make_catalog_room(self._kept_rows(namespace, snapshots=snapshots) + sum(map(self._kept_rows, others)))
@@ -116,19 +117,22 @@ class VolumeSet:
             await self._grow(missing_bytes)
 
     async def keep_catalog_room(self, namespaces: Iterable[NamespaceState]) -> None:
-        """When a store is opened: the catalog may be one without the room, or more steps may be kept from now on. Where the disk
-        has none, the log says so; each commit looks again."""
+        """When a store is opened: the catalog may be one without the room, or more steps may be kept from now on. Where none can be
+        had, the log says so; each commit looks again."""
         try:
             await self._make_catalog_room(sum(map(self._kept_rows, namespaces)))
-        except CapacityError as error:
-            logger.warning("a commit may fail on a full disk: %s", error)
+        except (CapacityError, CatalogError) as error:
+            logger.warning("a commit may fail for want of room in the catalog: %s", error)
 
     async def _make_catalog_room(self, kept_rows: int) -> None:
-        """On return the commits of a whole life find room in the catalog, whoever fills its disk. Raises CapacityError."""
+        """On return the commits of a whole life find room in the catalog, whoever fills its disk. Raises CapacityError where that
+        is full, CatalogError."""
         try:
             await self._runner.call(CATALOG_LANE, partial(self._catalog.reserve, 1, kept_rows=kept_rows))
         except CatalogError as error:
-            raise CapacityError(str(error)) from error
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
+                raise CapacityError(str(error)) from error
+            raise
 
     def _kept_rows(self, namespace: NamespaceState, *, snapshots: int | None = None) -> int:
         """Rows of the catalog that a namespace may have: one for each record that it may have on the volumes, and its steps."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Literal
 
 import pytest
@@ -10,7 +12,7 @@ from paramstore.config import HELD_STEPS, RETAINED_STEPS
 from paramstore.core.schema import Schema
 from paramstore.engine.transfers import VolumeTraffic
 from paramstore.engine.volumes import PIPELINE_RECORDS_MIN, RECORDED_BYTES, entitled_bytes
-from paramstore.errors import CapacityError, CatalogError
+from paramstore.errors import CapacityError, CatalogError, ParamStoreError
 from paramstore.storage.catalog import STEP_ROWS_BOUND, Change
 from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
 from paramstore.testing.small_host import namespace_of
@@ -137,16 +139,17 @@ def test_a_transaction_that_fails_while_volumes_grow_leaves_the_catalog_fit_for_
 
 
 class NarrowCatalog(MemoryCatalog):
-    """Has room for so many kept rows."""
+    """Has room for so many kept rows. number: what the system says where there are more."""
 
-    def __init__(self, row_count: int) -> None:
+    def __init__(self, row_count: int, *, number: int = errno.ENOSPC) -> None:
         super().__init__()
         self.row_count = row_count
+        self.number = number
         self.kept_rows = 0
 
     def reserve(self, row_count: int, *, kept_rows: int = 0) -> None:
         if kept_rows > self.row_count:
-            raise CatalogError(f"no room for {kept_rows} rows")
+            raise CatalogError(f"no room for {kept_rows} rows") from OSError(self.number, os.strerror(self.number))
         self.kept_rows = kept_rows
 
 
@@ -165,10 +168,14 @@ def test_a_namespace_has_its_catalog_rows_before_volumes_grow_beside_those_of_al
     run(scenario())
 
 
-def test_a_namespace_whose_catalog_rows_find_no_room_is_refused_and_nothing_grew() -> None:
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.ENOSPC, CapacityError), (errno.EDQUOT, CapacityError), (errno.EIO, CatalogError), (errno.EROFS, CatalogError)],
+)
+def test_a_namespace_whose_catalog_rows_find_no_room_is_refused_and_nothing_grew(number: int, kind: type[ParamStoreError]) -> None:
     async def scenario() -> None:
-        shelf = Shelf(catalog=NarrowCatalog(100))
-        with pytest.raises(CapacityError, match=r"no room for \d+ rows"):
+        shelf = Shelf(catalog=NarrowCatalog(100, number=number))
+        with pytest.raises(kind, match=r"no room for \d+ rows"):
             await shelf.make_room(100)
         assert shelf.usable_bytes == MIB
         assert shelf.space.entitled_bytes("moe") == 0
@@ -176,12 +183,13 @@ def test_a_namespace_whose_catalog_rows_find_no_room_is_refused_and_nothing_grew
     run(scenario())
 
 
-def test_a_store_without_the_room_opens_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_store_without_the_room_opens_and_the_log_says_so(number: int, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        await Shelf(catalog=NarrowCatalog(100)).set.keep_catalog_room([namespace_of(OPAQUE, 5)])
+        await Shelf(catalog=NarrowCatalog(100, number=number)).set.keep_catalog_room([namespace_of(OPAQUE, 5)])
 
     run(scenario())
-    assert "a commit may fail on a full disk: no room for" in caplog.text
+    assert "a commit may fail for want of room in the catalog: no room for" in caplog.text
 
 
 # --- what was written over the store's life
