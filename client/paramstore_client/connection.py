@@ -48,7 +48,7 @@ TICKETS_MAX = 1 << 16
 CONNECTION_ID = 0
 """No request's id: an error of this id is about the connection as a whole."""
 POLL_MAX_S = 2_000_000.0
-"""The longest that poll(2) waits, 23 days: its milliseconds are 32 bits."""
+"""The longest that poll(2) waits at once, 23 days: its milliseconds are 32 bits. Conditions take no more than their own either."""
 STALL_POLL_S = 0.05
 """How long a sender whose socket is full sleeps before it looks again whether somebody reads."""
 
@@ -228,7 +228,7 @@ class Connection:
                 remaining_s = deadline_s - self.clock.now_s()
                 if remaining_s <= 0:
                     return False
-                self._changed.wait(remaining_s)
+                self._changed.wait(min(remaining_s, POLL_MAX_S))
             if ticket.is_settled:
                 return False
             self._has_reader = True

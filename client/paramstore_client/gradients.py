@@ -153,7 +153,7 @@ class PendingGradients:
                 # What a request before this push would have consumed may be pending in the daemon: it was refused, which
                 # we had not read yet.
                 for ticket in self._claims.under_way():
-                    ticket.settled_within(ticket.timeout_s)
+                    ticket.settled_within()
                 self._take_back()
                 still_new = [key for key in new_keys if key not in self._ranges]
                 if still_new == new_keys:
@@ -255,7 +255,7 @@ class PendingGradients:
             try:
                 return self._take_now(count)
             except CapacityError:
-                if under_way and under_way[0].settled_within(under_way[0].timeout_s):
+                if under_way and under_way[0].settled_within():
                     self._take_back()
                     continue
                 if under_way or self._open is None or not self._has_room():

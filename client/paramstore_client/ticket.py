@@ -73,9 +73,10 @@ class Ticket(Generic[T]):
             raise self._timeout(limit_s)
         return self._outcome()
 
-    def settled_within(self, timeout_s: float) -> bool:
+    def settled_within(self, timeout_s: float | None = None) -> bool:
         """Waits like `wait`, and says whether there is an outcome; leaves it, and its error, to be asked for."""
-        return self.is_settled or self._connection.wait(self, seconds("timeout_s", timeout_s))
+        limit_s = self.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
+        return self.is_settled or self._connection.wait(self, limit_s)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait_in_loop().__await__()

@@ -158,20 +158,22 @@ def test_a_push_behind_a_refusal_that_nobody_has_read_adds_to_what_is_pending(
     assert namespace._area.free_bytes() == before
 
 
+@pytest.mark.parametrize("wait_timeout_s", [5.0, 1e10])  # the second may be configured, though no argument may be so long
 def test_a_push_that_overtakes_the_answer_of_a_refused_apply_waits_for_it(
-    daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient, monkeypatch: pytest.MonkeyPatch
+    wait_timeout_s: float, daemon: FakeDaemon, namespace: ps.Namespace, gradient: Gradient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a daemon may answer that serves several ranks: the push first."""
+    namespace.wait_timeout_s = wait_timeout_s
     namespace.push({(0, 0): gradient(1.0)})
     unanswered: list[tuple[FakeSession, m.Apply]] = []
     daemon.script(m.Apply, lambda session, request: unanswered.append((session, request)))
     ticket = namespace.apply(ps.AdamW())
     settled_within = ps.Ticket.settled_within
 
-    def answered_at_last(waiting: ps.Ticket[object], timeout_s: float) -> bool:
+    def answered_at_last(waiting: ps.Ticket[object], *timeout_s: float) -> bool:
         session, request = unanswered.pop()
         session.send(m.Failed(request.id, "StepPrepared", "no"))
-        return settled_within(waiting, timeout_s)
+        return settled_within(waiting, *timeout_s)
 
     monkeypatch.setattr(ps.Ticket, "settled_within", answered_at_last)
     namespace.push({(0, 0): gradient(2.0)})

@@ -103,19 +103,23 @@ def test_waiter_takes_over_when_the_reader_leaves(daemon: FakeDaemon, namespace:
     assert [result["step"] for result in outcome] == [1]
 
 
-def test_waiter_takes_over_from_a_reader_that_timed_out(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+@pytest.mark.parametrize("wait_timeout_s", [60.0, 1e10])  # the second is more than a condition waits at once
+def test_waiter_takes_over_from_a_reader_that_timed_out(
+    wait_timeout_s: float, daemon: FakeDaemon, namespace: ps.Namespace
+) -> None:
+    namespace.wait_timeout_s = wait_timeout_s
     daemon.hold(m.Commit)
     late = namespace.commit(1)
     outcome: list[object] = []
 
     def wait_long() -> None:
-        outcome.append(late.wait(60.0))
+        outcome.append(late.wait())
 
     waiter = threading.Thread(target=wait_long)
     connection = namespace._connection
     assert connection._try_become_reader()  # as a reader does whose own answer does not come
     waiter.start()
-    while not connection._changed._waiters:  # type: ignore[attr-defined]
+    while waiter.is_alive() and not connection._changed._waiters:  # type: ignore[attr-defined]
         pass
     connection._leave_reader()
     daemon.let_go(m.Commit)

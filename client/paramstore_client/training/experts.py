@@ -213,7 +213,7 @@ class Experts:
         """
         step = None if step is None else whole_number("step", step)
         for ticket in (self._apply, self._commit):
-            if ticket is not None and ticket.settled_within(ticket.timeout_s) and ticket.error is not None:
+            if ticket is not None and ticket.settled_within() and ticket.error is not None:
                 _log.info("%s had failed, and is rolled back: %s", ticket.what, ticket.error)
         self._apply = self._commit = None
         roll_to(self.namespace, check_committed(self.namespace) if step is None else step)
