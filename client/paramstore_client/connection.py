@@ -94,6 +94,10 @@ class Connection:
                 "daemon with this version of paramstore"
             )
 
+    def lease_slots(self, handle: int, promised: int) -> int:
+        """What a handle may have leased: what it was promised, or what an older daemon has said since."""
+        return self._inbox.lease_slots.get(handle, promised)
+
     def next_id(self) -> int:
         """An id for the next request, never used before on this connection."""
         return next(self._ids)

@@ -33,6 +33,8 @@ class Inbox:
     def __init__(self, sock: socket.socket, segments: Segments) -> None:
         self.given_up: list[int] = []
         """Segments the daemon asked back since the connection last looked."""
+        self.lease_slots: dict[int, int] = {}
+        """By handle, what a daemon before PROMISE_MINOR has left it: the others of its namespace share its slots."""
         self._sock = sock
         self._segments = segments
         self._frames = FrameDecoder()
@@ -71,7 +73,9 @@ class Inbox:
                 self.given_up += answer.segments
             elif isinstance(answer, Failed):
                 yield answer.id, from_wire(answer.error, answer.message)
-            elif not isinstance(answer, LeaseSlots):
+            elif isinstance(answer, LeaseSlots):
+                self.lease_slots[answer.handle] = answer.slots
+            else:
                 self._map_segments(answer)
                 yield answer.id, answer
         if self._fds and self._frames.pending_bytes == 0:

@@ -48,8 +48,9 @@ class Namespace(Updates, Residency, Steps):
 
     @property
     def lease_slots(self) -> int:
-        """How many keys this handle may have leased at once: promised when it opened, whatever others do."""
-        return self._lease_slots
+        """How many keys this handle may have leased at once: promised when it opened, whatever others do. (A daemon that speaks an
+        older protocol than 1.4 promises nothing: there it is what others have left of them.)"""
+        return self._connection.lease_slots(self._handle, self._lease_slots)
 
     @property
     def is_debug(self) -> bool:
@@ -179,7 +180,7 @@ class Namespace(Updates, Residency, Steps):
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else self.mode if self._view_step is None else f"{self.mode} at {self._view_step}"
         size = f"{len(self.layers)} x {self.experts} experts"
-        return f"<Namespace {self.name!r}, {size}, committed {self._committed_step}, {state}, {self._lease_slots} lease slots>"
+        return f"<Namespace {self.name!r}, {size}, committed {self._committed_step}, {state}, {self.lease_slots} lease slots>"
 
     def _reader(self, opened: Opened) -> Namespace:
         return Namespace(self._connection, self._area, opened, mode="read", is_debug=self._is_debug)

@@ -44,7 +44,7 @@ class Unmap(Message, tag="unmap"):
 
 
 class LeaseSlots(Message, tag="lease_slots"):
-    """How many slots this handle may lease from now on. Sent by daemons before PROMISE_MINOR alone; clients pass over it."""
+    """How many slots this handle may lease from now on. Sent by daemons before PROMISE_MINOR alone."""
 
     handle: int
     slots: int

@@ -164,6 +164,7 @@ def test_answers_before_a_broken_frame_are_given_out(peer: Peer) -> None:
         next(answers)
 
 
-def test_what_an_older_daemon_says_of_lease_slots_is_passed_over(peer: Peer) -> None:
-    peer.send(bytes(encode(m.LeaseSlots(1, 2))) + bytes(encode(m.Done(7, 3))))
+def test_what_an_older_daemon_says_of_lease_slots_is_kept_and_answers_nobody(peer: Peer) -> None:
+    peer.send(bytes(encode(m.LeaseSlots(1, 2))) + bytes(encode(m.LeaseSlots(1, 3))) + bytes(encode(m.Done(7, 3))))
     assert peer.receive() == [(7, m.Done(7, 3))]
+    assert peer.inbox.lease_slots == {1: 3}

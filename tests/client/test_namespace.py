@@ -79,6 +79,13 @@ def test_grant_of_another_length_is_a_protocol_error(daemon: FakeDaemon, namespa
         namespace.acquire(KEYS)
 
 
+def test_lease_slots_follow_a_daemon_that_promises_none(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    daemon.sessions[-1].send(m.LeaseSlots(namespace._handle, 7))
+    namespace.prefetch(KEYS).wait()
+    assert namespace.lease_slots == 7
+    assert repr(namespace).endswith("7 lease slots>")
+
+
 def test_keys_may_be_counted_with_numpy_and_not_with_elements_of_tensors(namespace: ps.Namespace) -> None:
     with namespace.acquire([(numpy.int64(0), expert) for expert in numpy.array([2, 3])]) as lease:
         assert lease.keys() == [(0, 2), (0, 3)]
