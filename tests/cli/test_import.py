@@ -42,6 +42,8 @@ def test_a_checkpoint_goes_in_and_comes_out_again(
     result = json.loads(done.stdout)
     assert (result["namespace"], result["step"], result["records"], result["resumed"]) == ("moe", 0, 16, 0)
     capsys.readouterr()
+    assert paramstore("export", "moe", "--model", str(path), "--out", str(path), *common) == 2
+    assert "ConfigError: " in capsys.readouterr().err
     assert paramstore("import", str(path), "--namespace", "moe", "--updates", "touched", *common) == 1
     assert "NamespaceExists: namespace 'moe' is committed at step 0" in capsys.readouterr().err
     assert paramstore("export", "moe", "--model", str(path), "--out", str(tmp_path / "out"), "--at", "0", "--json", *common) == 0

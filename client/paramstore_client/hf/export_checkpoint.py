@@ -69,7 +69,8 @@ def export_checkpoint(
     namespace: where the experts are; None: the one `model` is bound to. at: a committed step; None: what the handle sees, a
     writer's working state or a reader's step. dense: take everything else, as it is, from this checkpoint, and of `model` only its
     configuration and shape (it may be on meta). tokenizer: a directory whose tokenizer files are copied, or a tokenizer, which is
-    saved. Raises SchemaMismatch, UnsupportedModel, StepDropped, CheckpointError, OSError; then there is no index.
+    saved. Raises ConfigError before anything is touched where `directory` is no place for it: it lies in a file, or shares one with
+    a directory that is read from. SchemaMismatch, UnsupportedModel, StepDropped, CheckpointError, OSError; then there is no index.
     """
     clock = MonotonicClock()
     started_s = clock.now_s()
@@ -77,6 +78,10 @@ def export_checkpoint(
     source = _bound(model) if namespace is None else namespace
     check_schema(layout, source)
     target = Path(directory)
+    if dense is not None:
+        _check_apart(target, dense.directory)
+    if isinstance(tokenizer, str | os.PathLike):
+        _check_apart(target, Path(tokenizer))
     with ExitStack() as stack:
         view = source if at is None else stack.enter_context(source.reader(at))
         report = stack.enter_context(reported("export", progress))
@@ -228,9 +233,21 @@ class _FileWeights:
         self._files.close()
 
 
+def _check_apart(target: Path, source: Path) -> None:
+    """Raises ConfigError where a file of `target` is one of `source` too, by whatever path or link: it would be replaced."""
+    kept = {(status.st_dev, status.st_ino) for status in map(Path.stat, filter(Path.is_file, source.glob("*")))}
+    for file in filter(Path.is_file, target.glob("*")):
+        status = file.stat()
+        if (status.st_dev, status.st_ino) in kept:
+            raise ConfigError(f"{target} is {source}, which is read, or shares {file.name} with it: export into another directory")
+
+
 def _prepare(directory: Path) -> None:
     """The directory is there, and is no checkpoint any more."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"{directory} is no directory, or lies in a file: export into another") from error
     old = [directory / INDEX, directory / WEIGHTS, *(file for file in directory.iterdir() if SHARD_NAME.fullmatch(file.name))]
     for file in old:  # the index first
         file.unlink(missing_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +123,50 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(store: ps
     with imported(store, "refused", other) as namespace, pytest.raises(SchemaMismatch):
         export_checkpoint(model, tmp_path / "out", namespace=namespace)
     assert not (tmp_path / "out").exists()
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def linked(path: Path, place: Path, link: Callable[[Path, Path], None]) -> Path:
+    """A directory at `place` with the files of `path`."""
+    place.mkdir()
+    for file in path.iterdir():
+        link(file, place / file.name)
+    return place
+
+
+def test_the_directory_that_is_read_is_never_written_by_whatever_path(
+    store: ps.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_stock("mixtral", tmp_path / "hub")
+    (path / "tokenizer.json").write_text("{}")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "link").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    before = files_of(path)
+    places = [
+        path, Path("hub"), tmp_path / "link", tmp_path / "beside" / ".." / "hub",
+        linked(path, tmp_path / "pointing", lambda file, link: link.symlink_to(file)),
+        linked(path, tmp_path / "named_twice", os.link),
+    ]  # fmt: skip
+    with imported(store, "apart", path) as namespace:
+        for out in places:
+            with pytest.raises(ConfigError, match="export into another"):
+                export_checkpoint(skeleton(path), out, namespace=namespace, dense=open_checkpoint(path))
+            with pytest.raises(ConfigError, match="export into another"):
+                export_checkpoint(stripped(path), out, namespace=namespace, tokenizer=str(path))
+            assert files_of(path) == before
+        pointing = open_checkpoint(tmp_path / "pointing")
+        with pytest.raises(ConfigError, match=f"{path} is {tmp_path / 'pointing'}, which is read, or shares"):
+            export_checkpoint(skeleton(path), path, namespace=namespace, dense=pointing)
+    assert files_of(path) == before
+
+
+def test_a_file_is_no_place_for_an_export(store: ps.Store, tmp_path: Path) -> None:
+    path = save_stock("mixtral", tmp_path / "hub")
+    with imported(store, "file", path) as namespace:
+        for out in (path / "config.json", path / "config.json" / "below"):
+            with pytest.raises(ConfigError, match="no directory, or lies in a file"):
+                export_checkpoint(skeleton(path), out, namespace=namespace, dense=open_checkpoint(path))
