@@ -30,6 +30,8 @@ from paramstore.storage.mounts import DISK_FULL, check_catalog_place, free_bytes
 ENGINE_VERSION = 0
 """LMDB 0.9; files of 1.0 have another format."""
 READERS_MAX = 8
+LOCK_NAME, LOCK_BYTES = "lock.mdb", (READERS_MAX + 2) * 64
+"""LMDB's table of readers, a cache line for each and two before them: it is written through a mapping."""
 MAP_BYTES = 64 << 20
 """Size of a new map: address space only, doubled as needed."""
 FIXED_BYTES_BOUND = 4 << 20
@@ -58,11 +60,12 @@ class LmdbCatalog:
         self._ids: dict[str, int] | None = None
         """Number of each namespace; None before `load`, and while an outcome is unknown."""
         self._prepare(may_create=store_uuid is not None)
-        self._environment = self._open()
+        is_new = not self._file.exists()
         try:
-            self._check_format(store_uuid)
+            self._environment = self._open(store_uuid)
         except BaseException:
-            self._environment.close()
+            if is_new:
+                self._file.unlink(missing_ok=True)  # half of one, which would be no catalog when it is opened again
             raise
 
     def load(self) -> Contents:
@@ -90,10 +93,10 @@ class LmdbCatalog:
             if needed_bytes > info["map_size"]:
                 self._map_bytes = 1 << (needed_bytes - 1).bit_length()
                 self._environment.set_mapsize(self._map_bytes)
-            self._allocate(needed_bytes)
+            _allocate(self._file, needed_bytes)
         except (lmdb.Error, OSError) as error:
-            what = f"no room for {max(row_count, kept_rows)} rows: {needed_bytes} bytes needed, {self._file_bytes()} are its own"
-            raise self._failure(what, error) from error
+            sizes = f"{needed_bytes} bytes needed, {_own_bytes(self._file)} are its own"
+            raise self._failure(f"no room for {max(row_count, kept_rows)} rows: {sizes}", error) from error
 
     def apply(self, change: Change) -> None:
         self._check_thread()
@@ -113,7 +116,7 @@ class LmdbCatalog:
         self._ids = None
         self._environment.close()
         self._prepare(may_create=False)
-        self._environment = self._open()
+        self._environment = self._open(None)
 
     def close(self) -> None:
         self._check_thread()
@@ -144,10 +147,12 @@ class LmdbCatalog:
                     os.close(descriptor)
             elif not may_create:
                 raise CatalogError(f"catalog {self._path}: missing; restore it, or rebuild it")
+            _allocate(self._path / LOCK_NAME, LOCK_BYTES)
         except OSError as error:
             raise self._failure("cannot be prepared", error) from error
 
-    def _open(self) -> lmdb.Environment:
+    def _open(self, store_uuid: bytes | None) -> lmdb.Environment:
+        """store_uuid: for an empty one; None: it must not be empty."""
         try:
             environment = lmdb.open(
                 os.fsencode(self._path),  # lmdb would encode text strictly, and what was no text in this locale is none
@@ -166,6 +171,7 @@ class LmdbCatalog:
         try:
             _flush_directory(self._path)
             self._check_length(environment)
+            self._check_format(environment, store_uuid)
         except BaseException:
             environment.close()
             raise
@@ -178,10 +184,10 @@ class LmdbCatalog:
         if found_bytes < needed_bytes:
             raise CorruptCatalog(f"catalog {self._path}: truncated to {found_bytes} of {needed_bytes} bytes")
 
-    def _check_format(self, store_uuid: bytes | None) -> None:
+    def _check_format(self, environment: lmdb.Environment, store_uuid: bytes | None) -> None:
         """The format row is ours, or is written now into an empty catalog."""
         try:
-            with self._environment.begin(write=store_uuid is not None) as transaction:
+            with environment.begin(write=store_uuid is not None) as transaction:
                 value = transaction.get(rows.FORMAT_KEY)
                 if value is None and store_uuid is not None and transaction.stat()["entries"] == 0:
                     value = rows.pack_format(store_uuid)
@@ -194,26 +200,6 @@ class LmdbCatalog:
             rows.unpack_format(bytes(value))
         except CatalogError as error:
             raise type(error)(f"catalog {self._path}: {error}") from error
-
-    def _allocate(self, size_bytes: int) -> None:
-        """The file has `size_bytes` on the device, so that a commit cannot meet a full file system. Raises OSError; then it has
-        what it had."""
-        missing_bytes = size_bytes - self._file_bytes()
-        if missing_bytes <= 0:
-            return
-        if free_bytes(self._path) < missing_bytes:
-            # Refused before trying: a request that cannot succeed must not fill the device for a moment.
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        descriptor = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-        finally:
-            os.close(descriptor)
-
-    def _file_bytes(self) -> int:
-        """Bytes of the file that are its own: no longer than the file is, and without its holes."""
-        status = self._file.stat()
-        return min(status.st_size, status.st_blocks * 512)
 
     def _failure(self, what: str, error: Exception) -> CatalogError:
         """An error of LMDB or of the system in our words, with the way on where there is one."""
@@ -306,6 +292,28 @@ def _drop_namespace(transaction: lmdb.Transaction, namespace_id: int) -> None:
             is_there = cursor.set_range(prefix)
             while is_there and bytes(cursor.key()).startswith(prefix):
                 is_there = cursor.delete()
+
+
+def _allocate(file: Path, size_bytes: int) -> None:
+    """The file is there and has `size_bytes` on the device: neither a commit nor a write through a mapping, which would kill the
+    process (SIGBUS), can meet a full file system. Raises OSError; then it has what it had."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        missing_bytes = size_bytes - _own_bytes(descriptor)
+        if missing_bytes <= 0:
+            return
+        if free_bytes(descriptor) < missing_bytes:
+            # Refused before trying: a request that cannot succeed must not fill the device for a moment.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _own_bytes(file: Path | int) -> int:
+    """Bytes of the file that are its own: no longer than the file is, and without its holes."""
+    status = os.stat(file)
+    return min(status.st_size, status.st_blocks * 512)
 
 
 def _flush_directory(path: Path) -> None:

@@ -120,6 +120,22 @@ def test_a_disk_too_small_for_a_volume_keeps_the_daemon_from_starting(
     assert [path.name for path in small_disk.iterdir()] == ["others"]
 
 
+@pytest.mark.parametrize("small_disk", [48], indirect=True)
+def test_a_new_store_on_a_full_disk_is_refused_with_the_reason_at_every_page_and_made_once_there_is_room(
+    small_disk: Path, serve: Serve
+) -> None:
+    daemon = serve(small_disk, "--host-budget", "64MiB")
+    for free_pages in range(5):
+        fill(small_disk)
+        os.truncate(small_disk / "others", (small_disk / "others").stat().st_size - free_pages * os.sysconf("SC_PAGE_SIZE"))
+        assert daemon.run() == 1, daemon.stderr
+        assert "bytes free: free some there" in daemon.stderr or "bytes are missing" in daemon.stderr
+        assert "Traceback" not in daemon.stderr
+    (small_disk / "others").unlink()
+    daemon.start()
+    daemon.stop()
+
+
 def test_a_volume_of_fixed_size_refuses_what_does_not_fit_and_names_the_missing_bytes(tmp_path: Path, serve: Serve) -> None:
     daemon = serve(tmp_path / "store", "--volume-size", "16MiB", "--host-budget", "64MiB").start()
     with ps.connect(daemon.address) as store:

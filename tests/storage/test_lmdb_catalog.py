@@ -282,6 +282,25 @@ def test_a_full_disk_refuses_by_the_bytes_with_the_fix_and_loses_none(
     catalog.close()
 
 
+def test_what_lmdb_maps_to_write_has_its_room_before_a_new_catalog_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID).close()
+    assert (tmp_path / "catalog" / "lock.mdb").stat().st_size == lmdb_catalog.LOCK_BYTES, "LMDB needs no more"
+    monkeypatch.setattr(lmdb_catalog, "free_bytes", lambda place: 0)
+    with pytest.raises(CatalogError, match=r"cannot be prepared: .* has 0 bytes free: free some there"):
+        LmdbCatalog(tmp_path / "other", store_uuid=STORE_UUID)
+    assert not (tmp_path / "other" / "data.mdb").exists()
+    LmdbCatalog(tmp_path / "catalog").close()  # one that has its room needs none
+
+
+def test_a_new_catalog_that_could_not_be_made_leaves_no_half_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_catalog, "_flush_directory", lambda path: refuse_space() if path.name == "catalog" else None)
+        with pytest.raises(OSError, match="No space left"):
+            LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID)
+    assert not (tmp_path / "catalog" / "data.mdb").exists()
+    LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID).close()
+
+
 def test_a_failed_apply_leaves_the_old_state_and_blocks_until_reopened(tmp_path: Path) -> None:
     catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID, map_bytes=1 << 16)
     catalog.load()
