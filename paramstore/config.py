@@ -348,7 +348,7 @@ def _from_file(file: Path | None) -> dict[str, _Given]:
     source = f"settings file {file}"
     try:
         table = msgspec.toml.decode(file.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: {error}") from error
     return {_full_name(name, source): _Given(value, source) for name, value in _flattened(table, source)}
 

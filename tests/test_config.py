@@ -208,6 +208,9 @@ def test_the_file_is_named_where_it_is_wrong(tmp_path: Path) -> None:
         load_from(tmp_path, "speed = 1")
     with pytest.raises(ConfigError, match=r"settings file .*paramstore\.toml"):
         load_from(tmp_path, "= nonsense")
+    (tmp_path / "latin.toml").write_bytes(b'dir = "\xe9"')
+    with pytest.raises(ConfigError, match=r"settings file .*latin\.toml: 'utf-8' codec"):
+        load(environ={}, file=tmp_path / "latin.toml")
     with pytest.raises(ConfigError, match=r"settings file .*missing"):
         load(environ={}, file=tmp_path / "missing.toml")
 

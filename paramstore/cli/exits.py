@@ -9,7 +9,7 @@ SIGNALLED = 128
 """Shells show it and the signal's number."""
 
 
-def exit_code(error: ParamStoreError) -> int:
+def exit_code(error: ParamStoreError | OSError) -> int:
     if isinstance(error, ConfigError):
         return USAGE
     if isinstance(error, StoreUnavailable):

@@ -5,6 +5,7 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 unreachable, 4 corrupt. Data on stdout, p
 
 from __future__ import annotations
 
+import logging
 import sys
 from io import TextIOWrapper
 
@@ -46,7 +47,7 @@ def options(
 
 
 def main() -> None:
-    """A typed error becomes one line on stderr and its exit code; whatever an interrupt became on its way is none."""
+    """A typed error, or one of the system, becomes one line on stderr and its exit code; what an interrupt became is none."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text that this locale can show
     try:
@@ -54,7 +55,8 @@ def main() -> None:
     except BaseException as error:
         if (number := told()) is not None:
             sys.exit(SIGNALLED + number)
-        if not isinstance(error, ParamStoreError):
+        if not isinstance(error, ParamStoreError | OSError):
             raise
-        sys.stderr.write(f"paramstore: {type(error).__name__}: {error}\n")
+        logging.getLogger(__name__).debug("where it came from", exc_info=error)
+        sys.stderr.write(f"paramstore: {type(error).__name__}: {' '.join(str(error).split())}\n")
         sys.exit(exit_code(error))

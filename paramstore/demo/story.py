@@ -64,7 +64,8 @@ def tell(settings: DemoSettings, directory: Path, *, progress: DemoProgress, kee
 
 @contextmanager
 def owned_directory(directory: Path) -> Iterator[None]:
-    """Within it `directory` is there, the demo's, and no other demo's. Raises ConfigError, StoreLocked."""
+    """Within it `directory` is there, the demo's, and no other demo's; an OSError from there names it. Raises ConfigError,
+    StoreLocked, OSError where it cannot be looked at."""
     marker = directory / MARKER
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--dir {directory}: it is a file")
@@ -75,7 +76,12 @@ def owned_directory(directory: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StoreLocked(f"--dir {directory}: another demo runs there") from error
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno and error.filename is None:  # a write, say, that found the disk full
+                error.filename = str(directory)
+            raise
 
 
 def _marked(directory: Path) -> TextIO:

@@ -106,6 +106,24 @@ def test_a_typed_error_is_one_line_and_no_traceback(
     assert capsys.readouterr().err == "paramstore: CorruptRecord: key (1, 2): checksum\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(13, "Permission denied", "priv/x"), "PermissionError: [Errno 13] Permission denied: 'priv/x'"),
+        (OSError("two\n  lines"), "OSError: two lines"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_and_no_traceback(
+    paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, line: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(main_module, "app", fail)
+    assert paramstore() == 1
+    assert capsys.readouterr().err == f"paramstore: {line}\n"
+
+
 def test_what_an_interrupt_becomes_on_its_way_is_no_error_of_its_own(
     paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

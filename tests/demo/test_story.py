@@ -1,9 +1,12 @@
 """The demo's directory is its own: nothing else is touched, and only one demo is in it."""
 
+import errno
+import os
+
 import pytest
 
 from paramstore.demo.story import MARKER, owned_directory
-from paramstore.errors import ConfigError, StoreLocked
+from paramstore.errors import ConfigError, StoreLocked, WaitTimeout
 
 
 def test_missing_directory_is_made_and_marked(tmp_path):
@@ -47,3 +50,12 @@ def test_file_in_place_of_the_directory_is_refused(tmp_path):
     path.write_text("")
     with pytest.raises(ConfigError), owned_directory(path):
         pass
+
+
+def test_what_the_system_refuses_within_the_directory_names_it(tmp_path):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"), owned_directory(tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left on device: 'corpus'"), owned_directory(tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "corpus")
+    with pytest.raises(WaitTimeout, match="a push"), owned_directory(tmp_path):
+        raise WaitTimeout("a push")

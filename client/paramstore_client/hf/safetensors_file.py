@@ -174,8 +174,12 @@ class Shard:
 
     def _write(self, offset_bytes: int, data: memoryview) -> None:
         done = 0
-        while done < len(data):
-            done += os.pwrite(self._descriptor, data[done:], offset_bytes + done)
+        try:
+            while done < len(data):
+                done += os.pwrite(self._descriptor, data[done:], offset_bytes + done)
+        except OSError as error:
+            error.filename = str(self._partial)
+            raise
 
     def publish(self) -> None:
         """On return the file is there under its name; durable with the directory's next flush. Raises OSError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -170,3 +171,14 @@ def test_a_file_is_no_place_for_an_export(store: ps.Store, tmp_path: Path) -> No
         for out in (path / "config.json", path / "config.json" / "below"):
             with pytest.raises(ConfigError, match="no directory, or lies in a file"):
                 export_checkpoint(skeleton(path), out, namespace=namespace, dense=open_checkpoint(path))
+
+
+def test_a_full_disk_is_named_with_the_file(store: ps.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = save_stock("mixtral", tmp_path / "hub")
+    with imported(store, "full", path) as namespace:
+        monkeypatch.setattr(os, "pwrite", refuse)
+        with pytest.raises(OSError, match=r"No space left on device: '.*/out/model\.safetensors\.partial'"):
+            export_checkpoint(stripped(path), tmp_path / "out", namespace=namespace)
