@@ -173,6 +173,7 @@ SHORT_NAMES = {
 FLAGS = {
     "dir": "--dir", "volumes": "--volume", "add_volumes": "--add-volume", "volume_size": "--volume-size",
     "host_budget": "--host-budget", "gradient_budget": "--gradient-budget", "socket": "--socket", "policy.name": "--policy",
+    "retained_steps": "--retained-steps", "held_steps": "--held-steps",
 }  # fmt: skip
 OTHER_VARIABLES = frozenset({
     "PARAMSTORE_ADDRESS", "PARAMSTORE_DEBUG",  # the client's

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES, format_size
-from paramstore.core.schema import Schema
+from paramstore.core.schema import CHUNK_BYTES, Schema
 from paramstore.engine.advance import Advances
 from paramstore.engine.arena import Arena, SegmentMemory, segment_lengths, slots_within
 from paramstore.engine.namespace import NamespaceState
@@ -24,6 +24,8 @@ from paramstore.policy.base import Policy
 
 logger = logging.getLogger(__name__)
 
+CUT_BYTES_MAX = 1 << 30
+"""A larger record is not cut to find its largest piece: it has thousands."""
 SLOTS_MIN = 2
 """Of each part: one in use and one that can change."""
 
@@ -99,10 +101,13 @@ def staging_bytes_of(schema: Schema, *, io_threads: int, piece_bytes: int, advan
 
 
 def _buffer_bytes(schema: Schema, piece_bytes: int) -> int:
-    """One worker's buffer: the header where master and param agree byte for byte, else the largest piece."""
-    if schema.part("param").fields[0].dtype == schema.stored.fields[0].dtype:
-        return schema.stored.header_bytes
-    return max(piece.end - piece.start for piece in cut_pieces(schema.stored, piece_bytes, len(schema.specs)))
+    """One worker's buffer: the header where master and param agree byte for byte, else what no piece exceeds."""
+    stored = schema.stored
+    if schema.part("param").fields[0].dtype == stored.fields[0].dtype:
+        return stored.header_bytes
+    if stored.image_bytes > CUT_BYTES_MAX:
+        return piece_bytes + CHUNK_BYTES + stored.header_bytes  # it ends at the first chunk that begins behind its share
+    return max(piece.end - piece.start for piece in cut_pieces(stored, piece_bytes, len(schema.specs)))
 
 
 @dataclass(slots=True)
@@ -145,7 +150,7 @@ class HostTier:
     def check_least(self, name: str, schema: Schema, key_count: int, host_bytes: int | None) -> None:
         """Raises CapacityError where even the whole budget is too small, before anything is taken for the namespace."""
         limit_bytes = self.budget_bytes if host_bytes is None else min(self.budget_bytes, host_bytes)
-        least = least_bytes(schema, key_count, staging_bytes=0)
+        least = least_bytes(schema, key_count, self._staging_bytes(schema))
         if least > limit_bytes:
             raise CapacityError(
                 f"namespace {name!r} needs at least {format_size(least)} of host memory (records of "
@@ -158,9 +163,7 @@ class HostTier:
         if namespace.param_arena is not None:
             return
         schema, key_count = namespace.schema, len(namespace.keys)
-        staging_bytes = staging_bytes_of(
-            schema, io_threads=self._io_threads, piece_bytes=self._piece_bytes, advance_buffers=self._advance_buffers
-        )
+        staging_bytes = self._staging_bytes(schema)
         left = self.budget_bytes - self.used_bytes
         granted = left if host_bytes is None else min(left, host_bytes)
         split = split_budget(
@@ -177,6 +180,11 @@ class HostTier:
         except BaseException:
             self.close_arenas(namespace)
             raise
+
+    def _staging_bytes(self, schema: Schema) -> int:
+        return staging_bytes_of(
+            schema, io_threads=self._io_threads, piece_bytes=self._piece_bytes, advance_buffers=self._advance_buffers
+        )
 
     async def _allocate(self, namespace: NamespaceState, split: Split) -> None:
         schema = namespace.schema

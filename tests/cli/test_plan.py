@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -75,6 +76,8 @@ def test_inference_needs_no_optimizer(paramstore: Run, capsys: pytest.CaptureFix
         (("--field", "w=4", "--state-dtype", "fp8"), "state_dtype=fp8"),
         (("--field", "w=4", "--host-budget", "1KiB"), "must be a size of at least 2 MiB"),
         (("--field", "w=4", "--host-budget", "much"), "host_budget"),
+        (("--field", "w=4", "--retained-steps", "0"), "flag --retained-steps: retained_steps=0: must be an integer from 2"),
+        (("--field", "w=4", "--held-steps", "99"), "flag --held-steps: held_steps=99: must be an integer from 0"),
     ],
 )
 def test_wrong_words_are_refused_with_what_is_right(
@@ -82,6 +85,20 @@ def test_wrong_words_are_refused_with_what_is_right(
 ) -> None:
     assert paramstore("plan", "--layers", "2", "--experts", "4", *words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [10**6, 10**9, 10**11, 10**18])
+@pytest.mark.parametrize("optimizer", ["adamw", "none"])
+def test_records_that_no_machine_holds_are_answered_by_arithmetic(
+    paramstore: Run, capsys: pytest.CaptureFixture[str], size: int, optimizer: str
+) -> None:
+    tracemalloc.start()
+    try:
+        assert paramstore("plan", "--layers", "2", "--experts", "4", "--field", f"w={size}x{size}", "--optimizer", optimizer) == 1
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert "host budget          1 GiB: too small" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from paramstore.core.schema import Schema
+from paramstore.engine import host as host_module
 from paramstore.engine.arena import SEGMENT_ALIGNMENT_BYTES, Arena
+from paramstore.engine.host import staging_bytes_of
 from paramstore.errors import CapacityError
 from paramstore.testing.machine import PlainMemory, PlainSegment
 from paramstore.testing.small_host import (
@@ -177,12 +179,24 @@ def test_unmapping_is_waited_for_no_longer_than_one_says() -> None:
 
 def test_a_namespace_that_not_even_the_whole_budget_holds_is_refused_before_anything_is_done() -> None:
     async def scenario() -> None:
-        host = host_tier(PlainMemory(), budget_bytes=10 * MIB)
+        host = host_tier(PlainMemory(), budget_bytes=14 * MIB)
         host.check_least("moe", LARGE, 8, None)
-        with pytest.raises(CapacityError, match=r"namespace 'moe' needs at least 10 MiB .*; it may have 9 MiB: raise host_budget"):
-            host.check_least("moe", LARGE, 8, 9 * MIB)
+        with pytest.raises(CapacityError, match=r"namespace 'moe' needs at least 14 MiB .*; it may have 13 MiB: raise host_budget"):
+            host.check_least("moe", LARGE, 8, 13 * MIB)
+        await host.open_arenas(namespace_of(LARGE), 14 * MIB)  # what it names is enough
 
     run(scenario)
+
+
+@pytest.mark.parametrize("fields", [{"w": (1 << 25,)}, {"w": (3_000_001,), "v": (5,)}, {"w": (5,), "v": (1_999_999,)}])
+@pytest.mark.parametrize("piece_bytes", [MIB, 3 * MIB, 16 * MIB])
+def test_a_buffer_for_a_record_that_is_not_cut_holds_its_largest_piece(
+    fields: dict[str, tuple[int, ...]], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = Schema.adamw(fields)
+    exact = staging_bytes_of(schema, io_threads=64, piece_bytes=piece_bytes)
+    monkeypatch.setattr(host_module, "CUT_BYTES_MAX", 0)
+    assert exact <= staging_bytes_of(schema, io_threads=64, piece_bytes=piece_bytes)
 
 
 @pytest.mark.parametrize(("schema", "buffer_bytes"), [(SMALL, 4096), (LARGE, MIB + 4096), (OPAQUE, 0)])
