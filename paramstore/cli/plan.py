@@ -89,8 +89,9 @@ def plan_lines(schema: Schema, found: Estimate) -> Iterator[str]:
     if schema.is_trainable:
         yield f"weights ({schema.specs[0][2]})   {format_size(found.param_bytes)}"
         yield f"gradients of a step  {format_size(found.gradient_bytes)}, beside the host budget"
-    yield f"volumes              {format_size(found.volume_bytes)}, with the steps that stay"
-    yield f"least host budget    {format_size(found.least_host_bytes)}"
+    each = _exact(found.volume_size_bytes)
+    yield f"volumes              {format_size(found.volume_bytes)}, with the steps that stay: --volume-size {each}"
+    yield f"least host budget    {format_size(found.least_host_bytes)}: --host-budget {_exact(found.least_host_bytes)}"
     if found.split is None:
         yield f"host budget          {format_size(found.host_budget_bytes)}: too small"
         return
@@ -98,3 +99,8 @@ def plan_lines(schema: Schema, found: Estimate) -> Iterator[str]:
     if schema.is_trainable:
         slots = f"{found.split.working_slots:,} optim slots, {slots}, {format_size(found.split.staging_bytes)} staging"
     yield f"host budget          {format_size(found.host_budget_bytes)}: {slots}"
+
+
+def _exact(size_bytes: int) -> str:
+    """A size of whole MiB as `serve` takes it: one with few digits may be too small."""
+    return f"{size_bytes >> 20}MiB"

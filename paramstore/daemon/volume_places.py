@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paramstore.config import PMEM_PREFIX, Config, volume_directory
-from paramstore.core.schema import round_up
-from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES
+from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
 from paramstore.storage.backing_file import volume_indices, volume_path
 from paramstore.storage.catalog import Catalog, Change, Contents, VolumeRow
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 """A volume's size is rounded up to whole pages."""
-SMALLEST_BYTES = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), 0)), GROWTH_ALIGNMENT_BYTES)
-"""What a volume takes before its first record."""
 
 
 def check_volume_size(config: Config) -> None:

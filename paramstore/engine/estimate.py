@@ -9,13 +9,14 @@ from paramstore.core.schema import Schema
 from paramstore.engine.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.engine.host import Split, least_bytes, split_budget, staging_bytes_of
 from paramstore.engine.update import LOOKAHEAD_RECORDS
-from paramstore.engine.volumes import entitled_bytes
+from paramstore.engine.volumes import volume_size_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Sizes in bytes. record_bytes: of one expert's state with header and padding. volume_bytes: of all volumes together, with the
-    retained and the held steps, and what a commit and its successor need at once. gradient_bytes: all experts' at once, the
+    """Sizes in bytes. record_bytes: of one expert's state with header and padding. volume_size_bytes: of each volume at
+    the least, with what it takes before its first record, the retained and the held steps, and what a commit and its successor need
+    at once; volume_bytes: of all together. gradient_bytes: all experts' at once, the
     default of `gradient_budget`. least_host_bytes: the smallest host budget that works. split: how `host_budget_bytes` is used;
     None where it is too small."""
 
@@ -26,6 +27,7 @@ class Estimate:
     state_bytes: int
     param_bytes: int
     gradient_bytes: int
+    volume_size_bytes: int
     volume_bytes: int
     least_host_bytes: int
     host_budget_bytes: int
@@ -43,6 +45,7 @@ def estimate(schema: Schema, key_count: int, config: Config, *, volume_count: in
         schema, key_count=key_count, budget_bytes=config.host_budget_bytes, staging_bytes=staging_bytes,
         pipeline_slots=update_workers + LOOKAHEAD_RECORDS,
     )  # fmt: skip
+    volume_size_bytes = volume_size_bytes_of(schema, key_count, config.retention, volume_count)
     return Estimate(
         key_count=key_count,
         parameter_elements=key_count * schema.parameter_elements,
@@ -51,7 +54,8 @@ def estimate(schema: Schema, key_count: int, config: Config, *, volume_count: in
         state_bytes=key_count * schema.record_bytes,
         param_bytes=key_count * schema.part("param").image_bytes,
         gradient_bytes=key_count * schema.gradient_bytes if schema.is_trainable else 0,
-        volume_bytes=entitled_bytes(schema, key_count, config.retention),
+        volume_size_bytes=volume_size_bytes,
+        volume_bytes=volume_count * volume_size_bytes,
         least_host_bytes=least_bytes(schema, key_count, staging_bytes),
         host_budget_bytes=config.host_budget_bytes,
         split=split,

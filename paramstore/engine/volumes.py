@@ -34,6 +34,8 @@ DEFAULT_RETENTION = Retention()
 PIPELINE_RECORDS_MIN = 4
 PIPELINE_SHARE = 0.05
 GROWTH_ALIGNMENT_BYTES = 1 << 20
+SMALLEST_BYTES = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), 0)), GROWTH_ALIGNMENT_BYTES)
+"""What a volume takes before its first record."""
 PREFILL_PIECE_BYTES = 8 << 20
 RECORDED_BYTES = 16 << 30
 """A crash forgets at most so much of what was written to a volume: of an endurance of 600 TB it is a 35,000th."""
@@ -55,6 +57,17 @@ def entitled_bytes(schema: Schema, key_count: int, retention: Retention = DEFAUL
 def _kept_steps(retention: Retention, snapshots: int) -> int:
     """Steps of a namespace that there may be at once, the one being made among them."""
     return retention.retained_steps + 1 + retention.held_steps + snapshots
+
+
+def slack_bytes(schemas: Iterable[Schema], volume_count: int) -> int:
+    """What namespaces may leave unused: records do not straddle volumes, and their sizes differ, so one of each kind on each."""
+    return volume_count * sum(schema.record_bytes for schema in schemas)
+
+
+def volume_size_bytes_of(schema: Schema, key_count: int, retention: Retention, volume_count: int) -> int:
+    """The size of each of so many new volumes on which a namespace, alone on them, can be created."""
+    needed = entitled_bytes(schema, key_count, retention) + slack_bytes([schema], volume_count)
+    return SMALLEST_BYTES + round_up(-(-needed // volume_count), GROWTH_ALIGNMENT_BYTES)
 
 
 class VolumeSet:
@@ -148,16 +161,15 @@ class VolumeSet:
         needed = needed_bytes + sum(self.space.entitled_bytes(other.name) for other in others)
         usable = sum(self.space.size_bytes_of(index) - self._start_bytes(index) for index in self.volumes)
         usable -= self.space.lost_bytes()
-        # records do not straddle volumes, and their sizes differ: each volume may leave one of each kind unused
-        slack = len(self.volumes) * sum(ns.schema.record_bytes for ns in (namespace, *others))
-        missing = needed + slack - usable
+        needed += slack_bytes((ns.schema for ns in (namespace, *others)), len(self.volumes))
+        missing = needed - usable
         if missing <= 0:
             return
         if not self._may_grow:
             raise CapacityError(
                 self.space.fences.first(
                     f"the volumes have {format_size(usable)} for records, namespace {namespace.name!r} and the others need "
-                    f"{format_size(needed + slack)}: {missing} bytes are missing; {WAY_TO_ROOM}"
+                    f"{format_size(needed)}: {missing} bytes are missing; {WAY_TO_ROOM}"
                 )
             )
         await self._grow(missing)

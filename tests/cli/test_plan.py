@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from paramstore.config import Config, format_size, parse_size
 from paramstore.core.schema import Schema
+from paramstore.engine.store import Store
+from paramstore.errors import CapacityError
+from paramstore.testing.assembled import with_store
 
 Run = Callable[..., int]
 QWEN3_30B = ("--layers", "48", "--experts", "128", "--field", "gate_up=1536x2048", "--field", "down=2048x768")
@@ -50,6 +56,31 @@ def test_people_read_what_fits_and_what_does_not(paramstore: Run, capsys: pytest
     assert "64 MiB: too small" in capsys.readouterr().out
     assert paramstore("plan", *QWEN3_30B, "--host-budget", "64MiB", "--json") == 1
     assert json.loads(capsys.readouterr().out)["split"] is None
+
+
+@pytest.mark.parametrize("volumes", [1, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "none"])
+def test_a_store_that_is_made_as_the_plan_says_takes_the_namespace(
+    paramstore: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, volumes: int, optimizer: str
+) -> None:
+    words = ("--layers", "2", "--experts", "4", "--field", "w=64x64", "--optimizer", optimizer, "--volumes", str(volumes))
+    assert paramstore("plan", *words) == 0
+    out = capsys.readouterr().out
+    volume_size, host_budget = (parse_size(out.partition(f"{flag} ")[2].split()[0]) for flag in ("--volume-size", "--host-budget"))
+    assert paramstore("plan", *words, "--json") == 0
+    schema = Schema.from_description(json.loads(capsys.readouterr().out)["schema"])
+
+    async def create(store: Store) -> None:
+        await store.admission.create("moe", schema.describe(), layers=[0, 1], experts=4, host_bytes=None)
+
+    places = tuple(tmp_path / f"volume{index}" for index in range(volumes))
+    settings = Config(
+        dir=tmp_path / "store", volumes=places, volume_size_bytes=volume_size, host_budget_bytes=host_budget, prefill=False
+    )
+    with_store(settings, create)
+    small = replace(settings, dir=tmp_path / "other", volumes=(), host_budget_bytes=host_budget - 1)
+    with pytest.raises(CapacityError, match=f"needs at least {format_size(host_budget)} of host memory"):
+        with_store(small, create)
 
 
 def test_inference_needs_no_optimizer(paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:

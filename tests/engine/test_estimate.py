@@ -8,7 +8,7 @@ from paramstore.config import Config
 from paramstore.core.schema import STATE_DTYPES, Schema
 from paramstore.engine.estimate import estimate
 from paramstore.engine.host import split_budget, staging_bytes_of
-from paramstore.engine.volumes import entitled_bytes
+from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES, entitled_bytes
 
 FIELDS = {"gate_up": (512, 256), "down": (256, 256)}
 KEYS = 64
@@ -22,7 +22,9 @@ def test_sizes_of_a_training_namespace_are_those_of_its_records(state_dtype: str
     assert found.parameter_elements == KEYS * 768 * 256
     assert found.state_bytes == KEYS * schema.record_bytes
     assert found.gradient_bytes == KEYS * schema.gradient_bytes
-    assert found.volume_bytes == entitled_bytes(schema, KEYS, config.retention)
+    entitled = entitled_bytes(schema, KEYS, config.retention) + 2 * schema.record_bytes
+    assert 0 <= found.volume_bytes - 2 * SMALLEST_BYTES - entitled < 2 * GROWTH_ALIGNMENT_BYTES
+    assert found.volume_bytes == 2 * found.volume_size_bytes
     assert found.split is not None
     assert found.split.staging_bytes == staging_bytes_of(schema, io_threads=16, piece_bytes=config.piece_bytes)
     assert found.split.working_slots <= KEYS
