@@ -69,7 +69,9 @@ class BackingFile:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise VolumeError(f"volume {index}: cannot create {path}: {error.strerror}") from error
+            is_in_a_file = isinstance(error, FileExistsError | NotADirectoryError) and not directory.is_dir()
+            reason = f"{directory} is no directory, or lies in a file" if is_in_a_file else error.strerror
+            raise VolumeError(f"volume {index}: cannot create {path}: {reason}") from error
         file = cls(path, index, descriptor)
         try:
             file._lock()

@@ -188,3 +188,10 @@ def test_an_error_of_the_device_names_operation_offset_and_reason(file: BackingF
         file.write(8192, [page_aligned(4096)])
     with pytest.raises(VolumeError, match="flush failed: Input/output error"):
         file.sync()
+
+
+def test_a_volume_in_place_of_or_below_a_file_is_refused_with_that_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(VolumeError, match=f"{directory} is no directory, or lies in a file"):
+            BackingFile.create(directory, index=0, size_bytes=SIZE_BYTES)
