@@ -13,8 +13,23 @@ import typer
 
 from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.signals import end_as_interrupt, told
+from paramstore.errors import NamespaceExists
 
 NO_OPTIMIZER = "none"
+
+
+def _check_words(*, optimizer: str, updates: str, state_dtype: str | None, dtype: str | None) -> None:
+    """Raises ConfigError where an option has none of its values."""
+    from paramstore.core.arguments import choice
+    from paramstore.core.optimizers import OPTIMIZERS
+    from paramstore.core.schema import ITEM_BYTES, PARAM_DTYPES, STATE_DTYPES, UPDATE_RULES
+
+    choice("--optimizer", optimizer, (*OPTIMIZERS, NO_OPTIMIZER))
+    choice("--updates", updates, UPDATE_RULES)
+    if state_dtype is not None:
+        choice("--state-dtype", state_dtype, STATE_DTYPES)
+    if dtype is not None:
+        choice("--dtype", dtype, tuple(ITEM_BYTES) if optimizer == NO_OPTIMIZER else PARAM_DTYPES)
 
 
 def import_checkpoint(
@@ -33,6 +48,7 @@ def import_checkpoint(
     import paramstore_client as client
     from paramstore_client.checkpoint_directory import checkpoint_directory
 
+    _check_words(optimizer=optimizer, updates=updates, state_dtype=state_dtype, dtype=dtype)
     directory = checkpoint_directory(path)  # told before the imports that take seconds
     from paramstore_client.hf.import_checkpoint import import_checkpoint as run
     from paramstore_client.hf.layout import find_layout
@@ -47,6 +63,9 @@ def import_checkpoint(
     else:
         schema = layout.schema(optimizer, updates=updates, **({} if state_dtype is None else {"state_dtype": state_dtype}))
     with client.connect(socket) as store:
+        steps = {entry["name"]: entry["committed_step"] for entry in store.namespaces()}
+        if (step := steps.get(namespace)) is not None:
+            raise NamespaceExists(f"namespace {namespace!r} is committed at step {step}: import into another --namespace")
         opened = store.create_namespace(namespace, schema, layers=layout.layers, experts=layout.experts, host_bytes=host_share)
         try:
             with bar("import") as report:

@@ -45,7 +45,7 @@ def test_a_checkpoint_goes_in_and_comes_out_again(
     assert paramstore("export", "moe", "--model", str(path), "--out", str(path), *common) == 2
     assert "ConfigError: " in capsys.readouterr().err
     assert paramstore("import", str(path), "--namespace", "moe", "--updates", "touched", *common) == 1
-    assert "NamespaceExists: namespace 'moe' is committed at step 0" in capsys.readouterr().err
+    assert "NamespaceExists: namespace 'moe' is committed at step 0: import into another --namespace" in capsys.readouterr().err
     assert paramstore("export", "moe", "--model", str(path), "--out", str(tmp_path / "out"), "--at", "0", "--json", *common) == 0
     out = capsys.readouterr()
     assert out.err == ""
@@ -92,6 +92,19 @@ def test_an_interrupt_says_how_to_go_on_and_the_same_command_does(daemon: Daemon
     result = json.loads(done.stdout)
     assert result["resumed"] > 0
     assert result["resumed"] + result["records"] == 512
+
+
+@pytest.mark.parametrize(
+    ("option", "known"),
+    [("--optimizer", "adamw"), ("--updates", "exact"), ("--dtype", "bfloat16"), ("--state-dtype", "int8_blockwise")],
+)
+def test_a_value_that_an_option_does_not_have_is_a_usage_error_with_those_it_has(
+    option: str, known: str, paramstore: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert paramstore("import", "nodir", "--namespace", "m", option, "wrong") == 2
+    said = capsys.readouterr().err
+    assert f"ConfigError: {option}='wrong'" in said
+    assert known in said
 
 
 @pytest.mark.parametrize("words", [("import", "nodir", "--namespace", "m"), ("export", "m", "--model", "nodir", "--out", "out")])
