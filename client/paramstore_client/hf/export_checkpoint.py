@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export wrote. step: on which the experts stand; None for the writer's working state. bytes_written: of tensors."""
+    """What an export wrote. step: on which the experts stand; None for the writer's working state. files: paths in `directory`.
+    bytes_written: of tensors."""
 
     directory: Path
     step: int | None
@@ -90,7 +92,9 @@ def export_checkpoint(
         names = HubNames(model, layout, weights.reversion, dtypes=_dtypes(view))
         everything = weights.everything(names)
         _prepare(target)
-        _write_configuration(model, target, tokenizer=tokenizer, like=None if dense is None else dense.directory)
+        with TemporaryDirectory(prefix="configuration.partial.", dir=target) as fresh:
+            _write_configuration(model, Path(fresh), tokenizer=tokenizer, like=None if dense is None else dense.directory)
+            files = _move_files(Path(fresh), target)
         plan = split(everything, shard_bytes_max=max_shard_bytes)
         shards = _Shards(target, plan.filename_to_tensors, everything)
         stack.callback(shards.discard)
@@ -100,13 +104,15 @@ def export_checkpoint(
                 shards.write(place.name, piece, row=place.row)
             report(Progress(number, len(view.keys()), shards.bytes_written))
         shards.publish()
+        files += plan.filename_to_tensors
         if plan.is_sharded:
             metadata = {"total_parameters": _parameter_count(model, everything), **plan.metadata}
             index = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
+            files.append(INDEX)
             _write_text(target / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
         _flush_directory(target)
-        files = tuple(sorted(file.name for file in target.iterdir()))
-        return Exported(target, view.view_step, len(view.keys()), files, shards.bytes_written, clock.now_s() - started_s)
+        seconds = clock.now_s() - started_s
+        return Exported(target, view.view_step, len(view.keys()), tuple(sorted(files)), shards.bytes_written, seconds)
 
 
 def _bound(model: nn.Module) -> Namespace:
@@ -271,6 +277,15 @@ def _write_configuration(model: Any, directory: Path, *, tokenizer: object, like
                 shutil.copyfile(file, directory / file.name)
     elif tokenizer is not None:
         tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]  # any of transformers' tokenizers and processors
+
+
+def _move_files(source: Path, target: Path) -> list[str]:
+    """What was written to `source` is in `target` instead, in place of what was there. Returns the paths in it."""
+    files = [file.relative_to(source) for file in source.rglob("*") if file.is_file()]
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).replace(target / file)
+    return [str(file) for file in files]
 
 
 def _write_text(file: Path, text: str) -> None:

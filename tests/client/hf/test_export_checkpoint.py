@@ -116,6 +116,19 @@ def test_tokenizer_files_are_copied(store: ps.Store, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{} tokenizer.json"
 
 
+def test_the_files_of_others_stay_and_are_not_counted(store: ps.Store, tmp_path: Path) -> None:
+    path, out = save_stock("mixtral", tmp_path / "hub"), tmp_path / "out"
+    (path / "tokenizer.json").write_text("{}")
+    (out / "folder").mkdir(parents=True)
+    (out / "notes.txt").write_text("mine")
+    with imported(store, "counted", path) as namespace:
+        result = export_checkpoint(stripped(path), out, namespace=namespace, tokenizer=path)
+        cut = export_checkpoint(stripped(path), out, namespace=namespace, max_shard_bytes=SHARD_BYTES_MAX)
+    assert result.files == ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+    assert {*cut.files, "folder", "notes.txt", "tokenizer.json"} == {file.name for file in out.iterdir()}
+    assert (out / "notes.txt").read_text() == "mine"
+
+
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(store: ps.Store, tmp_path: Path) -> None:
     path, other = save_stock("mixtral", tmp_path / "hub"), save_stock("olmoe", tmp_path / "other")
     model = stripped(path)
