@@ -59,11 +59,13 @@ def _print(stats: dict[str, Any]) -> None:
     for column in ("volume", "path", "mode", "size", "free", "written once", "written in all", "endurance"):
         volumes.add_column(column)
     for index, volume in stats["volumes"].items():
-        mode = " ".join(filter(None, (volume["mode"], volume.get("granularity"), volume.get("reason"))))
+        mode = " ".join(filter(None, (volume["mode"], volume.get("granularity"))))
         sizes = [format_size(volume[name]) for name in ("size_bytes", "free_bytes", "written_bytes")]
         volumes.add_row(index, str(volume["path"]), mode, *sizes, format_size(volume["bytes_written_total"]), _endurance(volume))
     console.print(volumes)
     for index, volume in stats["volumes"].items():
+        if reason := volume.get("reason"):
+            console.print(f"volume {index} has mode {volume['mode']}: {reason}", soft_wrap=True, markup=False, highlight=False)
         if volume["fenced"]:
             console.print(f"volume {index} is fenced, it gets no new records: {volume['fenced']}; {WAY_ON}", soft_wrap=True)
     # a daemon of an older version says nothing of the catalog's disk, and has no patrol

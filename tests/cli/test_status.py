@@ -17,6 +17,7 @@ from paramstore.cli import status
 from paramstore.config import format_size
 from paramstore.core.schema import Schema
 from paramstore.errors import VolumeError
+from paramstore.storage.file_volume import UNTOLD
 from paramstore.testing.daemon_process import DaemonProcess
 from paramstore.testing.machine import Machine
 from paramstore.testing.small_store import SCHEMA, create, run, train
@@ -99,10 +100,13 @@ def test_a_fenced_volume_dirty_bytes_and_the_wear_of_drives_are_told(
         await train(store, view)
         store._planner.space.fences.fail_flush(1, VolumeError("the cable is loose"))
         stats: Any = await store.stats()
+        stats["volumes"]["0"].update({"mode": "buffered", "reason": UNTOLD})
         status._print(stats)
 
     run(scenario())
     shown = capsys.readouterr().out
+    assert f"\nvolume 0 has mode buffered: {UNTOLD}\n" in shown, "a line of its own, not in the table"
+    assert re.search(r"│ buffered +│", shown)
     assert "catalog in" not in shown, "nobody knows the disk of a simulated store"
     assert "volume 1 is fenced, it gets no new records: a flush failed: the cable is loose; restart the daemon" in shown
     assert "volume 0 is fenced" not in shown
