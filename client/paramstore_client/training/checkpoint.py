@@ -51,9 +51,11 @@ class Manifest:
         mapping("state_dict", values, "what experts.state_dict() gave")
         try:
             kinds: dict[str, Any] = {field.name: {"str": str, "int": int}[str(field.type)] for field in fields(cls)}
+            if missing := [name for name in kinds if name not in values]:
+                raise SchemaMismatch(f"not a manifest of experts: {', '.join(missing)} missing, it has {sorted(map(str, values))}")
             manifest = cls(**{name: kind(values[name]) for name, kind in kinds.items()})
-        except (KeyError, TypeError, ValueError) as error:
-            raise SchemaMismatch(f"not a manifest of experts: {error!r} in {sorted(values)}") from error
+        except (TypeError, ValueError) as error:
+            raise SchemaMismatch(f"not a manifest of experts: {error!r} in {sorted(map(str, values))}") from error
         if manifest.format != FORMAT:
             raise SchemaMismatch(f"a manifest of format {manifest.format}; this version knows {FORMAT}")
         return manifest

@@ -14,6 +14,7 @@ import paramstore_client as ps
 from paramstore.errors import SchemaMismatch, StepDropped, StepOutOfOrder
 from paramstore.testing.toy_moe import FIELDS, Pair, batch, make_stored, plain_loop
 from paramstore_client.training import Experts, bind
+from paramstore_client.training.checkpoint import Manifest
 
 
 def train(pair: Pair, steps: int) -> None:
@@ -156,3 +157,10 @@ def test_another_process_resumes_where_the_manifest_says(namespace: ps.Namespace
         experts.load_state_dict(manifest)
         assert again.committed_step == 1
         assert equal(masters(again), expected)
+
+
+def test_what_lacks_keys_of_a_manifest_is_refused_with_their_names() -> None:
+    with pytest.raises(SchemaMismatch, match=r"^not a manifest of experts: format, store, .* missing, it has \[\]$"):
+        Manifest.from_dict({})
+    with pytest.raises(SchemaMismatch, match=r"missing, it has \['1', 'format'\]"):
+        Manifest.from_dict({"format": 1, 1: 2})  # of two types, which cannot be sorted
