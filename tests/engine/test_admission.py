@@ -121,9 +121,9 @@ def test_a_creation_that_host_memory_refuses_leaves_the_volumes_as_they_were() -
         store = machine.start()
         await create(store)
         size_bytes = machine.disks[0].size_bytes
-        wide = Schema.adamw({"w": (64, 1024)})  # more on the volume than there is now, and no memory is left
+        wide = Schema.adamw({"w": (64, 256)})  # more on the volume than there is now, and no memory is left
         with pytest.raises(CapacityError, match="are left of host_budget"):
-            await store.admission.create("wide", wide.describe(), layers=[0], experts=8, host_bytes=None)
+            await store.admission.create("wide", wide.describe(), layers=[0], experts=64, host_bytes=None)
         assert machine.disks[0].size_bytes == size_bytes
         assert [row["name"] for row in store.admission.list_namespaces()] == ["moe"]
 
@@ -136,7 +136,7 @@ def test_a_creation_that_the_volumes_refuse_gives_its_memory_and_its_claim_back(
         store = machine.start()
         wide = Schema.adamw({"w": (64, 1024)})
         with pytest.raises(CapacityError, match=r"bytes are missing; add a volume \(--add-volume\)"):
-            await store.admission.create("wide", wide.describe(), layers=[0], experts=8, host_bytes=2 * ONE)
+            await store.admission.create("wide", wide.describe(), layers=[0], experts=64, host_bytes=2 * ONE)
         assert store.host.used_bytes == 0
         view = await create(store)
         await train(store, view)
