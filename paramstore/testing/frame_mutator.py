@@ -53,7 +53,9 @@ class FrameMaker:
         if origin in (types.UnionType, typing.Union):
             return self._value(random.choice(arguments), depth)
         if origin is typing.Annotated:
-            return self._value(arguments[0], depth)
+            value = self._value(arguments[0], depth)
+            least = next((meta.ge for meta in arguments[1:] if meta.ge is not None), None)
+            return value if least is None or value >= least else least
         if origin is list:
             return [self._value(arguments[0], depth + 1) for _ in range(random.randrange(LIST_MAX))]
         if origin is tuple and arguments[-1] is Ellipsis:

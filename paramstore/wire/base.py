@@ -31,7 +31,7 @@ Key = tuple[int, int]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 Layers = Annotated[list[int], msgspec.Meta(max_length=KEYS_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max)]
-"""A time to wait: anything but nan."""
+"""A time to wait: neither nan nor minus infinity."""
 
 
 VISITS_MAX = 1 << 14
