@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paramstore.errors import StepFailed, StepMismatch
-from paramstore_client.training.options import MainGroup
+from paramstore_client.training.options import MainGroup, holds_any
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -164,8 +164,8 @@ class Attachment:
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not self._optimizer and not self._has_another_stepped:
-            led = {id(param) for group in self._optimizer.param_groups for param in group["params"]}
-            self._has_another_stepped = any(id(param) in led for group in optimizer.param_groups for param in group["params"])
+            led = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+            self._has_another_stepped = holds_any(optimizer, led)
 
     def before_commit(self, step: int) -> None:
         """Warns where another optimizer was stepped in place of the attached one: the experts have not trained."""

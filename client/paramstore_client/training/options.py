@@ -138,3 +138,9 @@ def _plain(value: object) -> Any:
     if isinstance(value, Tensor):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
+
+
+def holds_any(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a step of `optimizer` changes one of `parameters`."""
+    wanted = {id(parameter) for parameter in parameters}
+    return any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])

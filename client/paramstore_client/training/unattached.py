@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paramstore_client.namespace import Namespace
+from paramstore_client.training.options import holds_any
 
 
 class Unattached:
@@ -48,8 +49,7 @@ class Unattached:
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._has_stepped and (model := self._model()) is not None:
-            held = {id(parameter) for parameter in model.parameters()}
-            self._has_stepped = any(id(param) in held for group in optimizer.param_groups for param in group["params"])
+            self._has_stepped = holds_any(optimizer, model.parameters())
 
     def _warn(self, what: str) -> None:
         count = self._namespace.pending_count
