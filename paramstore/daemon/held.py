@@ -113,4 +113,4 @@ class HeldRequests:
 
 def _is_calling(view: View) -> bool:
     """Whether the rank of `view` has a call that waits for the others."""
-    return view.group is not None and not view.is_closed and view.group.is_waiting(view.rank)
+    return view.group is not None and not view.is_closed and view.rank in view.group.waiting

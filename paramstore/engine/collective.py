@@ -97,9 +97,6 @@ class Collective:
         """Ranks whose call has not begun, ascending."""
         return tuple(sorted(self._waiting))
 
-    def is_waiting(self, rank: int) -> bool:
-        return rank in self._waiting
-
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks that the waiting calls wait for; all while none waits."""

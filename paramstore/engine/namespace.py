@@ -188,9 +188,6 @@ class WriterGroup:
         """Ranks whose call waits for others."""
         return () if self.calls is None else self.calls.collective.waiting
 
-    def is_waiting(self, rank: int) -> bool:
-        return self.calls is not None and self.calls.collective.is_waiting(rank)
-
 
 def fenced_error(namespace: NamespaceState) -> WriterFenced:
     return WriterFenced(f"another writer opened namespace {namespace.name!r}; open it again to write on")
