@@ -5,7 +5,8 @@ Run it on an idle machine: `python bench/bench_versions.py BASE [--bench tiers,u
 BASE is another checkout in which `make setup` was run. A pair is a run of ours and one of BASE, in alternating order, each from
 its own checkout with its own Python. A figure is what a row's target is about; without one a rate's ratio to its limit, or else
 its value.
-Writes bench/results/versions-<date>.json, anew after each bench: a row's ratio is the median over the pairs, above 1 where ours is
+Writes bench/results/versions-<date>.json, anew after each pair from the second on, so that a run which is ended keeps what it
+measured ("pairs" of a row says how many): a row's ratio is the median over the pairs, above 1 where ours is
 better.
 """
 
@@ -68,7 +69,7 @@ def main() -> int:
 
 
 def measure(file: Path, benches: list[str], arguments: argparse.Namespace) -> int:
-    """Runs the pairs of each bench, writes `file` after each, and prints the table."""
+    """Runs the pairs of each bench, writes `file` after each pair, and prints the table."""
     console, clock, date = Console(stderr=True), MonotonicClock(), machine.now()
     report = Report(
         machine={**machine.describe(arguments.dir), "pairs": arguments.pairs, "base": _commit(arguments.base)},
@@ -78,16 +79,17 @@ def measure(file: Path, benches: list[str], arguments: argparse.Namespace) -> in
     )  # fmt: skip
     started_s = clock.now_s()
     for bench in benches:
-        rows = list(compared(pairs_of(bench, arguments, console)))
-        report = msgspec.structs.replace(report, rows=[*report.rows, *rows], seconds=clock.now_s() - started_s)
-        file.write_bytes(encode(report))
+        before = report.rows
+        for found in pairs_of(bench, arguments, console):
+            report = msgspec.structs.replace(report, rows=[*before, *compared(found)], seconds=clock.now_s() - started_s)
+            file.write_bytes(encode(report))
     table.render(report, Console())
     console.print(f"written: {file}")
     return 1 if report.short_rows else 0
 
 
-def pairs_of(bench: str, arguments: argparse.Namespace, console: Console) -> dict[Figure, list[tuple[Row, Row]]]:
-    """Runs both checkouts `--pairs` times in alternating order: per figure the rows of ours and of BASE."""
+def pairs_of(bench: str, arguments: argparse.Namespace, console: Console) -> Iterator[dict[Figure, list[tuple[Row, Row]]]]:
+    """Runs both checkouts in turn; after each pair from the second on, gives the rows of ours and of BASE for each figure."""
     found: dict[Figure, list[tuple[Row, Row]]] = defaultdict(list)
     for number in range(arguments.pairs):
         console.print(f"{bench}: pair {number + 1} of {arguments.pairs}")
@@ -96,7 +98,8 @@ def pairs_of(bench: str, arguments: argparse.Namespace, console: Console) -> dic
         ours, theirs = runs[HERE], runs[arguments.base.resolve()]
         for figure in ours.keys() & theirs.keys():
             found[figure].append((ours[figure], theirs[figure]))
-    return found
+        if number > 0:  # quartiles need two
+            yield found
 
 
 def run(bench: str, checkout: Path, directory: Path, *, is_full: bool) -> dict[Figure, Row]:
