@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 
+WORKERS ?= 2
 HOURS ?= 8
 SEED ?= 1000
 
@@ -35,8 +36,9 @@ unit: setup
 
 check: lint types contracts unit
 
+# A file's tests share what is slow to make, so a file stays with one worker; the long files come before the short ones.
 test: lint types contracts
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Every family of transformers, more ranks and signals at 50 moments of every command, minutes; then crash states and simulations of new
 # seeds, HOURS long, from SEED on.

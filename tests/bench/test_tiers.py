@@ -31,10 +31,16 @@ TINY = replace(
 )
 
 
-def test_directory_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+@pytest.fixture
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty directory whose name is short: sockets have short paths."""
+    return tmp_path_factory.mktemp("b")
+
+
+def test_directory_without_room_is_refused_before_anything_is_written(directory: Path) -> None:
     with pytest.raises(CapacityError, match="--dir"):
-        run(replace(TINY, set_bytes=1 << 50), tmp_path, command="test", tell=lambda _: None)
-    assert list(tmp_path.iterdir()) == []
+        run(replace(TINY, set_bytes=1 << 50), directory, command="test", tell=lambda _: None)
+    assert list(directory.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -58,8 +64,8 @@ def test_the_script_with_peers_refuses_what_it_cannot_write_before_it_measures(
 
 
 @pytest.mark.slow
-def test_every_target_has_its_row_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    report = run(TINY, tmp_path, command="test", tell=lambda _: None)
+def test_every_target_has_its_row_and_nothing_is_left_behind(directory: Path) -> None:
+    report = run(TINY, directory, command="test", tell=lambda _: None)
 
     ours = {(row.name, row.case.partition(",")[0]) for row in report.rows if row.subject == SUBJECT and row.target is not None}
     assert ours >= {
@@ -72,4 +78,4 @@ def test_every_target_has_its_row_and_nothing_is_left_behind(tmp_path: Path) -> 
         ("host budget in use at most", "param"), ("host budget in use at most", "optim"),
     }  # fmt: skip
     assert decode(encode(report)) == report
-    assert list(tmp_path.iterdir()) == []
+    assert list(directory.iterdir()) == []
