@@ -45,7 +45,7 @@ test: lint types contracts
 soak: setup
 	$(BIN)/pytest -m soak
 	PARAMSTORE_SIGNAL_TRIES=50 PARAMSTORE_SIGNAL_SEED=$(SEED) $(BIN)/pytest tests/cli/test_signals.py
-	$(BIN)/python -m paramstore.testing.soak --hours $(HOURS) --seed $(SEED)
+	$(BIN)/python -m paramstore_testkit.soak --hours $(HOURS) --seed $(SEED)
 
 demo: setup
 	$(BIN)/paramstore demo

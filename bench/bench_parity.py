@@ -23,8 +23,8 @@ from rich.console import Console
 import paramstore as ps
 from paramstore.bench import machine
 from paramstore.demo.corpus import Corpus, open_corpus
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.parity import FAMILIES, SHORT, Comparison, Reference, Stored, Trial, batches_of, save_checkpoint
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.training.parity import FAMILIES, SHORT, Comparison, Reference, Stored, Trial, batches_of, save_checkpoint
 
 HERE = Path(__file__).parent
 KERNELS = ("eager", "grouped_mm")

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import paramstore as ps
 from paramstore.bench import machine
-from paramstore.testing.daemon_process import DaemonProcess
+from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 HERE = Path(__file__).parent
 RANKS, BATCH, CONTEXT = 2, 4, 256

@@ -23,7 +23,10 @@ from paramstore.wire.messages import Message
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md", *DOCS.rglob("*.md")])
-SOURCES = (ROOT / "paramstore", ROOT / "client" / "paramstore_client", ROOT / "native" / "paramstore_native")
+SOURCES = (
+    ROOT / "paramstore", ROOT / "client" / "paramstore_client", ROOT / "native" / "paramstore_native",
+    ROOT / "testkit" / "paramstore_testkit",
+)  # fmt: skip
 LIMIT_MODULES = (
     "paramstore.wire.codec", "paramstore.wire.messages", "paramstore.daemon.session", "paramstore.daemon.server",
     "paramstore.daemon.channel", "paramstore_client.connection", "paramstore.config", "paramstore.core.schema",

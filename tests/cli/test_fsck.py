@@ -19,10 +19,10 @@ from paramstore.fsck.reader import NOTE_COPIES
 from paramstore.storage.catalog import Contents
 from paramstore.storage.format import Superblock
 from paramstore.storage.notes import format_volume
-from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import eventful, survey_of
-from paramstore.testing.small_store import run
 from paramstore.testing.volumes import MemoryVolume
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.memory_disk import eventful, survey_of
+from paramstore_testkit.stores.small_store import run
 
 Run = Callable[..., int]
 SIZE_BYTES = 3 << 20

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import paramstore_client as ps
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.saved_models import save_stock, tensors_of
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.training.saved_models import save_stock, tensors_of
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 60

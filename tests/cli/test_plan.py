@@ -14,7 +14,7 @@ from paramstore.config import Config, format_size, parse_size
 from paramstore.core.schema import Schema
 from paramstore.engine.store import Store
 from paramstore.errors import CapacityError
-from paramstore.testing.assembled import with_store
+from paramstore_testkit.stores.assembled import with_store
 
 Run = Callable[..., int]
 QWEN3_30B = ("--layers", "48", "--experts", "128", "--field", "gate_up=1536x2048", "--field", "down=2048x768")

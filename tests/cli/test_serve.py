@@ -18,7 +18,7 @@ from paramstore.errors import StoreLocked
 from paramstore.storage.backing_file import volume_path
 from paramstore.storage.format import SUPERBLOCK_BYTES, SUPERBLOCK_COPIES
 from paramstore.storage.lock import StoreLock
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 
 Run = Callable[..., int]
 

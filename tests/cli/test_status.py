@@ -18,10 +18,10 @@ from paramstore.config import format_size
 from paramstore.core.schema import Schema
 from paramstore.errors import VolumeError
 from paramstore.storage.file_volume import UNTOLD
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import SCHEMA, create, run, train
 from paramstore_client import client as client_module
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.stores.small_store import SCHEMA, create, run, train
 
 Run = Callable[..., int]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.testing.daemon_process import DaemonProcess
+from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 Run = Callable[..., int]
 

@@ -20,10 +20,10 @@ from paramstore.core.place import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CorruptRecord
 from paramstore.storage.format import check_header
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.fake_daemon import FakeDaemon
-from paramstore.testing.small_store import SCHEMA
 from paramstore.wire import messages as m
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.stores.small_store import SCHEMA
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 Run = Callable[..., int]
 RECORDS = 6

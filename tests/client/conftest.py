@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import FakeDaemon
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 FIELDS = {"gate_up": (8, 4), "down": (4, 8)}
 

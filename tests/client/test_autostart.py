@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import paramstore_client as ps
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore_client import autostart
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 Command = Callable[[str], None]
 
@@ -28,7 +28,7 @@ SERVE = """
 
 FAKE = SERVE + """
     import fcntl
-    from paramstore.testing.fake_daemon import FakeDaemon
+    from paramstore_testkit.wire.fake_daemon import FakeDaemon
     lock = open(known.dir / "lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

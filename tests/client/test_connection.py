@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import FakeDaemon, FakeSession
 from paramstore.wire import messages as m
 from paramstore.wire.codec import encode
+from paramstore_testkit.wire.fake_daemon import FakeDaemon, FakeSession
 
 KEYS = [(0, 0), (0, 1)]
 

@@ -7,10 +7,10 @@ from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Identity
 from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, UnknownKey
 from paramstore.testing.memory_namespace import MemoryTicket
-from paramstore.testing.small_tier import KEYS, WatchfulCopier, assert_holds, make_namespace, make_tier, update, use
 from paramstore_client.device import REPORT_EVERY
 from paramstore_client.device_copy import HostCopier, Mark
 from paramstore_client.nn import ResidentExperts, StoredExperts
+from paramstore_testkit.training.small_tier import KEYS, WatchfulCopier, assert_holds, make_namespace, make_tier, update, use
 
 
 def test_a_fetch_gives_views_of_the_slots() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import FakeDaemon
-from paramstore.testing.small_tier import KEYS, WatchfulCopier
 from paramstore.wire import messages as m
 from paramstore_client.device import DeviceTier
+from paramstore_testkit.training.small_tier import KEYS, WatchfulCopier
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 
 def test_a_hit_over_a_connection_sends_nothing_until_the_view_changes(

@@ -9,9 +9,9 @@ import torch
 
 import paramstore_client as ps
 from paramstore.testing.clock import ManualClock
-from paramstore.testing.fake_daemon import FakeDaemon, FakeSession
 from paramstore.wire import messages as m
 from paramstore_client.gradients import LEAST_WAIT_S
+from paramstore_testkit.wire.fake_daemon import FakeDaemon, FakeSession
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
 

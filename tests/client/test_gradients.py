@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import FakeDaemon, FakeSession
 from paramstore.wire import messages as m
+from paramstore_testkit.wire.fake_daemon import FakeDaemon, FakeSession
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
 

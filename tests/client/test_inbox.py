@@ -9,11 +9,11 @@ import pytest
 
 from paramstore.errors import ParamStoreError, ProtocolError, StepDropped, StoreUnavailable
 from paramstore.memory.pages import SEGMENT_ALIGNMENT_BYTES
-from paramstore.testing.fake_namespace import FakeMemory
 from paramstore.wire import messages as m
 from paramstore.wire.codec import encode
 from paramstore_client.inbox import Inbox
 from paramstore_client.segments import Segments
+from paramstore_testkit.wire.fake_namespace import FakeMemory
 
 LENGTH = SEGMENT_ALIGNMENT_BYTES
 

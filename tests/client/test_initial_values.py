@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import FakeDaemon, FakeSession
 from paramstore.wire import messages as m
 from paramstore_client.initial_values import PUTS_IN_FLIGHT
+from paramstore_testkit.wire.fake_daemon import FakeDaemon, FakeSession
 
 Values = Callable[[tuple[int, int]], dict[str, torch.Tensor]]
 

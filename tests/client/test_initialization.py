@@ -10,7 +10,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore.errors import CapacityError, SchemaMismatch, StepFailed, StepOutOfOrder, UnknownKey
-from paramstore.testing.daemon_process import DaemonProcess
+from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 SHAPE = (16, 8)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore.wire import messages as m
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 KEYS = [(0, 3), (1, 0)]
 

@@ -8,7 +8,7 @@ from paramstore.core.place import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, UnknownKey
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore.testing.optim_records import TorchOptimizer
+from paramstore_testkit.oracles.optim_records import TorchOptimizer
 
 KEYS = [(0, expert) for expert in range(6)]
 

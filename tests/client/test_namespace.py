@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import STORE_UUID, FakeDaemon, FakeSession
 from paramstore.wire import messages as m
 from paramstore.wire.codec import LENGTH, encode
+from paramstore_testkit.wire.fake_daemon import STORE_UUID, FakeDaemon, FakeSession
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
 KEYS = [(0, 0), (1, 1)]

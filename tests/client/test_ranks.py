@@ -7,10 +7,10 @@ import torch
 
 import paramstore_client as ps
 from paramstore.errors import WaitTimeout
-from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore.wire import messages as m
 from paramstore_client.handle import ANSWER_GRACE_S
 from paramstore_client.ranks import ALONE, RESTART_VARIABLE, RUN_VARIABLE, Rank, this_rank
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 SCHEMA = ps.adamw_schema({"w": (2, 3)})
 

@@ -8,8 +8,8 @@ import torch
 
 from paramstore.errors import LeaseError, ProtocolError, StoreUnavailable
 from paramstore.memory.pages import SEGMENT_ALIGNMENT_BYTES
-from paramstore.testing.fake_namespace import FakeMemory
 from paramstore_client.segments import Segments
+from paramstore_testkit.wire.fake_namespace import FakeMemory
 
 LENGTH = SEGMENT_ALIGNMENT_BYTES
 

@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import ConfigError, UnknownKey
-from paramstore.testing.small_experts import (
+from paramstore_client.device import DeviceTier
+from paramstore_client.nn import StoredExperts, swiglu
+from paramstore_testkit.training.small_experts import (
     EXPERTS,
     HIDDEN,
     TOP_K,
@@ -25,8 +27,6 @@ from paramstore.testing.small_experts import (
     make_tokens,
     run,
 )
-from paramstore_client.device import DeviceTier
-from paramstore_client.nn import StoredExperts, swiglu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import StepMismatch
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore.testing.small_experts import (
+from paramstore_client.nn import StoredExperts, swiglu
+from paramstore_testkit.training.small_experts import (
     EXPERTS,
     Model,
     make_namespace,
@@ -25,7 +26,6 @@ from paramstore.testing.small_experts import (
     make_tokens,
     run,
 )
-from paramstore_client.nn import StoredExperts, swiglu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore.wire import messages as m
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 KEYS = [(0, 0), (0, 1)]
 

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import paramstore_client as ps
-from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore.wire import messages as m
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
 KEYS = [(0, 0), (1, 1)]

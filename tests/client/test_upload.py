@@ -6,9 +6,9 @@ import pytest
 
 import paramstore_client as ps
 from paramstore.memory.pages import SEGMENT_ALIGNMENT_BYTES
-from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore.wire import messages as m
 from paramstore_client.upload import Range, UploadArea
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 SEGMENT = SEGMENT_ALIGNMENT_BYTES
 """The least the daemon gives."""

@@ -8,14 +8,14 @@ import torch
 import paramstore_client as ps
 from paramstore.core.visits import VISITS_MAX
 from paramstore.errors import ConfigError
-from paramstore.testing.fake_daemon import FakeDaemon
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore.testing.moe_families import tiny_config
-from paramstore.testing.moe_models import Twin
 from paramstore.wire import messages as m
 from paramstore_client.hf.loading import join
 from paramstore_client.training import bind
 from paramstore_client.visit_order import declare_order, declare_ring
+from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.moe_models import Twin
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 RING = ((0, "routed"), (1, "routed"))
 

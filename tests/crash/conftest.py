@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from paramstore.testing.killable_serve import KillableDaemons
+from paramstore_testkit.processes.killable_serve import KillableDaemons
 
 AT_POINT = "killed at "
 

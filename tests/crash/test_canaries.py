@@ -16,10 +16,10 @@ import pytest
 
 from paramstore.config import BUG_VARIABLE, load
 from paramstore.errors import ConfigError
-from paramstore.testing.canaries import CANARIES, CRASH_STATES, DAMAGE, PLAIN_ACTS, STORE_MODEL, Canary, canary, planted
-from paramstore.testing.crash_disk import SMALL
-from paramstore.testing.crash_states import Plan, enumerate_seed
-from paramstore.testing.trial_run import run_seed
+from paramstore_testkit.bugs.canaries import CANARIES, CRASH_STATES, DAMAGE, PLAIN_ACTS, STORE_MODEL, Canary, canary, planted
+from paramstore_testkit.crash.states import Plan, enumerate_seed
+from paramstore_testkit.disks.crash_disk import SMALL
+from paramstore_testkit.trials.trial_run import run_seed
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 10.0
@@ -83,7 +83,7 @@ def pytest_of(test: str, bug: str | None) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != BUG_VARIABLE}
     if bug is not None:
         environment[BUG_VARIABLE] = bug
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "paramstore.testing.canaries", "-p", "no:cacheprovider", test]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "paramstore_testkit.bugs.canaries", "-p", "no:cacheprovider", test]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 

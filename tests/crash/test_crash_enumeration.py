@@ -1,4 +1,4 @@
-"""Crash states at scale: every event of many lives, everything a power cut may leave. See `paramstore/testing/crash_states.py`.
+"""Crash states at scale: every event of many lives, everything a power cut may leave. See `paramstore_testkit/crash/states.py`.
 
 The figures below are promises: a run that tries fewer fails.
 """
@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from paramstore.testing.crash_disk import SMALL
-from paramstore.testing.crash_life import ACTS
-from paramstore.testing.crash_states import Enumeration, Plan, enumerate_seed, enumerate_seeds
+from paramstore_testkit.crash.life import ACTS
+from paramstore_testkit.crash.states import Enumeration, Plan, enumerate_seed, enumerate_seeds
+from paramstore_testkit.disks.crash_disk import SMALL
 
 SEEDS = range(1, 13)
 DISTINCT_LEAST = 200_000

@@ -22,9 +22,9 @@ from paramstore.core.schema import Schema
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
 from paramstore.optim.tensors import field_tensor
-from paramstore.testing.journal import Journal, Replay
-from paramstore.testing.machine import Machine, PlainSegment
 from paramstore.testing.volumes import Keep, drop_write, keep_all, keep_none, keep_random, tear_write
+from paramstore_testkit.disks.journal import Journal, Replay
+from paramstore_testkit.disks.machine import Machine, PlainSegment
 
 MIB = 1 << 20
 SCHEMA = Schema.adamw({"w": (8, 8), "v": (5,)}, param_dtype="float32")

@@ -13,9 +13,9 @@ from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
 from paramstore.errors import CorruptRecord, StepFailed
 from paramstore.storage.format import pack_header, unpack_header
-from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.small_store import SCHEMA, create, keys_of, lease, train
 from paramstore.testing.volumes import MemoryVolume
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.stores.small_store import SCHEMA, create, keys_of, lease, train
 
 Damage = Callable[[MemoryVolume, Located, Located], None]
 """Does something to the first record, given another one's place."""

@@ -1,6 +1,6 @@
 """The real engine on real file systems: every crash of a recorded life, shutdowns under a running daemon, devices without space.
 
-Each scenario runs in a process of its own with mounts of its own (`paramstore/testing/block_run.py`), with a deadline. Where root,
+Each scenario runs in a process of its own with mounts of its own (`paramstore_testkit/blocks/run.py`), with a deadline. Where root,
 /dev/fuse, loop devices or mkfs are missing, all of it is skipped, and the reason is what the probe met. The figures below are
 promises: a run that tries less fails.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from paramstore.testing.block_mounts import PREFIX
-from paramstore.testing.block_run import refusal, run_apart
+from paramstore_testkit.blocks.mounts import PREFIX
+from paramstore_testkit.blocks.run import refusal, run_apart
 
 pytestmark = pytest.mark.slow
 

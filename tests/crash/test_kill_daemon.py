@@ -18,11 +18,11 @@ import torch
 
 import paramstore_client as ps
 from paramstore.core.key import ExpertKey
-from paramstore.testing.kill_cycles import KillCycles
-from paramstore.testing.kill_points import NAMES
-from paramstore.testing.killable_trainer import KillableTrainers
-from paramstore.testing.trainer import adamw_rule, plain_rule
-from paramstore.testing.trainer_kills import TrainerKills
+from paramstore_testkit.processes.kill_cycles import KillCycles
+from paramstore_testkit.processes.kill_points import NAMES
+from paramstore_testkit.processes.killable_trainer import KillableTrainers
+from paramstore_testkit.processes.trainer import adamw_rule, plain_rule
+from paramstore_testkit.processes.trainer_kills import TrainerKills
 
 pytestmark = pytest.mark.slow
 

@@ -34,12 +34,12 @@ from paramstore.storage.format import (
     unpack_superblock,
 )
 from paramstore.storage.pmem_volume import PmemVolume
-from paramstore.testing.crash_check import Figures
-from paramstore.testing.crash_disk import SMALL
-from paramstore.testing.crash_life import SCHEMA, VOLUME_BYTES
-from paramstore.testing.crash_states import Plan
-from paramstore.testing.pmem_lines import LINE_BYTES, WORD_BYTES, PageEnumeration, PmemEnumeration
 from paramstore_native.libpmem2 import NO_DRAIN, NO_FLUSH, Mapping
+from paramstore_testkit.crash.check import Figures
+from paramstore_testkit.crash.life import SCHEMA, VOLUME_BYTES
+from paramstore_testkit.crash.pmem_lines import LINE_BYTES, WORD_BYTES, PageEnumeration, PmemEnumeration
+from paramstore_testkit.crash.states import Plan
+from paramstore_testkit.disks.crash_disk import SMALL
 
 ACTS = (
     "train few", "commit", "train", "write back", "commit beside training", "rollback", "train few", "snapshot", "commit",

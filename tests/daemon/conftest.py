@@ -16,9 +16,9 @@ from paramstore.daemon.session import Session
 from paramstore.engine.report import namespace_stats, residency
 from paramstore.engine.store import Store
 from paramstore.memory.arena import PageKind, PageReport
-from paramstore.testing.machine import Machine
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.wire.raw_client import RawClient
 
 LIMIT_S = 30.0
 SCHEMA = Schema.adamw({"w": (16, 16)}, param_dtype="float32")

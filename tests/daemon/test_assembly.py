@@ -19,7 +19,7 @@ from paramstore.errors import CatalogError, ConfigError, StoreLocked, VolumeErro
 from paramstore.fsck import check
 from paramstore.storage.backing_file import volume_path
 from paramstore.storage.lmdb_catalog import LmdbCatalog
-from paramstore.testing.assembled import MIB, config, with_store
+from paramstore_testkit.stores.assembled import MIB, config, with_store
 
 SCHEMA = Schema.adamw({"w": (8, 8)}, param_dtype="float32")
 LIMIT_S = 20.0

@@ -14,9 +14,9 @@ import pytest
 from paramstore.daemon import channel as channel_module
 from paramstore.daemon.channel import Channel
 from paramstore.errors import ProtocolError
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FIRST_FRAME_BYTES_MAX, encode
+from paramstore_testkit.wire.raw_client import RawClient
 
 LIMIT_S = 10.0
 

@@ -20,9 +20,9 @@ from paramstore.daemon import server as server_module
 from paramstore.daemon.server import lock_with_retry
 from paramstore.errors import StoreLocked
 from paramstore.storage.lock import StoreLock
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.wire.raw_client import RawClient
 
 
 def locked_by_another(directory: Path) -> StoreLock:

@@ -12,9 +12,9 @@ from paramstore.engine.collective import Call, Collective
 from paramstore.engine.namespace import View, WriterGroup
 from paramstore.engine.ranks import Gathering
 from paramstore.errors import ParamStoreError, TicketCancelled, WaitTimeout
-from paramstore.testing.sim_loop import VirtualLoop
-from paramstore.testing.small_planner import SmallPlanner
 from paramstore.wire import messages as m
+from paramstore_testkit.sim.loop import VirtualLoop
+from paramstore_testkit.stores.small_planner import SmallPlanner
 
 APPLY = Call("apply")
 

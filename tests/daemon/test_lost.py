@@ -14,10 +14,10 @@ from paramstore.core.schema import Schema
 from paramstore.daemon.handlers import COLLECTIVE, ORDERED
 from paramstore.daemon.lost import RELIED_ON, STARTS_OVER
 from paramstore.errors import ParamStoreError, ProtocolError, StepDropped, StepFailed, StepMismatch
-from paramstore.testing.frame_mutator import FrameMaker
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
 from paramstore.wire.codec import LENGTH, encode
+from paramstore_testkit.wire.frame_mutator import FrameMaker
+from paramstore_testkit.wire.raw_client import RawClient
 
 AtDesk = Callable[..., None]
 WRONG = msgspec.msgpack.Ext(5, b"wrong")

@@ -19,9 +19,9 @@ from paramstore.daemon import server as server_module
 from paramstore.daemon.server import Server, listen, serve
 from paramstore.daemon.session import Session
 from paramstore.errors import ConfigError
-from paramstore.testing.raw_client import ConnectionEnded, RawClient
 from paramstore.wire import messages as m
 from paramstore.wire.messages import Failed
+from paramstore_testkit.wire.raw_client import ConnectionEnded, RawClient
 
 AtDesk = Callable[..., None]
 MIB = 1 << 20

@@ -21,9 +21,9 @@ from paramstore.errors import (
     UnknownNamespace,
     VersionMismatch,
 )
-from paramstore.testing.raw_client import ConnectionEnded
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FIRST_FRAME_BYTES_MAX, FRAME_BYTES_MAX, LENGTH, encode
+from paramstore_testkit.wire.raw_client import ConnectionEnded
 
 AtDesk = Callable[..., None]
 GARBAGE_FRAMES = 2000

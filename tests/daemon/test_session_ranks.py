@@ -22,8 +22,8 @@ from paramstore.errors import (
     TicketCancelled,
     WaitTimeout,
 )
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
+from paramstore_testkit.wire.raw_client import RawClient
 
 AtDesk = Callable[..., None]
 ADAMW = (1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0)

@@ -6,7 +6,7 @@ import pytest
 
 from paramstore.daemon.uploads import Uploads
 from paramstore.errors import ProtocolError
-from paramstore.testing.machine import PlainSegment
+from paramstore_testkit.disks.machine import PlainSegment
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from paramstore.storage.backing_file import volume_path
 from paramstore.storage.catalog import Change
 from paramstore.storage.file_volume import FileVolume
 from paramstore.storage.lmdb_catalog import LmdbCatalog
-from paramstore.testing.assembled import MIB, config, with_store
+from paramstore_testkit.stores.assembled import MIB, config, with_store
 
 SCHEMA = Schema.adamw({"w": (8, 8)}, param_dtype="float32")
 

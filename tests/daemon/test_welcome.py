@@ -8,8 +8,8 @@ import os
 import pytest
 
 from paramstore.daemon.welcome import refusal_of, welcome_to
-from paramstore.testing.machine import Machine
 from paramstore.wire import messages as m
+from paramstore_testkit.disks.machine import Machine
 
 
 @pytest.mark.parametrize("minor", [0, m.PROTOCOL_MINOR, m.PROTOCOL_MINOR + 1])

@@ -12,8 +12,8 @@ import torch
 
 import paramstore_client as ps
 from paramstore.core.key import ExpertKey
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
 from paramstore_client import autostart
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 
 SHAPE = (64, 64)
 LAYERS, EXPERTS = 2, 4

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import paramstore as ps
-from paramstore.testing.moe_families import tiny_config
-from paramstore.testing.moe_models import tokens
 from paramstore_client.hf import _compat
+from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.moe_models import tokens
 
 STEPS = 3
 TOLERANCES = {torch.float32: 0.0, torch.bfloat16: 2.0**-9}

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import paramstore_client as ps
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
-from paramstore.testing.toy_moe import ToyMoE, adamw, batch, different_weights, make_namespace, make_resident, make_stored
 from paramstore_client.training import Experts, bind
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.training.toy_moe import ToyMoE, adamw, batch, different_weights, make_namespace, make_resident, make_stored
 
 pytestmark = [
     pytest.mark.slow,

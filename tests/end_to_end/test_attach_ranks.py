@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-ATTACHED = ("-m", "paramstore.testing.attached_rank")
+ATTACHED = ("-m", "paramstore_testkit.training.attached_rank")
 
 
 def run(

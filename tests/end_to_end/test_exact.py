@@ -13,8 +13,8 @@ import paramstore as ps
 from paramstore.core.key import ExpertKey
 from paramstore.fsck.check import check as check_store
 from paramstore.fsck.check import rebuild
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.experts import Expert, State, Tensors, check_expert, trained
+from paramstore_testkit.oracles.experts import Expert, State, Tensors, check_expert, trained
+from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 LAYERS, EXPERTS, SHAPE = 2, 4, (32, 64)
 pytestmark = pytest.mark.slow

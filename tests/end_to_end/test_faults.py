@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FRAME_BYTES_MAX, LENGTH
 from paramstore_client import client as client_module
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.wire.raw_client import RawClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_time")]
 

@@ -17,7 +17,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent
 from paramstore.errors import VolumeError
 from paramstore.fsck.check import check, read_catalog, rebuild
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 
 pytestmark = pytest.mark.slow
 

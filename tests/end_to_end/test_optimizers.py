@@ -16,8 +16,8 @@ import paramstore_client as ps
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.core.schema import STATE_DTYPES
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.optim_records import TorchOptimizer
+from paramstore_testkit.oracles.optim_records import TorchOptimizer
+from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_time")]
 

@@ -9,10 +9,10 @@ import torch
 
 import paramstore as ps
 from paramstore.errors import ParamStoreError
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.parity import Comparison, Reference, Stored, Trial, batches_of, save_checkpoint
-from paramstore.testing.saved_models import check_equal_files, tensors_of
 from paramstore_client.hf.export_checkpoint import export_checkpoint
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.training.parity import Comparison, Reference, Stored, Trial, batches_of, save_checkpoint
+from paramstore_testkit.training.saved_models import check_equal_files, tensors_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 STEPS = 6

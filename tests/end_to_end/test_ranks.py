@@ -11,8 +11,8 @@ import torch
 
 import paramstore_client as ps
 from paramstore.core.key import ExpertKey
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.rank_process import RankProcess, gradient
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.rank_process import RankProcess, gradient
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_time")]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 
 LIMIT_S = 120.0
 PROGRAM = Path(__file__).parent / "room_rank.py"

@@ -19,7 +19,7 @@ LIMIT_S = 150.0
 PLANT = """
 import sys
 if "serve" in sys.orig_argv:
-    from paramstore.testing import daemon_bugs
+    from paramstore_testkit.bugs import daemon_bugs
     daemon_bugs.plant("lose_second_record")
 """
 

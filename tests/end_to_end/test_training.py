@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import paramstore as ps
-from paramstore.testing.daemon_process import DaemonProcess
+from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 
 PROGRAM = Path(__file__).parent / "training_memory.py"
 STATE_BYTES = 12 * 4 * 16 * 3 * 512 * 384

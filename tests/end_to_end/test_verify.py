@@ -17,7 +17,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore.core.key import ExpertKey
-from paramstore.testing.daemon_process import DaemonProcess
+from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_time")]
 

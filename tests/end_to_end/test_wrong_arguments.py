@@ -26,8 +26,8 @@ from torch._subclasses import FakeTensorMode
 
 import paramstore_client as ps
 from paramstore.core.visits import Visit, VisitKind
-from paramstore.testing.daemon_process import DaemonProcess
 from paramstore_client.initialization import Initialization
+from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 SHAPE = (64, 64)
 HELD, PENDING, NAME = (1, 3), (0, 0), "wrong"

@@ -24,8 +24,8 @@ from paramstore.errors import (
 from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.ledger import Ledger
 from paramstore.testing.catalogs import FaultyCatalog
-from paramstore.testing.machine import MIB, Machine
-from paramstore.testing.small_store import (
+from paramstore_testkit.disks.machine import MIB, Machine
+from paramstore_testkit.stores.small_store import (
     ONE,
     SCHEMA,
     create,

@@ -17,9 +17,9 @@ from paramstore.engine.moves import MoveKind
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.store import Store
 from paramstore.errors import CorruptRecord, StepFailed
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_planner import SmallPlanner
-from paramstore.testing.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, lease, run, train, turns
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_planner import SmallPlanner
+from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, lease, run, train, turns
 
 EXACT = replace(SCHEMA, updates="exact")
 A, B, C, D = ((0, expert) for expert in range(4))

@@ -11,9 +11,9 @@ from paramstore.core.schema import Schema
 from paramstore.engine.advance import Advances
 from paramstore.engine.requests import PrefetchRequest, Urgency
 from paramstore.errors import StepFailed
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_planner import SmallPlanner
-from paramstore.testing.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, push, run, train
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_planner import SmallPlanner
+from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, push, run, train
 
 EXACT = replace(SCHEMA, updates="exact")
 

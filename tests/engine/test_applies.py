@@ -24,10 +24,10 @@ from paramstore.errors import (
     WaitTimeout,
     WriterFenced,
 )
-from paramstore.testing.machine import PlainSegment
-from paramstore.testing.small_ranks import call, open_ranks, outcomes, run_ranks
-from paramstore.testing.small_store import OPTIONS, SCHEMA, first_values, keys_of, train, turns, versions
-from paramstore.testing.update_site import Site, on_site
+from paramstore_testkit.disks.machine import PlainSegment
+from paramstore_testkit.stores.small_ranks import call, open_ranks, outcomes, run_ranks
+from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, first_values, keys_of, train, turns, versions
+from paramstore_testkit.stores.update_site import Site, on_site
 
 
 def begin(site: Site) -> asyncio.Task[dict[str, int]]:

@@ -15,8 +15,8 @@ from paramstore.engine.arena import (
     slots_within,
 )
 from paramstore.policy.lru import Lru
-from paramstore.testing.machine import PlainSegment
 from paramstore.wire.messages import SEGMENTS_PER_FRAME_MAX
+from paramstore_testkit.disks.machine import PlainSegment
 
 PAGE = 4096
 SLOT_BYTES = st.integers(1, 40).map(lambda pages: pages * PAGE) | st.integers(1, 1 << 20).map(lambda pages: pages * PAGE)

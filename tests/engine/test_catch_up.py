@@ -10,7 +10,7 @@ import pytest
 from paramstore.core.apply_log import MISSED_MAX
 from paramstore.core.place import Identity
 from paramstore.engine.catch_up import LATE_AFTER, due_keys, missed_steps
-from paramstore.testing.small_planner import OPTIONS, SCHEMA, SmallPlanner
+from paramstore_testkit.stores.small_planner import OPTIONS, SCHEMA, SmallPlanner
 
 EXACT = replace(SCHEMA, updates="exact")
 

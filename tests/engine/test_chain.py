@@ -8,8 +8,8 @@ import pytest
 
 from paramstore.errors import CatalogError, StepDropped, StepOutOfOrder, StepPrepared
 from paramstore.testing.catalogs import FaultyCatalog
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import OPTIONS, create, keys_of, lease, prepared, push, reader, run, train, versions
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import OPTIONS, create, keys_of, lease, prepared, push, reader, run, train, versions
 
 # --- prepare
 

@@ -15,9 +15,9 @@ from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.requests import Urgency
 from paramstore.engine.store import Store
 from paramstore.errors import CapacityError, ParamStoreError, SchemaMismatch, StepFailed, UnknownKey
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import OPTIONS, SCHEMA, create, keys_of, lease, push, run, train, turns, versions
 from paramstore.testing.volumes import Fault, FaultyVolume
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, create, keys_of, lease, push, run, train, turns, versions
 
 A, B, C, D = ((0, expert) for expert in range(4))
 

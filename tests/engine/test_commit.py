@@ -9,9 +9,9 @@ import pytest
 from paramstore.errors import CapacityError, CatalogError, StepDropped, StepFailed, VolumeError
 from paramstore.storage.format import NotedStep, combine_roots, pack_description
 from paramstore.storage.notes import read_note, read_superblock
-from paramstore.testing.commit_site import Event, RecordingVolume, Site, fail, on_site
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import OPTIONS, create, initialize, keys_of, push, run, train, turns, versions
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.commit_site import Event, RecordingVolume, Site, fail, on_site
+from paramstore_testkit.stores.small_store import OPTIONS, create, initialize, keys_of, push, run, train, turns, versions
 
 # --- order
 

@@ -12,9 +12,9 @@ from paramstore.errors import CatalogError, ParamStoreError, StepDropped
 from paramstore.storage.catalog import Catalog
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.testing.catalogs import FaultyCatalog
-from paramstore.testing.commit_site import Site, fail, on_site
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import create, keys_of, run, train, versions
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.commit_site import Site, fail, on_site
+from paramstore_testkit.stores.small_store import create, keys_of, run, train, versions
 
 # --- failures
 

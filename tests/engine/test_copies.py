@@ -13,7 +13,7 @@ from paramstore.errors import LeaseError, StepFailed, VolumeError
 from paramstore.policy.base import Policy
 from paramstore.policy.decayed_lfu import DecayedLfu
 from paramstore.policy.lru import Lru
-from paramstore.testing.small_planner import SmallPlanner
+from paramstore_testkit.stores.small_planner import SmallPlanner
 
 A, B, C, D = ((0, expert) for expert in range(4))
 

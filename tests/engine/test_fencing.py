@@ -12,9 +12,9 @@ from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
 from paramstore.errors import CapacityError, StepFailed, VolumeError
 from paramstore.storage.format import Superblock, extents_start_bytes
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import SCHEMA, create, first_values, keys_of, lease, run, train, versions
 from paramstore.testing.volumes import Fault, FaultyVolume
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import SCHEMA, create, first_values, keys_of, lease, run, train, versions
 
 RECORDS_START_BYTES = extents_start_bytes(Superblock(bytes(16), bytes(16), 0))
 MIB = 1 << 20

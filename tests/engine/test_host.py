@@ -13,8 +13,8 @@ from paramstore.engine import host as host_module
 from paramstore.engine.arena import SEGMENT_ALIGNMENT_BYTES, Arena
 from paramstore.engine.host import staging_bytes_of
 from paramstore.errors import CapacityError
-from paramstore.testing.machine import PlainMemory, PlainSegment
-from paramstore.testing.small_host import (
+from paramstore_testkit.disks.machine import PlainMemory, PlainSegment
+from paramstore_testkit.stores.small_host import (
     LARGE,
     MIB,
     OPAQUE,

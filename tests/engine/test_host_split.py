@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from paramstore.core.schema import Schema
 from paramstore.engine.arena import segment_lengths
 from paramstore.engine.host import SLOTS_MIN, Split, least_bytes, split_budget
-from paramstore.testing.small_host import (
+from paramstore_testkit.stores.small_host import (
     LARGE,
     MIB,
     OPAQUE,

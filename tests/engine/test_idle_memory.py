@@ -14,8 +14,8 @@ from paramstore.engine.store import Store
 from paramstore.errors import (
     CapacityError,
 )
-from paramstore.testing.machine import MIB, Machine
-from paramstore.testing.small_store import ONE, create, first_values, keys_of, lease, reader, run, train, turns, versions
+from paramstore_testkit.disks.machine import MIB, Machine
+from paramstore_testkit.stores.small_store import ONE, create, first_values, keys_of, lease, reader, run, train, turns, versions
 
 
 class Client:

@@ -13,9 +13,9 @@ from paramstore.engine.namespace import View
 from paramstore.engine.runner import BACKGROUND_LANE
 from paramstore.errors import CapacityError, StepFailed, UnknownKey
 from paramstore.optim.tensors import field_tensor
-from paramstore.testing.machine import PlainSegment
-from paramstore.testing.small_store import SCHEMA, create, first_values, run, turns
-from paramstore.testing.update_site import Site
+from paramstore_testkit.disks.machine import PlainSegment
+from paramstore_testkit.stores.small_store import SCHEMA, create, first_values, run, turns
+from paramstore_testkit.stores.update_site import Site
 
 
 async def begun(site: Site) -> View:

@@ -20,12 +20,12 @@ from paramstore.errors import (
 )
 from paramstore.storage.catalog import DRAFT_STEP
 from paramstore.testing.catalogs import FaultyCatalog
-from paramstore.testing.drafted_store import SOURCE, drafted, opened, put
-from paramstore.testing.machine import Machine
-from paramstore.testing.scrub_site import damage, verify
-from paramstore.testing.small_store import EXPERTS, SCHEMA, create, first_values, keys_of, run, train, versions
 from paramstore.testing.volumes import Fault, FaultyVolume
 from paramstore.wire.messages import EXTRA_BYTES_MAX
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.drafted_store import SOURCE, drafted, opened, put
+from paramstore_testkit.stores.scrub_site import damage, verify
+from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, first_values, keys_of, run, train, versions
 
 ALL = [(0, expert) for expert in range(EXPERTS)]
 

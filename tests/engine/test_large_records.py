@@ -28,11 +28,11 @@ from paramstore.fsck.scan import read_record
 from paramstore.fsck.survey import survey
 from paramstore.optim.tensors import field_tensor
 from paramstore.policy.lru import Lru
-from paramstore.testing import machine as machine_module
-from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import MemoryDisk
-from paramstore.testing.small_store import lease, run
-from paramstore.testing.sparse_volume import HoleSegment, SparseVolume, copy
+from paramstore_testkit.disks import machine as machine_module
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.disks.sparse_volume import HoleSegment, SparseVolume, copy
+from paramstore_testkit.stores.memory_disk import MemoryDisk
+from paramstore_testkit.stores.small_store import lease, run
 
 GIB = 1 << 30
 BORDER = 4 * GIB

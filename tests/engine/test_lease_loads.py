@@ -5,8 +5,8 @@ from __future__ import annotations
 from paramstore.core.residency import Copy, Working
 from paramstore.engine.requests import Urgency
 from paramstore.errors import LeaseError, VolumeError
-from paramstore.testing.small_planner import A, B, C, D
-from paramstore.testing.small_planner import lease_desk as desk
+from paramstore_testkit.stores.small_planner import A, B, C, D
+from paramstore_testkit.stores.small_planner import lease_desk as desk
 
 # --- joining loads
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, UnknownKey, WriterFenced
-from paramstore.testing.small_planner import A, B, C, D, SmallPlanner
-from paramstore.testing.small_planner import lease_desk as desk
+from paramstore_testkit.stores.small_planner import A, B, C, D, SmallPlanner
+from paramstore_testkit.stores.small_planner import lease_desk as desk
 
 # --- all or nothing
 

@@ -13,8 +13,8 @@ from paramstore.engine.load import Loader
 from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.store import Store
 from paramstore.errors import CorruptRecord, LeaseError, SchemaMismatch, TicketCancelled, UnknownKey, WaitTimeout
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import SCHEMA, create, first_values, lease, run, train, turns
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import SCHEMA, create, first_values, lease, run, train, turns
 
 A, B, C, D = ((0, expert) for expert in range(4))
 

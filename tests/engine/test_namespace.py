@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.engine.gradients import GradientRange
-from paramstore.testing.machine import PlainSegment
-from paramstore.testing.small_planner import SmallPlanner
+from paramstore_testkit.disks.machine import PlainSegment
+from paramstore_testkit.stores.small_planner import SmallPlanner
 
 A, B, C, D = ((0, expert) for expert in range(4))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paramstore.core.key import ExpertKey
 from paramstore.engine.order import LOOKAHEAD_DEPTHS, absent_ahead, backward_order, slots_to_clean, update_order
-from paramstore.testing.small_planner import SmallPlanner
+from paramstore_testkit.stores.small_planner import SmallPlanner
 
 
 def test_both_parts_are_in_backward_order() -> None:

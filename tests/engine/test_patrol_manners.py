@@ -15,10 +15,10 @@ from paramstore.engine.namespace import View
 from paramstore.engine.patrol import DAY_S, RETRY_S
 from paramstore.engine.store import Store
 from paramstore.errors import TicketCancelled
-from paramstore.testing.machine import Machine
-from paramstore.testing.patrolled import Patrolled, Stats
-from paramstore.testing.small_store import EXPERTS, create, run, train, turns
 from paramstore.testing.volumes import Fault, FaultyVolume
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.patrolled import Patrolled, Stats
+from paramstore_testkit.stores.small_store import EXPERTS, create, run, train, turns
 
 KEY = (0, 1)
 

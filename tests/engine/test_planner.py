@@ -7,8 +7,8 @@ import pytest
 from paramstore.core.residency import Copy, Working
 from paramstore.engine.requests import Urgency
 from paramstore.errors import CapacityError, StepFailed
-from paramstore.testing.small_planner import A, B, C, SmallPlanner
-from paramstore.testing.small_planner import cut_desk as desk
+from paramstore_testkit.stores.small_planner import A, B, C, SmallPlanner
+from paramstore_testkit.stores.small_planner import cut_desk as desk
 
 # --- an apply's claim
 

@@ -12,9 +12,9 @@ from paramstore.engine.runner import CPU_LANE
 from paramstore.engine.volumes import PREFILL_PIECE_BYTES
 from paramstore.errors import VolumeError
 from paramstore.testing.catalogs import MemoryCatalog
-from paramstore.testing.small_store import run, turns
-from paramstore.testing.volume_shelf import MIB, START, Shelf
 from paramstore.testing.volumes import Fault, FaultyVolume, MemoryVolume
+from paramstore_testkit.stores.small_store import run, turns
+from paramstore_testkit.stores.volume_shelf import MIB, START, Shelf
 
 
 def test_new_space_is_zero_filled_piece_by_piece_and_stays_usable() -> None:

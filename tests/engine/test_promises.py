@@ -8,7 +8,7 @@ from paramstore.core.schema import Schema
 from paramstore.engine.namespace import View, WriterGroup
 from paramstore.engine.promises import holders, promise, reserve_of, share_of
 from paramstore.errors import CapacityError
-from paramstore.testing.small_planner import SmallPlanner
+from paramstore_testkit.stores.small_planner import SmallPlanner
 
 KEYS = [(0, expert) for expert in range(16)]
 OPAQUE = Schema.param({"w": ((3, 5), "bfloat16")})

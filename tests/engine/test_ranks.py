@@ -25,8 +25,8 @@ from paramstore.errors import (
     StoreUnavailable,
     WriterFenced,
 )
-from paramstore.testing.machine import PlainSegment
-from paramstore.testing.small_ranks import (
+from paramstore_testkit.disks.machine import PlainSegment
+from paramstore_testkit.stores.small_ranks import (
     NAME,
     apply,
     arrive,
@@ -40,7 +40,7 @@ from paramstore.testing.small_ranks import (
     rollback,
     run_ranks,
 )
-from paramstore.testing.small_store import SCHEMA, first_values, lease, push, turns, versions
+from paramstore_testkit.stores.small_store import SCHEMA, first_values, lease, push, turns, versions
 
 A, B = (0, 0), (0, 1)
 ELEMENTS = sum(field.elements for field in SCHEMA.gradient_fields())

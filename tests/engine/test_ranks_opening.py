@@ -10,8 +10,8 @@ from paramstore.engine import ranks as ranks_module
 from paramstore.engine.ranks import Arrival
 from paramstore.engine.store import Store
 from paramstore.errors import CapacityError, ConfigError, StepDropped, StepMismatch, TicketCancelled
-from paramstore.testing.small_ranks import NAME, arrive, open_ranks, outcomes, run_ranks
-from paramstore.testing.small_store import turns
+from paramstore_testkit.stores.small_ranks import NAME, arrive, open_ranks, outcomes, run_ranks
+from paramstore_testkit.stores.small_store import turns
 
 TIMEOUT_S = 5.0
 

@@ -19,9 +19,9 @@ from paramstore.engine.store import Store
 from paramstore.errors import StepDropped, StepFailed, WriterFenced
 from paramstore.optim.tensors import field_tensor
 from paramstore.storage.format import unpack_header
-from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.scrub_site import damage
-from paramstore.testing.small_store import OPTIONS, SCHEMA, create, keys_of, push, run, train, turns
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.stores.scrub_site import damage
+from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, create, keys_of, push, run, train, turns
 
 EXACT = replace(SCHEMA, updates="exact")
 PART = EXACT.stored

@@ -8,8 +8,8 @@ import pytest
 
 from paramstore.errors import CatalogError, StepDropped, StepFailed, StepOutOfOrder, StepPrepared, WriterFenced
 from paramstore.testing.catalogs import FaultyCatalog
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import (
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import (
     create,
     first_values,
     keys_of,

@@ -6,9 +6,9 @@ from paramstore.core.residency import Copy
 from paramstore.core.schema import Schema
 from paramstore.engine.counters import CommitProgress
 from paramstore.engine.report import commit_progress, namespace_stats, residency
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_planner import SmallPlanner
-from paramstore.testing.small_store import SCHEMA, create, keys_of, lease, run, train
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_planner import SmallPlanner
+from paramstore_testkit.stores.small_store import SCHEMA, create, keys_of, lease, run, train
 
 A, B, C, D = ((0, expert) for expert in range(4))
 

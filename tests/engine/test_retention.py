@@ -14,8 +14,8 @@ from paramstore.engine.runner import CATALOG_LANE
 from paramstore.engine.store import Store
 from paramstore.errors import CapacityError, CatalogError, StepDropped, StepFailed
 from paramstore.testing.catalogs import FaultyCatalog
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import SCHEMA, committed, create, first_values, keys_of, run, train, turns, versions
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import SCHEMA, committed, create, first_values, keys_of, run, train, turns, versions
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ import pytest
 from paramstore.core.place import Identity
 from paramstore.core.residency import Copy, Working
 from paramstore.errors import StepFailed
-from paramstore.testing.small_planner import A, B, C, D, SmallPlanner
-from paramstore.testing.small_planner import cut_desk as desk
+from paramstore_testkit.stores.small_planner import A, B, C, D, SmallPlanner
+from paramstore_testkit.stores.small_planner import cut_desk as desk
 
 
 def test_a_rollback_resets_everything_to_the_committed_step() -> None:

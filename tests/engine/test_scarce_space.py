@@ -16,8 +16,8 @@ from paramstore.engine.runner import BACKGROUND_LANE, volume_lane
 from paramstore.engine.scheduler import Transfer
 from paramstore.engine.store import Store
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import create, keys_of, push, run, train, turns, versions
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import create, keys_of, push, run, train, turns, versions
 
 WIDE = Schema.adamw({"w": (16, 1024)})
 RECORD_BYTES = WIDE.record_bytes

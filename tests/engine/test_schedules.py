@@ -14,9 +14,9 @@ from paramstore.errors import ConfigError, WriterFenced
 from paramstore.policy.lru import Lru
 from paramstore.policy.schedule import Schedule
 from paramstore.sim.world import World
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_planner import SmallPlanner
-from paramstore.testing.small_store import initialize, keys_of, lease, run, train
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_planner import SmallPlanner
+from paramstore_testkit.stores.small_store import initialize, keys_of, lease, run, train
 
 TRAINING, RING = training_visits([0]), ring_visits([0])
 APPLY = apply_visits([0])

@@ -16,10 +16,10 @@ from paramstore.errors import (
     UnknownKey,
     UnknownNamespace,
 )
-from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.scrub_site import KEY, OTHER, RECORD_BYTES, damage, located_at, verify
-from paramstore.testing.small_store import EXPERTS, SCHEMA, create, keys_of, run, train
 from paramstore.testing.volumes import Fault, FaultyVolume
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.stores.scrub_site import KEY, OTHER, RECORD_BYTES, damage, located_at, verify
+from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, keys_of, run, train
 
 # --- what it finds
 

@@ -19,9 +19,9 @@ from paramstore.errors import (
 )
 from paramstore.storage.format import NOTE_SLOT_BYTES, SUPERBLOCK_BYTES
 from paramstore.testing.clock import ManualClock
-from paramstore.testing.machine import Machine
-from paramstore.testing.scrub_site import KEY, LARGE, RECORD_BYTES, damage, located_at, verify
-from paramstore.testing.small_store import EXPERTS, create, run, train, turns
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.scrub_site import KEY, LARGE, RECORD_BYTES, damage, located_at, verify
+from paramstore_testkit.stores.small_store import EXPERTS, create, run, train, turns
 
 
 def on_manual_clock(machine: Machine, pause: Pause, clock: ManualClock) -> Scrubber:

@@ -23,9 +23,9 @@ from paramstore.storage.format import (
     unpack_superblock,
 )
 from paramstore.storage.notes import read_note, read_superblock, write_note
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import EXPERTS, create, run, train
 from paramstore.testing.volumes import Fault, FaultyVolume
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import EXPERTS, create, run, train
 
 KEY = (0, 1)
 Result = dict[str, Any]

@@ -14,11 +14,11 @@ from paramstore.errors import (
     StepDropped,
     WriterFenced,
 )
-from paramstore.testing.experts import check_expert
-from paramstore.testing.images import values_in
-from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.small_store import SCHEMA, initialize, leased, run
-from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.oracles.experts import check_expert
+from paramstore_testkit.oracles.images import values_in
+from paramstore_testkit.stores.small_store import SCHEMA, initialize, leased, run
+from paramstore_testkit.stores.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push
 
 
 def test_a_trained_store_equals_torch_bitwise_whatever_the_budget() -> None:

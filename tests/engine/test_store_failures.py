@@ -15,10 +15,10 @@ from paramstore.errors import (
 )
 from paramstore.storage.format import NOTE_SLOT_BYTES, NOTES_START_BYTES
 from paramstore.testing.catalogs import FaultyCatalog
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import SCHEMA, initialize, leased, run
-from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push, value_of
 from paramstore.testing.volumes import Fault, FaultyVolume
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import SCHEMA, initialize, leased, run
+from paramstore_testkit.stores.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push, value_of
 
 
 def test_a_failed_read_reaches_the_one_who_asked_and_nobody_else() -> None:

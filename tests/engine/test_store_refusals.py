@@ -16,9 +16,9 @@ from paramstore.errors import (
     UnknownNamespace,
     WaitTimeout,
 )
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import SCHEMA, lease_ids, leased, run
-from paramstore.testing.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import SCHEMA, lease_ids, leased, run
+from paramstore_testkit.stores.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push
 
 
 def test_options_of_another_optimizer_change_nothing() -> None:

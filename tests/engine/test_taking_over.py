@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from paramstore.errors import CatalogError, LeaseError, StepFailed, StepPrepared
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import OPTIONS, committed, create, keys_of, push, restarted, run, train, versions, writer
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import OPTIONS, committed, create, keys_of, push, restarted, run, train, versions, writer
 
 
 @pytest.mark.parametrize("way", ["rollback", "open"])

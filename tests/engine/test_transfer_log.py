@@ -11,8 +11,8 @@ import pytest
 from paramstore.engine import transfer_log
 from paramstore.engine.store import Store
 from paramstore.engine.transfer_log import TransferRow
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import EXPERTS, SCHEMA, create, first_values, run, train, turns
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, first_values, run, train, turns
 
 
 def started() -> Store:

@@ -16,9 +16,9 @@ from paramstore.engine.store import Store
 from paramstore.engine.transfers import VolumeTraffic
 from paramstore.errors import CorruptRecord, TicketCancelled, VolumeError
 from paramstore.storage.format import unpack_header
-from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.small_store import SCHEMA, create, first_values, keys_of, lease, run, train, turns, versions
 from paramstore.testing.volumes import Fault, FaultyVolume, page_aligned
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.stores.small_store import SCHEMA, create, first_values, keys_of, lease, run, train, turns, versions
 
 A, B, C, D = ((0, expert) for expert in range(4))
 HALF = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="bfloat16")

@@ -19,9 +19,9 @@ from paramstore.engine.store import Store
 from paramstore.engine.update import LOOKAHEAD_RECORDS
 from paramstore.errors import StepFailed
 from paramstore.optim.tensors import field_tensor
-from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, push, run, train, turns, versions
-from paramstore.testing.update_site import Site, on_site
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, push, run, train, turns, versions
+from paramstore_testkit.stores.update_site import Site, on_site
 
 UPDATE_WORKERS = 2
 """Of the machine."""

@@ -15,10 +15,10 @@ from paramstore.engine.volumes import PIPELINE_RECORDS_MIN, RECORDED_BYTES, enti
 from paramstore.errors import CapacityError, CatalogError, ParamStoreError
 from paramstore.storage.catalog import STEP_ROWS_BOUND, Change
 from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
-from paramstore.testing.small_host import namespace_of
-from paramstore.testing.small_store import SCHEMA, run, turns
-from paramstore.testing.volume_shelf import MIB, START, Shelf
 from paramstore.testing.volumes import MemoryVolume
+from paramstore_testkit.stores.small_host import namespace_of
+from paramstore_testkit.stores.small_store import SCHEMA, run, turns
+from paramstore_testkit.stores.volume_shelf import MIB, START, Shelf
 
 OPAQUE = Schema.param({"w": ((512, 1024), "uint8")})
 

@@ -10,7 +10,7 @@ import pytest
 from paramstore.engine.runner import Runner
 from paramstore.engine.waiting import until_woken
 from paramstore.errors import WaitTimeout
-from paramstore.testing.small_store import run
+from paramstore_testkit.stores.small_store import run
 
 
 class Moving:

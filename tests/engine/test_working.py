@@ -12,8 +12,8 @@ from paramstore.engine.moves import Move, MoveKind
 from paramstore.engine.namespace import WorkingCopy
 from paramstore.engine.requests import SlotRequest, Urgency
 from paramstore.errors import VolumeError
-from paramstore.testing.small_planner import A, B, C, D, SmallPlanner, in_state
-from paramstore.testing.small_planner import working_desk as desk
+from paramstore_testkit.stores.small_planner import A, B, C, D, SmallPlanner, in_state
+from paramstore_testkit.stores.small_planner import working_desk as desk
 
 # --- slots and loads
 

@@ -6,8 +6,8 @@ import pytest
 
 from paramstore.core.residency import Working
 from paramstore.errors import ParamStoreError, StepFailed, VolumeError
-from paramstore.testing.small_planner import A, in_state
-from paramstore.testing.small_planner import working_desk as desk
+from paramstore_testkit.stores.small_planner import A, in_state
+from paramstore_testkit.stores.small_planner import working_desk as desk
 
 
 @pytest.mark.parametrize("error", [None, VolumeError("broken")])

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.dying_clients import AWAITED, LEASED, NAME, DyingClients
-from paramstore.testing.killable_serve import KillableDaemons
+from paramstore_testkit.processes.dying_clients import AWAITED, LEASED, NAME, DyingClients
+from paramstore_testkit.processes.killable_serve import KillableDaemons
 
 pytestmark = pytest.mark.slow
 

@@ -23,14 +23,14 @@ from paramstore.storage.catalog_rows import describe_key
 from paramstore.storage.format import extents_start_bytes, pack_superblock
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.volume import ALIGNMENT_BYTES
-from paramstore.testing import damage as damages
-from paramstore.testing.corruption import DETECTED, FELL_BACK, HARMLESS, PART, RecordAt, SmallStore
-from paramstore.testing.damage import PAYLOAD_FLIPS, SEED, VOLUME_CLASSES, Outcomes, rows_of, sweep_catalog, tally
-from paramstore.testing.io_faults import Script
-from paramstore.testing.io_trial import HOST_BYTES, NAMES, Disks
-from paramstore.testing.machine import Machine
-from paramstore.testing.small_store import first_values, keys_of, versions
 from paramstore.testing.volumes import MemoryVolume
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import first_values, keys_of, versions
+from paramstore_testkit.trials import damage as damages
+from paramstore_testkit.trials.corruption import DETECTED, FELL_BACK, HARMLESS, PART, RecordAt, SmallStore
+from paramstore_testkit.trials.damage import PAYLOAD_FLIPS, SEED, VOLUME_CLASSES, Outcomes, rows_of, sweep_catalog, tally
+from paramstore_testkit.trials.io_faults import Script
+from paramstore_testkit.trials.io_trial import HOST_BYTES, NAMES, Disks
 
 IMAGES_MIN = 150_000
 
@@ -263,7 +263,7 @@ class TestTheSweepFinds:
         def trusting(data: memoryview, **_: object) -> volume_format.Header:
             return volume_format.unpack_header(data, PART)
 
-        monkeypatch.setattr("paramstore.testing.corruption.check_header", trusting)
+        monkeypatch.setattr("paramstore_testkit.trials.corruption.check_header", trusting)
         for damage in (damages.swapped_extents, damages.stale_copies):
             assert not accepts(damage, own_store, {DETECTED})
 

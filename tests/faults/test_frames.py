@@ -26,10 +26,6 @@ from paramstore.daemon.assembly import HostMemory
 from paramstore.daemon.server import Server, listen
 from paramstore.errors import ParamStoreError, ProtocolError
 from paramstore.memory.arena import PageKind, PageReport
-from paramstore.testing.frame_mutator import HEADS, FrameMaker, Mutator, cut
-from paramstore.testing.machine import Machine
-from paramstore.testing.raw_client import ConnectionEnded, RawClient
-from paramstore.testing.small_store import SCHEMA, create
 from paramstore.wire import messages as m
 from paramstore.wire.codec import (
     FIRST_FRAME_BYTES_MAX,
@@ -41,6 +37,10 @@ from paramstore.wire.codec import (
     decode_request,
     encode,
 )
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import SCHEMA, create
+from paramstore_testkit.wire.frame_mutator import HEADS, FrameMaker, Mutator, cut
+from paramstore_testkit.wire.raw_client import ConnectionEnded, RawClient
 
 SEED = 30
 FRAMES = 1_000_000

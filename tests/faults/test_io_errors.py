@@ -29,11 +29,11 @@ from paramstore.storage import backing_file
 from paramstore.storage.backing_file import BackingFile
 from paramstore.storage.extents import Space
 from paramstore.storage.fences import Fences
-from paramstore.testing.faulty_os import OS_SITES, FaultyOs, FileDisks
-from paramstore.testing.io_faults import KINDS, SITES, ForgetfulVolume, Script, ScriptedVolume, Strike
-from paramstore.testing.io_scenarios import SCENARIOS, STARTS_THE_STORE, StartingPoint, live
-from paramstore.testing.io_trial import Disks, Images, images_after
 from paramstore.testing.volumes import page_aligned
+from paramstore_testkit.trials.faulty_os import OS_SITES, FaultyOs, FileDisks
+from paramstore_testkit.trials.io_faults import KINDS, SITES, ForgetfulVolume, Script, ScriptedVolume, Strike
+from paramstore_testkit.trials.io_scenarios import SCENARIOS, STARTS_THE_STORE, StartingPoint, live
+from paramstore_testkit.trials.io_trial import Disks, Images, images_after
 
 SEED = 1
 """Of the order in which workers do what waits together: the clean run and the failing ones must agree in it."""
@@ -332,12 +332,12 @@ class TestTheSweepFinds:
         assert "acknowledged" in fails("commit", "apply")
 
     def test_a_caller_that_waits_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("paramstore.testing.io_trial.LIMIT_S", 0.2)
+        monkeypatch.setattr("paramstore_testkit.trials.io_trial.LIMIT_S", 0.2)
         monkeypatch.setattr(SlotRequests, "fail", lambda *_: None)
         assert "hung" in fails("evict", "read")
 
     def test_an_error_without_a_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("paramstore.testing.io_faults.ScriptedVolume._failure", lambda *_: VolumeError("it failed"))
+        monkeypatch.setattr("paramstore_testkit.trials.io_faults.ScriptedVolume._failure", lambda *_: VolumeError("it failed"))
         assert "no place" in fails("load", "read")
 
     def test_a_short_count_that_is_taken_for_the_whole(self, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

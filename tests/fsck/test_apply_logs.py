@@ -21,9 +21,9 @@ from paramstore.fsck.swap import fill
 from paramstore.storage.apply_log import pack_log
 from paramstore.storage.catalog import Contents
 from paramstore.testing.catalogs import MemoryCatalog
-from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import disks_of, survey_of
-from paramstore.testing.small_store import SCHEMA, create, first_values, keys_of, run, train
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.memory_disk import disks_of, survey_of
+from paramstore_testkit.stores.small_store import SCHEMA, create, first_values, keys_of, run, train
 
 EXACT = replace(SCHEMA, updates="exact")
 

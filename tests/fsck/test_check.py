@@ -20,10 +20,10 @@ from paramstore.storage.format import Superblock
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.lock import StoreLock
 from paramstore.storage.notes import format_volume
-from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import MemoryDisk, commit, disks_of, eventful, survey_of
-from paramstore.testing.small_store import create, keys_of, run, train
 from paramstore.testing.volumes import MemoryVolume, keep_random
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.memory_disk import MemoryDisk, commit, disks_of, eventful, survey_of
+from paramstore_testkit.stores.small_store import create, keys_of, run, train
 
 STORE, VOLUME = b"s" * 16, b"v" * 16
 SIZE_BYTES = 4 << 20

@@ -12,9 +12,9 @@ from paramstore.fsck.compare import compare
 from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import SUPERBLOCK_AT
 from paramstore.storage.catalog import Contents, Row, StepRow, VolumeRow
-from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import disks_of, eventful, survey_of
-from paramstore.testing.small_store import run
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.memory_disk import disks_of, eventful, survey_of
+from paramstore_testkit.stores.small_store import run
 
 KEY = (0, 3)
 

@@ -12,11 +12,11 @@ from paramstore.fsck.rebuild import check_rebuildable, new_contents, restore_not
 from paramstore.fsck.swap import fill
 from paramstore.storage.catalog import DRAFT_STEP, Contents
 from paramstore.testing.catalogs import MemoryCatalog
-from paramstore.testing.drafted_store import SOURCE, drafted, opened, put
-from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import disks_of, survey_of
-from paramstore.testing.scrub_site import damage
-from paramstore.testing.small_store import EXPERTS, SCHEMA, first_values, run
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.drafted_store import SOURCE, drafted, opened, put
+from paramstore_testkit.stores.memory_disk import disks_of, survey_of
+from paramstore_testkit.stores.scrub_site import damage
+from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, first_values, run
 
 ALL = range(EXPERTS)
 

@@ -15,9 +15,9 @@ from paramstore.fsck.proof import prove, settle_slots
 from paramstore.fsck.reader import Description, Listed, Note, combine
 from paramstore.fsck.scan import Found
 from paramstore.fsck.survey import FoundNote
-from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import commit, state_at, survey_of
-from paramstore.testing.small_store import create, keys_of, run, train
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.memory_disk import commit, state_at, survey_of
+from paramstore_testkit.stores.small_store import create, keys_of, run, train
 
 DESCRIPTION = Description(Schema.param({"w": ((8,), "uint8")}), KeySpace.of(1, 2))
 PLACES = frozenset({(0, 0), (0, 1)})

@@ -14,9 +14,9 @@ from paramstore.fsck.scan import Found
 from paramstore.fsck.swap import fill
 from paramstore.storage.catalog import Contents
 from paramstore.testing.catalogs import MemoryCatalog
-from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.memory_disk import commit, disks_of, eventful, state_at, survey_of
-from paramstore.testing.small_store import create, keys_of, run, train
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.stores.memory_disk import commit, disks_of, eventful, state_at, survey_of
+from paramstore_testkit.stores.small_store import create, keys_of, run, train
 
 STORE = b"s" * 16
 

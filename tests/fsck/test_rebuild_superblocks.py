@@ -11,10 +11,10 @@ from paramstore.fsck.survey import survey
 from paramstore.storage.catalog import Change, VolumeRow
 from paramstore.storage.format import Superblock, pack_superblock
 from paramstore.testing.catalogs import MemoryCatalog
-from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import MemoryDisk, disks_of, eventful, survey_of
-from paramstore.testing.small_store import run
 from paramstore.testing.volumes import MemoryVolume
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.memory_disk import MemoryDisk, disks_of, eventful, survey_of
+from paramstore_testkit.stores.small_store import run
 
 STORE = b"s" * 16
 

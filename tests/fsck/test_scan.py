@@ -15,8 +15,8 @@ from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import Superblock
 from paramstore.fsck.scan import Found, scan
 from paramstore.storage.format import Header, chunk_checksums, pack_header
-from paramstore.testing.memory_disk import MemoryDisk
 from paramstore.testing.volumes import MemoryVolume
+from paramstore_testkit.stores.memory_disk import MemoryDisk
 
 STORE = b"s" * 16
 SUPERBLOCK = Superblock(STORE, b"v" * 16, 0, note_slots=1)

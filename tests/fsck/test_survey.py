@@ -18,10 +18,10 @@ from paramstore.storage.format import (
     pack_superblock,
 )
 from paramstore.storage.notes import format_volume
-from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import MemoryDisk, disks_of, eventful, survey_of
-from paramstore.testing.small_store import run
 from paramstore.testing.volumes import Fault, FaultyVolume, MemoryVolume
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.memory_disk import MemoryDisk, disks_of, eventful, survey_of
+from paramstore_testkit.stores.small_store import run
 
 STORE = b"s" * 16
 SIZE_BYTES = 4 << 20

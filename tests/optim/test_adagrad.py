@@ -7,7 +7,7 @@ import torch
 from paramstore.core.optimizers import Adagrad
 from paramstore.optim.adagrad import step
 from paramstore.optim.rule import Step
-from paramstore.testing.optim_records import TorchOptimizer
+from paramstore_testkit.oracles.optim_records import TorchOptimizer
 
 OPTIONS = Adagrad(lr=0.1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5, eps=1e-6)
 

@@ -8,7 +8,7 @@ import torch
 from paramstore.core.optimizers import SGD, AdamW
 from paramstore.optim.adamw import step
 from paramstore.optim.rule import Step
-from paramstore.testing.optim_records import TorchOptimizer
+from paramstore_testkit.oracles.optim_records import TorchOptimizer
 
 
 def test_a_step_far_on_is_corrected_for_its_bias_as_torch_does() -> None:

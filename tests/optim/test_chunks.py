@@ -10,7 +10,7 @@ from paramstore.core.schema import Schema
 from paramstore.optim import chunks
 from paramstore.optim.chunks import block_count, chunk_sizes, cut, cut_blocks
 from paramstore.optim.noise import NOISE_BLOCK_ELEMENTS
-from paramstore.testing.optim_records import buffer
+from paramstore_testkit.oracles.optim_records import buffer
 
 
 @given(st.integers(0, 10_000), st.integers(1, 10_000), st.sampled_from([1, 256, 1000, 4096]))

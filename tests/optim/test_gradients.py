@@ -8,7 +8,7 @@ import torch
 from paramstore.core.schema import Schema
 from paramstore.optim.gradients import GradientBuffers, square_sum
 from paramstore.optim.tensors import torch_dtype
-from paramstore.testing.optim_records import gradient_image
+from paramstore_testkit.oracles.optim_records import gradient_image
 
 SHAPES = {"gate_up": (7, 13), "down": (1041,), "one": (1,), "whole": (2, 1024)}
 DTYPES = ["float32", "bfloat16", "float16"]

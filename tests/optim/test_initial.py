@@ -8,7 +8,7 @@ import torch
 from paramstore.core.optimizers import OPTIMIZERS
 from paramstore.core.schema import STATE_DTYPES, Schema
 from paramstore.optim.initial import fill_initial
-from paramstore.testing.optim_records import buffer, filled_record
+from paramstore_testkit.oracles.optim_records import buffer, filled_record
 
 SHAPES = {"gate_up": (7, 13), "down": (1041,), "one": (1,)}
 

@@ -13,8 +13,8 @@ from paramstore.optim.native_adamw import update_vectors
 from paramstore.optim.rule import Step
 from paramstore.optim.tensors import torch_dtype
 from paramstore.optim.update import update
-from paramstore.testing.optim_records import buffer, filled_record, gradient_image
 from paramstore_native.adamw import kernel, known_state
+from paramstore_testkit.oracles.optim_records import buffer, filled_record, gradient_image
 
 SHAPES = {"gate_up": (7, 13), "down": (5000,), "one": (1,), "whole": (2, 1024)}
 SEED = 5

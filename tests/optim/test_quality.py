@@ -14,7 +14,7 @@ from paramstore.core.optimizers import SGD, Adagrad, AdamW, Options
 from paramstore.core.schema import Schema
 from paramstore.optim.noise import StochasticRounding
 from paramstore.optim.update import update
-from paramstore.testing.optim_records import filled_record, gradient_image, part_tensor
+from paramstore_testkit.oracles.optim_records import filled_record, gradient_image, part_tensor
 
 SEED = 3
 TEXT = Path(__file__).parents[2] / "docs" / "durability.md"

@@ -13,7 +13,7 @@ from paramstore.core.schema import STATE_DTYPES, Schema
 from paramstore.optim import update as update_module
 from paramstore.optim.rule import Rule, Step
 from paramstore.optim.update import update
-from paramstore.testing.optim_records import filled_record, gradient_image, part_tensor
+from paramstore_testkit.oracles.optim_records import filled_record, gradient_image, part_tensor
 
 
 def sign_step(master: Tensor, gradient: Tensor, states: Sequence[Tensor], made: Step, /) -> None:

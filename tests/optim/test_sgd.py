@@ -8,7 +8,7 @@ import torch
 from paramstore.core.optimizers import SGD
 from paramstore.optim.rule import Step
 from paramstore.optim.sgd import step
-from paramstore.testing.optim_records import TorchOptimizer
+from paramstore_testkit.oracles.optim_records import TorchOptimizer
 
 OPTIONS = [
     SGD(lr=0.1), SGD(lr=0.1, weight_decay=0.1), SGD(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),

@@ -9,7 +9,7 @@ from paramstore.core.optimizers import OPTIMIZERS
 from paramstore.core.schema import STATE_BLOCK_ELEMENTS, Schema
 from paramstore.optim import chunks
 from paramstore.optim.states import STATES_MAX, StateBuffers, decode, encode, open_states
-from paramstore.testing.optim_records import filled_record
+from paramstore_testkit.oracles.optim_records import filled_record
 
 SEED = 5
 

@@ -15,8 +15,8 @@ from paramstore.optim import chunks
 from paramstore.optim import update as update_module
 from paramstore.optim.tensors import torch_dtype
 from paramstore.optim.update import RULES, Scratch, update
-from paramstore.testing.optim_records import TorchOptimizer, buffer, filled_record, gradient_image, part_tensor
 from paramstore_native.adamw import kernel, known_state
+from paramstore_testkit.oracles.optim_records import TorchOptimizer, buffer, filled_record, gradient_image, part_tensor
 
 CHUNK = 1 << 10
 SHAPES = {"gate_up": (7, 13), "down": (CHUNK + 17,), "one": (1,), "whole": (2, CHUNK)}

@@ -21,7 +21,7 @@ from paramstore.errors import CatalogError
 from paramstore.storage.catalog import Catalog, Change, Contents, NamespaceRow, Row, StepRow, VolumeRow
 from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.testing.catalogs import STORE_UUID, FaultyCatalog, MemoryCatalog, namespace_row
-from paramstore.testing.state_machines import run_fixed, run_new
+from paramstore_testkit.trials.state_machines import run_fixed, run_new
 
 NAMES = ("moe", "other", "a" * 64)
 PLACES = [Path("/dev/shm"), Path(tempfile.gettempdir())]

@@ -1,5 +1,5 @@
 """Applies that begin before their gradients are there leave the records of plain ones, whatever happens to them: see
-`paramstore/testing/early_trial.py`.
+`paramstore_testkit/trials/early_trial.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from paramstore.testing.early_trial import run_seed
+from paramstore_testkit.trials.early_trial import run_seed
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -1,5 +1,5 @@
 """An exact namespace is torch's dense optimizer over all experts, bit for bit, whatever happens to it: see
-`paramstore/testing/store_trial.py`, and `ranks_trial.py` for two ranks.
+`paramstore_testkit/trials/store_trial.py`, and `ranks_trial.py` for two ranks.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from paramstore.testing.ranks_trial import RanksTrial
-from paramstore.testing.store_trial import ACTS
-from paramstore.testing.trial_run import run_seed
+from paramstore_testkit.trials.ranks_trial import RanksTrial
+from paramstore_testkit.trials.store_trial import ACTS
+from paramstore_testkit.trials.trial_run import run_seed
 
 FEW = 6
 """Missed steps of a record at most: few, so that records catch up and logs are cut in every run."""

@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from paramstore.core.place import Extent
 from paramstore.storage.extents import Space
-from paramstore.testing.state_machines import run_fixed, run_new
+from paramstore_testkit.trials.state_machines import run_fixed, run_new
 
 PAGE = 4096
 LENGTHS = st.integers(1, 5)

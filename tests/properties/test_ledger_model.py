@@ -13,7 +13,7 @@ from paramstore.storage.format import combine_roots
 from paramstore.storage.ledger import Ledger
 from paramstore.storage.publication import Publication
 from paramstore.testing.catalogs import MemoryCatalog
-from paramstore.testing.state_machines import run_fixed, run_new
+from paramstore_testkit.trials.state_machines import run_fixed, run_new
 
 KEYS = [(layer, expert) for layer in (0, 3) for expert in range(3)]
 CHANGED = st.sets(st.sampled_from(KEYS))

@@ -14,8 +14,8 @@ from paramstore.engine.namespace import View, WriterGroup
 from paramstore.engine.promises import reserve_of
 from paramstore.engine.requests import LeaseRequest
 from paramstore.errors import CapacityError, LeaseError
-from paramstore.testing.small_planner import SCHEMA, SmallPlanner
-from paramstore.testing.state_machines import run_fixed, run_new
+from paramstore_testkit.stores.small_planner import SCHEMA, SmallPlanner
+from paramstore_testkit.trials.state_machines import run_fixed, run_new
 
 EXPERTS = 12
 PICK = st.integers(0, 23)

@@ -19,11 +19,11 @@ from paramstore.engine.namespace import ParamCopy
 from paramstore.engine.requests import LeaseRequest
 from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, StepPrepared
 from paramstore.optim.tensors import field_tensor
-from paramstore.testing import small_store
-from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.reader_model import Lease, Reader, State, expected
-from paramstore.testing.small_store import EXPERTS, OPTIONS, SCHEMA
-from paramstore.testing.state_machines import run_fixed, run_new
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.stores import small_store
+from paramstore_testkit.stores.small_store import EXPERTS, OPTIONS, SCHEMA
+from paramstore_testkit.trials.reader_model import Lease, Reader, State, expected
+from paramstore_testkit.trials.state_machines import run_fixed, run_new
 
 KEYS = [(0, expert) for expert in range(EXPERTS)]
 KEY = st.sampled_from(KEYS)

@@ -11,9 +11,9 @@ from paramstore.engine.moves import MoveKind
 from paramstore.errors import ParamStoreError
 from paramstore.policy.decayed_lfu import DecayedLfu
 from paramstore.policy.lru import Lru
-from paramstore.testing.residency_acts import ResidencyActs, chosen
-from paramstore.testing.small_planner import SmallPlanner
-from paramstore.testing.state_machines import run_fixed, run_new
+from paramstore_testkit.stores.small_planner import SmallPlanner
+from paramstore_testkit.trials.residency_acts import ResidencyActs, chosen
+from paramstore_testkit.trials.state_machines import run_fixed, run_new
 
 EXPERTS = 8
 KEYS = [(0, expert) for expert in range(EXPERTS)]

@@ -17,10 +17,10 @@ from paramstore.core.key import ExpertKey
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
 from paramstore.errors import WaitTimeout
-from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.sim_loop import VirtualLoop
-from paramstore.testing.small_ranks import NAME, call, open_ranks, record
-from paramstore.testing.small_store import OPTIONS, SCHEMA, initialize, turns
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.sim.loop import VirtualLoop
+from paramstore_testkit.stores.small_ranks import NAME, call, open_ranks, record
+from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, initialize, turns
 
 WAIT_S = 5.0
 

@@ -15,9 +15,9 @@ from paramstore.engine import scrub as scrub_module
 from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
 from paramstore.errors import StoreUnavailable, TicketCancelled
-from paramstore.testing import small_store
-from paramstore.testing.machine import Machine, PlainSegment
-from paramstore.testing.small_store import EXPERTS, SCHEMA, create, keys_of, run, train, turns
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.stores import small_store
+from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, keys_of, run, train, turns
 
 RECORD_BYTES = SCHEMA.record_bytes
 Result = dict[str, Any]

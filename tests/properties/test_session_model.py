@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paramstore.core.key import ExpertKey
-from paramstore.testing.session_talk import UNKNOWN_ID, Party, SessionTalk
-from paramstore.testing.small_store import EXPERTS, SCHEMA, turns
-from paramstore.testing.state_machines import run_fixed, run_new
 from paramstore.wire import messages as m
 from paramstore.wire.codec import LENGTH, encode
+from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, turns
+from paramstore_testkit.trials.session_talk import UNKNOWN_ID, Party, SessionTalk
+from paramstore_testkit.trials.state_machines import run_fixed, run_new
 
 ADAMW = (1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0)
 CLIENTS_MAX = 3

@@ -1,6 +1,6 @@
 """The whole daemon core under simulated time, disks, sockets and clients, against a model of what it must do.
 
-One seed draws everything; the same seed does the same in every process. See `paramstore/testing/sim_world.py`.
+One seed draws everything; the same seed does the same in every process. See `paramstore_testkit/sim/world.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paramstore.engine.copies import CopyPlanner
 from paramstore.engine.leases import LeasePlanner
 from paramstore.engine.planner import Planner
 from paramstore.engine.working import WorkingPlanner
-from paramstore.testing.canaries import planted
-from paramstore.testing.sim_run import REQUESTS, Figures, report, run_seed, run_seeds
+from paramstore_testkit.bugs.canaries import planted
+from paramstore_testkit.sim.run import REQUESTS, Figures, report, run_seed, run_seeds
 
 SEEDS = range(1, 401)
 REPEATED_SEEDS = range(1, 11)
@@ -33,7 +33,7 @@ CORE_S_MAX = 300.0
 ROOT = Path(__file__).parents[2]
 COMMAND = """
 import json, logging, sys
-from paramstore.testing.sim_run import run_seeds
+from paramstore_testkit.sim.run import run_seeds
 logging.disable(logging.CRITICAL)
 print(json.dumps(run_seeds(range(*map(int, sys.argv[1:]))).trace_hashes))
 """
@@ -156,7 +156,7 @@ KNOWN = (
     "skip_flush", "publish_before_written", "ignore_failed_write", "reuse_extent_at_once", "believe_unknown", "retain_one_step",
     "load_older", "drop_at_prepare", "finalize_in_memory",
 )  # fmt: skip
-"""Of `paramstore.testing.canaries`: those that a simulation can meet."""
+"""Of `paramstore_testkit.bugs.canaries`: those that a simulation can meet."""
 
 
 @contextmanager

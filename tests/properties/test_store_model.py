@@ -1,4 +1,4 @@
-"""Random calls, faults and crashes against a model of what the calls mean: see `paramstore/testing/store_trial.py`."""
+"""Random calls, faults and crashes against a model of what the calls mean: see `paramstore_testkit/trials/store_trial.py`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from paramstore.testing.ranks_trial import RanksTrial
-from paramstore.testing.store_trial import ACTS
-from paramstore.testing.trial_run import run_seed
+from paramstore_testkit.trials.ranks_trial import RanksTrial
+from paramstore_testkit.trials.store_trial import ACTS
+from paramstore_testkit.trials.trial_run import run_seed
 
 
 @pytest.mark.parametrize("seed", range(3))

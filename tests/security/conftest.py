@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
-from paramstore.testing.raw_client import RawClient
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.wire.raw_client import RawClient
 
 NAME = "moe"
 SHAPE = (64, 64)

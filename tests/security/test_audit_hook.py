@@ -17,12 +17,12 @@ import torch
 
 import paramstore_client as ps
 from paramstore.errors import ProtocolError
-from paramstore.testing.audited_serve import MARK, MODULE
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
-from paramstore.testing.frame_mutator import FrameMaker, Mutator
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
 from paramstore_native import adamw
+from paramstore_testkit.processes.audited_serve import MARK, MODULE
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.wire.frame_mutator import FrameMaker, Mutator
+from paramstore_testkit.wire.raw_client import RawClient
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +96,7 @@ def test_a_daemon_runs_no_code_that_comes_as_data(directory: Path) -> None:
 
 @pytest.mark.parametrize("event", DEEDS)
 def test_the_hook_tells_of(event: str, tmp_path: Path) -> None:
-    script = f"import sys; from paramstore.testing.audited_serve import Auditor; sys.addaudithook(Auditor())\n{DEEDS[event]}"
+    hooked = "import sys; from paramstore_testkit.processes.audited_serve import Auditor; sys.addaudithook(Auditor())"
+    script = f"{hooked}\n{DEEDS[event]}"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, check=False, text=True)
     assert f"{MARK}{event} " in done.stderr, done.stderr

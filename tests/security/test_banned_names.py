@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = (ROOT / "paramstore", ROOT / "client" / "paramstore_client", ROOT / "native" / "paramstore_native")
+SOURCES = (ROOT / "paramstore", ROOT / "client" / "paramstore_client", ROOT / "native" / "paramstore_native", ROOT / "testkit")
 BANNED_MODULES = frozenset({
     "pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "runpy", "code", "codeop", "pty",
 })  # fmt: skip
@@ -26,9 +26,9 @@ BANNED_FLAGS = frozenset({"shell", "allow_pickle"})
 ALLOWED = {
     ("client/paramstore_client/__init__.py", "importlib.import_module"):
         "public names that need torch are looked up in a table of this file, when they are first used",
-    ("paramstore/testing/moe_families.py", "importlib.import_module"):
+    ("testkit/paramstore_testkit/training/moe_families.py", "importlib.import_module"):
         "modeling files of the transformers that is installed, found in its folder: tests import nothing else by it",
-    ("paramstore/testing/attached_rank.py", "torch.load"):
+    ("testkit/paramstore_testkit/training/attached_rank.py", "torch.load"):
         "a rank of a test's job reads what its own job saved, weights only, as the jobs that it stands for do",
 }  # fmt: skip
 

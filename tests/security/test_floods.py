@@ -23,11 +23,11 @@ import torch
 import paramstore_client as ps
 from paramstore.daemon import session as session_module
 from paramstore.daemon.server import HALF_OPEN_MAX, Server, listen
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.machine import Machine
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
 from paramstore.wire.codec import LENGTH, encode
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.wire.raw_client import RawClient
 
 NAME = "moe"
 SEED = 7

@@ -21,9 +21,9 @@ import torch
 
 import paramstore_client as ps
 from paramstore.core.schema import Schema
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.wire.raw_client import RawClient
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,8 @@ from paramstore.cli.main import main
 from paramstore.config import Config
 from paramstore.daemon import server
 from paramstore.daemon.server import listen
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.other_user import command
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.other_user import command
 
 pytestmark = pytest.mark.slow
 

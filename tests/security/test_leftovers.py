@@ -29,11 +29,11 @@ from paramstore.daemon.session import Session
 from paramstore.engine.store import Store
 from paramstore.memory.arena import PageKind, PageReport
 from paramstore.storage.ledger import Ledger
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
-from paramstore.testing.machine import Machine
-from paramstore.testing.memory_disk import MemoryDisk
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.stores.memory_disk import MemoryDisk
+from paramstore_testkit.wire.raw_client import RawClient
 
 MIB = 1 << 20
 LIMIT_S = 60.0

@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from paramstore.errors import CLASSES, ParamStoreError, ProtocolError
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
 from paramstore.wire.codec import LENGTH, encode
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.wire.raw_client import RawClient
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.other_user import Act, command, outcomes
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.other_user import Act, command, outcomes
 
 pytestmark = pytest.mark.slow
 

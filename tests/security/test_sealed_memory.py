@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import pytest
 
 import paramstore_client as ps
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.raw_client import RawClient
 from paramstore.wire import messages as m
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.wire.raw_client import RawClient
 
 pytestmark = pytest.mark.slow
 

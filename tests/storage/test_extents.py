@@ -7,7 +7,7 @@ import pytest
 from paramstore.core.place import Extent
 from paramstore.errors import CorruptCatalog
 from paramstore.storage.extents import Space
-from paramstore.testing.small_space import PAGE, extent, space
+from paramstore_testkit.stores.small_space import PAGE, extent, space
 
 # --- reserve
 

@@ -32,12 +32,12 @@ from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.pmem_volume import PmemVolume
 from paramstore.storage.volume import Volume
 from paramstore.testing.catalogs import STORE_UUID, namespace_row
-from paramstore.testing.memory_disk import MemoryDisk
-from paramstore.testing.sparse_volume import HoleSegment, SparseVolume
 from paramstore.testing.volumes import page_aligned
 from paramstore.wire.codec import LENGTH, decode_answer, decode_request, encode
 from paramstore.wire.messages import Granted, InitializePut, OpenUpload, Push, Uploaded
 from paramstore_native import libpmem2
+from paramstore_testkit.disks.sparse_volume import HoleSegment, SparseVolume
+from paramstore_testkit.stores.memory_disk import MemoryDisk
 
 MIB, GIB = 1 << 20, 1 << 30
 BORDER = 4 * GIB

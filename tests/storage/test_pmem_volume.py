@@ -14,11 +14,11 @@ from paramstore.storage.pmem_volume import PmemVolume
 from paramstore.storage.recovery import open_store
 from paramstore.storage.volume import Granularity, granularity_of
 from paramstore.testing.catalogs import MemoryCatalog
-from paramstore.testing.journal import Flushed, Journal, Persisted, Wrote
-from paramstore.testing.pmem_lines import Pmem
 from paramstore.testing.volume_contract import VolumeContract
 from paramstore.testing.volumes import MemoryVolume, page_aligned
 from paramstore_native import libpmem2
+from paramstore_testkit.crash.pmem_lines import Pmem
+from paramstore_testkit.disks.journal import Flushed, Journal, Persisted, Wrote
 
 pytestmark = [pytest.mark.pmem, pytest.mark.skipif(bool(libpmem2.missing_reason()), reason=libpmem2.missing_reason())]
 SIZE_BYTES = 8 << 20

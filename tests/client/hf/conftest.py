@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import paramstore_client as ps
-from paramstore.testing.daemon_process import DaemonProcess
+from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 BUDGETS = ("--host-budget", "64MiB", "--gradient-budget", "8MiB")
 

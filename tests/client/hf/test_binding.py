@@ -12,11 +12,11 @@ import torch
 from paramstore.core.schema import Schema
 from paramstore.errors import ConfigError, SchemaMismatch
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore.testing.moe_families import tiny_config
-from paramstore.testing.moe_models import Twin, tokens
 from paramstore_client.hf.binding import ATTRIBUTE, ModelExperts, bind, layer_of
 from paramstore_client.hf.experts_function import stored_experts
 from paramstore_client.hf.layout import experts_modules
+from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.moe_models import Twin, tokens
 
 pytestmark = pytest.mark.slow
 

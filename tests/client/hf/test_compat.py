@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paramstore.errors import ConfigError, UnsupportedModel
-from paramstore.testing.moe_families import tiny_config
 from paramstore_client.hf import _compat
+from paramstore_testkit.training.moe_families import tiny_config
 
 pytestmark = pytest.mark.slow
 

@@ -14,13 +14,13 @@ import torch
 
 import paramstore as ps
 from paramstore.errors import UnsupportedModel
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.moe_families import families, modeling_class, tiny_config
-from paramstore.testing.moe_models import tokens
-from paramstore.testing.parity import Comparison, Reference, Stored, Trial
-from paramstore.testing.saved_models import check_equal_files
 from paramstore_client.hf import _compat, find_layout
 from paramstore_client.hf.export_checkpoint import export_checkpoint
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
+from paramstore_testkit.training.moe_models import tokens
+from paramstore_testkit.training.parity import Comparison, Reference, Stored, Trial
+from paramstore_testkit.training.saved_models import check_equal_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

@@ -13,7 +13,6 @@ import torch
 
 import paramstore_client as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, StepDropped
-from paramstore.testing.saved_models import SHARD_BYTES_MAX, check_equal_files, class_of, load_stock, save_stock, tensors_of
 from paramstore_client.hf.checkpoint import open_checkpoint
 from paramstore_client.hf.export_checkpoint import export_checkpoint
 from paramstore_client.hf.import_checkpoint import import_checkpoint
@@ -21,6 +20,14 @@ from paramstore_client.hf.layout import find_layout
 from paramstore_client.hf.progress import Progress
 from paramstore_client.hf.skeleton import skeleton
 from paramstore_client.hf.stripping import stripped_class
+from paramstore_testkit.training.saved_models import (
+    SHARD_BYTES_MAX,
+    check_equal_files,
+    class_of,
+    load_stock,
+    save_stock,
+    tensors_of,
+)
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "qwen3_vl_moe")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paramstore.testing.moe_families import tiny_config
-from paramstore.testing.moe_models import FAMILIES, Twin, tokens
 from paramstore_client.hf import _compat
+from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.moe_models import FAMILIES, Twin, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 """The backward of the stock batched_mm adds in the order of its threads."""

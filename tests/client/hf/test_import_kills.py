@@ -18,9 +18,9 @@ import torch
 import paramstore_client as ps
 from paramstore.bench.process import peak_bytes, reset_peak, resident_bytes
 from paramstore.errors import StepFailed
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.saved_models import expert_values, load_stock, save_stock
 from paramstore_client.hf.layout import find_layout
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.training.saved_models import expert_values, load_stock, save_stock
 
 LIMIT_S = 60.0
 MIB = 1 << 20
@@ -28,10 +28,11 @@ BUDGETS = ("--host-budget", "64MiB", "--gradient-budget", "8MiB")
 
 
 class Importer:
-    """`paramstore.testing.importer` in a process of its own. A context manager: on leaving it the process is gone."""
+    """`paramstore_testkit.processes.importer` in a process of its own. A context manager: on leaving it the process is gone."""
 
     def __init__(self, address: str, path: Path, name: str, *, stop_at: int = -1, save_every_s: float = 10.0) -> None:
-        command = [sys.executable, "-m", "paramstore.testing.importer", address, str(path), name, str(stop_at), str(save_every_s)]
+        arguments = [address, str(path), name, str(stop_at), str(save_every_s)]
+        command = [sys.executable, "-m", "paramstore_testkit.processes.importer", *arguments]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self._said = ""
 

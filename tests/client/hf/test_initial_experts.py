@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from paramstore.errors import UnsupportedModel
-from paramstore.testing.moe_families import families, modeling_class, tiny_config
-from paramstore.testing.moe_models import FAMILIES, Twin
 from paramstore_client.hf import _compat, initial_experts
 from paramstore_client.hf.initial_experts import InitialExperts
 from paramstore_client.hf.stripping import strip
 from paramstore_client.tensors import mapped
+from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
+from paramstore_testkit.training.moe_models import FAMILIES, Twin
 
 pytestmark = pytest.mark.slow
 

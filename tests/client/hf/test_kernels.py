@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from paramstore.errors import ConfigError
-from paramstore.testing.moe_families import tiny_config
-from paramstore.testing.moe_models import FAMILIES
 from paramstore_client.hf import _compat
 from paramstore_client.hf.kernels import ExpertIndex, ModuleView, choose_kernel, make_kernel
 from paramstore_client.hf.layout import experts_modules, stacked_tensors
+from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.moe_models import FAMILIES
 
 pytestmark = pytest.mark.slow
 

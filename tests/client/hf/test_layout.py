@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from paramstore.errors import SchemaMismatch, UnsupportedModel
-from paramstore.testing.moe_families import CHANGES, EXPERTS, families, modeling_class, tiny_config
-from paramstore.testing.moe_models import FAMILIES
 from paramstore_client.hf import ExpertTensor, _compat, find_layout
 from paramstore_client.hf.stripping import strip
+from paramstore_testkit.training.moe_families import CHANGES, EXPERTS, families, modeling_class, tiny_config
+from paramstore_testkit.training.moe_models import FAMILIES
 
 pytestmark = pytest.mark.slow
 

@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import paramstore as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, UnsupportedModel
-from paramstore.testing.daemon_process import DaemonProcess
-from paramstore.testing.moe_families import CHANGES, small_config, tiny_config
-from paramstore.testing.moe_models import tokens
-from paramstore.testing.parity import align
 from paramstore_client.hf import _compat
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.training.moe_families import CHANGES, small_config, tiny_config
+from paramstore_testkit.training.moe_models import tokens
+from paramstore_testkit.training.parity import align
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paramstore.errors import UnsupportedModel
-from paramstore.testing.moe_families import families, modeling_class
 from paramstore_client.hf import _compat, find_layout
+from paramstore_testkit.training.moe_families import families, modeling_class
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paramstore.errors import UnsupportedModel
-from paramstore.testing.moe_families import EXPERTS
-from paramstore.testing.moe_models import Twin, tokens
 from paramstore_client.hf import _compat, find_layout, module_list
+from paramstore_testkit.training.moe_families import EXPERTS
+from paramstore_testkit.training.moe_models import Twin, tokens
 
 SWITCH: dict[str, Any] = {
     "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_sparse_encoder_layers": 1, "num_decoder_layers": 2,

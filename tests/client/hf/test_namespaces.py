@@ -10,9 +10,9 @@ import torch
 
 import paramstore_client as ps
 from paramstore.errors import SchemaMismatch
-from paramstore.testing.daemon_process import DaemonProcess
 from paramstore_client.hf import ExpertLayout, ExpertTensor
 from paramstore_client.hf.namespaces import open_experts
+from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
 

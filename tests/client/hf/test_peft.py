@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import paramstore as ps
-from paramstore.testing.moe_families import tiny_config
-from paramstore.testing.moe_models import tokens
 from paramstore_client.hf import _compat
+from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.moe_models import tokens
 
 peft = pytest.importorskip("peft")
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from paramstore.testing.moe_families import tiny_config
 from paramstore_client.hf import _compat
 from paramstore_client.hf.stripping import strip, stripped_class
+from paramstore_testkit.training.moe_families import tiny_config
 
 pytestmark = pytest.mark.slow
 

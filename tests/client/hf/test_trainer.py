@@ -12,9 +12,9 @@ from torch import Tensor
 
 import paramstore as ps
 from paramstore.errors import ConfigError, SchemaMismatch, StepDropped, StepFailed, StepOutOfOrder
-from paramstore.testing.moe_families import tiny_config
-from paramstore.testing.moe_models import tokens
 from paramstore_client.hf import _compat
+from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.moe_models import tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # of Trainer
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import paramstore_client as ps
-from paramstore.testing.daemon_process import QUIET, DaemonProcess
-from paramstore.testing.toy_moe import make_namespace
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.training.toy_moe import make_namespace
 
 SETTINGS = {**QUIET, "PARAMSTORE_WAIT_TIMEOUT_S": "20"}
 _names = (f"moe{number}" for number in itertools.count())

@@ -13,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import paramstore_client as ps
 from paramstore.errors import StepFailed, StepMismatch
-from paramstore.testing.toy_moe import Pair, batch, make_stored, plain_loop
 from paramstore_client.training import bind
+from paramstore_testkit.training.toy_moe import Pair, batch, make_stored, plain_loop
 
 LOGGER = "paramstore_client.training.attachment"
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}

@@ -7,9 +7,9 @@ import torch
 
 import paramstore_client as ps
 from paramstore.errors import ConfigError, SchemaMismatch
-from paramstore.testing.toy_moe import FIELDS, LAYERS, batch, make_stored
 from paramstore_client.nn import StoredExperts
 from paramstore_client.training import bind
+from paramstore_testkit.training.toy_moe import FIELDS, LAYERS, batch, make_stored
 
 
 def test_a_bound_model_has_the_handle_and_one_child_more(namespace: ps.Namespace) -> None:

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 
 import paramstore_client as ps
 from paramstore.errors import SchemaMismatch, StepDropped, StepOutOfOrder
-from paramstore.testing.toy_moe import FIELDS, Pair, batch, make_stored, plain_loop
 from paramstore_client.training import Experts, bind
 from paramstore_client.training.checkpoint import Manifest
+from paramstore_testkit.training.toy_moe import FIELDS, Pair, batch, make_stored, plain_loop
 
 
 def train(pair: Pair, steps: int) -> None:

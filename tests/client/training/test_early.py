@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import paramstore_client as ps
 from paramstore.errors import StepFailed, StepMismatch, StepOutOfOrder
-from paramstore.testing.toy_moe import Pair, adamw, batch, make_namespace, make_stored, plain_loop
 from paramstore_client.training import bind
+from paramstore_testkit.training.toy_moe import Pair, adamw, batch, make_namespace, make_stored, plain_loop
 
 
 def early(namespace: ps.Namespace) -> Pair:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import paramstore_client as ps
 from paramstore.errors import ConfigError
-from paramstore.testing.toy_moe import HIDDEN, Pair, adamw, batch, make_resident, make_stored, plain_loop
 from paramstore_client.training import bind
+from paramstore_testkit.training.toy_moe import HIDDEN, Pair, adamw, batch, make_resident, make_stored, plain_loop
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 """Weights after steps whose clip coefficients differ in the last bit: the norm's rounding depends on the order of its sums."""

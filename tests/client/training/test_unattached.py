@@ -11,8 +11,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import paramstore_client as ps
-from paramstore.testing.toy_moe import ToyMoE, adamw, batch, make_stored, plain_loop
 from paramstore_client.training import Experts, bind
+from paramstore_testkit.training.toy_moe import ToyMoE, adamw, batch, make_stored, plain_loop
 
 
 def make(namespace: ps.Namespace) -> tuple[ToyMoE, Experts, torch.optim.Optimizer]:

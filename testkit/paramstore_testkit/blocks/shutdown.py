@@ -1,0 +1,143 @@
+"""File systems are shut down under a daemon while a trainer lives beside it: all I/O fails from one moment on.
+
+What the journal did not have is lost, as in a power cut, but the processes live: the daemon must say so, with an error of its
+own for whoever asks, die of nothing, and acknowledge nothing more. Then the file systems are mounted anew, and the next daemon
+must find every acknowledged step whole. Everything that is drawn comes from one seed.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import paramstore_client as ps
+from paramstore_testkit.blocks.mounts import DISK_BYTES, LoopDevice, disk_at, make_image, mount, mounted_loops, shut_down, unmount
+from paramstore_testkit.oracles.step_chain import StepChain
+from paramstore_testkit.processes.killable_serve import KillableDaemons
+from paramstore_testkit.processes.life_plan import Operation, plan_life
+from paramstore_testkit.processes.trainer import Trainer, check_reopened, plain_rule
+
+DISKS = 3
+"""The catalog's, and two volumes'."""
+OPERATIONS = 24
+LIFE_S = 0.2
+"""How long a life takes, until one was seen: shutdowns come before that."""
+CONNECT_S = 10.0
+KIND = "ext4"
+LATER_STEPS = 10
+"""What lies between the steps of a plan and those of the commits that must fail."""
+
+
+class ShutdownCycles:
+    """Owner of the file systems, of the model and of the dice. `run` returns counts of what happened."""
+
+    def __init__(self, root: Path, *, seed: int, owner: int, bugs: Sequence[str] = ()) -> None:
+        """bugs: of `daemon_bugs`, planted in every daemon."""
+        self._root = root
+        self._dice = random.Random(seed)
+        self._seed = seed
+        self._owner = owner
+        self._bugs = bugs
+        self._chain = StepChain(plain_rule)
+        self._life_s = LIFE_S
+        self.counts: Counter[str] = Counter()
+
+    def run(self, cycles: int) -> Counter[str]:
+        """Raises AssertionError with the seed and the cycle in its notes."""
+        images = [make_image(DISK_BYTES[KIND], owner=self._owner) for _ in range(DISKS)]
+        files = [Path(f"/proc/self/fd/{image}") for image in images]
+        with (
+            KillableDaemons(self._root / "log", is_plain=True) as daemons,
+            mounted_loops(self._root, files, kind=KIND) as loops,
+        ):
+            for number in range(cycles + 1):
+                try:
+                    self._cycle(daemons, is_shut_down=number > 0)
+                    self._mount_anew(loops)
+                except BaseException as error:
+                    error.add_note(f"seed {self._seed}, cycle {number}; so far {dict(self.counts)}")
+                    raise
+            self._check(daemons)
+        return self.counts
+
+    def _flags(self) -> Mapping[str, Any]:
+        volumes = [str(disk_at(self._root, index) / "volume") for index in range(1, DISKS)]
+        return {"dir": str(disk_at(self._root, 0) / "store"), "volumes": volumes}
+
+    def _cycle(self, daemons: KillableDaemons, *, is_shut_down: bool) -> None:
+        self.counts["cycles"] += 1
+        address = daemons.start(self._root, flags=self._flags(), bugs=self._bugs)
+        assert address is not None, "the daemon was killed by nobody, and is dead"
+        started_s = time.monotonic()
+        with ps.connect(address, timeout_s=CONNECT_S) as store:
+            check_reopened(store, self._chain, self.counts)
+            shutter = threading.Timer(self._dice.uniform(0.0, self._life_s), self._shut_down)
+            trainer = Trainer(store, self._chain, self.counts)
+            if is_shut_down:
+                shutter.start()
+            try:
+                self._train(trainer, shutter, is_shut_down=is_shut_down)
+            finally:
+                shutter.cancel()
+                trainer.close()
+        if not is_shut_down:
+            self._life_s = time.monotonic() - started_s
+        daemons.kill()  # raises where it died by itself: of a bus error, say
+
+    def _train(self, trainer: Trainer, shutter: threading.Timer, *, is_shut_down: bool) -> None:
+        """Until an error says that the file systems are gone; a life that was through before asks for one commit more."""
+        keys = trainer.namespace.keys()
+        plan = plan_life(self._dice.getrandbits(40), keys, openable=self._chain.openable, count=OPERATIONS)
+        try:
+            for operation in plan:
+                trainer.run(operation)
+            if not is_shut_down:
+                return
+            shutter.join(CONNECT_S)
+            self._commit_too_late(trainer)
+        except ps.StoreUnavailable as error:
+            raise AssertionError("the daemon is gone") from error
+        except ps.ParamStoreError as error:
+            assert is_shut_down, "an error without a reason"
+            shutter.join(CONNECT_S)
+            self.counts[f"ended by {type(error).__name__}"] += 1
+            self._commit_again(trainer)
+
+    def _commit_too_late(self, trainer: Trainer) -> None:
+        """Raises what the store says to a commit that cannot be durable."""
+        keys = tuple(trainer.namespace.keys())
+        step = (self._chain.acknowledged or 0) + LATER_STEPS
+        trainer.run(Operation("train", keys, self._seed))
+        trainer.run(Operation("commit", keys, self._seed, step))
+        raise AssertionError("a commit was acknowledged although no file system takes any more")
+
+    def _commit_again(self, trainer: Trainer) -> None:
+        """After the error nothing is acknowledged either."""
+        with suppress(ps.ParamStoreError):
+            self._commit_too_late(trainer)
+
+    def _shut_down(self) -> None:
+        disks = list(range(DISKS))
+        self._dice.shuffle(disks)
+        for index in disks:
+            shut_down(disk_at(self._root, index))
+
+    def _mount_anew(self, loops: list[LoopDevice]) -> None:
+        for index in range(DISKS):
+            unmount(disk_at(self._root, index))
+        for index, loop in enumerate(loops):
+            mount(loop.path, disk_at(self._root, index), KIND)
+
+    def _check(self, daemons: KillableDaemons) -> None:
+        """One daemon more, for the last cycle."""
+        address = daemons.start(self._root, flags=self._flags(), bugs=self._bugs)
+        assert address is not None
+        with ps.connect(address, timeout_s=CONNECT_S) as store:
+            check_reopened(store, self._chain, self.counts)
+        daemons.kill()

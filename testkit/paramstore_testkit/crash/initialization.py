@@ -1,0 +1,83 @@
+"""The first values of a life's namespace, with drafts: put, save, stop, go on. Beside it the model of what each draft holds.
+
+Drafts are numbered from 1 on; the model of draft n is the life's step -n, and its `extra` says n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paramstore.core.key import ExpertKey
+from paramstore.engine.store import Store
+from paramstore_testkit.crash.life import KEYS, NAME, SCHEMA, Life
+from paramstore_testkit.oracles.experts import Expert
+from paramstore_testkit.oracles.images import initial_of
+
+SAVED_AFTER = (1, 2)
+"""How many values an attempt has put when it saves, each time."""
+
+
+def draft_extra(number: int) -> bytes:
+    return f"draft {number}".encode()
+
+
+def draft_number(extra: bytes) -> int:
+    return int(extra.split()[1])
+
+
+async def initialize(life: Life, *, with_drafts: bool) -> None:
+    """On return every key has its value, whatever was there before. with_drafts: some are saved, the daemon ends and comes up
+    again, and some more are saved."""
+    await _attempt(life, saved_after=SAVED_AFTER if with_drafts else (), stops=with_drafts)
+    if with_drafts:
+        await life.machine.kill()
+        life.store = life.machine.start()
+        await _attempt(life, saved_after=SAVED_AFTER, stops=False)
+    await life.store.initialize_end(life.view)
+
+
+async def _attempt(life: Life, *, saved_after: tuple[int, ...], stops: bool) -> None:
+    """Puts what is missing, and saves after so many values. stops: with one more than were saved first."""
+    store = life.store
+    schema = replace(SCHEMA, updates=life.updates)
+    life.view = await store.admission.create(NAME, schema.describe(), layers=[0], experts=len(KEYS), host_bytes=None)
+    life.note("created")
+    begun = await store.initialize_begin(life.view, is_resumed=True)
+    _adopt(life, begun)
+    count = 0
+    for key in KEYS:
+        if key in life.working:
+            continue
+        await _put(life, store, key)
+        count += 1
+        if stops and count > saved_after[0]:
+            return
+        if count in saved_after:
+            await _save(life)
+
+
+def _adopt(life: Life, begun: dict[str, object]) -> None:
+    """What the daemon found must be one of the drafts, as the model has it."""
+    present, extra = begun["present"], begun["extra"]
+    assert isinstance(present, bytes)
+    bits = int.from_bytes(present, "little")
+    found = {key for number, key in enumerate(KEYS) if bits >> number & 1}
+    life.working = {}
+    if extra is not None:
+        assert isinstance(extra, bytes)
+        life.working = life.steps[-draft_number(extra)]
+    assert found == set(life.working), f"{sorted(found)} have values, the draft has {sorted(life.working)}"
+
+
+async def _put(life: Life, store: Store, key: ExpertKey) -> None:
+    values = life.next_values()
+    life.working = {**life.working, key: Expert.initial(values)}
+    await store.initialize_put(life.view, key, initial_of(SCHEMA, values))
+
+
+async def _save(life: Life) -> None:
+    number = 1 - min((step for step in life.steps if step < 0), default=0)
+    life.steps[-number] = life.working
+    life.note("drafting", number)
+    await life.store.initialize_save(life.view, draft_extra(number))
+    life.note("drafted", number)

@@ -1,0 +1,340 @@
+"""A trainer's life on a journaled machine, drawn from a seed, beside a model of what every committed step must hold.
+
+The model runs the optimizer itself (torch's, on tensors of its own) and never asks the store. In one life: creation,
+initial values, commits of some of the records, write-backs in between, commits beside training, readers on old steps,
+rollbacks, re-openings as writer, snapshots, steps in two halves, writes and flushes that fail, transactions that fail
+whose outcome is either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import Schema, round_up
+from paramstore.engine.namespace import View
+from paramstore.engine.store import Store
+from paramstore.errors import CatalogError, ParamStoreError, VolumeError
+from paramstore.storage.catalog import Contents
+from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
+from paramstore.testing.volumes import MemoryVolume
+from paramstore_testkit.disks.crash_disk import copied
+from paramstore_testkit.disks.journal import Journal, JournaledVolume, Noted
+from paramstore_testkit.disks.machine import MIB, Machine
+from paramstore_testkit.oracles.experts import Expert, State, Tensors, trained
+from paramstore_testkit.oracles.images import fill, gradient_of, random_values
+
+NAME = "moe"
+SCHEMA = Schema.adamw({"w": (32, 32), "v": (900,)}, param_dtype="float32")
+"""One field fills whole sectors, the other ends within one."""
+KEYS: list[ExpertKey] = [(0, expert) for expert in range(4)]
+OPTIONS = AdamW(lr=1e-2)
+VOLUME_BYTES = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), 0)) + 2 * MIB, MIB)
+HOST_BYTES = 16 * MIB
+PIECE_BYTES = 8192
+"""A record is written in several pieces, the one with the header last."""
+OUTCOMES: tuple[Literal["lost", "durable"], ...] = ("lost", "durable")
+
+ACTS = {
+    "train": 6, "train few": 4, "write back": 3, "commit": 6, "commit beside training": 3, "evict": 1, "reader": 2, "refresh": 1,
+    "leave": 1, "rollback": 1, "rollback further": 1, "reopen": 1, "failing flush": 1, "failing write": 1,
+    "failing transaction": 1, "snapshot": 1, "drop snapshot": 1, "prepare": 1,
+}  # fmt: skip
+"""How often each is chosen."""
+Act = str
+
+
+@lru_cache(maxsize=1 << 12)
+def image_of(expert: Expert) -> bytes:
+    """What lies behind the header of its record."""
+    part = SCHEMA.stored
+    return bytes(fill(memoryview(bytearray(part.image_bytes)), part.fields, expert.fields)[part.header_bytes :])
+
+
+class Life:
+    """One run. `journal` and `steps` are what the crash states are checked against."""
+
+    def __init__(self, machine: Machine, *, seed: int, steps: Mapping[int, State] | None = None, updates: str = "touched") -> None:
+        self.updates = updates
+        self.random = Random(seed)
+        self.seed = seed
+        self.journal = Journal()
+        self.machine = machine
+        self.steps: dict[int, State] = dict(steps or {})
+        """What each step that was ever started must hold; at -n, what draft n must."""
+        self.working: State = {}
+        self.volumes: list[JournaledVolume] = []
+        self.readers: list[View] = []
+        self.next_step = max((0, *self.steps)) + 1
+        self.next_gradient = seed << 20
+        self.acts: list[Act] = []
+        self.store: Store
+        self.view: View
+
+    def start(self) -> None:
+        self.journal.watch(self.machine)
+        self.volumes = [volume for volume in self.machine.volumes.values() if isinstance(volume, JournaledVolume)]
+        self.catalog = FaultyCatalog(self.machine.catalog, fail_at=0, outcome="lost")
+        self.machine.catalog = self.catalog
+        self.store = self.machine.start()
+
+    async def begin(self, *, with_drafts: bool = False) -> None:
+        """A new namespace with initial values, committed. with_drafts: made in two attempts, with drafts."""
+        from paramstore_testkit.crash.initialization import initialize  # it is about lives, and needs this file
+
+        self.start()
+        await initialize(self, with_drafts=with_drafts)
+        await self.commit()
+
+    async def resume(self) -> None:
+        """The daemon that comes up after a crash, and the writer who opens what it finds."""
+        self.start()
+        if NAME not in self.store.namespaces or self.store.namespaces[NAME].committed_step is None:
+            return
+        self.next_step = max(self.committed or 0, self.prepared or 0) + 1
+        await self.open()
+
+    async def open(self) -> None:
+        """As writer; a prepared step is committed, or given up."""
+        prepared, at = self.prepared, None
+        if prepared is not None:
+            at = self.random.choice((prepared, self.committed_now()))
+            self.note("finalizing" if at == prepared else "rolling back", at)
+        self.view = await self.store.admission.open(NAME, mode="write", at=at, host_bytes=None)
+        if at is not None:
+            self.note("acknowledged" if at == prepared else "rolled back", at)
+        self.working = self.steps[self.committed_now()]
+
+    @property
+    def prepared(self) -> int | None:
+        return self.store.namespaces[NAME].prepared_step
+
+    @property
+    def committed(self) -> int | None:
+        return self.store.namespaces[NAME].committed_step
+
+    def committed_now(self) -> int:
+        step = self.committed
+        assert step is not None
+        return step
+
+    @property
+    def can_train(self) -> bool:
+        return NAME in self.store.namespaces and self.committed is not None
+
+    def note(self, what: str, step: int = 0) -> None:
+        self.journal.events.append(Noted(what, step))
+
+    async def live(self, acts: int) -> None:
+        """Any acts, so many."""
+        await self.live_through(self.random.choices(list(ACTS), list(ACTS.values()), k=acts))
+
+    async def live_through(self, acts: Sequence[Act]) -> None:
+        for name in acts:
+            await self.act(name)
+
+    # --- acts
+
+    async def act(self, name: Act) -> None:
+        self.acts.append(name)
+        match name:
+            case "train":
+                await self.train(KEYS)
+            case "train few":
+                await self.train(self.some_keys())
+            case "write back":
+                await self.store.write_back(self.view, self.random.choice((None, self.some_keys())))
+            case "commit":
+                await self.commit()
+            case "commit beside training":
+                await self.commit_beside_training()
+            case "evict":
+                await self.store.evict(self.view, None, None)
+            case "reader" if len(self.readers) < 3:
+                self.readers.append(await self.store.admission.open(NAME, mode="read", at=None, host_bytes=None))
+            case "refresh" if self.readers:
+                self.store.refresh(self.random.choice(self.readers))
+            case "leave" if self.readers:
+                self.store.close_view(self.readers.pop(0))
+            case "rollback":
+                await self.rollback(self.committed_now())
+            case "rollback further":
+                least = max(self.store.snapshots(self.view), default=0)
+                await self.rollback(self.random.choice([step for step in self.store.steps(self.view) if step >= least]))
+            case "snapshot":
+                step = self.random.choice(self.store.steps(self.view))
+                await self.store.snapshot(self.view, step)
+                self.note("kept", step)
+            case "drop snapshot" if self.store.snapshots(self.view):
+                step = self.store.snapshots(self.view)[0]
+                self.note("dropping", step)
+                await self.store.drop_snapshot(self.view, step)
+            case "prepare":
+                await self.prepare(self.random.choice(("finalize", "finalize", "go back", "reopen", "restart")))
+            case "reopen":
+                old = self.view
+                await self.open()
+                self.store.close_view(old)
+            case "failing flush":
+                await self.fail("flush")
+            case "failing write":
+                await self.fail("write")
+            case "failing transaction":
+                await self.fail_transaction(self.random.choice(OUTCOMES))
+            case "lost transaction":
+                await self.fail_transaction("lost")
+
+    def next_values(self) -> Tensors:
+        """A gradient, or an initial value, that nothing else has."""
+        self.next_gradient += 1
+        return random_values(SCHEMA, self.next_gradient)
+
+    def some_keys(self) -> list[ExpertKey]:
+        return self.random.sample(KEYS, self.random.randint(1, len(KEYS) - 1))
+
+    async def train(self, keys: list[ExpertKey]) -> None:
+        gradients = {key: self.next_values() for key in keys}
+        self.working = trained(self.working, gradients, OPTIONS, is_exact=self.updates == "exact")
+        self.store.push(self.view, [(key, gradient_of(SCHEMA, values), 0) for key, values in gradients.items()])
+        await self.store.apply(self.view, OPTIONS, 1.0)
+
+    async def commit(self) -> None:
+        step = self.next_step
+        self.next_step += self.random.randint(1, 3)
+        self.steps[step] = self.working
+        self.note("started", step)
+        await self.store.commit(self.view, step, extra_of(step))
+        self.note("acknowledged", step)
+
+    async def prepare(self, ending: str) -> None:
+        """A commit in two halves, or the first of them. A transaction of either may fail."""
+        await self.train(self.some_keys())
+        if self.random.random() < 0.3:
+            self.catalog.fail_next(self.random.choice(OUTCOMES))
+        step = self.next_step
+        self.next_step += self.random.randint(1, 3)
+        self.steps[step] = self.working
+        self.note("preparing", step)
+        try:
+            await self.store.prepare(self.view, step, extra_of(step))
+        except CatalogError:
+            await self.commit()
+            return
+        self.note("prepared", step)
+        if ending == "restart":
+            await self.restart()
+        elif ending == "reopen":
+            old = self.view
+            await self.open()
+            self.store.close_view(old)
+        elif ending == "go back":
+            await self.rollback(self.committed_now())
+        else:
+            await self.finalize(step)
+
+    async def finalize(self, step: int) -> None:
+        if self.random.random() < 0.3:
+            self.catalog.fail_next(self.random.choice(OUTCOMES))
+        self.note("finalizing", step)
+        try:
+            await self.store.finalize(self.view, step)
+        except CatalogError:
+            await self.store.finalize(self.view, step)
+        self.note("acknowledged", step)
+
+    async def commit_beside_training(self) -> None:
+        """The next updates and their write-backs run beside the commit's own writes."""
+        await self.train(self.some_keys())
+        commit = asyncio.ensure_future(self.commit())
+        while self.view.namespace.cut is None and not commit.done():
+            await asyncio.sleep(0)
+        await self.train(self.some_keys())
+        await self.store.write_back(self.view, None)
+        await self.train(self.some_keys())
+        await commit
+
+    async def rollback(self, step: int) -> None:
+        self.note("rolling back", step)
+        await self.store.rollback(self.view, step)
+        self.note("rolled back", step)
+        self.working = self.steps[step]
+
+    async def fail(self, operation: str) -> None:
+        """A write or a flush of a commit fails; a commit that does not survive it is taken back and tried once more, by a new
+        daemon where a fence stands in the way."""
+        await self.train(self.some_keys())
+        volume = self.random.choice(self.volumes)
+        volume.failing.append(operation)
+        try:
+            await self.commit()
+        except ParamStoreError:
+            if self.must_restart():
+                await self.restart()
+                await self.train(self.some_keys())
+            elif self.view.namespace.broken is not None:
+                await self.rollback(self.committed_now())
+                await self.train(self.some_keys())
+            await self.commit()
+        volume.failing.clear()  # a volume on which nothing was to be written
+        if self.must_restart():
+            await self.restart()
+
+    def must_restart(self) -> bool:
+        """Whether no step can be proven any more, or no volume takes a record."""
+        fences = self.store._planner.space.fences
+        try:
+            fences.check_provable()
+        except VolumeError:
+            return True
+        return all(fences.is_fenced(volume.index) for volume in self.volumes)
+
+    async def restart(self) -> None:
+        """The daemon ends and comes up again, the power stays on; the writer opens what it finds."""
+        await self.machine.kill()
+        self.readers.clear()
+        self.store = self.machine.start()
+        await self.open()
+
+    async def fail_transaction(self, outcome: Literal["lost", "durable"]) -> None:
+        await self.train(self.some_keys())
+        self.catalog.fail_next(outcome)
+        try:
+            await self.commit()
+        except CatalogError:
+            await self.commit()
+
+
+def extra_of(step: int) -> bytes:
+    return f"extra {step}".encode()
+
+
+def new_machine(seed: int, *, volume_count: int) -> Machine:
+    return _small_pieces(
+        Machine(
+            seed=seed, volume_count=volume_count, volume_bytes=VOLUME_BYTES, volume_size_bytes=VOLUME_BYTES,
+            host_budget_bytes=HOST_BYTES,
+        )
+    )  # fmt: skip
+
+
+def machine_of(images: Mapping[int, memoryview], contents: Contents, *, seed: int) -> Machine:
+    """The machine whose disks and catalog a crash left like that."""
+    machine = Machine(seed=seed, volume_count=0, volume_size_bytes=VOLUME_BYTES, host_budget_bytes=HOST_BYTES)
+    machine.disks = {index: MemoryVolume.of(copied(image), index=index) for index, image in images.items()}
+    machine.volumes = dict(machine.disks)
+    machine.durable = MemoryCatalog(contents)
+    machine.catalog = machine.durable
+    return _small_pieces(machine)
+
+
+def _small_pieces(machine: Machine) -> Machine:
+    machine.config = msgspec.structs.replace(machine.config, piece_bytes=PIECE_BYTES)
+    return machine

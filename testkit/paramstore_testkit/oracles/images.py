@@ -1,0 +1,50 @@
+"""Memory that holds the values of fields: what initial values and gradients come in, and what a lease or a read gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from paramstore.core.schema import Field, Schema
+from paramstore.optim.tensors import field_tensor
+from paramstore_testkit.disks.machine import PlainSegment
+from paramstore_testkit.oracles.experts import Tensors
+
+
+def random_values(schema: Schema, seed: int) -> dict[str, Tensor]:
+    """Random fp32 values of every parameter field."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape, _ in schema.specs}
+
+
+def filled_values(schema: Schema, value: float) -> dict[str, Tensor]:
+    """Every element of every parameter field is `value`."""
+    return {name: torch.full(shape, value) for name, shape, _ in schema.specs}
+
+
+def initial_of(schema: Schema, values: Tensors) -> memoryview:
+    return _filled(schema.initial_fields(), values, schema.initial_bytes).view(0, schema.initial_bytes)
+
+
+def gradient_of(schema: Schema, values: Tensors) -> PlainSegment:
+    return _filled(schema.gradient_fields(), values, schema.gradient_bytes)
+
+
+def _filled(fields: Iterable[Field], values: Tensors, length_bytes: int) -> PlainSegment:
+    segment = PlainSegment(length_bytes)
+    fill(segment.view(0, length_bytes), fields, values)
+    return segment
+
+
+def fill(image: memoryview, fields: Iterable[Field], values: Tensors) -> memoryview:
+    """`image`, which holds `values` now."""
+    for field in fields:
+        field_tensor(image, field).copy_(values[field.name].flatten())
+    return image
+
+
+def values_in(image: memoryview, fields: Iterable[Field]) -> dict[str, Tensor]:
+    """A copy of what an image holds now, in the shapes of its fields."""
+    return {field.name: field_tensor(image, field).clone().view(field.shape) for field in fields}

@@ -1,0 +1,1 @@
+"""The daemon on a simulated machine with simulated clients, whose every event a seed orders."""

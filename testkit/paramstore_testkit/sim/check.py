@@ -1,0 +1,151 @@
+"""Invariants of a running daemon, looked at from outside: extents, slots, leases, and that nothing is left when all have gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from paramstore.core.place import Extent
+from paramstore.core.residency import Copy
+from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.store import Store
+from paramstore.storage.format import check_checksums, check_header, chunk_checksums
+from paramstore_testkit.sim.model import Broken, NamespaceModel, pattern
+
+if TYPE_CHECKING:
+    from paramstore_testkit.sim.machine import SimMachine
+
+
+def check_tables(store: Store) -> None:
+    """At any moment between two callbacks."""
+    _check_space(store)
+    for namespace in store.namespaces.values():
+        _check_copies(namespace)
+
+
+def _check_space(store: Store) -> None:
+    space = store._planner.space
+    claimed = [*space._taken, *space._leaving, *space._quarantined]
+    claimed += [extent for volume in space._volumes.values() for extent in volume.prefilling]
+    claimed.sort()
+    end = Extent(-1, 0, 0)
+    for extent in claimed:
+        if extent.volume == end.volume and extent.offset_bytes < end.offset_bytes + end.length_bytes:
+            raise Broken(f"{end} and {extent} overlap")
+        end = extent
+    used = Counter(dict.fromkeys(space._volumes, 0))
+    for extent in claimed:
+        used[extent.volume] += extent.length_bytes
+    for index, volume in space._volumes.items():
+        total = volume.size_bytes - volume.start_bytes
+        if used[index] + volume.free_bytes != total:
+            raise Broken(f"volume {index}: {used[index]} bytes are claimed and {volume.free_bytes} free, of {total}")
+    for namespace in store.namespaces.values():
+        for extent in _needed(namespace):
+            if extent not in space._taken and extent not in space._quarantined:
+                raise Broken(f"{extent} of {namespace.name} is needed and not held")
+
+
+def _needed(namespace: NamespaceState) -> list[Extent]:
+    needed = list(namespace.ledger.extents())
+    for working in namespace.working.values():
+        if working.uncommitted is not None:
+            needed.append(working.uncommitted.extent)
+        if working.reserved is not None:
+            needed.append(working.reserved)
+    return needed
+
+
+def _check_copies(namespace: NamespaceState) -> None:
+    arena = namespace.param_arena
+    copies = [copy for found in namespace.copies.values() for copy in found]
+    if arena is not None:
+        slots = {copy.slot for copy in copies}
+        taken = arena.slots.count - arena.slots.free_count
+        if len(slots) != len(copies) or taken != len(copies):
+            raise Broken(f"{namespace.name}: {len(copies)} param copies in {len(slots)} slots, {taken} are taken")
+    leased: Counter[int] = Counter()
+    for view in namespace.views:
+        for copy, count in view.leased.items():
+            leased[id(copy)] += count
+    for copy in copies:
+        if copy.leases != leased[id(copy)]:
+            raise Broken(f"{namespace.name}: {copy.key} counts {copy.leases} leases, views have {leased[id(copy)]}")
+    working = namespace.working_arena
+    if working is not None:
+        slots = {found.slot for found in namespace.resident.values() if found.slot is not None}
+        taken = working.slots.count - working.slots.free_count
+        if len(slots) != len(namespace.resident) or taken < len(slots):
+            raise Broken(f"{namespace.name}: {len(namespace.resident)} working copies in {len(slots)} slots, {taken} are taken")
+
+
+def check_baseline(machine: SimMachine) -> None:
+    """All clients have gone and nothing moves: nothing of them is left."""
+    store, server = machine.store, machine.server
+    space, host = store._planner.space, store.host
+    left = {
+        "sessions": len(server._sessions), "transfers": len(store._runner.under_way), "running": machine.workers.running,
+        "pins": len(space._pins), "leaving": len(space._leaving), "upload bytes": host.upload_bytes,
+        "orphan writes": store._planner.working.orphan_writes, "sockets": len(machine.network.sockets) - 1,
+        "outbox": int(not store._planner.outbox.is_empty), "segments": len(machine.memory.segments) - len(host._segments),
+    }  # fmt: skip
+    for namespace in store.namespaces.values():
+        left |= {f"{name} of {namespace.name}": count for name, count in _left_in(namespace).items()}
+        needed = _needed(namespace)
+        needed_bytes = sum(extent.length_bytes for extent in needed if extent not in space._quarantined)
+        left[f"bytes of {namespace.name} nobody needs"] = space.held_bytes(namespace.name) - needed_bytes
+    found = {name: count for name, count in left.items() if count}
+    if found:
+        raise Broken(f"left when all clients have gone: {found}")
+
+
+def _left_in(namespace: NamespaceState) -> dict[str, int]:
+    copies = [copy for found in namespace.copies.values() for copy in found]
+    left = {
+        "views": len(namespace.views), "writer": int(namespace.writer is not None), "cut": int(namespace.cut is not None),
+        "leased copies": sum(copy.leases > 0 for copy in copies),
+        "retired copies": sum(copy.state is Copy.RETIRED for copy in copies),
+        "unsettled copies": sum(copy.move is not None or bool(copy.waiters) for copy in copies),
+        "held working copies": sum(working.holders for working in namespace.working.values()),
+        "moves": sum(working.move is not None for working in namespace.working.values()),
+        "requests": sum(len(working.requests) for working in namespace.working.values()),
+        "pending": len(namespace.pending), "turn": int(namespace.turn.locked()), "stop requests": namespace.stop_requests,
+        "waiting": sum(len(arena.waiting) for arena in namespace.arenas()),
+        "unused prefetches": namespace.unused_prefetches - sum(copy.is_prefetched for copy in copies),
+    }  # fmt: skip
+    arena = namespace.working_arena
+    if arena is not None:
+        left["working slots"] = arena.slots.count - arena.slots.free_count - len(namespace.resident)
+    return left
+
+
+def check_disks(machine: SimMachine, namespace: NamespaceState, model: NamespaceModel) -> int:
+    """After a start: every record of every step that can be opened lies on the disks, whole, with the model's bytes.
+
+    Gives how many it looked at."""
+    part, ledger = machine.schema.stored, namespace.ledger
+    per_part = len(part.fields) // 3
+    seen: set[Extent] = set()
+    for step in ledger.steps():
+        for key in model.keys:
+            located = ledger.at(key, step)
+            value = model.states[step][key]
+            if located is None or tuple(located.identity) != (value.epoch, value.version):
+                raise Broken(f"{model.name}: {key} of step {step} is {located}, not {value}")
+            if located.extent in seen:
+                continue
+            seen.add(located.extent)
+            image = memoryview(bytearray(located.extent.length_bytes))
+            machine.disks[located.extent.volume].read(located.extent.offset_bytes, (image,))
+            header = check_header(
+                image[: part.header_bytes], part=part, root=located.root, store_uuid=machine.store.store_uuid,
+                namespace=namespace.name, key=key, identity=located.identity, place=str(located.extent),
+            )  # fmt: skip
+            check_checksums(header, part, 0, chunk_checksums(image, part.chunks(), 0), place=str(located.extent))
+            numbers = (value.master, value.exp_avg, float(value.updates))
+            for index, field in enumerate(part.fields):
+                if image[field.offset_bytes :][: field.length_bytes] != pattern(numbers[index // per_part], field.elements):
+                    raise Broken(f"{model.name}: {key} of step {step}: {field.name} is not that of {value}")
+        if ledger.step(step).extra != str(step).encode():
+            raise Broken(f"{model.name}: extra of step {step} is {ledger.step(step).extra!r}")
+    return len(seen)

@@ -1,0 +1,268 @@
+"""A planner over one small namespace, without loop, volume or worker: the test plays the workers.
+
+`start` takes what the planner decided, `land` settles a move as `engine.transfers` would. Every key but those of an empty
+namespace is committed at step 0 with version 0 of epoch 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.optimizers import AdamW
+from paramstore.core.place import Extent, Identity
+from paramstore.core.residency import Working
+from paramstore.core.schema import Schema
+from paramstore.engine.arena import Arena
+from paramstore.engine.gradients import GradientRange
+from paramstore.engine.moves import Move, MoveKind
+from paramstore.engine.namespace import Cut, NamespaceState, ParamCopy, View, WorkingCopy
+from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
+from paramstore.errors import ParamStoreError
+from paramstore.policy.base import Policy
+from paramstore.policy.lru import Lru
+from paramstore.sim.world import PlannerAlone
+from paramstore.storage.apply_log import pack_log
+from paramstore.storage.catalog import StepRow
+from paramstore_testkit.disks.machine import PlainSegment
+
+SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
+OPTIONS = AdamW()
+
+
+class SmallPlanner(PlannerAlone):
+    """Owner of the moves under way."""
+
+    def __init__(
+        self, *, experts: int = 4, param_slots: int = 3, working_slots: int = 2, extents: int = 32, schema: Schema = SCHEMA,
+        is_committed: bool = True, policy: Callable[[], Policy] = Lru, reader_slots: int | None = None,
+    ) -> None:  # fmt: skip
+        keys = KeySpace.of(1, experts)
+        super().__init__(
+            schema, keys, param_slots=param_slots, working_slots=working_slots, param_policy=lambda _: policy(),
+            working_policy=lambda _: policy(), extents=extents, is_committed=is_committed, reader_slots=reader_slots,
+        )  # fmt: skip
+        self.keys: list[ExpertKey] = list(keys)
+        self.under_way: list[Move] = []
+        self._roots = count(100)
+
+    # --- calls
+
+    def writer(self, *, slots: int | None = None) -> View:
+        """slots: what the view is promised; None: all but one, as most tests are about one view."""
+        return self._promised(self.planner.leases.open_view(self.namespace, is_writer=True, step=None), slots)
+
+    def reader(self, step: int = 0, *, slots: int | None = None) -> View:
+        """slots: as of `writer`."""
+        return self._promised(self.planner.leases.open_view(self.namespace, is_writer=False, step=step), slots)
+
+    def _promised(self, view: View, slots: int | None) -> View:
+        view.lease_slots = max(1, self.param_arena.planned_slots - 1) if slots is None else slots
+        return view
+
+    def lease(self, view: View, *keys: ExpertKey) -> LeaseRequest:
+        request = LeaseRequest(view, next(self.ids), keys)
+        self.planner.leases.request_lease(request)
+        return request
+
+    def leased(self, view: View, *keys: ExpertKey) -> LeaseRequest:
+        """A lease whose copies have landed."""
+        request = self.lease(view, *keys)
+        self.land_all()
+        assert request.is_finished
+        assert request.error is None
+        return request
+
+    def release(self, request: LeaseRequest) -> None:
+        self.planner.leases.release(request.view, request.lease_id)
+
+    def prefetch(self, view: View, *keys: ExpertKey, part: str = "param") -> PrefetchRequest:
+        request = PrefetchRequest(self.namespace, part, None)
+        self.planner.leases.request_prefetch(request, view, keys)
+        return request
+
+    def hold(self, key: ExpertKey, *, is_fill: bool = False) -> SlotRequest:
+        request = SlotRequest(self.namespace, key, is_fill=is_fill)
+        self.planner.working.request_slot(request)
+        return request
+
+    def held(self, key: ExpertKey) -> WorkingCopy:
+        """The key's working copy, loaded and held once more."""
+        request = self.hold(key)
+        self.land_all()
+        assert request.is_finished
+        assert request.error is None
+        return self.namespace.working[key]
+
+    def unhold(self, working: WorkingCopy) -> None:
+        self.planner.working.unhold(self.namespace, working)
+        self.planner.after_working(self.namespace, working)
+
+    def begin_apply(self, *keys: ExpertKey) -> None:
+        """An apply is called with gradients of `keys`; nothing of it has run."""
+        memory = PlainSegment(4096)
+        self.namespace.pending = {key: (GradientRange(memory, 0, 4096),) for key in keys}
+        claimed = self.planner.begin_apply(self.namespace, OPTIONS)
+        self.planner.reserve_extents(self.namespace, claimed)
+
+    def begin_update(self, key: ExpertKey) -> tuple[WorkingCopy, ParamCopy | None]:
+        """The update of `key` is in a worker; the `param` copy that it makes, if any."""
+        working = self.held(key)
+        return working, self.planner.plan_update(self.namespace, working)
+
+    def update(self, *keys: ExpertKey, error: ParamStoreError | None = None) -> None:
+        """An apply of `keys`, from its call to its end."""
+        self.begin_apply(*keys)
+        self.namespace.applies += 1
+        for key in keys:
+            working, copy = self.begin_update(key)
+            self.planner.settle_update(self.namespace, working, copy, error)
+            self.land_all()
+
+    def cut(self) -> Cut:
+        return self.planner.cut(self.namespace)
+
+    def commit(self, step: int) -> None:
+        """A commit of everything so far, from its cut to its end."""
+        self.publish(self.cut(), step)
+
+    def publish(self, cut: Cut, step: int) -> None:
+        for key in sorted(cut.unwritten):
+            self.write(key)
+        row = StepRow(step, cut.sequence, step, len(cut.keys), b"", cut.applies, log=pack_log(cut.log))
+        self.planner.drop_oldest_readers(self.namespace, step)
+        publication = self.namespace.ledger.plan_publish(row, cut.located, self.namespace.held_steps())
+        self.namespace.ledger.settle(publication)
+        for extent in publication.freed:
+            self.space.release(extent)
+        self.planner.settle_cut(self.namespace, is_published=True)
+
+    def begin_write(self, key: ExpertKey, *, urgency: Urgency = Urgency.WRITE_BACK) -> Move:
+        """The write of a dirty record is in a worker."""
+        working = self.namespace.working[key]
+        assert self.planner.working.begin_write(self.namespace, working, urgency)
+        self.start()
+        assert working.move is not None
+        return working.move
+
+    def write(self, key: ExpertKey) -> None:
+        if self.namespace.working[key].state == "dirty":
+            self.begin_write(key)
+        self.land_all()
+
+    def rollback(self, step: int | None = None) -> None:
+        """To `step` (None: the committed one), in a new epoch. Readers of later steps have lost them."""
+        publication = self.namespace.ledger.plan_rollback(self.namespace.committed_step if step is None else step)
+        self.planner.drop_readers(self.namespace, [dropped for _, dropped in publication.drop_steps])
+        self.namespace.ledger.settle(publication)
+        self.namespace.applies, self.namespace.log = publication.namespace.applies, self.namespace.ledger.newest_log
+        self.planner.rollback(self.namespace, epoch=publication.namespace.epoch, freed=publication.freed)
+
+    # --- workers
+
+    def start(self) -> list[Move]:
+        """Takes the moves decided since the last call: workers have them now, and their extents are pinned."""
+        outbox = self.planner.outbox
+        moves, outbox.moves = outbox.moves, []
+        for move in moves:
+            if move.located is not None:
+                self.space.pin(move.located.extent)
+        self.under_way.extend(moves)
+        return moves
+
+    def land(self, move: Move, error: ParamStoreError | None = None) -> None:
+        """A worker is done with `move`: settles it."""
+        self.start()
+        self.under_way.remove(move)
+        if move.located is not None:
+            self.space.unpin(move.located.extent)
+        self.settle(move, error, root=next(self._roots), optimizer_step=3, last_apply=2)
+
+    def land_all(self, error: ParamStoreError | None = None) -> None:
+        while self.start() or self.under_way:
+            self.land(self.under_way[0], error)
+
+    # --- looking
+
+    def copy(self, key: ExpertKey, version: int = 0, epoch: int = 1) -> ParamCopy | None:
+        return self.namespace.find_copy(key, Identity(epoch, version))
+
+    def kinds(self, moves: Sequence[Move]) -> list[tuple[MoveKind, ExpertKey]]:
+        return [(move.kind, move.subject.key) for move in moves]
+
+    def picture(self) -> object:
+        """Every table as plain values: equal pictures mean that nothing changed."""
+        namespace, outbox = self.namespace, self.planner.outbox
+        copies = {
+            key: [(c.identity, c.state, c.slot, c.leases, c.is_prefetched, len(c.waiters)) for c in found]
+            for key, found in namespace.copies.items()
+        }
+        working = {
+            key: (w.state, w.slot, w.identity, w.target, w.uncommitted, w.reserved, w.holders, w.is_cut, len(w.requests))
+            for key, w in namespace.working.items()
+        }
+        arenas = [
+            (list(arena.waiting), [arena.slots.is_taken(slot) for slot in range(arena.slots.count)])
+            for arena in (self.param_arena, self.working_arena)
+        ]
+        views = [(sorted(view.leases), {c.place: n for c, n in view.leased.items()}) for view in namespace.views]
+        decided = [len(box) for box in (outbox.moves, outbox.promoted, outbox.finished, outbox.woken)]
+        return copies, working, arenas, views, decided, self.space.stats(), sorted(namespace.changed), repr(namespace.stats)
+
+    def check(self) -> None:
+        """Every taken slot and extent has exactly one owner. Nothing is under way."""
+        namespace = self.namespace
+        assert not self.under_way
+        copies = [copy.slot for found in namespace.copies.values() for copy in found]
+        resident = [working.slot for working in namespace.resident.values() if working.slot is not None]
+        if self.param_arena is self.working_arena:
+            copies, resident = copies + resident, copies + resident
+        assert sorted(copies) == taken(self.param_arena)
+        assert sorted(resident) == taken(self.working_arena)
+        held = held_extents(namespace)
+        assert len(set(held)) == len(held)
+        (stats,) = self.space.stats()
+        used_bytes = stats.size_bytes - stats.free_bytes - stats.quarantined_bytes
+        assert used_bytes == len(held) * namespace.schema.record_bytes
+
+
+def held_extents(namespace: NamespaceState) -> list[Extent]:
+    """The extents that belong to the namespace: of its rows, and of what is uncommitted or reserved."""
+    copies = namespace.working.values()
+    uncommitted = [working.uncommitted.extent for working in copies if working.uncommitted is not None]
+    return [*namespace.ledger.extents(), *uncommitted, *(copy.reserved for copy in copies if copy.reserved is not None)]
+
+
+def taken(arena: Arena) -> list[int]:
+    return [slot for slot in range(arena.slots.count) if arena.slots.is_taken(slot)]
+
+
+A, B, C, D = ((0, expert) for expert in range(4))
+lease_desk = partial(SmallPlanner, param_slots=5)
+"""With slots for every key beside the reserve: for tests of leases."""
+working_desk = partial(SmallPlanner, param_slots=4)
+"""With fewer working slots than keys: for tests of working copies."""
+cut_desk = partial(SmallPlanner, param_slots=6, working_slots=3)
+"""With slots to spare: for tests of cuts and rollbacks."""
+
+
+def in_state(state: Working) -> tuple[SmallPlanner, WorkingCopy]:
+    """A desk whose key A is in `state`."""
+    small = working_desk(working_slots=3)
+    if state in (Working.DIRTY, Working.WRITING):
+        small.update(A)
+        if state is Working.WRITING:
+            small.begin_write(A)
+    elif state is Working.UPDATING:
+        small.begin_apply(A)
+        small.begin_update(A)
+    elif state is Working.LOADING:
+        small.hold(A)
+        small.start()
+    elif state is Working.CLEAN:
+        small.unhold(small.held(A))
+    working = small.namespace.working[A]
+    assert working.state is state
+    return small, working

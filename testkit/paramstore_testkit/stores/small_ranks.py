@@ -1,0 +1,105 @@
+"""Several ranks of a small store, in a few calls: opening together, calling together, gradients of their own.
+
+The loop's time is simulated, so that a deadline passes at once where nothing else can happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from random import Random
+from typing import Any
+
+import torch
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
+from paramstore.engine.collective import Argument, Call
+from paramstore.engine.namespace import View, WriterGroup
+from paramstore.engine.ranks import Arrival
+from paramstore.engine.store import Store
+from paramstore.optim.tensors import field_tensor
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.sim.loop import VirtualLoop
+from paramstore_testkit.stores.small_store import OPTIONS, create
+
+NAME = "moe"
+
+
+def run_ranks(scenario: Callable[[Store], Coroutine[Any, Any, None]], *, is_new: bool = False, **machine: Any) -> None:
+    """Runs a scenario in simulated time, with a store whose namespace is committed at step 0 (is_new: not there yet)."""
+
+    async def main() -> None:
+        store = Machine(seed=1, **machine).start()
+        if not is_new:
+            store.close_view(await create(store))
+        await scenario(store)
+
+    loop = VirtualLoop(Random(1), shuffles=False)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
+
+
+def arrive(
+    store: Store, rank: int, size: int, *, group: str = "g", at: int | None = None, name: str = NAME
+) -> asyncio.Future[dict[int, View]]:
+    """Rank `rank` of `size` comes to open the namespace."""
+
+    def open_first(formed: WriterGroup) -> Coroutine[Any, Any, View]:
+        return store.admission.open(name, mode="write", at=at, host_bytes=None, group=formed)
+
+    call = Call("open_namespace", (Argument("at", at), Argument("world_size", size)))
+    return store.ranks.open(Arrival(name, group, rank, size), call, open_first)
+
+
+async def open_ranks(store: Store, size: int, *, group: str = "g", at: int | None = None, name: str = NAME) -> list[View]:
+    """All ranks, opened together."""
+    arrivals = [arrive(store, rank, size, group=group, at=at, name=name) for rank in range(size)]
+    return [(await arrival)[rank] for rank, arrival in enumerate(arrivals)]
+
+
+def call(store: Store, view: View, name: str, begin: Callable[[View], object], **arguments: object) -> asyncio.Future[Any]:
+    """One rank's collective call."""
+    return store.ranks.call(view, Call(name, tuple(Argument(*item) for item in arguments.items())), begin)
+
+
+def apply(store: Store, view: View, options: AdamW = OPTIONS) -> asyncio.Future[Any]:
+    return call(store, view, "apply", lambda one: store.apply(one, options, 1.0), lr=options.lr)
+
+
+def norm(store: Store, view: View) -> asyncio.Future[Any]:
+    return call(store, view, "gradient_norm", store.gradient_norm)
+
+
+def commit(store: Store, view: View, step: int) -> asyncio.Future[Any]:
+    return call(store, view, "commit", lambda one: store.commit(one, step, b""), step=step)
+
+
+def rollback(store: Store, view: View, step: int) -> asyncio.Future[Any]:
+    return call(store, view, "rollback", lambda one: store.rollback(one, step), step=step)
+
+
+async def outcomes(futures: Iterable[asyncio.Future[Any]]) -> list[Any]:
+    """What each comes to, its error if it fails."""
+    return await asyncio.gather(*futures, return_exceptions=True)
+
+
+def push_values(store: Store, view: View, gradients: Mapping[ExpertKey, torch.Tensor]) -> None:
+    """One rank's gradients: key -> all elements of all fields, flat and in order."""
+    schema = view.namespace.schema
+    entries = []
+    for key, values in gradients.items():
+        memory, start = PlainSegment(schema.gradient_bytes), 0
+        for field in schema.gradient_fields():
+            field_tensor(memory.view(0, schema.gradient_bytes), field).copy_(values[start : start + field.elements])
+            start += field.elements
+        entries.append((key, memory, 0))
+    store.push(view, entries)
+
+
+async def record(store: Store, view: View, key: ExpertKey) -> torch.Tensor:
+    """All stored fields of a key as `view` sees them, flat."""
+    schema = view.namespace.schema
+    target = PlainSegment(schema.record_bytes).view(0, schema.record_bytes)
+    await store.read(view, key, target)
+    return torch.cat([field_tensor(target, field).clone().float() for field in schema.stored.fields])

@@ -1,0 +1,160 @@
+"""One small namespace on a simulated machine, in a few calls: what the tests of the engine's parts share.
+
+Every initial value is the number of its key, every gradient 1, so that the bytes of a record tell its version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import Schema
+from paramstore.engine.namespace import View
+from paramstore.engine.requests import LeaseRequest
+from paramstore.engine.store import Store
+from paramstore.optim.tensors import field_tensor
+from paramstore_testkit.disks.machine import MIB, Machine, PlainSegment
+from paramstore_testkit.oracles.experts import Tensors
+from paramstore_testkit.oracles.images import filled_values, gradient_of, initial_of, values_in
+
+SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
+EXPERTS = 4
+OPTIONS = AdamW(lr=0.5, weight_decay=0.0)
+LIMIT_S = 20.0
+ONE = 6 * MIB
+"""Host memory for exactly one small namespace."""
+lease_ids = count(1)
+Values = dict[ExpertKey, dict[str, Tensor]]
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Runs a scenario; one that hangs fails, and one in which a callback raises."""
+    raised: list[dict[str, Any]] = []
+
+    async def watched() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+        await asyncio.wait_for(coroutine, LIMIT_S)
+
+    asyncio.run(watched())
+    assert not raised, raised
+
+
+def keys_of(view: View) -> list[ExpertKey]:
+    return list(view.namespace.keys)
+
+
+async def create(
+    store: Store, name: str = "moe", *, schema: Schema = SCHEMA, experts: int = EXPERTS, host_bytes: int | None = None,
+    step: int | None = 0, layers: Sequence[int] = (0,), values_of: Callable[[ExpertKey], Tensors] | None = None,
+) -> View:  # fmt: skip
+    """The writer of a new namespace in which every key has its initial value; committed as `step`, unless None."""
+    view = await store.admission.create(name, schema.describe(), layers=layers, experts=experts, host_bytes=host_bytes)
+    await initialize(store, view, values_of)
+    if step is not None:
+        await store.commit(view, step, b"")
+    return view
+
+
+async def initialize(store: Store, view: View, values_of: Callable[[ExpertKey], Tensors] | None = None) -> None:
+    """values_of: the initial values of a key; its number everywhere if None."""
+    schema = view.namespace.schema
+    await store.initialize_begin(view)
+    for number, key in enumerate(keys_of(view)):
+        values = values_of(key) if values_of is not None else filled_values(schema, number)
+        await store.initialize_put(view, key, initial_of(schema, values))
+    await store.initialize_end(view)
+
+
+async def reader(store: Store, name: str = "moe", at: int | None = None) -> View:
+    return await store.admission.open(name, mode="read", at=at, host_bytes=None)
+
+
+async def writer(store: Store, name: str = "moe", at: int | None = None) -> View:
+    return await store.admission.open(name, mode="write", at=at, host_bytes=None)
+
+
+async def create_again(store: Store, schema: Schema = SCHEMA, *, layers: Sequence[int] = (0,), experts: int = EXPERTS) -> View:
+    return await store.admission.create("moe", schema.describe(), layers=layers, experts=experts, host_bytes=None)
+
+
+def push(store: Store, view: View, keys: Sequence[ExpertKey]) -> None:
+    schema = view.namespace.schema
+    memory = gradient_of(schema, filled_values(schema, 1))
+    store.push(view, [(key, memory, 0) for key in keys])
+
+
+async def train(store: Store, view: View, keys: Sequence[ExpertKey] | None = None) -> dict[str, int]:
+    """One apply with gradients of `keys` (None: all)."""
+    push(store, view, keys_of(view) if keys is None else keys)
+    return await store.apply(view, OPTIONS, 1.0)
+
+
+async def prepared(machine: Machine, *, steps: int = 1) -> tuple[Store, View]:
+    """Committed at 0 to `steps`, and the next step prepared; every record has the version of its step."""
+    store, view = await committed(machine, steps)
+    await train(store, view)
+    await store.prepare(view, steps + 1, b"extra of %d" % (steps + 1))
+    return store, view
+
+
+async def restarted(machine: Machine) -> Store:
+    await machine.crash()
+    return machine.start()
+
+
+async def committed(machine: Machine, steps: int) -> tuple[Store, View]:
+    """Committed at 0 to `steps`; every record has the version of its step."""
+    store = machine.start()
+    view = await create(store)
+    for step in range(1, steps + 1):
+        await train(store, view)
+        await store.commit(view, step, b"extra of %d" % step)
+    return store, view
+
+
+async def lease(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_s: float = 5.0) -> LeaseRequest:
+    """A granted lease; its end is the caller's."""
+    request = store.acquire(view, next(lease_ids), keys, "param")
+    await store.wait_lease(request, timeout_s)
+    return request
+
+
+async def leased(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_s: float = 5.0) -> Values:
+    """The `param` values of `keys` as `view` sees them."""
+    request = await lease(store, view, keys, timeout_s=timeout_s)
+    arena, fields = view.namespace.param_arena, view.namespace.schema.part("param").fields
+    assert arena is not None
+    values = {copy.key: values_in(arena.view(copy.slot), fields) for copy in request.copies}
+    store.release(view, request.lease_id)
+    return values
+
+
+async def first_values(store: Store, view: View, keys: Sequence[ExpertKey] | None = None) -> list[float]:
+    """The first `param` of each key, as `view` sees it."""
+    arena, part = view.namespace.param_arena, view.namespace.schema.part("param")
+    assert arena is not None
+    values = []
+    for key in keys_of(view) if keys is None else keys:
+        request = await lease(store, view, [key])
+        values.append(field_tensor(arena.view(request.copies[0].slot), part.fields[0])[0].item())
+        store.release(view, request.lease_id)
+    return values
+
+
+async def versions(store: Store, view: View) -> list[int]:
+    """The version of each key's record, as it is read back, verified, for `view`."""
+    length_bytes = view.namespace.schema.record_bytes
+    target = PlainSegment(length_bytes).view(0, length_bytes)
+    return [(await store.read(view, key, target)).version for key in keys_of(view)]
+
+
+async def turns(number: int = 50) -> None:
+    """Lets everybody else go on for a while."""
+    for _ in range(number):
+        await asyncio.sleep(0)

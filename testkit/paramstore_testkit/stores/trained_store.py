@@ -1,0 +1,49 @@
+"""A store trained with random gradients beside the model of what its calls mean."""
+
+from __future__ import annotations
+
+import torch
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import Schema
+from paramstore.engine.namespace import View
+from paramstore.engine.store import Store
+from paramstore_testkit.oracles.experts import Expert, State, Tensors, trained
+from paramstore_testkit.oracles.images import gradient_of, random_values
+from paramstore_testkit.stores.small_store import SCHEMA, Values, create
+
+LAYERS, EXPERTS = 2, 4
+KEYS = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
+OPTIONS = AdamW(lr=1e-2)
+
+
+def value_of(key: ExpertKey) -> Tensors:
+    return random_values(SCHEMA, key[0] * 100 + key[1])
+
+
+def gradients_of(keys: list[ExpertKey], seed: int) -> dict[ExpertKey, Tensors]:
+    return {key: random_values(SCHEMA, seed * 10_000 + key[0] * 100 + key[1]) for key in keys}
+
+
+async def make_writer(store: Store, schema: Schema = SCHEMA, *, commit: bool = True) -> View:
+    return await create(store, schema=schema, layers=range(LAYERS), values_of=value_of, step=0 if commit else None)
+
+
+def push(store: Store, view: View, keys: list[ExpertKey], seed: int) -> None:
+    store.push(view, [(key, gradient_of(SCHEMA, values), 0) for key, values in gradients_of(keys, seed).items()])
+
+
+class Model:
+    """What the calls mean. state: every record after the applies so far."""
+
+    def __init__(self) -> None:
+        self.state: State = {key: Expert.initial(value_of(key)) for key in KEYS}
+
+    def apply(self, keys: list[ExpertKey], seed: int) -> None:
+        self.state = trained(self.state, gradients_of(keys, seed), OPTIONS)
+
+    def check(self, values: Values) -> None:
+        for key, fields in values.items():
+            for name, value in fields.items():
+                assert torch.equal(value, self.state[key].masters[name]), (key, name)

@@ -1,0 +1,72 @@
+"""A store with nothing resident, which notes the updates that start: for tests of applies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.residency import Working
+from paramstore.engine.namespace import NamespaceState, View
+from paramstore.engine.store import Store
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_store import SCHEMA, create, run
+
+
+class Site:
+    """A store with nothing resident; `updated` are the keys in the order in which their updates started."""
+
+    def __init__(self, **machine: Any) -> None:
+        self.machine = Machine(**machine)
+        self.store: Store = self.machine.start()
+        self.view: View
+        self.updated: list[ExpertKey] = []
+        self.in_slots: list[int] = []
+        self.writing: list[int] = []
+        """At the start of each update, how many records were being written."""
+        planner = self.store._planner
+        plan_update = planner.plan_update
+
+        def watched(namespace: NamespaceState, working: Any) -> Any:
+            self.updated.append(working.key)
+            self.in_slots.append(len(namespace.resident))
+            self.writing.append(len(namespace.in_state[Working.WRITING]))
+            return plan_update(namespace, working)
+
+        planner.plan_update = watched  # type: ignore[method-assign]
+
+    @property
+    def namespace(self) -> NamespaceState:
+        return self.view.namespace
+
+    def pause(self) -> None:
+        assert self.machine.workers is not None
+        self.machine.workers.pause()
+
+    def resume(self) -> None:
+        assert self.machine.workers is not None
+        self.machine.workers.resume()
+
+    async def evict(self, *keys: ExpertKey) -> None:
+        await self.store.evict(self.view, keys or None, None)
+
+    def leave_slots(self, count: int) -> None:
+        """The working arena has only so many slots; nothing is resident."""
+        assert self.namespace.working_arena is not None
+        while self.namespace.working_arena.slots.free_count > count:
+            self.namespace.working_arena.slots.take()
+
+    def corrupt(self, key: ExpertKey, field: str) -> None:
+        located = self.namespace.working_location(key)
+        assert located is not None
+        self.machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field(field).offset_bytes)
+
+
+def on_site(scenario: Callable[[Site], Coroutine[Any, Any, None]], *, experts: int = 12, **machine: Any) -> None:
+    async def prepared() -> None:
+        site = Site(**machine)
+        site.view = await create(site.store, experts=experts)
+        await site.evict()
+        await scenario(site)
+
+    run(prepared())

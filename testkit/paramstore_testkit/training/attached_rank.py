@@ -1,0 +1,271 @@
+"""A rank of a job that trains the toy model on a store, for torchrun (`-m paramstore_testkit.training.attached_rank ADDRESS MODE`).
+
+Every rank also trains the model in its own memory on all ranks' batches, and compares: what it finds unequal ends it with an error.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.data
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+import paramstore_client as ps
+from paramstore_client.training import Experts, bind, launched
+from paramstore_testkit.training.toy_moe import (
+    EXPERTS,
+    FIELDS,
+    LAYERS,
+    ToyMoE,
+    adamw,
+    batch,
+    initial_value,
+    make_resident,
+    make_stored,
+)
+
+MAX_NORM = 0.1
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+class Job:
+    """This rank's part: the stored model, wrapped, beside the resident one that sees every rank's batches."""
+
+    def __init__(self, store: ps.Store, wrap: Callable[[nn.Module], nn.Module], *, updates_in_backward: bool = False) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.namespace = self._open(store)
+        self.stored = make_stored(self.namespace)
+        self.experts: Experts = bind(self.stored, self.namespace)
+        self.model = wrap(self.stored)
+        self.optimizer = adamw(self.model.parameters())
+        self.experts.attach(self.optimizer, updates_in_backward=updates_in_backward)
+        self.resident = make_resident()
+        self.expected = adamw(self.resident.parameters())
+        self.next_step = 0
+
+    @staticmethod
+    def _open(store: ps.Store) -> ps.Namespace:
+        if any(known["committed_step"] is not None for known in store.namespaces()):
+            return store.open_namespace("moe", mode="write", **launched())
+        schema = ps.adamw_schema(FIELDS, param_dtype="float32")
+        namespace = store.create_namespace("moe", schema, layers=LAYERS, experts=EXPERTS, **launched())
+        namespace.initialize(initial_value)
+        namespace.commit(0).wait()
+        return namespace
+
+    def train(self, steps: int, *, clip: dict[str, Any] | None = None, micro_batches: int = 1) -> None:
+        """Both models, step by step; the norms of both agree."""
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.expected.zero_grad()
+            for micro in range(micro_batches):
+                number = self.next_step * micro_batches + micro
+                with self.experts.accumulate() if micro < micro_batches - 1 else nullcontext():
+                    self.model(batch(number * self.world_size + self.rank)).backward()
+                self.differentiate_resident(number)
+            if clip is not None:
+                norm = clip_grad_norm_(self.model.parameters(), MAX_NORM, **clip)
+                wanted = clip_grad_norm_(self.resident.parameters(), MAX_NORM)
+                torch.testing.assert_close(_whole(norm), wanted, rtol=1e-5, atol=0.0)
+            self.optimizer.step()
+            self.expected.step()
+            self.next_step += 1
+
+    def differentiate_resident(self, number: int | None = None) -> None:
+        """The resident model's gradients of the `number`-th batch of every rank, averaged; None: of the next step."""
+        first = (self.next_step if number is None else number) * self.world_size
+        for rank in range(self.world_size):
+            (self.resident(batch(first + rank)) / self.world_size).backward()
+
+    def check(self, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+        """Dense weights and experts are those of the resident model."""
+        values = {name: _whole(value) for name, value in self.stored.named_parameters() if "sentinel" not in name}
+        for layer, expert in self.namespace.space:
+            record = self.namespace.read((layer, expert))
+            values |= {f"layers.{layer}.weights.{expert}.{name}": record[f"master/{name}"] for name in FIELDS}
+        for name, value in self.resident.named_parameters():
+            assert torch.allclose(values[name], value, rtol=rtol, atol=atol), f"{name}: {values[name]} instead of {value}"
+        assert _whole(self.experts.sentinel.sentinel).item() == 0.0
+
+
+def _whole(value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def shard(model: nn.Module) -> nn.Module:
+    """FSDP2, layer by layer as users do: nothing is said of experts."""
+    assert isinstance(model, ToyMoE)
+    for router in model.routers:
+        fully_shard(router)
+    fully_shard(model)
+    return model
+
+
+class Outer(nn.Module):
+    """A model around the bound one, as a LightningModule is."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.inner(tokens)
+        return loss
+
+
+def nest(model: nn.Module) -> nn.Module:
+    """DDP around a module that has the bound one inside."""
+    return DistributedDataParallel(Outer(model))
+
+
+def replicate(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def train_plainly(job: Job) -> None:
+    """Without clipping bit for bit; then accumulation, whose sums come in another order, and each way of clipping."""
+    job.train(3)
+    job.check()
+    job.train(1, micro_batches=3)
+    job.check(**CLOSE)
+    for foreach in (None, True, False):
+        job.train(2, clip={"foreach": foreach})
+        job.check(**CLOSE)
+
+
+def train_early(job: Job) -> None:
+    """Updates begin in backward: without clipping."""
+    job.train(3)
+    job.check()
+    job.train(2, micro_batches=3)
+    job.check(**CLOSE)
+
+
+def save_and_load(job: Job) -> None:
+    """A distributed checkpoint of everything; what was trained after it is trained again, equally."""
+    job.train(2)
+    job.experts.commit(2)
+    directory = [tempfile.mkdtemp() if job.rank == 0 else ""]
+    dist.broadcast_object_list(directory)
+    path = Path(directory[0])
+    model, optimizer = get_state_dict(job.stored, job.optimizer)
+    save({"model": model, "optimizer": optimizer, "experts": job.experts}, checkpoint_id=path)
+    job.train(2)
+    job.check()
+    job.experts.rollback()
+    model, optimizer = get_state_dict(job.stored, job.optimizer)
+    states = {"model": model, "optimizer": optimizer, "experts": job.experts}
+    job.optimizer.zero_grad()
+    load(states, checkpoint_id=path)
+    set_state_dict(job.stored, job.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    for step in range(job.next_step - 2, job.next_step):
+        job.optimizer.zero_grad()
+        job.model(batch(step * job.world_size + job.rank)).backward()
+        job.optimizer.step()
+    job.check()
+
+
+def restart(job: Job) -> None:
+    """The first start commits a step, goes on and dies; the second goes back to that step and finishes."""
+    if job.namespace.committed_step == 0:
+        job.train(2)
+        job.experts.commit(2).wait()
+        if job.rank == 0:
+            torch.save({"model": job.stored.state_dict(), "optimizer": job.optimizer.state_dict()}, Path(sys.argv[3]))
+        dist.barrier()
+        job.train(1)
+        job.namespace.push({(0, 0): {name: torch.ones(shape) for name, shape in FIELDS.items()}})
+        dist.barrier()
+        raise SystemExit(3)
+    saved = torch.load(Path(sys.argv[3]), weights_only=True)
+    job.stored.load_state_dict(saved["model"])
+    job.optimizer.load_state_dict(saved["optimizer"])
+    for step in range(2):  # the resident model alone, to where the saved one is
+        job.expected.zero_grad()
+        job.differentiate_resident(step)
+        job.expected.step()
+    job.next_step = 2
+    job.check()
+    job.train(2)
+    job.check()
+
+
+def trainer(job: Job) -> None:
+    """transformers' Trainer makes the DDP around the model, splits the batches, clips and saves."""
+    import transformers
+
+    steps = 4
+    batches = [batch(index) for index in range(steps * job.world_size)]
+    constant: Any = torch.optim.lr_scheduler.ConstantLR(job.optimizer, factor=1.0)
+
+    class Trainer(transformers.Trainer):
+        def _get_train_sampler(self, *arguments: object) -> Any:
+            return torch.utils.data.SequentialSampler(batches)
+
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *arguments: object, **others: object) -> Any:
+            return model(inputs["tokens"][0])
+
+    arguments = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(), use_cpu=True, max_steps=steps, per_device_train_batch_size=1, max_grad_norm=MAX_NORM,
+        report_to=[], save_steps=3, disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    Trainer(
+        model=job.stored, args=arguments, train_dataset=batches, optimizers=(job.optimizer, constant),
+        data_collator=lambda rows: {"tokens": torch.stack(rows)}, callbacks=[ps.hf.trainer_callback(job.stored)],
+    ).train()  # fmt: skip
+    for _ in range(steps):
+        job.expected.zero_grad()
+        job.differentiate_resident()
+        clip_grad_norm_(job.resident.parameters(), MAX_NORM)
+        job.expected.step()
+        job.next_step += 1
+    job.check(**CLOSE)
+    assert job.namespace.steps() == [3, steps]
+
+
+def keep(model: nn.Module) -> nn.Module:
+    return model
+
+
+MODES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Job], None]]] = {
+    "ddp": (replicate, train_plainly),
+    "fsdp2": (shard, train_plainly),
+    "checkpoint": (shard, save_and_load),
+    "trainer": (keep, trainer),
+    "nested": (nest, train_plainly),
+    "restart": (replicate, restart),
+    "early ddp": (replicate, train_early),
+    "early fsdp2": (shard, train_early),
+}
+
+
+def main() -> None:
+    address, mode = sys.argv[1:3]
+    wrap, act = MODES[mode]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        with ps.connect(address) as store:
+            act(Job(store, wrap, updates_in_backward=mode.startswith("early")))
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""A random life of two namespaces with equal gradients: one is updated by plain applies, the other by applies that begin early.
+
+After every step all their records are equal bit for bit. While an apply is open a lease sees what that apply makes of the keys it
+has claimed, and of all others the state before. Arenas are small, pushes, micro-batches, ranks and workers come in random order,
+and applies are given up by abort, rollback and a new writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import Schema
+from paramstore.engine.collective import Call
+from paramstore.engine.namespace import View
+from paramstore.errors import CapacityError, LeaseError, StepFailed, StepOutOfOrder
+from paramstore.optim.tensors import field_tensor
+from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.oracles.images import random_values, values_in
+from paramstore_testkit.stores.small_ranks import open_ranks
+from paramstore_testkit.stores.small_store import create, leased, turns, writer
+
+SHAPES = {"w": (4, 16), "v": (32,)}
+LAYERS, EXPERTS = 3, 4
+KEYS: list[ExpertKey] = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
+PLAIN, EARLY = "plain", "early"
+Gradients = dict[tuple[int, ExpertKey], list[torch.Tensor]]
+"""By rank and key: one for each micro-batch that hit it, flat."""
+
+
+class EarlyTrial:
+    """One seed's run. figures: what happened, and how often."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.ranks = self.random.choice((1, 1, 2))
+        self.updates = self.random.choice(("exact", "touched"))
+        self.dtype = getattr(torch, dtype := self.random.choice(("float32", "bfloat16")))
+        self.schema = Schema.adamw(SHAPES, param_dtype=dtype, updates=self.updates)
+        self.machine = Machine(seed=seed, host_budget_bytes=24 << 20, policy=self.random.choice(("lru", "schedule")))
+        self.figures = Counter[str]()
+        self.groups, self.committed = 0, 0
+        self.views: dict[str, list[View]] = {}
+
+    async def begin(self) -> None:
+        self.store = self.machine.start()
+        for name in (PLAIN, EARLY):
+            view = await create(
+                self.store, name, schema=self.schema, layers=range(LAYERS), experts=EXPERTS,
+                values_of=lambda key: random_values(self.schema, KEYS.index(key)),
+            )  # fmt: skip
+            self.store.close_view(view)
+            await self.open(name)
+
+    async def open(self, name: str) -> None:
+        """Its writer, or its ranks, come anew."""
+        self.groups += 1
+        if self.ranks == 1:
+            self.views[name] = [await writer(self.store, name)]
+        else:
+            self.views[name] = await open_ranks(self.store, self.ranks, group=f"g{self.groups}", name=name)
+        self.shrink(self.views[name][0])
+
+    def shrink(self, view: View) -> None:
+        for arena, least in ((view.namespace.working_arena, 1), (view.namespace.param_arena, 3)):
+            assert arena is not None
+            arena.planned_slots = self.random.randint(least, 9)
+            while arena.slots.free_count and arena.slots.count - getattr(arena, "stolen", 0) > arena.planned_slots:
+                arena.slots.take()
+                arena.stolen = getattr(arena, "stolen", 0) + 1  # type: ignore[attr-defined]
+
+    def together(self, name: str, call: str, begin: Callable[[View], Any]) -> asyncio.Future[Any]:
+        """Of all ranks. What it comes to is that of the first."""
+        views = self.views[name]
+        if self.ranks == 1:
+            return asyncio.ensure_future(_awaited(begin(views[0])))
+        futures = [self.store.ranks.call(view, Call(call), begin) for view in views]
+        for future in futures[1:]:
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return futures[0]
+
+    # --- gradients
+
+    def gradients(self) -> Gradients:
+        share, found = self.random.choice((0.3, 0.7, 1.0)), Gradients()
+        for key in KEYS:
+            for rank in range(self.ranks):
+                if self.random.random() < share:
+                    count = self.random.choice((1, 1, 2))
+                    elements = sum(field.elements for field in self.schema.gradient_fields())
+                    found[rank, key] = [torch.randn(elements).to(self.dtype) for _ in range(count)]
+        return found
+
+    def push(self, name: str, rank: int, places: dict[ExpertKey, PlainSegment], *, is_last: bool = False) -> None:
+        entries = [(key, memory, 0) for key, memory in places.items()]
+        self.store.push(self.views[name][rank], entries, is_last=is_last)
+
+    def segment(self, values: torch.Tensor) -> PlainSegment:
+        memory, start = PlainSegment(self.schema.gradient_bytes), 0
+        for field in self.schema.gradient_fields():
+            field_tensor(memory.view(0, self.schema.gradient_bytes), field).copy_(values[start : start + field.elements])
+            start += field.elements
+        return memory
+
+    # --- a step
+
+    async def step(self) -> None:
+        gradients, options = self.gradients(), AdamW(lr=self.random.random() / 10, weight_decay=self.random.choice((0.0, 0.1)))
+        before = await self.params(PLAIN)
+        for (rank, key), batches in gradients.items():
+            self.push(PLAIN, rank, {key: self.segment(sum(batches[1:], batches[0]))})
+        await self.together(PLAIN, "apply", lambda view: self.store.apply(view, options, 0.5))
+        after = await self.params(PLAIN)
+        places = {at: self.segment(batches[0]) for at, batches in gradients.items() if len(batches) > 1}
+        for (rank, key), memory in places.items():
+            self.push(EARLY, rank, {key: memory})
+        begun = self.together(EARLY, "begin_apply", lambda view: self.store.begin_apply(view, options, 0.5))
+        begun.add_done_callback(lambda done: done.cancelled() or done.exception())
+        way = self.random.choice(("end",) * 7 + ("abort", "rollback", "reopen"))
+        await self.push_early(gradients, places, before, after, until=len(gradients) if way == "end" else self.random.randint(0, 4))
+        self.figures[way] += 1
+        if way == "end":
+            result = await self.together(EARLY, "end_apply", self.store.end_apply)
+            assert result == await begun
+            assert result["records"] == len({key for _, key in gradients})
+        else:
+            await self.give_up(way)
+        await self.compare()
+
+    async def push_early(
+        self, gradients: Gradients, places: dict[tuple[int, ExpertKey], PlainSegment], before: dict[ExpertKey, torch.Tensor],
+        after: dict[ExpertKey, torch.Tensor], *, until: int,
+    ) -> None:  # fmt: skip
+        """Last gradients, layer by layer backwards, ranks out of step; some keys are left for the end."""
+        order = sorted(gradients, key=lambda at: (-at[1][0], self.random.random()))
+        for rank, key in order[:until]:
+            batches = gradients[rank, key]
+            if len(batches) > 1 and self.random.random() < 0.7:  # the last micro-batch hits it too
+                memory = places[rank, key]
+                self.add(memory, batches[1])
+                self.push(EARLY, rank, {key: memory}, is_last=True)
+            elif len(batches) > 1:
+                self.add(places[rank, key], batches[1])  # was pushed before, by a micro-batch that is over
+            else:
+                self.push(EARLY, rank, {key: self.segment(batches[0])}, is_last=True)
+            await turns(self.random.choice((0, 0, 1, 8)))
+            await self.look(before, after)
+
+    def add(self, memory: PlainSegment, values: torch.Tensor) -> None:
+        start, image = 0, memory.view(0, self.schema.gradient_bytes)
+        for field in self.schema.gradient_fields():
+            field_tensor(image, field).add_(values[start : start + field.elements])
+            start += field.elements
+
+    async def look(self, before: dict[ExpertKey, torch.Tensor], after: dict[ExpertKey, torch.Tensor]) -> None:
+        """A lease of any key; and what an open apply refuses."""
+        claims = self.views[EARLY][0].namespace.open_apply
+        assert claims is not None
+        key = self.random.choice(KEYS)
+        expected = after[key] if key in claims.gradients else before[key]
+        try:
+            seen = await self.param(EARLY, key)
+        except (CapacityError, LeaseError):
+            return
+        assert torch.equal(seen, expected), f"{key}, {'claimed' if key in claims.gradients else 'unclaimed'}"
+        self.figures["claimed seen" if key in claims.gradients else "unclaimed seen"] += 1
+        if claims.gradients and self.random.random() < 0.2:
+            try:
+                await self.store.write_back(self.views[EARLY][0], None)
+            except StepOutOfOrder:
+                self.figures["refused"] += 1
+            else:
+                raise AssertionError("a write-back ran while an apply was under way")
+
+    async def give_up(self, way: str) -> None:
+        """The early namespace drops its apply; both go back to the committed step."""
+        claims = self.views[EARLY][0].namespace.open_apply
+        assert claims is not None
+        if way == "abort":
+            try:
+                await self.together(EARLY, "abort", self.store.abort)
+            except StepFailed:
+                assert claims.gradients
+                self.figures["abort refused"] += 1
+        if way == "reopen":
+            for view in self.views[EARLY]:
+                if self.random.random() < 0.5:  # else the new writer fences it
+                    self.store.close_view(view)
+            await self.open(EARLY)
+        else:
+            await self.together(EARLY, "rollback", lambda view: self.store.rollback(view, self.committed))
+        await self.together(PLAIN, "rollback", lambda view: self.store.rollback(view, self.committed))
+
+    async def commit(self) -> None:
+        self.committed += 1
+        for name in (PLAIN, EARLY):
+            await self.together(name, "commit", lambda view: self.store.commit(view, self.committed, b""))
+
+    # --- looking
+
+    async def param(self, name: str, key: ExpertKey) -> torch.Tensor:
+        found = await leased(self.store, self.views[name][0], [key], timeout_s=10.0)
+        return torch.cat([value.flatten() for value in found[key].values()])
+
+    async def params(self, name: str) -> dict[ExpertKey, torch.Tensor]:
+        return {key: await self.param(name, key) for key in KEYS}
+
+    async def record(self, name: str, key: ExpertKey) -> list[torch.Tensor]:
+        length_bytes = self.schema.record_bytes
+        target = PlainSegment(length_bytes).view(0, length_bytes)
+        await self.store.read(self.views[name][0], key, target)
+        return list(values_in(target, self.schema.stored.fields).values())
+
+    async def compare(self) -> None:
+        for key in KEYS:
+            plain, early = await self.record(PLAIN, key), await self.record(EARLY, key)
+            assert all(map(torch.equal, plain, early)), key
+            self.figures["compared"] += 1
+
+
+async def _awaited(result: Any) -> Any:
+    return await result if asyncio.iscoroutine(result) else result
+
+
+def run_seed(seed: int, *, steps: int = 8) -> EarlyTrial:
+    """One run; a failure names its seed."""
+    trial = EarlyTrial(seed)
+
+    async def main() -> None:
+        torch.manual_seed(seed)
+        await trial.begin()
+        for _ in range(steps):
+            await trial.step()
+            if trial.random.random() < 0.4:
+                await trial.commit()
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60.0))
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+    return trial

@@ -1,0 +1,111 @@
+"""The trial of `store_trial` with two ranks that write together, in an order of visits that they declare, and that get lost.
+
+The bits of torch's optimizer hold whichever rank pushes, leases or calls; after a rank is gone they hold of every step that is
+there, once all have opened the namespace again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.visits import apply_visits, training_visits
+from paramstore.engine.collective import Call
+from paramstore.engine.namespace import View, WriterGroup
+from paramstore.engine.ranks import Arrival
+from paramstore.errors import LeaseError, RankLost, StepFailed, TicketCancelled, WriterFenced
+from paramstore_testkit.oracles.experts import State
+from paramstore_testkit.trials.store_trial import NAME, Gradients, StoreTrial
+
+RANKS = 2
+LOSES = 0.04
+"""How often an act is the loss of a rank."""
+LOST = (RankLost, WriterFenced, StepFailed, LeaseError, TicketCancelled, asyncio.CancelledError)
+"""What calls under way may end with when a rank is gone."""
+
+
+class RanksTrial(StoreTrial):
+    """One seed's run. writers: by rank; `writer` is the one that calls next."""
+
+    def __init__(self, seed: int, *, updates: str) -> None:
+        super().__init__(seed, updates=updates)
+        self.writers: dict[int, View] = {}
+        self.group = 0
+
+    async def open_writer(self, *, is_new: bool = False) -> View:
+        admission, description = self.store.admission, self.schema.describe()
+        self.group += 1
+
+        def open_first(group: WriterGroup) -> Coroutine[Any, Any, View]:
+            if is_new:
+                return admission.create(NAME, description, layers=range(2), experts=5, host_bytes=None, group=group)
+            return admission.open(NAME, mode="write", at=None, host_bytes=None, group=group)
+
+        old = list(self.writers.values())
+        arrivals = [Arrival(NAME, f"run/{self.group}", rank, RANKS) for rank in self.random.sample(range(RANKS), RANKS)]
+        waits = [self.store.ranks.open(arrival, Call("open_namespace"), open_first) for arrival in arrivals]
+        self.writers = (await asyncio.gather(*waits))[0]
+        for view in old:
+            self.store.close_view(view)
+        if self.random.random() < 0.7:
+            for view in self.writers.values():
+                self.store.declare_schedule(view, training_visits(range(2), is_exact=True), apply_visits(range(2)))
+        return self.some_writer()
+
+    def some_writer(self) -> View:
+        return self.writers[self.random.randrange(RANKS)]
+
+    def push(self, share: float) -> Gradients:
+        """Ranks push in any order, and are summed in rank order, in the gradient dtype."""
+        order = self.random.sample(range(RANKS), RANKS)
+        pushed = {rank: self.push_as(self.writers[rank], share / RANKS) for rank in order}
+        total = Gradients()
+        for rank in range(RANKS):
+            for key, fields in pushed[rank].items():
+                total[key] = {name: total[key][name] + value for name, value in fields.items()} if key in total else fields
+        return total
+
+    async def read(self, view: View, key: ExpertKey, expected: State) -> None:
+        """Where an apply was given up a record is read as it stands before that; its identity says so."""
+        try:
+            await super().read(view, key, expected)
+        except AssertionError:
+            if view.step is not None or (view.namespace.broken is None and not view.is_fenced and not view.is_closed):
+                raise
+
+    async def act(self) -> None:
+        self.writer = self.some_writer()
+        if self.random.random() < LOSES and self.writer.namespace.committed_step is not None:
+            await self.lose_a_rank()
+        else:
+            await super().act()
+
+    async def lose_a_rank(self) -> None:
+        """In the middle of whatever is under way; then all ranks open the namespace again."""
+        for _ in range(self.random.choice((0, 0, 1, 5, 20))):
+            await asyncio.sleep(0)
+        gone = self.writers.pop(self.random.randrange(RANKS))
+        if self.random.random() < 0.5:
+            self.store.close_view(gone)
+        else:  # its process lives on, and may read what it leased
+            self.store.end_writing(gone, reason="is gone")
+        if self.random.random() < 0.5:
+            self.tasks, tasks = [], self.tasks
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            check_outcomes(found)
+        self.figures["lost"] += 1
+        self.writer = await self.open_writer()
+        self.store.close_view(gone)
+        tasks, self.tasks = self.tasks, []
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        check_outcomes(found)
+        await self.check_reopened()
+
+
+def check_outcomes(found: list[Any]) -> None:
+    """Nothing but results, and what a lost rank brings with it."""
+    wrong = [error for error in found if isinstance(error, BaseException) and not isinstance(error, LOST)]
+    if wrong:
+        raise wrong[0]

@@ -1,0 +1,296 @@
+"""What a planner's callers do, each call made of the planner and of the model of it: `tests/properties/test_residency_model.py`
+chooses which, and in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import pytest
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Identity
+from paramstore.core.residency import Working
+from paramstore.engine.namespace import WorkingCopy
+from paramstore.engine.requests import SlotRequest, Urgency
+from paramstore.errors import CapacityError, VolumeError, WaitTimeout
+from paramstore.sim.world import FIRST
+from paramstore_testkit.stores.small_planner import SmallPlanner
+from paramstore_testkit.trials.residency_checks import ResidencyChecks
+from paramstore_testkit.trials.residency_model import ModelLease, ModelView, ResidencyModel
+
+T = TypeVar("T")
+
+
+def chosen(items: Sequence[T], pick: int) -> T:
+    return items[pick % len(items)]
+
+
+class ResidencyActs(ResidencyChecks):
+    """Everybody who calls the planner: views, whoever reads slots, one apply and one commit at a time."""
+
+    def begin(self, small: SmallPlanner, *, dirty: Sequence[ExpertKey]) -> None:
+        """A writer and a reader have opened the namespace; the keys of `dirty` were updated and not written."""
+        self.small, self.planner, self.namespace = small, small.planner, small.namespace
+        self.model = ResidencyModel(small.keys, FIRST)
+        self.holds, self.claimed, self.updating = [], [], []
+        self.is_applying, self.cut = False, None
+        self.quarantined, self.orphans, self.prefetches = [], [], []
+        self.finished, self.known = set(), set()
+        for key in dirty:
+            self._begin_dirty(key)
+        self.model.views += [ModelView(self.small.writer(), None), ModelView(self.small.reader(), 0)]
+
+    def _begin_dirty(self, key: ExpertKey) -> None:
+        """The record has been updated; those before it were written if they had to give their slot."""
+        for other in list(self.namespace.resident):
+            self.small.write(other)
+        self.small.update(key)
+        self.model.newest[key] = self.model.target[key] = Identity(1, self.model.newest[key].version + 1)
+
+    # --- views
+
+    def open_reader(self, pick: int) -> None:
+        step = chosen(sorted(self.model.steps), pick)
+        self.model.views.append(ModelView(self.small.reader(step), step))
+
+    def open_writer(self, pick: int) -> None:
+        """Fences the writer there is and takes back what it has not committed."""
+        if self.model.writer() and pick:
+            return
+        writer = self.model.writer()
+        if writer is not None:
+            writer.is_fenced = writer.view.is_fenced = True
+        self._roll_back(max(self.model.steps))
+        self.model.views.append(ModelView(self.small.writer(), None))
+
+    def close_view(self, pick: int) -> None:
+        view = chosen(self.model.open_views(), pick)
+        view.is_closed = True
+        for lease in self.model.leases:
+            if lease.owner is view:
+                self.ended(lease)
+        self.planner.leases.close_view(view.view)
+
+    def end_writing(self, pick: int) -> None:
+        """The writer's connection is gone, its process is not."""
+        writer = self.model.writer()
+        if pick or writer is None:
+            return
+        writer.is_fenced = True
+        writer.view.end_writing()
+
+    def refresh(self, pick: int) -> None:
+        view = chosen([view for view in self.model.open_views() if view.step is not None], pick)
+        view.step, view.is_dropped = max(self.model.steps), False
+        self.planner.leases.move_view(view.view, view.step)
+
+    def protect(self, pick: int, keys: set[ExpertKey]) -> None:
+        chosen(self.model.open_views(), pick).view.protected = frozenset(keys)
+
+    # --- leases
+
+    def release(self, pick: int) -> None:
+        """Of whatever was asked for last, even if it is over; what still waits is cancelled instead, as a session does."""
+        lease = chosen(self.model.leases[-6:], pick)
+        if lease.is_ended or lease.request.is_finished:
+            self.ended(lease)
+            self.small.release(lease.request)
+
+    def cancel(self, pick: int) -> None:
+        """The client gives it up, or its time is over."""
+        lease = chosen(self.running(), pick)
+        self.ended(lease)
+        self.planner.leases.cancel_lease(lease.request, WaitTimeout("enough"))
+
+    def ask(self, owner: ModelView, keys: Sequence[ExpertKey]) -> None:
+        """A lease request: given, queued, or refused as the model says, and then nothing has changed."""
+        waiting = [
+            key for lease in self.running() if lease.owner is owner and lease.is_waiting
+            and not self.model.is_never_made(owner, lease.keys, self.found(owner, lease.keys)) for key in lease.keys
+        ]  # fmt: skip
+        leased = self.model.leased(owner)
+        awaited = {key for key, copy in zip(waiting, self.found(owner, waiting), strict=True) if copy not in leased}
+        refusal = self.model.refusal(owner, keys, self.found(owner, keys), awaited)
+        if refusal is not None:
+            before = self.small.picture()
+            with pytest.raises(refusal):
+                self.small.lease(owner.view, *keys)
+            assert self.small.picture() == before
+            return
+        request = self.small.lease(owner.view, *keys)
+        self.model.leases.append(ModelLease(request, owner, tuple(keys)))
+
+    def crowd(self, first: ModelView, second: ModelView, *, spare: int) -> None:
+        """Loads that have not landed leave `spare` slots: `first` asks for one more and waits, `second` for one and waits too."""
+        absent = [key for key in self.model.keys if self.found(second, [key]) == [None]]
+        for key in absent[: max(0, len(absent) - spare - 1)]:
+            if self._slots_left() > spare:
+                self.prefetches.append(self.small.prefetch(second.view, key))
+        wanted = [key for key in self.model.keys if self.found(first, [key]) == [None]][: spare + 1]
+        if wanted:
+            self.ask(first, wanted)
+        if absent:
+            self.ask(second, absent[-1:])
+
+    def _slots_left(self) -> int:
+        idle = [copy for copies in self.namespace.copies.values() for copy in copies if not copy.leases and copy.move is None]
+        return self.small.param_arena.slots.free_count + len(idle)
+
+    # --- slots
+
+    def hold(self, key: ExpertKey) -> None:
+        working = self.namespace.working[key]
+        self.holds.append((self.small.hold(key), working))
+
+    def let_go(self, pick: int) -> None:
+        """Whoever held it is done; whoever still waits gives up, as the loader does."""
+        request, working = self.holds.pop(pick % len(self.holds))
+        if request.is_finished:
+            if request.error is None:
+                self.small.unhold(working)
+            return
+        if request in self.small.working_arena.waiting:
+            self.small.working_arena.waiting.remove(request)
+        if request in working.requests:
+            working.requests.remove(request)
+        request.is_finished, request.error = True, WaitTimeout("given up")
+        self.finished.add(request)
+
+    def write(self, pick: int) -> None:
+        dirty = [working for working in self.namespace.resident.values() if working.state is Working.DIRTY]
+        if dirty:
+            self.planner.working.begin_write(self.namespace, chosen(dirty, pick), Urgency.WRITE_BACK)
+
+    def evict(self, key: ExpertKey, is_param: bool) -> None:
+        evict = self.planner.evict_param if is_param else self.planner.evict_working
+        evict(self.namespace, key)
+        self.planner.leases.pump(self.namespace)
+
+    # --- applies
+
+    def call_apply(self, keys: set[ExpertKey]) -> None:
+        self.namespace.pending = dict.fromkeys(sorted(keys))  # type: ignore[assignment]
+        self.claimed.append(dict.fromkeys(self.planner.begin_apply(self.namespace)))
+        for key in keys:
+            self.model.target[key] = Identity(self.model.epoch, self.model.target[key].version + 1)
+
+    def _break(self) -> None:
+        self.model.is_broken, self.is_applying, self.claimed = True, False, []
+        self.planner.mark_broken(self.namespace, "an apply failed")
+
+    def go_on_with_the_apply(self, key: ExpertKey) -> None:
+        """Begins it if need be; then holds one of its records, begins its update if it is held alone."""
+        keys = self.claimed[0]
+        try:
+            if not self.is_applying:
+                self.planner.reserve_extents(self.namespace, keys)
+                self.is_applying = True
+            self._update(next((held for held in keys if self._hold_of(held)), key if key in keys else next(iter(keys))))
+        except CapacityError:
+            if self.cut is None and not self.planner.is_space_returning:
+                self._break()
+
+    def _hold_of(self, key: ExpertKey) -> tuple[SlotRequest, WorkingCopy] | None:
+        working = self.namespace.working[key]
+        return next((hold for hold in self.holds if hold[1] is working and hold[0].is_finished and not hold[0].error), None)
+
+    def _update(self, key: ExpertKey) -> None:
+        working = self.namespace.working[key]
+        if all(held is not working for _, held in self.holds):
+            self.holds.append((self.small.hold(key), working))
+            self.small.start()
+        if not self._hold_of(key) and working.move in self.small.under_way:
+            self.small.land(working.move)
+        mine = self._hold_of(key)
+        if mine is None:
+            return  # it waits for a slot
+        if not self.planner.working.may_update(working):
+            return
+        self.planner.reserve_extents(self.namespace, [key])
+        self.holds.remove(mine)
+        self.updating.append((working, self.planner.plan_update(self.namespace, working)))
+        del self.claimed[0][key]
+        if not self.claimed[0]:
+            del self.claimed[0]
+            self.is_applying = False
+
+    def settle_update(self, pick: int, outcome: int) -> None:
+        working, copy = self.updating.pop(pick % len(self.updating))
+        is_orphan, error = working.is_orphan, VolumeError("torn") if outcome == 7 else None
+        self.planner.settle_update(self.namespace, working, copy, error)
+        if is_orphan:
+            return
+        if error is not None:
+            self._break()
+        else:
+            key = working.key
+            self.model.newest[key] = Identity(self.model.epoch, self.model.newest[key].version + 1)
+
+    # --- commits
+
+    def begin_commit(self) -> None:
+        changed = self.model.changed()
+        self.cut = self.small.cut()
+        self.model.cut = changed
+        assert self.cut.keys == changed.keys()
+
+    def is_updating(self) -> bool:
+        return any(not working.is_orphan for working, _ in self.updating)
+
+    def go_on_with_the_commit(self, pick: int) -> None:
+        """Writes what is to be written, publishes when all is; one in twelve fails."""
+        assert self.cut is not None
+        for key in sorted(self.cut.unwritten):
+            working = self.namespace.working[key]
+            if working.state is Working.DIRTY:
+                self.planner.working.begin_write(self.namespace, working, Urgency.DEMAND)
+        if pick == 0 or self.model.is_broken:
+            self._fail_commit()
+        elif not self.cut.unwritten:
+            step = max(self.model.steps) + 1
+            self.model.publish(step)
+            self.small.publish(self.cut, step)
+            self.cut = None
+
+    def _fail_commit(self) -> None:
+        self.model.cut = self.cut = None
+        self.planner.settle_cut(self.namespace, is_published=False)
+
+    # --- rollbacks
+
+    def roll_back(self, pick: int) -> None:
+        if pick == 0 or (pick < 4 and self.model.is_broken):
+            self._roll_back(chosen(sorted(self.model.steps), pick))
+
+    def _roll_back(self, step: int) -> None:
+        self.is_applying, self.claimed = False, []
+        self.model.roll_back(step)
+        before = list(self.namespace.working.values())
+        self.small.rollback(step)
+        self.orphans += [working for working in before if working.slot is not None]
+
+    # --- the end
+
+    def end(self) -> None:
+        """Once everybody has gone and everything has landed, nobody waits and only what is resident has a slot."""
+        while self.updating:
+            self.settle_update(0, 0)
+            self.drain()
+        if self.cut is not None:
+            self._fail_commit()
+        self._roll_back(max(self.model.steps))  # what an apply was to make is not waited for any more
+        for view in self.model.open_views():
+            self.close_view(self.model.open_views().index(view))
+        self.check_all()
+        for _ in range(3):
+            while self.holds:
+                self.let_go(0)
+            self.small.land_all()
+            self.check_all()
+        assert not self.small.param_arena.waiting
+        assert not self.small.working_arena.waiting
+        assert not self.small.under_way
+        assert all(not copy.leases for copies in self.namespace.copies.values() for copy in copies)
+        assert not self.prefetches

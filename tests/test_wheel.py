@@ -1,0 +1,23 @@
+"""The wheel holds what users install: the three packages, without the test kit, tests or benches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_product_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    packages = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert packages == {"paramstore", "paramstore_client", "paramstore_native"}
+    assert {"paramstore/testing/volumes.py", "paramstore_native/adamw.c", "paramstore_client/py.typed"} <= set(names)
