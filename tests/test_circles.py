@@ -1,0 +1,83 @@
+"""No module leads back to itself by its imports, types and late ones counted, in any package; and no folder does.
+
+Python minds only circles that run; a reader who wants to know one file of a circle must know them all.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from paramstore_testkit.source import modules, tree
+
+DEEPEST = 5
+KNOWN = frozenset({
+    "paramstore.engine.advance", "paramstore.engine.catch_up", "paramstore.engine.copies", "paramstore.engine.leases",
+    "paramstore.engine.moves", "paramstore.engine.namespace", "paramstore.engine.order", "paramstore.engine.planner",
+    "paramstore.engine.promises", "paramstore.engine.ranks", "paramstore.engine.requests", "paramstore.engine.runner",
+    "paramstore.engine.scheduler", "paramstore.engine.schedules", "paramstore.engine.slot_requests",
+    "paramstore.engine.transfer_log", "paramstore.engine.transfers", "paramstore.engine.working",
+    "paramstore_client.connection", "paramstore_client.namespace", "paramstore_client.steps", "paramstore_client.ticket",
+    "paramstore_client.training.attachment", "paramstore_client.training.early", "paramstore_client.training.experts",
+    "paramstore_client.training.sentinel", "paramstore_testkit.crash.initialization", "paramstore_testkit.crash.life",
+    "paramstore_testkit.sim.client", "paramstore_testkit.sim.openings", "paramstore_testkit.sim.operations",
+    "paramstore_testkit.sim.requests", "paramstore_testkit.sim.steps", "paramstore_testkit.sim.world",
+})  # fmt: skip
+"""Rooms that are in a circle still. The list may only get shorter."""
+
+Arrows = dict[str, set[str]]
+"""For each room, a module or a folder, the rooms whose modules it imports."""
+
+
+def test_no_room_leads_back_to_itself() -> None:
+    files = file_arrows()
+    found = {room for depth in range(1, DEEPEST + 1) for room in in_circles(room_arrows(files, depth))}
+    assert found == KNOWN, f"new circles: {sorted(found - KNOWN)}; take out of KNOWN: {sorted(KNOWN - found)}"
+
+
+def test_a_circle_is_found() -> None:
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == {"a", "b", "c"}
+    assert room_arrows({"p.x.a": {"p.y.b"}, "p.y.b": {"p.y.c"}, "p.y.c": set()}, 1) == {"p.x": {"p.y"}, "p.y": set()}
+
+
+def file_arrows() -> Arrows:
+    files = dict(modules())
+    return {name: set(_imported(path, files)) - {name} for name, path in files.items()}
+
+
+def room_arrows(files: Arrows, depth: int) -> Arrows:
+    """The arrows between rooms of names that are so many dots deep: what lies deeper counts for the folder that it is in."""
+    arrows: Arrows = {}
+    for source, targets in files.items():
+        room = _room(source, depth)
+        arrows.setdefault(room, set()).update({_room(target, depth) for target in targets} - {room})
+    return arrows
+
+
+def in_circles(arrows: Arrows) -> set[str]:
+    return {room for room in arrows if room in _reached(room, arrows)}
+
+
+def _reached(start: str, arrows: Arrows) -> set[str]:
+    seen: set[str] = set()
+    todo = list(arrows[start])
+    while todo:
+        room = todo.pop()
+        if room not in seen:
+            seen.add(room)
+            todo.extend(arrows.get(room, ()))
+    return seen
+
+
+def _room(module: str, depth: int) -> str:
+    return ".".join(module.split(".")[: depth + 1])
+
+
+def _imported(path: Path, files: dict[str, Path]) -> Iterator[str]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name in files)
+        elif isinstance(node, ast.ImportFrom) and node.module in files:
+            inner = {f"{node.module}.{name.name}" for name in node.names}
+            yield from (name if name in files else node.module for name in inner)

@@ -1,0 +1,114 @@
+"""How large files, folders, classes, functions and signatures may be.
+
+What is larger stands in a table with its size: an entry may only shrink, and goes when it is needed no more.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+from paramstore_testkit.source import Function, classes, functions, modules
+
+FILE_LINES, BODY_LINES, FOLDER_MODULES, CLASS_METHODS, CLASS_ATTRIBUTES, PARAMETERS = 400, 50, 16, 30, 20, 8
+
+CROWDED = {
+    "paramstore.bench": 30, "paramstore.engine": 48, "paramstore.storage": 23, "paramstore_client": 34, "paramstore_client.hf": 25,
+}  # fmt: skip
+LARGE = {
+    "paramstore.storage.extents.Space": (36, 11),  # one set of guarantees over one set of ranges
+    "paramstore.storage.ledger.Ledger": (32, 5),  # the rules of one table
+    "paramstore_client.namespace.Namespace": (66, 21),  # one page for its users
+    "paramstore.daemon.session.Session": (34, 19),
+    "paramstore.engine.namespace.NamespaceState": (14, 32),
+    "paramstore.engine.scrub_progress.Scrub": (2, 22),
+    "paramstore.engine.store.Store": (45, 24),
+    "paramstore_testkit.sim.client.SimClient": (20, 21),
+    "paramstore_testkit.sim.model.NamespaceModel": (24, 23),
+    "paramstore_testkit.sim.world.World": (27, 26),
+    "paramstore_testkit.trials.ranks_trial.RanksTrial": (33, 22),
+    "paramstore_testkit.trials.residency_acts.ResidencyActs": (44, 14),
+    "paramstore_testkit.trials.store_trial.StoreTrial": (31, 20),
+}
+"""Methods and attributes. The first three stay, for the reasons beside them."""
+WIDE = {
+    "paramstore.bench.update_phase._step": 9,
+    "paramstore.cli.import_.import_checkpoint": 10,
+    "paramstore.cli.plan.plan": 12,
+    "paramstore.cli.serve.serve": 10,
+    "paramstore.engine.arithmetic.update": 10,
+    "paramstore.engine.copies.start": 9,
+    "paramstore.optim.native_adamw.update_vectors": 9,
+    "paramstore.optim.update.update": 11,
+    "paramstore.testing.memory_namespace.of_swiglu": 9,
+    "paramstore_client.client.create_namespace": 9,
+    "paramstore_client.client.open_namespace": 9,
+    "paramstore_client.hf.import_checkpoint.import_checkpoint": 10,
+    "paramstore_client.hf.loading.from_config": 10,
+    "paramstore_client.hf.loading.from_pretrained": 11,
+    "paramstore_testkit.oracles.plain_arithmetic.update": 10,
+    "paramstore_testkit.sim.client.ask": 9,
+    "paramstore_testkit.training.moe_models.of": 9,
+}
+
+
+def test_no_file_is_long() -> None:
+    assert {name: lines for name, path in modules() if (lines := path.read_text().count("\n")) > FILE_LINES} == {}
+
+
+def test_no_function_is_long() -> None:
+    assert {name: lines for name, node in functions() if (lines := _body_lines(node)) > BODY_LINES} == {}
+
+
+def test_no_folder_is_crowded() -> None:
+    counts = Counter(name.rpartition(".")[0] for name, path in modules() if path.name != "__init__.py")
+    assert {folder: count for folder, count in counts.items() if count > FOLDER_MODULES} == CROWDED
+
+
+def test_no_class_is_large() -> None:
+    """What a class inherits from one of this project's counts as its own; frozen records may have as many fields as they need."""
+    by_name = {node.name: node for _, node in classes()}
+    sizes = {name: _size(node, by_name) for name, node in classes() if not _is_record(node)}
+    assert {name: size for name, size in sizes.items() if size[0] > CLASS_METHODS or size[1] > CLASS_ATTRIBUTES} == LARGE
+
+
+def test_no_signature_is_long() -> None:
+    """Constructors may take what they need."""
+    counts = {name: _parameters(node) for name, node in functions() if node.name != "__init__"}
+    assert {name: count for name, count in counts.items() if count > PARAMETERS} == WIDE
+
+
+def _body_lines(node: Function) -> int:
+    start = node.body[0].lineno if ast.get_docstring(node) is None else (node.body[0].end_lineno or 0) + 1
+    return (node.end_lineno or 0) - start + 1
+
+
+def _parameters(node: Function) -> int:
+    return len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+
+
+def _is_record(node: ast.ClassDef) -> bool:
+    """A frozen dataclass or a settings' or message's struct: fields, and little else."""
+    said = [ast.unparse(each) for each in (*node.decorator_list, *node.bases, *node.keywords)]
+    return any("frozen=True" in each or "Struct" in each for each in said)
+
+
+def _size(node: ast.ClassDef, by_name: dict[str, ast.ClassDef]) -> tuple[int, int]:
+    methods, attributes = _members(node, by_name)
+    return len(methods), len(attributes)
+
+
+def _members(node: ast.ClassDef, by_name: dict[str, ast.ClassDef]) -> tuple[set[str], set[str]]:
+    """Names of a class's methods and of its attributes, its bases' among them."""
+    methods = {inner.name for inner in node.body if isinstance(inner, Function)}
+    attributes = {
+        inner.target.id for inner in node.body if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name)
+    } | {
+        inner.attr for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self"
+    }  # fmt: skip
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in by_name and base.id != node.name:
+            inherited = _members(by_name[base.id], by_name)
+            methods, attributes = methods | inherited[0], attributes | inherited[1]
+    return methods, attributes
