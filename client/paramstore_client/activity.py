@@ -1,4 +1,4 @@
-"""Decayed counts of the experts that each layer used: what a prefetch ahead of the routing goes by.
+"""Decayed counts of the experts that each layer used; a prefetch ahead of the routing chooses by them.
 
 Every visit multiplies a layer's counts by `beta` and adds one to those used (the hits of Algorithm 2 of MoESys,
 arXiv 2205.10034, section 3.3.1, kept per layer). Ties go to the lower expert, so the ranking is repeatable.
@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 FORGET_BELOW = 1e-3
-"""A count below this is dropped: ten visits unused at the default beta."""
+"""Counts below this are dropped; at the default beta that is after ten visits without use."""
 
 
 class Activity:
-    """Owner of the counts; bounded by layers x experts."""
+    """Owner of the counts, of which there are at most layers x experts."""
 
     def __init__(self, *, beta: float = 0.5) -> None:
         self._beta = beta
         self._counts: dict[int, dict[int, float]] = {}
 
     def record(self, layer: int, experts: Iterable[int]) -> None:
-        """`layer` was visited and used `experts`."""
+        """Counts a visit of `layer` that used `experts`."""
         decayed = {expert: count * self._beta for expert, count in self._counts.get(layer, {}).items()}
         self._counts[layer] = {expert: count for expert, count in decayed.items() if count >= FORGET_BELOW}
         self.add(layer, experts)
 
     def add(self, layer: int, experts: Iterable[int]) -> None:
-        """The visit recorded last used these too."""
+        """Adds `experts` to the visit of `layer` that was recorded last."""
         counts = self._counts.setdefault(layer, {})
         for expert in experts:
             counts[expert] = counts.get(expert, 0.0) + 1.0

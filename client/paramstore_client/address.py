@@ -1,4 +1,4 @@
-"""Where a daemon listens, and the connected socket to it.
+"""Finds where a daemon listens, and connects a socket to it.
 
 A socket is handed out only if the process behind it has this user's id or is root's: another user's daemon would see
 gradients and could feed weights.
@@ -20,7 +20,7 @@ from paramstore.holder import daemon_of
 ADDRESS_VARIABLE = "PARAMSTORE_ADDRESS"
 SCHEME = "unix://"
 PATH_BYTES_MAX = 107
-"""sockaddr_un holds 108 bytes, one of them the end."""
+"""Longest path in bytes: sockaddr_un holds 108, one of them the terminating zero."""
 PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 TIME_VALUE = struct.Struct("ll")  # seconds, microseconds
 
@@ -42,24 +42,24 @@ def parse_address(address: Address) -> Path:
 
 
 def url(path: Path) -> str:
-    """A socket's path as people are shown it: complete, wherever they stand. (Dialled as given: absolute it may be too long.)"""
+    """`path` as people are shown it: absolute, whatever their directory. (It is dialled as given: absolute it may be too long.)"""
     return f"{SCHEME}{path.absolute()}"
 
 
 def store_of(path: Path) -> Path | None:
-    """The store's directory whose daemon listens at `path` unless told otherwise; None where no such daemon would."""
+    """The directory of the store whose daemon listens at `path` by default; None if `path` is no store's default."""
     directory = path.parent.parent
     return directory if Config(dir=directory).socket_path == path else None
 
 
 def default_path() -> Path:
-    """What `address=None` means without autostart: PARAMSTORE_ADDRESS, else where `paramstore serve` listens by default."""
+    """The socket's path for `address=None` without autostart: PARAMSTORE_ADDRESS, else the default of `paramstore serve`."""
     variable = os.environ.get(ADDRESS_VARIABLE)
     return parse_address(variable) if variable else Config().socket_path
 
 
 def try_connect(path: Path, *, timeout_s: float) -> socket.socket | None:
-    """A connected socket; None if nobody listens at `path`. Raises StoreUnavailable if somebody does who cannot be used."""
+    """A connected socket; None if nobody listens at `path`. Raises StoreUnavailable if whoever listens there cannot be used."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _connect(sock, path, timeout_s)
@@ -80,7 +80,7 @@ def try_connect(path: Path, *, timeout_s: float) -> socket.socket | None:
 
 
 def listener_of(path: Path, *, timeout_s: float) -> int | None:
-    """The process that listens at `path`, if any does. Raises StoreUnavailable if it cannot be used."""
+    """The id of the process that listens at `path`, None if none does. Raises StoreUnavailable if it cannot be used."""
     sock = try_connect(path, timeout_s=timeout_s)
     if sock is None:
         return None
@@ -89,7 +89,7 @@ def listener_of(path: Path, *, timeout_s: float) -> int | None:
 
 
 def unreachable(path: Path, error: OSError) -> StoreUnavailable:
-    """The error for a daemon that there may be, and that this process does not get at."""
+    """The error for a path where a daemon may listen that this process cannot reach."""
     if not isinstance(error, PermissionError):
         return StoreUnavailable(f"{url(path)}: {error}")
     place = path.absolute()
@@ -102,7 +102,7 @@ def unreachable(path: Path, error: OSError) -> StoreUnavailable:
 
 
 def nobody_listens(path: Path) -> StoreUnavailable:
-    """The error for a path without a daemon, which the daemon of its store may not be reached by."""
+    """The error for a path at which nobody listens; it says so if a daemon holds the store all the same."""
     directory = store_of(path)
     with suppress(OSError):
         if directory is not None and (daemon := daemon_of(directory)) is not None:
@@ -117,9 +117,9 @@ def nobody_listens(path: Path) -> StoreUnavailable:
 
 
 def _connect(sock: socket.socket, path: Path, timeout_s: float) -> None:
-    """Waits while the daemon's queue is full: where many connect at once. Raises TimeoutError, OSError.
+    """Connects; waits while the daemon's queue is full, as when many connect at once. Raises TimeoutError, OSError.
 
-    Python's own timeout makes the socket non-blocking, and the kernel refuses such a one at once.
+    The kernel's send timeout is set, as Python's own makes the socket non-blocking, and the kernel refuses such a one at once.
     """
     seconds, microseconds = divmod(max(1, round(timeout_s * 1e6)), 1_000_000)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME_VALUE.pack(seconds, microseconds))
@@ -139,7 +139,7 @@ def _check_peer(sock: socket.socket, path: Path) -> None:
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
-    """(process, user) at the other end."""
+    """(process id, user id) of the other end."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
     process_id, user_id, _ = PEER_CREDENTIALS.unpack(credentials)
     return process_id, user_id

@@ -1,4 +1,4 @@
-"""What the results of a session's requests look like; every function makes its value of an answer or raises ProtocolError."""
+"""The types of the results of a session's requests; every function converts an answer to its value or raises ProtocolError."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ data = partial(result_of, kind=bytes)
 
 
 def nothing(answer: object) -> None:
-    """Whatever a Done carries here is of no interest."""
+    """Checks that `answer` is a Done; its result is not used."""
     result_of(answer, object)

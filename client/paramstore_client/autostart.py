@@ -1,4 +1,4 @@
-"""A daemon started because there was none. It is exec'd, never forked off, and outlives this process.
+"""Starts a daemon where none runs. It is exec'd, never forked off, and outlives this process.
 
 Ranks that start together get one daemon: each tries to connect, each may start one, the store's lock lets one of them
 live, and the others end with StoreLocked while their ranks go on trying to connect.
@@ -29,28 +29,28 @@ from paramstore_client.address import listener_of, try_connect, url
 SERVE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "paramstore", "serve")
 LOG_NAME = "daemon.log"
 RETRY_S = 0.02
-"""Between two attempts to connect while a daemon starts, which takes about ten times as long."""
+"""Pause between two attempts to connect while a daemon starts, which takes about ten times as long."""
 LOG_TAIL_LINES = 12
 ELSEWHERE_TIMEOUT_S = 1.0
-"""How long a daemon that listens at another socket is waited for, to accept."""
+"""Time that a daemon which listens at another socket has to accept a connection."""
 HOLDER = re.compile(rf"{StoreLocked.__name__}.* is in use by process (\d+)")
-"""How a daemon that was refused names the process that holds the directory."""
+"""The words in which a refused daemon names the process that holds the directory."""
 LINE_BYTES_MAX = 4096
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Daemons of this process: kept so that one that ends is reaped, and dropping it warns nobody."""
+"""Daemons that this process started: kept so that those that end are reaped, and `Popen` does not warn when it is dropped."""
 
 
 @atexit.register
 def _let_them_live() -> None:
-    """At the end of this process: its daemons run on, on purpose, and `Popen` need not warn of it."""
+    """Runs when this process ends: its daemons live on by design, so `Popen` need not warn of them."""
     for process in _started:
         if process.poll() is None:
             process.returncode = 0
 
 
 def started_in(directory: str | os.PathLike[str]) -> subprocess.Popen[bytes] | None:
-    """The daemon that this process has started over `directory`, as it was named then, if it still runs."""
+    """The daemon that this process has started on `directory`, spelled as it was then; None if none of them still runs."""
     for process in _started:
         if process.poll() is None and isinstance(process.args, list) and os.fspath(directory) in process.args:
             return process
@@ -59,7 +59,7 @@ def started_in(directory: str | os.PathLike[str]) -> subprocess.Popen[bytes] | N
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `paramstore serve` is started with. Sizes are bytes or text like "64GiB"; None is the daemon's default.
+    """Options that `paramstore serve` is started with. Sizes are bytes or text like "64GiB"; None is the daemon's default.
 
     settings: any other setting by name, for example {"policy__name": "lru"}. add_volumes: directories that an existing store takes
     as new volumes, for ever. Raises ConfigError on what the daemon would refuse.
@@ -79,17 +79,17 @@ class ServeOptions:
         if self.config is not None:
             arguments.path("ServeOptions: config", self.config)
         values = self.settings.values() if isinstance(self.settings, Mapping) else (None,)
-        if not all(isinstance(value, str | int | float) for value in values):  # others cannot be variables
+        if not all(isinstance(value, str | int | float) for value in values):  # only these fit in environment variables
             raise ConfigError(f"ServeOptions: settings={self.settings!r}: must be names with texts or numbers, as io_workers=4")
         load(self._flags(), environ={}, origin="ServeOptions")
 
     def socket_path(self) -> Path:
-        """Where the daemon will listen. Raises ConfigError on options that it would refuse."""
+        """The path of the socket at which the daemon will listen. Raises ConfigError on options that it would refuse."""
         file = None if self.config is None else Path(self.config)
         return load(self._flags(), file=file, origin="ServeOptions").socket_path.absolute()
 
     def _flags(self) -> dict[str, object]:
-        """What was given, as `config.load` takes it."""
+        """The options that were given, as `config.load` takes them."""
         flags: dict[str, object] = {"dir": self.dir, **{str(name): value for name, value in self.settings.items()}}
         flags |= {name: value for name, value in (*self._sizes(), ("socket", self.socket)) if value is not None}
         return flags | {name: paths for name, paths in self._volumes() if not isinstance(paths, tuple) or paths}
@@ -108,7 +108,7 @@ class ServeOptions:
         return words
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, and `settings` in it."""
+        """This process's environment, with `settings` added as variables."""
         return {**os.environ, **{ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in self.settings.items()}}
 
     def _volumes(self) -> tuple[tuple[str, Sequence[str | os.PathLike[str]]], ...]:
@@ -137,7 +137,7 @@ def connect_or_start(
         return sock
     with _Start(options, path) as start:
         while (remaining_s := deadline_s - clock.now_s()) > 0:
-            # Its own daemon is connected to only once it has said `ready` to the end: a pipe closed earlier would kill it.
+            # Connect to the daemon started here only after its whole `ready` line: closing the pipe earlier would kill it.
             if start.has_spoken and (sock := try_connect(path, timeout_s=remaining_s)) is not None:
                 return sock
             start.pause(min(RETRY_S, remaining_s))
@@ -175,7 +175,7 @@ class _Start:
         _started.append(self._process)
 
     def pause(self, pause_s: float) -> None:
-        """Returns after `pause_s`, or as soon as the daemon has said something. Raises StoreUnavailable if it failed."""
+        """Returns after `pause_s`, or as soon as the daemon has printed something. Raises StoreUnavailable if it failed."""
         if self.has_spoken:
             threading.Event().wait(pause_s)
         else:
@@ -189,7 +189,7 @@ class _Start:
         self._check_winner()
 
     def _check_winner(self) -> None:
-        """Raises StoreUnavailable if the daemon that holds the directory serves already, and another socket than this one."""
+        """Raises StoreUnavailable if the daemon that holds the directory already serves at another socket."""
         holder = self._holder()
         elsewhere = _listens_at(holder) if holder is not None else None
         if elsewhere is not None and os.path.realpath(elsewhere) != os.path.realpath(self._path):
@@ -204,7 +204,7 @@ class _Start:
         return int(found[1]) if found else None
 
     def _listen(self, pause_s: float) -> None:
-        """Waits for the whole line `ready`, or the end of a daemon that lost the race: then somebody serves, or will soon."""
+        """Waits for the whole line `ready`, or the end of a daemon that lost the race: then another one serves, or will soon."""
         if self._lines.poll(math.ceil(pause_s * 1000)):
             heard = os.read(self._stdout.fileno(), LINE_BYTES_MAX)
             self.has_spoken = heard == b"" or b"\n" in heard
@@ -241,9 +241,9 @@ class _Start:
 
 
 def _listens_at(process_id: int) -> Path | None:
-    """Where that process listens, if its command line says so and it answers there; None if it does not, or not yet.
+    """The socket's path in that process's command line, if it listens there; None if it does not, or not yet.
 
-    A daemon lets nobody look at its descriptors: its command line is all there is to see.
+    Only the command line can be read from outside: a daemon lets nobody look at its descriptors.
     """
     try:
         words = Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
@@ -260,9 +260,9 @@ def _listens_at(process_id: int) -> Path | None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """For this user alone: the log names keys and places. One that an older version made for all is closed to others too.
+    """Opens a file for this user alone, as the log names keys and places; one that others could read is closed to them.
 
-    A link in its place is not followed, a FIFO not waited for: both are an OSError.
+    A link in its place is not followed, a FIFO not waited for: both raise OSError.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     os.fchmod(descriptor, 0o600)

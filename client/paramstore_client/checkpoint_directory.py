@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: known without torch, so that a wrong path is told before seconds of imports."""
+"""Finds a checkpoint's directory without torch, so that a wrong path is reported before imports that take seconds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def checkpoint_directory(path: str | os.PathLike[str], **cached: Any) -> Path:
-    """`path` itself if it is a directory, else where the hub's cache has the model of that id; nothing is fetched.
+    """`path` itself if it is a directory, else the cached directory of the hub's model with that id; nothing is fetched.
 
-    cached: which one of the cache's, as `revision` and `cache_dir`; not looked at for a directory. Raises CheckpointError.
+    cached: which cached copy is meant, as `revision` and `cache_dir` say; ignored for a directory. Raises CheckpointError.
     """
     directory = Path(path)
     if directory.is_dir():

@@ -1,4 +1,4 @@
-"""Which pending gradients the requests under way consume, and what becomes of them when such a request is refused.
+"""Keeps which pending gradients each request under way consumes, and what becomes of them if it is refused.
 
 - A request that took effect has consumed its ranges, and they are free. One that was refused leaves them pending here, as it
   does in the daemon: `leaves_pending` is the rule.
@@ -31,28 +31,28 @@ from paramstore_client.ticket import Ticket
 from paramstore_client.upload import Range, UploadArea
 
 Consumer = Abort | Apply | CloseNamespace | EndApply | InitializeBegin | Rollback
-"""The requests that end what is pending."""
+"""Requests that consume or drop everything pending."""
 Ranges = Mapping[ExpertKey, Range]
 
 ENDED = (LeaseError, RankLost, StoreUnavailable, WriterFenced)
-"""The handle writes no more, whatever was asked: the daemon has dropped what was pending."""
+"""Errors after which the handle writes no more, whatever was asked: the daemon has dropped what was pending."""
 NOT_BEGUN = (ConfigError, SchemaMismatch, StepMismatch, StepPrepared)
-"""With these the daemon refuses an apply before it begins. After any other error it has begun, or the namespace was broken before:
+"""Errors with which the daemon refuses an apply before it begins. After any other it has begun, or the namespace was broken before:
 then nothing reads what is pending until a rollback drops it."""
 
 
 def leaves_pending(request: Consumer, error: ParamStoreError) -> bool:
-    """Whether all is pending still, since the daemon has answered `request` with `error`."""
+    """Whether everything pending stays so after the daemon has answered `request` with `error`."""
     if isinstance(request, CloseNamespace) or isinstance(error, ENDED):
         return False
     if isinstance(request, EndApply) and isinstance(error, StepOutOfOrder):
-        return True  # none was open
+        return True  # no apply was open
     return not isinstance(request, Apply | EndApply) or isinstance(error, NOT_BEGUN)
 
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """The ranges that one request consumes if it takes effect. inherited: those that refused ones before it have left."""
+    """The ranges that one request consumes if it takes effect. inherited: those that refused requests before it have left."""
 
     request: Consumer
     ranges: Ranges
@@ -70,17 +70,17 @@ class Claims:
         self._claims: list[Claim] = []
 
     def add(self, request: Consumer, ranges: Ranges) -> Claim:
-        """Before the request is sent: its answer may come before the call that sends it returns."""
+        """Adds a claim for `request`. To be called before it is sent: its answer may come before the sending call returns."""
         claim = Claim(request, ranges)
         self._claims.append(claim)
         return claim
 
     def withdraw(self, claim: Claim) -> None:
-        """Its request was never sent."""
+        """Removes a claim whose request was never sent."""
         self._claims.remove(claim)
 
     def settle(self, claim: Claim, error: ParamStoreError | None) -> None:
-        """The request of `claim` is answered, with `error` if it failed."""
+        """Notes that the request of `claim` is answered, with `error` if it failed; frees its ranges unless they stay pending."""
         claim.is_refused = error is not None and leaves_pending(claim.request, error)
         if not claim.is_refused:
             self._area.give_back(claim.ranges.values())
@@ -91,7 +91,7 @@ class Claims:
         return [claim.ticket for claim in self._claims if claim.ticket is not None and not claim.is_settled]
 
     def take_left(self) -> dict[ExpertKey, Range]:
-        """What refused requests have left, and none behind them consumes: it is the caller's again."""
+        """Returns the ranges that refused requests have left and no request behind them consumes: they are the caller's again."""
         left: dict[ExpertKey, Range] = {}
         kept: list[Claim] = []
         for claim in reversed(self._claims):
@@ -105,7 +105,7 @@ class Claims:
         return left
 
     def _without_the_past(self, claims: list[Claim]) -> list[Claim]:
-        """Frees what was inherited by requests that took effect, and forgets those from which none before them can inherit."""
+        """Frees what requests that took effect inherited, and drops those of them to which no earlier one can leave anything."""
         kept: list[Claim] = []
         for claim in claims:
             if claim.is_settled and not claim.is_refused:

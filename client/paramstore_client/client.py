@@ -65,11 +65,11 @@ Dial = Callable[[float], socket.socket]
 def connect(
     address: Address | None = None, autostart: ServeOptions | bool = False, timeout_s: float = 10.0, *, debug: bool = False
 ) -> Store:
-    """A session with the node's daemon.
+    """Opens a session with the node's daemon.
 
     address: `unix:///path`, the path, or the store's directory. None: where `autostart`'s daemon listens, else
     PARAMSTORE_ADDRESS, else the default.
-    autostart: starts a daemon if none listens there; it outlives this process. timeout_s: for all of it.
+    autostart: starts a daemon if none listens there; it outlives this process. timeout_s: for the whole call.
     debug: every use of a tensor whose lease was released raises LeaseError (also PARAMSTORE_DEBUG=1).
     Raises StoreUnavailable, VersionMismatch, ConfigError.
     """
@@ -107,22 +107,22 @@ class Store:
 
     @property
     def wait_timeout_s(self) -> float:
-        """What `timeout_s=None` means."""
+        """Timeout in seconds that `timeout_s=None` means."""
         return self._connection.timeout_s
 
     def create_namespace(
         self, name: str, schema: Schema, *, layers: int | Iterable[int], experts: int, host_bytes: int | str | None = None,
         rank: int = 0, world_size: int = 1, group: str = "",
     ) -> Namespace:  # fmt: skip
-        """A new namespace, opened as its writer; or an equal one that has no commit yet.
+        """Creates a namespace, or takes an equal one that has no commit yet, and opens it as its writer.
 
         layers: a count, or the indices of the layers that have experts. host_bytes: its share of the host budget.
         rank, world_size, group: as for `open_namespace`.
-        Raises NamespaceExists, CapacityError naming the missing bytes, SchemaMismatch, ConfigError; of ranks also StepMismatch.
-        VersionMismatch on a daemon that is too old for the schema.
+        Raises NamespaceExists, CapacityError naming the missing bytes, SchemaMismatch, ConfigError; StepMismatch with several
+        ranks; VersionMismatch on a daemon that is too old for the schema.
         """
         instance("schema", schema, Schema, "a schema, as ps.adamw_schema(...) makes one")
-        if schema.updates != "touched" or schema.state_dtype != "float32":  # which an older daemon would pass over
+        if schema.updates != "touched" or schema.state_dtype != "float32":  # an older daemon would ignore these
             what = f"create_namespace(updates={schema.updates!r}, state_dtype={schema.state_dtype!r})"
             self._connection.check_minor(TRAINING_MINOR, what)
         space, ours = KeySpace.of(layers, experts), this_rank(rank, world_size, group)
@@ -137,16 +137,16 @@ class Store:
         self, name: str, mode: str = "read", at: int | None = None, rank: int = 0, world_size: int = 1, group: str = "", *,
         host_bytes: int | str | None = None, min_lease_slots: int = 0,
     ) -> Namespace:  # fmt: skip
-        """A reader standing on step `at`, or the writer, who fences the writers before it and goes on from `at`: later steps are
-        gone, unless one is a snapshot. None: the newest committed one. A writer with `at` the prepared step commits it.
+        """Opens a reader that stands on step `at`, or the writer, which fences earlier writers and goes on from `at`: later steps
+        are gone. at: None means the newest committed step; a writer that gives the prepared step commits it.
 
         rank, world_size: of the processes of this node that write together. All open it with equal arguments, and it is opened
-        once, when the last has come; it must within `wait_timeout_s`. Their later calls are collective: see docs/ranks.md.
-        Readers come one by one, whatever their rank. group: names this start of the job; "" means torchrun's run and restart count.
-        min_lease_slots: what `lease_slots` is to be at least; a reader is promised half of what is left to readers, or this.
+        once, when the last has come, which must be within `wait_timeout_s`. Their later calls are collective: see docs/ranks.md.
+        Readers open one by one, whatever their rank. group: names this start of the job; "" means torchrun's run and restart count.
+        min_lease_slots: the least that `lease_slots` may be; a reader is promised half of what is left to readers, or this.
         Raises UnknownNamespace, StepDropped, ConfigError; CapacityError, also where fewer slots are left, naming who has them;
-        StepPrepared to a writer without `at` while a step is prepared; StepFailed before the first commit or a snapshot;
-        StepMismatch to ranks that did not come together.
+        StepPrepared to a writer without `at` while a step is prepared; StepFailed to a reader before the first commit,
+        and to a writer while a snapshot is later than `at`; StepMismatch to ranks that did not come together.
         """
         choice("mode", mode, ("read", "write"))
         at = None if at is None else whole_number("at", at)
@@ -172,9 +172,9 @@ class Store:
     def verify(
         self, namespace: str | None = None, keys: Iterable[ExpertKey] | None = None, bytes_per_s: int | str | None = None
     ) -> Ticket[Result]:
-        """Has the daemon read and check records where they lie, beside everything else; `stats()["verify"]` tells how far it is.
+        """Has the daemon read and check records where they lie, beside all other work; `stats()["verify"]` tells how far it is.
 
-        namespace, keys: None means all. bytes_per_s: the most it reads, as in "100MB"; None means what nobody else needs.
+        namespace, keys: None means all. bytes_per_s: the most it reads, as in "100MB"; None means as much as nobody else needs.
         The result, once all are checked: {records, bytes_read, superseded, found, findings, ...}; each finding has namespace, key,
         steps, epoch, version, volume, offset_bytes and reason. Damage raises nothing. `cancel` ends it, and so does `close`.
         Raises VersionMismatch on an older daemon. The ticket raises UnknownNamespace, UnknownKey, ConfigError, and CapacityError
@@ -187,18 +187,18 @@ class Store:
         return self._connection.request(message, what=what, convert=answers.mapping)
 
     def trace_begin(self) -> None:
-        """From now on the daemon keeps a row of every transfer for this session, which `trace_end` gives. Once more: anew."""
+        """Has the daemon keep, for this session's `trace_end`, a row of every transfer from now on. A second call starts anew."""
         self._connection.check_minor(TRAINING_MINOR, "trace_begin")
         self._ask(TraceBegin(self._connection.next_id()), "trace_begin", answers.nothing)
 
     def trace_end(self) -> Result:
-        """What moved since `trace_begin`: {transfers, dropped, now_s}, a transfer being [kind, namespace, layer, expert, urgency,
+        """Transfers since `trace_begin`: {transfers, dropped, now_s}, a transfer being [kind, namespace, layer, expert, urgency,
         bytes, submitted_s, started_s, ended_s] by this node's `time.monotonic`. dropped: rows there was no room for."""
         self._connection.check_minor(TRAINING_MINOR, "trace_end")
         return self._ask(TraceEnd(self._connection.next_id()), "trace_end", answers.mapping)
 
     def reconnect(self, timeout_s: float = RECONNECT_TIMEOUT_S) -> None:
-        """A new session at the same address, for a daemon that was restarted. Open the namespaces again after it.
+        """Opens a new session at the same address, for a daemon that was restarted. Open the namespaces again after it.
 
         Raises StoreUnavailable; then the store is as unusable as before, and it may be tried again.
         """
@@ -217,7 +217,7 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # What is under way fails with the session: after an error that ends the block it is no news of its own.
+        # Requests under way fail with the session; after an error that ended the block this needs no warning of its own.
         self._connection.close("the store was closed by this client", is_expected=kind is not None)
 
     def __repr__(self) -> str:
@@ -235,7 +235,7 @@ class Store:
             opened = ticket.wait()
         except BaseException:
             if not ours.is_alone:
-                ticket.abandon()  # the other ranks must not be opened with one that has given up
+                ticket.abandon()  # the daemon must not open it for the other ranks and one that has given up
             raise
         return Namespace(connection, area, opened, mode=mode, is_debug=self._is_debug, ours=ours)
 
@@ -256,7 +256,7 @@ def _dial(path: Path, options: ServeOptions | None) -> Dial:
 
 
 def greet(dial: Dial, *, timeout_s: float) -> Connection:
-    """A connection that has said hello and was welcomed. Raises StoreUnavailable or VersionMismatch."""
+    """Dials, says hello and returns the connection once it is welcomed. Raises StoreUnavailable or VersionMismatch."""
     clock = MonotonicClock()
     deadline_s = clock.now_s() + timeout_s
     connection = Connection(dial(timeout_s), timeout_s=Config().wait_timeout_s)
@@ -266,7 +266,7 @@ def greet(dial: Dial, *, timeout_s: float) -> Connection:
         ticket = connection.request(hello, what="hello", convert=partial(answers.result_of, kind=Welcome), is_cancellable=False)
         welcome = ticket.wait(max(deadline_s - clock.now_s(), 0.0))
     except WaitTimeout as error:
-        ticket.abandon()  # the error that ends it with the connection is this one's shadow
+        ticket.abandon()  # closing the connection fails it too: the error raised here says it all
         connection.close("it did not answer the hello")
         raise StoreUnavailable(f"the daemon did not answer the hello within {timeout_s:g} s") from error
     except BaseException:

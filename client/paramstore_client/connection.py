@@ -44,11 +44,11 @@ from paramstore_client.ticket import Ticket
 T = TypeVar("T")
 
 TICKETS_MAX = 1 << 16
-"""Unanswered requests of one connection; more is a caller that never waits."""
+"""Most unanswered requests of one connection; only a caller that never waits has more."""
 CONNECTION_ID = 0
-"""No request's id: an error of this id is about the connection as a whole."""
+"""Id of errors that concern the connection as a whole; no request has it."""
 POLL_MAX_S = 2_000_000.0
-"""The longest that poll(2) waits at once, 23 days: its milliseconds are 32 bits. Conditions take no more than their own either."""
+"""Longest single wait, 23 days: poll(2) counts milliseconds in 32 bits, and waits on conditions have a limit too."""
 STALL_POLL_S = 0.05
 """How long a sender whose socket is full sleeps before it looks again whether somebody reads."""
 
@@ -59,14 +59,14 @@ class Connection:
     """Owner of the socket, the outbox, the unanswered tickets and, through `segments`, of the mapped memory."""
 
     def __init__(self, sock: socket.socket, *, timeout_s: float, clock: Clock | None = None) -> None:
-        """sock: connected. timeout_s: what a request without its own timeout waits."""
+        """sock: connected. timeout_s: how long a request without a timeout of its own waits."""
         sock.setblocking(False)
         self.segments = Segments()
         self.timeout_s = timeout_s
         self.minor = 0
         self.store_uuid = ""
         self.daemon_pid = 0
-        """What the daemon said it speaks and is, once it has welcomed us."""
+        """`minor`, `store_uuid` and `daemon_pid` hold what the daemon says of itself in its welcome."""
         self.clock: Clock = clock or MonotonicClock()
         self._sock = sock
         self._fd = sock.fileno()
@@ -95,7 +95,7 @@ class Connection:
             )
 
     def lease_slots(self, handle: int, promised: int) -> int:
-        """What a handle may have leased: what it was promised, or what an older daemon has said since."""
+        """How many keys a handle may have leased: the number promised, or the one that an older daemon has told since."""
         return self._inbox.lease_slots.get(handle, promised)
 
     def next_id(self) -> int:
@@ -114,16 +114,16 @@ class Connection:
     ) -> Ticket[T]:
         """Sends `message` and returns its ticket. Requests reach the daemon in the order of these calls.
 
-        what: names the request in messages to people. convert: makes the result of the answer, on the reading thread.
-        on_settled: run on the reading thread with the request's error, or None. Raises StoreUnavailable or ForkedClient, and
+        what: names the request in messages to people. convert: makes the result from the answer, on the reading thread.
+        on_settled: called on the reading thread with the request's error, or None. Raises StoreUnavailable or ForkedClient, and
         CapacityError when TICKETS_MAX requests are unanswered; then nothing was sent. Raises WaitTimeout if the daemon takes
-        nothing off its socket: the request stays in the outbox, goes out in its place, and `on_settled` hears of its end.
+        nothing off its socket: the request stays in the outbox, goes out in its turn, and `on_settled` is called at its end.
         """
         self.check_usable()
         request_id: int = message.id  # type: ignore[union-attr]  # the one-way messages go through `post`
         try:
             frame = encode(message)
-        except ProtocolError as error:  # a value that no check has met, or more than a frame holds: nothing was sent
+        except ProtocolError as error:  # a value that no check caught, or more than a frame holds: nothing was sent
             raise ConfigError(f"{what}: {error}") from error
         ticket = Ticket(
             self,
@@ -148,14 +148,14 @@ class Connection:
     def post(self, message: Message) -> None:
         """Sends a one-way message, at the latest with the next frame that goes out. Never blocks, never raises.
 
-        What a dead connection or a forked child posts is dropped: there the daemon has ended the session by itself.
+        On a dead connection it is dropped, as the daemon ends that session by itself; in a forked child, as the parent has it.
         """
         if self._failure is None and os.getpid() == self._process_id:
             self._outbox.append(memoryview(encode(message)))
             self._flush()
 
     def end_lease(self, lease: int) -> None:
-        """The lease's slots are in use no more; acknowledges segments that wait for it."""
+        """Notes that the lease's slots are no longer in use; acknowledges segments that were waiting for that."""
         if unmapped := self.segments.end_lease(lease):
             self.post(Unmapped(unmapped))
 
@@ -173,7 +173,7 @@ class Connection:
         return ticket.is_settled
 
     def drain(self) -> None:
-        """Takes in what can be read without blocking; nothing if another thread is reading, for it does just that."""
+        """Reads what is there without blocking; does nothing if another thread is reading already."""
         self._check_process()
         if self._try_become_reader():
             try:
@@ -183,7 +183,7 @@ class Connection:
                 self._leave_reader()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """`loop`, the running one, reads from here on, until `unwatch` was called as often."""
+        """Lets `loop`, the running one, read from here on, until `unwatch` was called as often."""
         with self._changed:
             self._check_process()
             count = self._loops.get(loop, 0)
@@ -212,8 +212,8 @@ class Connection:
     def close(self, reason: str, *, is_expected: bool = False) -> None:
         """Ends the session: tickets in flight raise StoreUnavailable, leases end, memory is let go of. Idempotent.
 
-        is_expected: what that does to tickets nobody waits for need not be logged. That of prefetches and other requests that can
-        be cancelled never is: this process ends them itself, and nothing is lost by it.
+        is_expected: failures of tickets that nobody waits for are not logged. Those of prefetches and other requests that can be
+        cancelled never are: this process ends them itself, and nothing is lost by it.
         """
         if os.getpid() == self._process_id:
             self._fail(StoreUnavailable(reason), is_ours=True, is_expected=is_expected)
@@ -226,7 +226,7 @@ class Connection:
     # --- reading ---
 
     def _become_reader(self, ticket: Ticket[Any], deadline_s: float) -> bool:
-        """True: this thread reads now. False: the ticket is settled, or the deadline is over."""
+        """Waits for the reader's role. True: this thread reads now. False: the ticket is settled, or the deadline is over."""
         with self._changed:
             while self._has_reader and not ticket.is_settled:
                 remaining_s = deadline_s - self.clock.now_s()
@@ -252,7 +252,7 @@ class Connection:
             self._close_if_unused()
 
     def _wait_readable(self, deadline_s: float) -> bool:
-        """Only by the reader. False when the deadline is over; meanwhile sends what the socket had no room for."""
+        """For the reader: waits for something to read, and sends what the socket had no room for. False at the deadline."""
         while True:
             remaining_s = deadline_s - self.clock.now_s()
             poller = self._either if self._outbox else self._readable
@@ -265,7 +265,7 @@ class Connection:
                 return True
 
     def _read_once(self) -> bool:
-        """Only by the reader: settles what one read brings. False if there was nothing to read, or there will be no more."""
+        """For the reader: settles what one read brings. False if there was nothing to read, or there will be no more."""
         try:
             if not self._inbox.read():
                 return False
@@ -300,7 +300,7 @@ class Connection:
     # --- sending ---
 
     def _flush(self) -> None:
-        """Sends the outbox as far as the socket takes it. Whoever finds another sender at work leaves it to that one."""
+        """Sends the outbox as far as the socket takes it. A caller that finds another sender at work leaves it to that one."""
         while self._outbox and self._sending.acquire(blocking=False):
             try:
                 is_full = not self._send_some()
@@ -310,7 +310,7 @@ class Connection:
                 return
 
     def _send_some(self) -> bool:
-        """Only by the sender. False when the socket is full, or takes no more for good."""
+        """For the sender: sends what the socket takes. False when it is full, or takes no more for good."""
         outbox = self._outbox
         while outbox:
             frame = outbox[0]
@@ -333,7 +333,7 @@ class Connection:
         return True
 
     def _send_rest(self, what: str) -> None:
-        """The socket was full: reads, so that the daemon can go on, until the outbox is empty. Raises WaitTimeout."""
+        """Sends the rest where the socket was full, and reads meanwhile, so that the daemon can go on. Raises WaitTimeout."""
         deadline_s = self.clock.now_s() + self.timeout_s
         while self._outbox and self._failure is None:
             if self.clock.now_s() >= deadline_s:
@@ -354,7 +354,7 @@ class Connection:
     # --- the end ---
 
     def _fail(self, error: ParamStoreError, *, is_ours: bool = False, is_expected: bool = False) -> None:
-        """Settles every ticket with `error`'s like and shuts the socket down. Only the first call counts.
+        """Settles every ticket with an error of `error`'s class and shuts the socket down. Only the first call counts.
 
         is_ours: this process ends the session.
         """
@@ -374,7 +374,7 @@ class Connection:
             self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        """Closes the socket once nobody polls it: its number may be another file's right after."""
+        """Closes the socket once nobody polls it: another file may get its descriptor's number right after."""
         if self._failure is not None and not self._has_reader and not self._loops:
             self._inbox.close()
             self._sock.close()

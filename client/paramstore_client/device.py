@@ -35,14 +35,14 @@ from paramstore_client.source import HostSource, HostTicket, WeightLease
 REPORT_EVERY = 64
 """Acquires between two reports of residency to the daemon."""
 PREFETCHES_MAX = 16
-"""Prefetches waiting for the host; beyond it the oldest is forgotten here and stays a host prefetch."""
+"""Most prefetches that wait for the host; beyond it the oldest is forgotten here and stays a host prefetch."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class DeviceStats:
-    """Counts of keys since the tier was made. A refetch is a miss whose stale copy was here; prefetched are misses too."""
+    """Counts of keys since the tier was made. A refetch is a miss where a stale copy was here; prefetched keys are misses too."""
 
     hits: int = 0
     misses: int = 0
@@ -91,7 +91,7 @@ class DeviceLease:
 
 
 class DeviceTicket:
-    """A prefetch on its way to the device. Done when its copies are in the stream, or were given up."""
+    """A prefetch on its way to the device. It is done when its copies are in the stream, or were given up."""
 
     def __init__(self, tier: DeviceTier, keys: tuple[ExpertKey, ...], host: HostTicket) -> None:
         self.keys = keys
@@ -109,7 +109,7 @@ class DeviceTicket:
 
 
 def device_of(device: torch.device | str) -> torch.device:
-    """The torch device of that name. Raises ConfigError where there is none."""
+    """`device` as a torch device. Raises ConfigError where there is none of that name."""
     if not isinstance(device, str | torch.device):
         raise wrong("device", device, "a torch.device, or its name")
     try:
@@ -156,7 +156,7 @@ class DeviceTier:
 
     @property
     def lease_slots(self) -> int:
-        """All slots: what one caller may hold leased at once."""
+        """How many keys one caller may hold leased at once: as many as there are slots."""
         return self.slots.count
 
     def describe(self) -> dict[str, object]:
@@ -173,7 +173,7 @@ class DeviceTier:
     # --- the source's calls ---
 
     def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> DeviceLease:
-        """All keys on the device and held there, or none held.
+        """Leases all `keys` on the device, or none.
 
         Raises CapacityError above `slots` keys, LeaseError where this process's leases hold the slots, and what the
         namespace's `acquire` raises; then nothing is leased, and what was copied before the error stays cached.
@@ -188,11 +188,11 @@ class DeviceTier:
         return DeviceLease(self, copies)
 
     def fetch(self, keys: Sequence[ExpertKey]) -> DeviceLease:
-        """As `acquire`: `with tier.fetch(keys) as held: held[layer, expert]["gate_up"]` is a view of the slot."""
+        """Acquires `keys`: in `with tier.fetch(keys) as held:`, `held[layer, expert]["gate_up"]` is a view of the slot."""
         return self.acquire(keys)
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> DeviceTicket:
-        """Asks the host for what is not here; each later call of the tier copies what has arrived since."""
+        """Asks the host for the keys that are not here; each later call of the tier copies those that have arrived since."""
         missing = tuple(key for key in plain_keys(keys) if self.slots.find(key) is None)[: self.slots.count]
         ticket = DeviceTicket(self, missing, self.namespace.prefetch(missing, part=part))
         self._prefetches.append(ticket)
@@ -211,7 +211,7 @@ class DeviceTier:
         self._take_prefetched()
 
     def report(self) -> None:
-        """Tells the service what is here and what was used since the last report."""
+        """Tells the service which keys are here and which were used since the last report."""
         keys = self.slots.keys
         self.namespace.report_device(
             resident=keys, touched=list(self._touched), bytes_resident=len(keys) * self._part.image_bytes
@@ -274,7 +274,7 @@ class DeviceTier:
         self._reserve_host_leases(len(keys))
         try:
             return self.namespace.acquire(keys, timeout_s=timeout_s)
-        except LeaseError:  # others lease through this handle too: what the tier has of its slots can be given back
+        except LeaseError:  # others lease through this handle too, and the tier can give back the leases that it still has
             if not self._host_leases:
                 raise
             self._reserve_host_leases(self.namespace.lease_slots)
@@ -285,7 +285,7 @@ class DeviceTier:
         return None if copy is None else copy.checked_at
 
     def _drop_stale(self, chunk: Sequence[ExpertKey], host: WeightLease) -> list[ExpertKey]:
-        """The keys of `chunk` without a copy of just those bytes; stale copies are dropped."""
+        """Drops stale copies; returns the keys of `chunk` that have no copy of the bytes that `host` holds."""
         changed = []
         for key in chunk:
             copy = self.slots.find(key)
@@ -305,7 +305,7 @@ class DeviceTier:
         return self.slots.place(key, fields, host.identity(key)).ready
 
     def _take_prefetched(self) -> None:
-        """Copies what prefetches have brought to the host, as far as slots are not leased."""
+        """Copies what prefetches have brought to the host, into as many slots as are not leased."""
         while self._prefetches and (self._prefetches[0].is_settled or self._prefetches[0].host.done()):
             ticket = self._prefetches.popleft()
             if ticket.is_settled:

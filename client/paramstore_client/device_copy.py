@@ -1,9 +1,9 @@
-"""Copies from leased host memory into device slots: on a CUDA stream of its own, or on the host as its twin.
+"""Copies from leased host memory into device slots: on a CUDA stream of their own, or at once where the slots are on the host.
 
 - A copy never overtakes the last use of the slot it overwrites, and its mark is reached only when the bytes are there.
 - The source must stay leased until the copy's mark is reached.
 - Host memory is registered with CUDA on first use; its owner tells us before it is unmapped, and a range is unregistered
-  then, never later. Where registration is refused, bytes go through two pinned buffers. `describe` says which.
+  then, never later. Where registration is refused, bytes go through two pinned buffers. `describe` says which it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mark(Protocol):
     def wait_on_host(self) -> None: ...
 
     def wait_on_stream(self) -> None:
-        """The current stream of the caller goes no further before the mark is reached."""
+        """Makes the caller's current stream wait until the mark is reached."""
         ...
 
 
@@ -46,11 +46,11 @@ class Copier(Protocol):
         ...
 
     def mark_use(self) -> Mark:
-        """What the caller's current stream has been given so far."""
+        """A mark behind all work that the caller's current stream has been given so far."""
         ...
 
     def forget_memory(self, address: int, length_bytes: int) -> None:
-        """This host memory is about to be unmapped; no copy from it is under way."""
+        """Forgets host memory that is about to be unmapped; no copy from it is under way."""
         ...
 
     def describe(self) -> str: ...
@@ -75,7 +75,7 @@ REACHED = Reached()
 
 
 class HostCopier:
-    """The twin: everything happens at once."""
+    """The copier between host tensors: copies at once."""
 
     def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
         assert after.is_reached(), "a host slot is not used by anything asynchronous"
@@ -108,7 +108,7 @@ class _EventMark:
         self._event.synchronize()
 
     def wait_on_stream(self) -> None:
-        # Of the tier's device, which need not be the caller's current one.
+        # The stream is that of the tier's device, which need not be the caller's current one.
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
@@ -186,7 +186,7 @@ class CudaCopier:
         return False
 
     def _clear_last_error(self) -> None:
-        """A refusal stays the runtime's last error, and the next launch would report it as its own: let this one."""
+        """Launches a kernel that takes up the refusal: CUDA keeps it as its last error, and the next launch would report it."""
         with suppress(RuntimeError):
             torch.empty(1, device=self._device).fill_(0.0)
 

@@ -1,4 +1,4 @@
-"""Slots in device memory: which key's copy is in which, who holds it, and what goes when room is needed.
+"""Slots in device memory: which key's copy is in which slot, who holds it, and which copies go when room is needed.
 
 - A slot is overwritten only when no lease holds it and every kernel that used it has run.
 - A lease proves its slots' generation at each use: a slot given away cannot be read by mistake.
@@ -27,7 +27,7 @@ from paramstore_client.device_copy import REACHED, Copier, Mark
 
 @dataclass(slots=True, eq=False)
 class DeviceCopy:
-    """One key's bytes in a slot. ready: reached when they are there. checked_at: see `DeviceTier`."""
+    """One key's bytes in a slot. ready: reached when they are there. checked_at: the view change count of the last check."""
 
     key: ExpertKey
     slot: int
@@ -77,7 +77,7 @@ class DeviceSlots:
         return self._copies.get(key)
 
     def make_room(self, key_count: int, *, kept: Collection[ExpertKey]) -> int:
-        """`key_count` free slots, by evicting neither leased keys nor `kept`. Returns how many were evicted.
+        """Makes `key_count` slots free, evicting neither leased keys nor `kept`. Returns how many were evicted.
 
         Raises LeaseError where there are not so many; then nothing is evicted.
         """
@@ -105,7 +105,7 @@ class DeviceSlots:
         return copy
 
     def drop(self, key: ExpertKey) -> None:
-        """The copy of `key` serves no more requests; its slot is free now, or when its last lease ends."""
+        """Withdraws the copy of `key` from further requests; its slot is free now, or when its last lease ends."""
         copy = self._copies.pop(key)
         self._policy.forget(key)
         copy.is_superseded = True
@@ -123,7 +123,7 @@ class DeviceSlots:
             copy.ready.wait_on_stream()
 
     def end_lease(self, copies: Iterable[DeviceCopy]) -> None:
-        """The holder has given its last kernel on these copies to the current stream."""
+        """Ends a hold on the copies: the holder has given its last kernel on them to the current stream."""
         last_use = self._copier.mark_use()
         for copy in copies:
             assert copy.lease_count > 0, f"lease of {copy.key} ended twice"

@@ -1,12 +1,12 @@
 """The pending gradients of one writing handle: which key's sum lies in which range of the upload area.
 
 - A key's gradients are summed in its own range, in push order, in the gradient dtype: bitwise repeatable.
-- All of a push or none of it: keys, shapes and dtypes are checked, memory is taken and the daemon has agreed to the new
-  keys before the first sum changes.
+- A push takes effect as a whole or not at all: keys, shapes and dtypes are checked, memory is taken and the daemon has agreed to
+  the new keys before the first sum changes.
 - From `consume` on the ranges belong to the daemon, until the request that consumes them is answered. If that was refused they
   are pending again, here as in the daemon (`claims`).
-- While an apply is open the daemon reads each key as soon as all ranks have pushed it, once. What it has read is taken again before
-  the area grows; where it cannot grow, a push waits for some (decision 28).
+- While an apply is open the daemon reads each key as soon as all ranks have pushed it, once. Ranges that it has read are used again
+  before the area grows; where it cannot grow, a push waits for some (decision 28).
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ T = TypeVar("T")
 ROOM_LAYERS = 2
 """Layers whose gradients a rank must have room for before a push may wait: one that is filled, one that waits for the others."""
 LEAST_WAIT_S = 0.001
-"""A wait whose time is over says at least what it waits for."""
+"""Shortest wait asked of the daemon: asked for 0 s it would not raise the error that says what the push waits for."""
 OnSettled = Callable[[ParamStoreError | None], None]
 Announce = Callable[[list[tuple[int, int, int, int]], bool], None]
 Gradients = Mapping[ExpertKey, Mapping[str, "Tensor"]]
 """key -> field -> gradient, every field of the schema."""
 AwaitRoom = Callable[[list[ExpertKey], float], list[ExpertKey]]
-"""(keys, timeout_s) -> those of them that the open apply has read, as soon as there are some or the time is over."""
+"""(keys, timeout_s) -> those of them that the open apply has read, as soon as there are some; 0: at once. Raises WaitTimeout."""
 
 
 @dataclass(slots=True)
 class _OpenApply:
-    """An apply that was opened, and not ended or given up since. await_room: None where the daemon cannot say what it has read."""
+    """An apply that was opened, and not ended or given up since. await_room: None where the daemon cannot tell what it has read."""
 
     ticket: Ticket[Any]
     await_room: AwaitRoom | None
     last: set[ExpertKey] = field(default_factory=set)
-    """What was pushed since."""
+    """Keys that were pushed since it was opened."""
 
 
 class PendingGradients:
@@ -58,7 +58,7 @@ class PendingGradients:
     def __init__(
         self, area: UploadArea, *, name: str, schema: Schema, space: KeySpace, share_bytes: int | None, clock: Clock
     ) -> None:
-        """share_bytes: what the area may grow to while an apply is open; None: what the daemon allows."""
+        """share_bytes: the size to which the area may grow while an apply is open; None: the daemon alone sets a limit."""
         self._area = area
         self._clock = clock
         self._name = name
@@ -79,12 +79,12 @@ class PendingGradients:
 
     @property
     def room_bytes(self) -> int:
-        """Upload memory for the gradients of ROOM_LAYERS layers, or of all there are."""
+        """Bytes of upload memory for the gradients of ROOM_LAYERS layers, or of all layers where there are fewer."""
         return min(ROOM_LAYERS, len(self._space.layers)) * self._space.experts * self._range_bytes
 
     def reserve_room(self) -> None:
-        """On return the area has `room_bytes` for this handle beside what others of the connection have reserved, some of which may
-        be taken. Raises CapacityError, SchemaMismatch."""
+        """Reserves `room_bytes` of the area for this handle, some of which it may use already, beside what other handles of the
+        connection have reserved. Raises CapacityError, SchemaMismatch."""
         self._check_trainable()
         count = max(0, self.room_bytes // self._range_bytes - len(self._ranges))
         self._area.give_back(self._take_of_area(count, most_bytes=self.room_bytes, limit_bytes=self.share_bytes))
@@ -93,16 +93,16 @@ class PendingGradients:
 
     @property
     def unused_room_bytes(self) -> int:
-        """What of the reserved room is not taken."""
+        """Bytes of the reserved room that are not taken."""
         return max(0, self.room_bytes - len(self._ranges) * self._range_bytes)
 
     def end(self) -> None:
-        """Nothing is pushed any more: the reserved room is anybody's."""
+        """Ends the reservation, as nothing is pushed any more: others may take the room."""
         if self in self._area.tenants:
             self._area.tenants.remove(self)
 
     def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
-        """`fn()` is called first in every push; it may consume what is pending. Returns the function that ends this."""
+        """Has `fn()` called first in every push; it may consume what is pending. Returns the function that ends this."""
         self._before_push.append(fn)
         return lambda: self._before_push.remove(fn) if fn in self._before_push else None
 
@@ -112,7 +112,7 @@ class PendingGradients:
         return self._open is not None
 
     def open(self, send: Callable[[], Ticket[Any]], await_room: AwaitRoom | None) -> None:
-        """From here on each push of a key is its last. send: makes the ticket of the request that opens the apply."""
+        """Opens an apply: from here on each push of a key is its last. send: sends the request for it and returns its ticket."""
         with self._pushing:
             self.check_closed("begin_apply")
             self._open = _OpenApply(send(), await_room)
@@ -123,7 +123,7 @@ class PendingGradients:
             raise StepOutOfOrder(f"{call} on {self._name!r}: an apply is open (begin_apply): call end_apply first")
 
     def check_open(self, call: str) -> None:
-        """Raises what the open apply has met, StepOutOfOrder where none is open."""
+        """Raises the error that the open apply has met, or StepOutOfOrder where none is open."""
         opened = self._open
         if opened is not None and opened.ticket.done() and opened.ticket.error is not None:
             self._open = None
@@ -135,7 +135,7 @@ class PendingGradients:
         """Adds `gradients` to what is pending. announce: tells the daemon of keys that had none, or that an open apply may take
         (then its second argument is True), and returns when it agreed.
 
-        Raises SchemaMismatch, UnknownKey, CapacityError, StepOutOfOrder or what `announce` raises; then nothing has changed, but
+        Raises SchemaMismatch, UnknownKey, CapacityError, StepOutOfOrder or what `announce` raises; then nothing has changed, except
         the sums of keys that had a gradient, where an apply is open and `announce` raised.
         """
         for fn in tuple(self._before_push):
@@ -150,8 +150,8 @@ class PendingGradients:
             except ProtocolError:
                 if self._open is not None:
                     raise  # some sums have grown already
-                # What a request before this push would have consumed may be pending in the daemon: it was refused, which
-                # we had not read yet.
+                # A request before this push may have been refused, and its answer not read yet: then what it should have
+                # consumed is still pending in the daemon.
                 for ticket in self._claims.under_way():
                     ticket.settled_within()
                 self._take_back()
@@ -180,7 +180,7 @@ class PendingGradients:
         except Exception:
             self._area.give_back(new_ranges)
             if self._open is not None:
-                self.check_open("push")  # what it met says more
+                self.check_open("push")  # the error that the apply has met says more
             raise
         if self._open is None:
             self._add_to_old(gradients, fields)
@@ -189,7 +189,7 @@ class PendingGradients:
         self._ranges.update(zip(new_keys, new_ranges, strict=True))
 
     def _add_to_old(self, gradients: Gradients, fields: tuple[Any, ...]) -> list[tuple[ExpertKey, Range]]:
-        """Adds the gradients of keys that have one; gives where they lie."""
+        """Adds the gradients of keys that have a sum already; returns these keys and where their sums lie."""
         from paramstore_client import tensors
 
         places = [(key, self._ranges[key]) for key in gradients if key in self._ranges]
@@ -209,8 +209,8 @@ class PendingGradients:
         """Hands everything pending to `request`, which `send` sends: its ranges are free once it has taken effect, and pending
         again if it is refused.
 
-        send: given what must run when the request settles; makes its ticket. If nothing was sent, all stays pending; after a
-        WaitTimeout or an interrupt the daemon may take it, so nothing does.
+        send: sends the request and returns its ticket; it is given the function to call when the request settles. If nothing was
+        sent, all stays pending; after a WaitTimeout or an interrupt nothing does, as the daemon may take the request.
         """
         with self._pushing:
             self._take_back()
@@ -230,7 +230,7 @@ class PendingGradients:
             return claim.ticket
 
     def _take_back(self) -> None:
-        """What refused requests have left is pending again. Only with `_pushing` held."""
+        """Makes pending again what refused requests have left. Only with `_pushing` held."""
         self._ranges.update(self._claims.take_left())
 
     def _check(self, gradients: Gradients) -> tuple[Any, ...]:
@@ -267,7 +267,7 @@ class PendingGradients:
         return []
 
     def _take_now(self, count: int) -> list[Range]:
-        """As the area has or gets them; while an apply is open, rather what that has read, and within the share."""
+        """Takes `count` ranges from the area without waiting; while an apply is open, those it has read before the area grows."""
         take = partial(self._take_of_area, count)
         if self._open is None:
             return take(most_bytes=len(self._space) * self._range_bytes)
@@ -283,7 +283,7 @@ class PendingGradients:
         return self._area.take(count, self._range_bytes, most_bytes=most_bytes, limit_bytes=limit_bytes, by=self)
 
     def _take_read(self, timeout_s: float) -> bool:
-        """Whether the open apply reads some of what was pushed since within `timeout_s`: that is free then."""
+        """Frees the ranges that the open apply has read, waiting up to `timeout_s` for the first. Whether there were any."""
         opened = self._open
         waiting = [] if opened is None else [key for key in opened.last if key in self._ranges]
         if opened is None or opened.await_room is None or not waiting:
@@ -293,8 +293,8 @@ class PendingGradients:
         return bool(read)
 
     def _has_room(self) -> bool:
-        """Whether a push may wait: without so much room beside what was pushed before the apply was opened, ranks may wait for
-        each other."""
+        """Whether a push may wait: with less than `room_bytes` beside what was pushed before the apply was opened, ranks could
+        wait for each other."""
         opened = self._open
         held_count = 0 if opened is None else len(self._ranges.keys() - opened.last)
         return opened is not None and self._area.size_bytes - held_count * self._range_bytes >= self.room_bytes

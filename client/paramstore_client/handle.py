@@ -1,4 +1,4 @@
-"""A handle on a namespace: what all of its calls share. They are sent in its name, and refused once it is closed."""
+"""A handle on a namespace: the state that all of its calls share. They are sent in its name, and refused once it is closed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 KEYS_EXPECTED = "(layer, expert) pairs of whole numbers"
 ANSWER_GRACE_S = 1.0
-"""How long after a deadline that the daemon keeps itself its answer is still waited for: it says who was in the way."""
+"""Extra wait for the answer after a deadline that the daemon keeps itself: the answer says who was in the way."""
 
 
 class Handle:
-    """What the other parts of `Namespace` stand on. Owner of the pending gradients and of what is known of the chain of commits."""
+    """The base of the parts of `Namespace`. Owner of the pending gradients and of what is known of the chain of commits."""
 
     def __init__(
         self, connection: Connection, area: UploadArea, opened: Opened, *, mode: str, is_debug: bool, ours: Rank = ALONE
@@ -59,7 +59,7 @@ class Handle:
 
     @property
     def rank(self) -> int:
-        """Which of the `world_size` processes this is that write together; 0 where it writes alone."""
+        """Index of this process among the `world_size` that write together; 0 where it writes alone."""
         return self._ours.rank
 
     @property
@@ -78,7 +78,7 @@ class Handle:
 
     @property
     def _limit_s(self) -> float:
-        """How long an answer is waited for; of ranks a little longer than the daemon waits for the others: it says who lacks."""
+        """Wait for an answer; with several ranks a little longer than the daemon's own, as its answer says who is missing."""
         return self.wait_timeout_s + (0.0 if self._ours.is_alone else ANSWER_GRACE_S)
 
     def _next_id(self) -> int:
@@ -99,13 +99,13 @@ class Handle:
         )
 
     def _consume(self, message: Consumer, call: str, convert: Callable[[Any], T]) -> Ticket[T]:
-        """Sends a request that ends what is pending, unless it is refused, and cannot be cancelled."""
+        """Sends a request that consumes what is pending, unless it is refused. It cannot be cancelled."""
         return self._pending.consume(message, lambda end: self._send(message, call, convert, on_settled=end, is_cancellable=False))
 
     def _count_view_change(self) -> None:
-        """Once the request has gone out, never before: what was acquired at the old count may be of either side of it.
+        """Counts a change of view. To be called after its request has gone out: a lease at the old count may be of either view.
 
-        Of two threads at once the smaller number may stay: no number is drawn twice, so none can stand for two views.
+        With two threads at once the smaller number may stay; no number is drawn twice, so none stands for two views.
         """
         self._view_change_count = next(self._view_changes)
 
@@ -114,17 +114,17 @@ class Handle:
             raise UnknownNamespace(f"this handle of {self.name!r} was closed; open the namespace again")
 
     def _check_writes(self, call: str) -> None:
-        """Raises SchemaMismatch on a reader's handle: here, as the ticket of a call may be one that nobody waits for."""
+        """Raises SchemaMismatch on a reader's handle; in the call itself, as nobody may wait for its ticket."""
         if self.mode != "write":
             raise SchemaMismatch(f"{call}: namespace {self.name!r} is open for reading: open it with mode='write'")
 
 
 def plain_keys(keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-    """Plain tuples of plain integers, whatever kind of integers the caller counts with."""
+    """`keys` as plain tuples of plain integers, whatever types of integers the caller uses."""
     given = listed("keys", keys, KEYS_EXPECTED)
     try:
-        wanted = msgspec.convert(given, list[ExpertKey])  # plain integers alone: faster than a look at each
-    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter of text that it would name in the former
+        wanted = msgspec.convert(given, list[ExpertKey])  # takes plain integers alone; faster than a look at each
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter where the text that the former quotes cannot be encoded
         wanted = _plain_pairs(given)
     if len(wanted) > KEYS_MAX:
         raise CapacityError(f"{len(wanted)} keys in one call; the limit is {KEYS_MAX}: ask in parts")
@@ -132,18 +132,18 @@ def plain_keys(keys: Iterable[ExpertKey]) -> list[ExpertKey]:
 
 
 def _plain_pairs(keys: list[Any]) -> list[ExpertKey]:
-    """Plain keys of pairs of integers of any types. Raises ConfigError."""
+    """`keys`, pairs of integers of any types, as plain keys. Raises ConfigError."""
     cause = None
     try:
         if all(counts(kind) for kind in {type(number) for key in keys for number in key}):
             return [(index(layer), index(expert)) for layer, expert in keys]
-    except Exception as error:  # noqa: BLE001 - no pairs, or types of somebody else's: what they raise says that they are no keys
+    except Exception as error:  # noqa: BLE001 - whatever foreign types raise when they are unpacked or counted, they are no keys
         cause = error
     raise wrong("keys", keys, KEYS_EXPECTED) from cause
 
 
 def plain_extra(extra: bytes) -> bytes:
-    """What is kept with a step. Raises ConfigError, CapacityError."""
+    """`extra` as plain bytes, which are kept with a step. Raises ConfigError, CapacityError."""
     plain = data("extra", extra)
     if len(plain) > EXTRA_BYTES_MAX:
         raise CapacityError(f"extra has {len(plain)} bytes, the limit is {EXTRA_BYTES_MAX}")

@@ -1,4 +1,4 @@
-"""What comes in: bytes and file descriptors from the socket, put together to whole answers.
+"""Puts the bytes and file descriptors that come from the socket together to whole answers.
 
 - Descriptors belong to the frame that names their segments, in order; each one is mapped and closed, or just closed.
 - Whatever the daemon sends, the outcome is answers or ProtocolError; the end of the stream is StoreUnavailable.
@@ -17,10 +17,10 @@ from paramstore.wire.messages import SEGMENTS_PER_FRAME_MAX, Done, Failed, Grant
 from paramstore_client.segments import Segments, close_all
 
 READ_BYTES = 64 << 10
-"""One read takes this much at most; the answer to 64 keys is a fiftieth of it."""
+"""Most bytes of one read; the answer to 64 keys is a fiftieth of it."""
 FD_BYTES = array.array("i").itemsize
 WAY_ON = "call store.reconnect(), then open the namespaces again"
-"""What a program does after the connection was lost."""
+"""Advice in errors: how a program goes on after the connection was lost."""
 ANCILLARY_BYTES = socket.CMSG_SPACE(SEGMENTS_PER_FRAME_MAX * FD_BYTES)
 
 Answered = Done | Granted | Uploaded
@@ -34,7 +34,7 @@ class Inbox:
         self.given_up: list[int] = []
         """Segments the daemon asked back since the connection last looked."""
         self.lease_slots: dict[int, int] = {}
-        """By handle, what a daemon before PROMISE_MINOR has left it: the others of its namespace share its slots."""
+        """Slots left to each handle, as a daemon before PROMISE_MINOR tells: there all handles of a namespace share its slots."""
         self._sock = sock
         self._segments = segments
         self._frames = FrameDecoder()
@@ -95,7 +95,7 @@ class Inbox:
             raise ProtocolError(f"more than {SEGMENTS_PER_FRAME_MAX} file descriptors came at once, or there is no room here")
 
     def _map_segments(self, answer: Answered) -> None:
-        """Maps what the answer brings, so that its ticket finds the memory there."""
+        """Maps the segments that come with the answer, so that its ticket finds the memory there."""
         if isinstance(answer, Granted):
             if answer.segments:
                 self._segments.adopt_leased(answer.segments, self._take_fds(len(answer.segments)))

@@ -1,4 +1,4 @@
-"""Initial values on their way to the volumes: one key after the other, a few of them at once.
+"""Sends initial values to the volumes: one key after the other, a few of them at once.
 
 The caller's function runs while the daemon writes what it returned before; at most PUTS_IN_FLIGHT values are in memory.
 """
@@ -25,18 +25,18 @@ InitialValue = Callable[[ExpertKey], Mapping[str, "Tensor"]]
 """(layer, expert) -> {field: tensor}"""
 
 PUTS_IN_FLIGHT = 8
-"""Values on their way at once: enough to keep the volumes busy while the next one is made."""
+"""Most values on their way at once: enough to keep the volumes busy while the next one is made."""
 
 
 def put_initial_values(
     connection: Connection, area: UploadArea, handle: int, *, schema: Schema, keys: Iterable[ExpertKey], fn: InitialValue,
     timeout_s: float, puts_of_others: int = 0,
 ) -> None:  # fmt: skip
-    """Puts `fn(key)` for every one of `keys`, in their order, and returns when every record is whole on a volume. Initialization
-    has begun.
+    """Puts `fn(key)` for every one of `keys`, in their order, and returns when every record is whole on a volume. The caller
+    has begun the initialization.
 
-    keys: all of the namespace; of a rank, its share. timeout_s: for the end, which ranks make together: it waits so long for each
-    of the `puts_of_others` too.
+    keys: all keys of the namespace, or this rank's share. timeout_s: for the end, which ranks make together; it waits so long for
+    each of the `puts_of_others` too.
 
     Raises what `fn` raises, SchemaMismatch, CapacityError or the daemon's error; the namespace then has no whole value
     and `initialize` may start over.

@@ -1,4 +1,4 @@
-"""An initialization that may take many attempts: values of keys one by one, made durable now and then, resumed where it was.
+"""An initialization over several attempts: it puts values key by key, makes them durable now and then, and can be resumed.
 
 What `save` has made durable survives this process and the daemon; nobody can open or commit the namespace before every key has
 its value. `Namespace.initialize` is the same in one call, for values that are quickly made again.
@@ -38,9 +38,10 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class Initialization:
-    """What `Namespace.begin_initialize` gives. Owner of the values under way. A context manager: its end gives up those.
+    """An initialization under way, from `Namespace.begin_initialize`. Owner of the values under way. A context manager: its end
+    gives those up.
 
-    is_resumed: values that an earlier attempt made durable stay. values_in_flight: how many are in memory at once, at most.
+    is_resumed: values that an earlier attempt made durable stay. values_in_flight: the most in memory at once.
     timeout_s: for the begin and the end, which ranks make together; the end waits so long for each of the `puts_of_others` too.
     """
 
@@ -63,7 +64,7 @@ class Initialization:
         present = int.from_bytes(begun.present, "little")
         self._missing = {key: None for number, key in enumerate(space) if not present >> number & 1}
         self.extra = begun.extra
-        """What the attempt before this one gave to its last `save`; None if nothing of it was saved."""
+        """Bytes that the attempt before this one gave to its last `save`; None if nothing of it was saved."""
 
     @property
     def missing(self) -> list[ExpertKey]:
@@ -71,8 +72,9 @@ class Initialization:
         return list(self._missing)
 
     def put(self, key: ExpertKey, values: Mapping[str, Tensor]) -> None:
-        """Gives `key` its value: {field: tensor}, in fp32 or the param dtype. Copied before this returns, and taken by the daemon
-        some time later: an error of it is raised by a later call. Raises UnknownKey for a key that has one, SchemaMismatch."""
+        """Gives `key` its value: {field: tensor}, in fp32 or the param dtype. The tensors are copied before this returns, and
+        taken by the daemon some time later: a later call raises an error of that. Raises UnknownKey for a key that has one,
+        SchemaMismatch."""
         from paramstore_client import tensors
 
         (key,) = plain_keys([key])
@@ -86,16 +88,17 @@ class Initialization:
         del self._missing[key]
 
     def settle(self, left: int = 0, *, timeout_s: float | None = None) -> None:
-        """Returns when at most `left` of the values put so far are still under way. timeout_s: for each of them. Raises what
-        became of them."""
+        """Returns when at most `left` of the values put so far are still under way. timeout_s: for each of them. Raises
+        their errors."""
         whole_number("left", left)
         timeout_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
         while len(self._flying) > left:
             self._flying.popleft().wait(timeout_s)
 
     def save(self, extra: bytes = b"") -> Ticket[Result]:
-        """Makes the values that the daemon has taken durable for an attempt that resumes. extra: up to 64 KiB, which that one is
-        given, as to recognise what the values are of. Result: {records, bytes_written, seconds}. Cannot be cancelled."""
+        """Makes the values that the daemon has taken durable for an attempt that resumes. extra: up to 64 KiB for that attempt,
+        from which it can tell, for example, where the values came from. Result: {records, bytes_written, seconds}. Cannot be
+        cancelled."""
         message = InitializeSave(self._connection.next_id(), self._handle, plain_extra(extra))
         return self._connection.request(message, what="save of an initialization", convert=answers.mapping, is_cancellable=False)
 

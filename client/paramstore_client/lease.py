@@ -103,7 +103,7 @@ class Lease:
         )
 
     def identity(self, key: ExpertKey) -> Identity:
-        """Which bytes these are: equal identities of one key have equal bytes."""
+        """Epoch and version of the key's bytes: equal identities of one key have equal bytes."""
         return Identity(*self._slot(key)[2:])
 
     def keys(self) -> list[ExpertKey]:
@@ -187,7 +187,7 @@ class Lease:
     def _entry(self, key: ExpertKey) -> FieldTensors | Slot:
         try:
             return self._slot_index()[key]
-        except (KeyError, TypeError) as error:  # TypeError: nothing that a table can look up
+        except (KeyError, TypeError) as error:  # TypeError: `key` cannot be hashed
             raise UnknownKey(f"key {key!r:.80} is not in this lease of {len(self._keys)} keys of {self.namespace!r}") from error
 
     def _slot(self, key: ExpertKey) -> Slot:

@@ -1,4 +1,4 @@
-"""An open namespace: what a trainer or a reader does with its experts.
+"""An open namespace: the calls that a trainer or a reader makes about its experts.
 
 Calls take effect in call order, even if their tickets are not awaited. Where several ranks write together, those that change
 records run once, when all ranks have made them with equal arguments. A handle belongs to the connection it was opened
@@ -49,7 +49,7 @@ class Namespace(Updates, Residency, Steps):
     @property
     def lease_slots(self) -> int:
         """How many keys this handle may have leased at once: promised when it opened, whatever others do. (A daemon that speaks an
-        older protocol than 1.4 promises nothing: there it is what others have left of them.)"""
+        older protocol than 1.4 promises nothing: there it is as many as others have left.)"""
         return self._connection.lease_slots(self._handle, self._lease_slots)
 
     @property
@@ -85,7 +85,7 @@ class Namespace(Updates, Residency, Steps):
 
     @property
     def store_uuid(self) -> str:
-        """Which store this is, for as long as its catalog lives: 32 hexadecimal digits."""
+        """The store's identity for as long as its catalog lives: 32 hexadecimal digits."""
         return self._connection.store_uuid
 
     # --- reading ---
@@ -107,7 +107,7 @@ class Namespace(Updates, Residency, Steps):
     def begin_acquire(
         self, keys: Iterable[ExpertKey], part: str = "param", timeout_s: float | None = None
     ) -> Ticket[Lease]:
-        """As `acquire`, but returns at once: `lease = await ns.begin_acquire(keys)`. Cancel a ticket nobody waits for."""
+        """Begins an `acquire` and returns at once: `lease = await ns.begin_acquire(keys)`. Cancel a ticket nobody waits for."""
         wanted = plain_keys(keys)
         limit_s = self.wait_timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         held_part = self.schema.part(part)

@@ -1,4 +1,4 @@
-"""Where a namespace's experts came from: what an import notes in the `extra` bytes of its step, and commits after it carry on."""
+"""The origin of a namespace's experts, which an import notes in the `extra` bytes of its step, and later commits carry on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PATH_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A checkpoint. fingerprint: of its experts. source: its path then, for people."""
+    """The checkpoint of an import. fingerprint: of its experts. source: its path at that time, for people."""
 
     fingerprint: str
     source: str
@@ -20,7 +20,7 @@ class Origin:
 
     @classmethod
     def from_extra(cls, extra: bytes) -> Origin | None:
-        """What `to_extra` gave; None if the bytes are anything else."""
+        """The origin that `to_extra` packed; None if the bytes are anything else."""
         try:
             begun = json.loads(extra)["import"]
             return cls(str(begun["fingerprint"]), str(begun["source"]))

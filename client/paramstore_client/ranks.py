@@ -1,6 +1,6 @@
-"""The ranks of a job that write a namespace together: what one of them says when it opens it, and how its start is called.
+"""The ranks of a job that write a namespace together: how one of them introduces itself when it opens the namespace.
 
-`group` names one start of the job, the same on every rank and another after a restart: arrivals of two starts never meet.
+`group` names one start of the job, the same on every rank and another after a restart: ranks of two starts never form a group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALONE = Rank()
 
 
 def this_rank(rank: int, world_size: int, group: str, environment: Mapping[str, str] | None = None) -> Rank:
-    """What the caller said; without a group, the one that torchrun's variables name. Raises ConfigError."""
+    """The rank that the arguments name; without `group`, in the one that torchrun's variables name. Raises ConfigError."""
     text("group", group)
     alone = Rank(rank, world_size)
     if alone.is_alone:

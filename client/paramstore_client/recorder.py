@@ -16,14 +16,14 @@ from paramstore.errors import CapacityError
 from paramstore_client.source import AheadTicket, ExpertSource, WeightLease
 
 EVENTS_MAX = 4 << 20
-"""Of one recorder: some hundred bytes of memory each."""
+"""Most events of one recorder; each takes some hundred bytes of memory."""
 
 
 class TrainedSource(ExpertSource, Protocol):
     """An `ExpertSource` that takes optimizer steps too, as a writer's handle does."""
 
     def apply(self, options: AdamW, /, *, grad_scale: float = 1.0) -> Any:
-        """One optimizer step over what is pending; the ticket is the handle's affair."""
+        """Makes one optimizer step over what is pending; the type of its ticket is the handle's affair."""
         ...
 
 
@@ -70,18 +70,18 @@ class TraceRecorder:
         return answer
 
     def apply(self, options: AdamW, *, grad_scale: float = 1.0) -> Any:
-        """Of a writer's handle: one optimizer step over everything pushed."""
+        """Makes one optimizer step over everything pushed, where the source is a writer's handle."""
         source: Any = self._source  # a `TrainedSource`, or the call fails as it would without a recorder
         ticket = source.apply(options, grad_scale=grad_scale)
         self._keep_mark(TraceEventKind.APPLY)
         return ticket
 
     def end_step(self) -> None:
-        """A training step, or a token, is over: traces are cut and counted there."""
+        """Marks the end of a training step, or of a token: traces are cut and counted there."""
         self._keep_mark(TraceEventKind.STEP)
 
     def trace(self, name: str, *, how: str) -> Trace:
-        """What was called so far. how: in words, what ran."""
+        """The trace of the calls so far. how: what ran, in words."""
         header = TraceHeader(name, self.schema.describe(), list(self.layers), self.experts, how)
         return Trace(header, tuple(self._events))
 

@@ -1,4 +1,4 @@
-"""Where experts are, and what the caller wishes of it. A wish costs or saves transfers; it never changes a result."""
+"""Calls about where experts are and where the caller wishes them. A wish costs or saves transfers; it never changes a result."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Residency(Handle):
     ) -> None:
         """Tells in which order this handle visits its layers, so that what is needed last goes first. Ends with the handle.
 
-        None: as a training step over all layers does (a writer's handle of a trainable schema; `micro_batches` forwards and
-        backwards, then the update), else as a ring does. Cycles of one's own: see `paramstore.core.visits`; empty ones
-        take the declaration back. A wrong order costs transfers, never a result. Raises ConfigError.
+        None: for a writer of a trainable schema the order of a training step over all layers (`micro_batches` forwards and
+        backwards, then the update), else that of a ring. For other cycles see `paramstore.core.visits`; empty ones take
+        the declaration back. A wrong order costs transfers, never a result. Raises ConfigError.
         """
         self._connection.check_minor(TRAINING_MINOR, "declare_schedule")
         whole_number("micro_batches", micro_batches, least=1)
@@ -76,7 +76,7 @@ class Residency(Handle):
         return self._send(messages.Residency(self._next_id(), self._handle), "residency", answers.mapping).wait()
 
     def before_unmap(self, fn: BeforeUnmap) -> Callable[[], object]:
-        """`fn(address, length_bytes)` is called before memory that this session has leased is unmapped: whoever registered
+        """Has `fn(address, length_bytes)` called before memory that this session has leased is unmapped: whoever registered
         it (cudaHostRegister) must unregister it then.
 
         It is called once per segment of the connection, also of its other namespaces, from any thread, and must not raise.

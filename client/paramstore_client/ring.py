@@ -57,13 +57,13 @@ class RingStats:
 
     @property
     def resident_fraction(self) -> float:
-        """How much of the experts the computation held at most."""
+        """Largest fraction of all experts' bytes that the computation held at once."""
         return self.leased_bytes_max / self.total_bytes
 
 
 @dataclass(slots=True)
 class _LayerSlot:
-    """What a slot was last given: the turn it belongs to, and the load ahead of that turn."""
+    """The newest turn of a slot, and the load ahead of that turn."""
 
     turn: int
     keys: frozenset[ExpertKey]
@@ -120,8 +120,8 @@ class RingMemory:
             model = Model([ps.nn.StoredExperts(ring, layer) for layer in range(L)])
             model.generate(prompt)
 
-    Training goes with `ExpertSchedule` instead: a backward visits layers against the ring's direction, which stays right
-    and loads ahead in vain.
+    Train with `ExpertSchedule` instead: a backward visits layers against the ring's direction, where the ring stays right
+    but loads ahead in vain.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class RingMemory:
         self._turn = -1
         self._last_key: ExpertKey | None = None
         self._visits: list[RingLease] = []
-        """Those that are not over."""
+        """The leases of visits that are not over."""
 
     @property
     def lease_slots(self) -> int:
@@ -197,14 +197,14 @@ class RingMemory:
     # --- visits ---
 
     def layer(self, layer: int, experts: Sequence[int] | None = None) -> AbstractContextManager[Experts]:
-        """The weights of `layer`, for all its experts or for those given (the routing is known): waits until they are there.
+        """The weights of `layer`, for all its experts or (where the routing is known) for those given; waits until they are there.
 
-        Leaving it releases them and starts the next load. Raises CapacityError where they exceed `lease_slots`.
+        Leaving the block releases them and starts the next load. Raises CapacityError where they exceed `lease_slots`.
         """
         return self._visit(layer, self._sorted(experts), is_first=True)
 
     def parts(self, layer: int, experts: Sequence[int] | None = None) -> Iterator[Experts]:
-        """As `layer`, but part by part in expert order, each valid until the next is asked for: for layers that exceed
+        """The weights of `layer` part by part in expert order, each valid until the next is asked for: for layers that exceed
         `lease_slots`, or to hold less at once."""
         wanted = self._sorted(experts)
         for start in range(0, len(wanted), self._experts_ahead):
@@ -215,7 +215,7 @@ class RingMemory:
                 yield weights
 
     def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> RingLease:
-        """As of a namespace, for keys of one layer. Later experts of the layer visited last are the same visit's next part."""
+        """Leases keys of one layer, as a visit of it. Later experts of the layer visited last are the next part of that visit."""
         keys = plain_keys(keys)
         if not keys:
             raise ConfigError("acquire of no keys: which layer a ring visits is known by its keys")
@@ -223,7 +223,7 @@ class RingMemory:
         return self._begin_visit(keys[0][0], keys, is_first=not continues, part=part, timeout_s=timeout_s)
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> AheadTicket:
-        """As of a namespace, beside what the ring itself loads."""
+        """Asks the namespace for `keys` ahead of use, beside what the ring itself loads."""
         return self._source.prefetch(keys, part=part)
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
@@ -247,7 +247,7 @@ class RingMemory:
     def _begin_visit(
         self, layer: int, keys: Sequence[ExpertKey], *, is_first: bool, part: str = "param", timeout_s: float | None = None
     ) -> RingLease:
-        """The visit's lease. Until the weights are there nothing has changed; an interrupt after that ends the visit."""
+        """Begins a visit and returns its lease. Until the weights are there nothing changes; an interrupt after that ends it."""
         if not self._slots:
             raise LeaseError(f"layer {layer}: a ring is used inside its `with`")
         turn = self._turn_of(layer) if is_first else self._turn
@@ -274,7 +274,7 @@ class RingMemory:
         return visit
 
     def end_visit(self, visit: RingLease) -> None:
-        """For RingLease: its keys are released; its slot takes the layer that comes around next."""
+        """Ends the visit of a RingLease, which has released its keys; its slot takes the layer that comes around next."""
         self._visits.remove(visit)
         if self._slots:
             self._load_ahead(visit.turn + self._slot_count)
@@ -296,7 +296,7 @@ class RingMemory:
         return turn
 
     def _turn_to(self, turn: int) -> None:
-        """The visit of `turn` has begun; slots of turns in between are given to those that come around next."""
+        """Notes that the visit of `turn` has begun; the slots of skipped turns are given to the turns that come around next."""
         skipped = range(self._turn + 1, turn)
         self._turn = turn
         self.stats.skipped_turns += len(skipped)
@@ -304,7 +304,7 @@ class RingMemory:
             self._load_ahead(other + self._slot_count)
 
     def _load_ahead(self, turn: int) -> None:
-        """Gives the slot of `turn` to it, unless it has gone on already, and starts the load of the experts it will likely need."""
+        """Gives its slot to `turn`, unless a later turn has it, and starts the load of the experts that `turn` will likely need."""
         slot = self._slots[turn % self._slot_count]
         if slot.turn >= turn:
             return
@@ -323,7 +323,7 @@ class RingMemory:
             return None
 
     def _likely(self, layer: int) -> list[int]:
-        """Most used first; nothing before the first visit, when a guess would mostly be waste."""
+        """The experts worth loading ahead, most used first; none before the first visit, when a guess would mostly be waste."""
         return list(self._activity.likely(layer, self._experts_ahead))
 
     def _is_loaded(self, turn: int, keys: Sequence[ExpertKey]) -> bool:

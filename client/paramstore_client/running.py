@@ -1,4 +1,4 @@
-"""A daemon that runs, whoever started it: found by its socket or its store, and ended."""
+"""Finds a running daemon, whoever started it, by its socket or its store, and ends it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paramstore_client.address import peer, store_of, try_connect, unreachable, 
 from paramstore_client.client import greet
 
 CONNECT_TIMEOUT_S = 10.0
-"""For the connection, and once more for the welcome."""
+"""Time for the connection, and once more for the welcome."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningDaemon:
-    """One process, never a later one with its number. A context manager: on leaving it the process is let go of, not ended."""
+    """A daemon's process, never a later one with its id. A context manager: leaving it lets go of the process, which runs on."""
 
     pid: int
     _process: int
 
     def send(self, number: signal.Signals) -> None:
-        """Sends the signal, unless it has ended. Raises StoreUnavailable where it is another user's."""
+        """Sends the signal, unless the process has ended. Raises StoreUnavailable where it is another user's."""
         try:
             signal.pidfd_send_signal(self._process, number)
         except ProcessLookupError:
@@ -35,7 +35,7 @@ class RunningDaemon:
             raise StoreUnavailable(f"process {self.pid} is another user's: end it as that user, or as root") from error
 
     def has_ended(self, within_s: float) -> bool:
-        """Whether it ends in that time; returns as soon as it does."""
+        """Whether the process ends within that time; returns as soon as it does."""
         poll = select.poll()
         poll.register(self._process, select.POLLIN)
         return bool(poll.poll(math.ceil(within_s * 1000)))
@@ -48,8 +48,8 @@ class RunningDaemon:
 
 
 def find_daemon(path: Path) -> RunningDaemon | None:
-    """The daemon that holds the store whose socket `path` is, even where nobody listens there any more or it hangs, else the one
-    that listens there; None if there is none. Raises StoreUnavailable if it is another user's, or if whoever listens there does not
+    """The daemon that holds the store whose default socket is `path`, even if it hangs or listens there no more; else the one that
+    listens at `path`; None if there is none. Raises StoreUnavailable if it is another user's, or if whoever listens there does not
     welcome a client as a daemon does."""
     process_id = _find(path)
     if process_id is None:
@@ -60,7 +60,7 @@ def find_daemon(path: Path) -> RunningDaemon | None:
         return None
     except OSError as error:
         raise StoreUnavailable(f"{url(path)}: its process {process_id} cannot be reached from here: {error}") from error
-    if _find(path) != process_id:  # it ended before, and another may have its number
+    if _find(path) != process_id:  # it ended before `pidfd_open`, and another process may have its number
         os.close(process)
         return None
     return RunningDaemon(process_id, process)
@@ -76,7 +76,7 @@ def _find(path: Path) -> int | None:
 
 
 def _listening_at(path: Path) -> int | None:
-    """The daemon that listens at `path`, which has said so itself: any program may listen anywhere."""
+    """Process id of the daemon that listens at `path`, as its welcome confirms: any program may listen anywhere."""
     sock = try_connect(path, timeout_s=CONNECT_TIMEOUT_S)
     if sock is None:
         return None
@@ -86,7 +86,7 @@ def _listening_at(path: Path) -> int | None:
     except ParamStoreError as error:
         raise _doubtful(path, process_id, str(error)) from error
     connection.close("its daemon was only asked who it is")
-    if connection.daemon_pid != process_id:  # it passes on what a daemon says
+    if connection.daemon_pid != process_id:  # the process that listens only passes on what a daemon says
         raise _doubtful(path, process_id, f"process {connection.daemon_pid} answers")
     return process_id
 

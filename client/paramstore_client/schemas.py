@@ -1,7 +1,7 @@
-"""What a namespace's records are made of, as a user says it.
+"""The schemas of a namespace's records, under the names that users call.
 
-What the training schemas take: fields, name -> shape. dtypes, torch's or their names; gradient_dtype is `param_dtype` unless given.
-updates: "touched", an apply changes the keys with a gradient alone, or "exact", the others get what the optimizer does with a
+Arguments of the training schemas: fields, name -> shape. dtypes, torch's or their names; gradient_dtype is `param_dtype` unless
+given. updates: "touched", an apply changes only the keys with a gradient, or "exact", the others get what the optimizer does with a
 gradient of zeros. state_dtype, how the optimizer's states are kept: "float32", bitwise torch's; "bfloat16", rounded stochastically;
 "int8_blockwise", 8 bits with a scale for each 256. `schema.bytes_per_parameter` says what that takes.
 """

@@ -3,7 +3,7 @@
 - A segment the daemon gives up is acknowledged once no lease refers to it and it is unmapped, never before: a tensor that
   outlives its lease delays that to the end of a later lease.
 - Leases that refer to a segment are counted by looking; nothing else holds the number.
-- Who asked to be told (`before_unmap`) is told of every leased segment once, while it is still mapped.
+- Whoever asked to be told (`before_unmap`) is told of every leased segment once, while it is still mapped.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ class Segments:
         self._uploads[segment] = mapping
 
     def leased(self, segment: int) -> Mapping:
-        """Raises LeaseError once the store was closed."""
+        """The mapping of a segment that leases lie in. Raises LeaseError once the store was closed."""
         mapping = self._leased.get(segment)
         if mapping is None:
             raise LeaseError(f"segment {segment} of the lease is not mapped any more: the store was closed")
         return mapping
 
     def upload(self, segment: int) -> Mapping:
-        """Raises StoreUnavailable once the store was closed."""
+        """The mapping of a segment of the upload area. Raises StoreUnavailable once the store was closed."""
         mapping = self._uploads.get(segment)
         if mapping is None:
             raise StoreUnavailable(f"upload segment {segment} is not mapped any more: the store was closed")
         return mapping
 
     def begin_lease(self, lease: int, slots: list[Slot]) -> None:
-        """`slots` are in use from here on. Raises ProtocolError if one lies in a segment that was never sent."""
+        """Notes that `slots` are in use from here on. Raises ProtocolError if one lies in a segment that was never sent."""
         known = self._leased
         for slot in slots:
             if slot[0] not in known:
@@ -73,18 +73,18 @@ class Segments:
         self._live[lease] = slots
 
     def end_lease(self, lease: int) -> list[int]:
-        """The segments that can be acknowledged as unmapped, now that this lease is over."""
+        """Ends a lease; returns the segments that can be acknowledged as unmapped now."""
         self._live.pop(lease, None)
         return self._forget_unused() if self._given_up else []
 
     def give_up(self, segments: Sequence[int]) -> list[int]:
-        """The daemon wants these back. Returns those that no lease refers to: they are forgotten already."""
+        """Gives up segments that the daemon wants back; returns those that can be acknowledged at once, as they are unmapped."""
         known = {segment for segment in segments if segment in self._leased}
         self._given_up |= known
         return sorted(set(segments) - known) + self._forget_unused()
 
     def before_unmap(self, fn: BeforeUnmap) -> Callable[[], object]:
-        """`fn(address, length_bytes)` is called for each leased segment that is let go of from here on, right before.
+        """Has `fn(address, length_bytes)` called for each leased segment that is let go of from here on, right before.
 
         No lease refers to the segment then, unless the connection was closed. fn runs on the thread that ended the last
         lease, read the socket or closed the store; it must not raise. Returns the function that ends this.
@@ -94,7 +94,7 @@ class Segments:
         return lambda: self._watchers.pop(token, None)
 
     def clear(self) -> None:
-        """The connection is over: lets go of every mapping. Tensors that were handed out keep theirs."""
+        """Lets go of every mapping, as the connection is over. Tensors that were handed out keep theirs."""
         for segment in list(self._leased):
             self._let_go(segment)
         for mapping in self._uploads.values():

@@ -1,4 +1,4 @@
-"""What `nn`, the ring and the device tier need of the thing that gives them weights.
+"""The protocols of what gives weights to `nn`, the ring and the device tier.
 
 A namespace handle is a `HostSource`, the kind that a `DeviceTier` can stand in front of. It is an `ExpertSource` too, as
 are `DeviceTier` and `RingMemory`: that is why `StoredExperts` takes any of the three and has no branch for devices.
@@ -19,14 +19,14 @@ from paramstore.core.schema import Schema
 
 
 class WeightLease(Protocol):
-    """A right to the bytes of some keys, until released. Their tensors are read-only and wrong to use afterwards."""
+    """The right to the bytes of some keys, until it is released. Their tensors are read-only, and wrong to use afterwards."""
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
         """The fields of `key`, by name. Raises LeaseError after the release."""
         ...
 
     def identity(self, key: ExpertKey, /) -> Identity:
-        """Which bytes of `key` these are."""
+        """Epoch and version of the leased bytes of `key`."""
         ...
 
     def release(self) -> None:
@@ -66,7 +66,7 @@ class ExpertSource(Protocol):
     def lease_slots(self) -> int: ...
 
     def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> WeightLease:
-        """All keys or none; waits. Raises CapacityError above `lease_slots`, LeaseError where own leases stand in the way."""
+        """Leases all keys or none; waits. Raises CapacityError above `lease_slots`, LeaseError where own leases are in the way."""
         ...
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> AheadTicket:
@@ -74,7 +74,7 @@ class ExpertSource(Protocol):
         ...
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> Any:
-        """Adds into the pending gradients; they may be freed on return. (Any: what it returns is the handle's affair.)"""
+        """Adds to the pending gradients; the tensors may be freed on return. (Any: what it returns is the handle's affair.)"""
         ...
 
 
@@ -88,7 +88,7 @@ class HostTicket(AheadTicket, Protocol):
 
 @runtime_checkable
 class HostSource(ExpertSource, Protocol):
-    """An `ExpertSource` whose leases are host memory; with what a copy elsewhere must know of it."""
+    """An `ExpertSource` whose leases are host memory; it also tells what the owner of copies elsewhere must know."""
 
     @property
     def view_change_count(self) -> int:
@@ -97,11 +97,11 @@ class HostSource(ExpertSource, Protocol):
         ...
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> HostTicket:
-        """As of an ExpertSource."""
+        """Asks for what fits in host memory, ahead of use; returns at once."""
         ...
 
     def before_unmap(self, fn: Callable[[int, int], None], /) -> Callable[[], object]:
-        """`fn(address, length_bytes)` is called before leased memory is unmapped, from any thread: the last moment to
+        """Has `fn(address, length_bytes)` called before leased memory is unmapped, from any thread: the last moment to
         unregister it. It must not raise. Returns the function that ends this."""
         ...
 

@@ -1,4 +1,4 @@
-"""The chain of commits as a handle sees it: which steps there are, going back to one, and keeping one for good."""
+"""The chain of commits as a handle sees it: making a step, listing the steps, going back to one, and keeping one for good."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Steps(Handle, ABC):
 
     @abstractmethod
     def _reader(self, opened: Opened) -> Namespace:
-        """A handle of what an open answered."""
+        """A reader's handle for the answer to an open."""
 
     @property
     def apply_count(self) -> int:
@@ -30,7 +30,7 @@ class Steps(Handle, ABC):
 
     @property
     def uncommitted_applies(self) -> int:
-        """How many applies this handle has called that no commit it has seen settled covers, nor a rollback dropped."""
+        """How many applies of this handle are in no commit that it has seen settled, and were dropped by no rollback."""
         return self._applies - self._committed_applies
 
     def commit(self, step: int, extra: bytes = b"") -> Ticket[Result]:
@@ -50,12 +50,12 @@ class Steps(Handle, ABC):
         return self._send(message, f"commit {step}", committed, is_cancellable=False)
 
     def prepare(self, step: int, extra: bytes = b"") -> Ticket[Result]:
-        """Half a commit, for a job over several nodes: all is durable as `step`, which is committed by `finalize(step)`.
+        """Makes the first half of a commit, for a job over several nodes: all is durable as `step`, which `finalize(step)` commits.
 
         When every node has prepared, every node finalizes: whatever dies in between, all of them can be opened at one common
         step (`open_namespace(mode="write", at=...)`). Until then `apply`, `commit` and another `prepare` raise StepPrepared, as
         does a new writer who does not say `at`; pushed gradients stay pending; readers see the steps before.
-        Result: as of `commit`. Raises as `commit`, and StepOutOfOrder before the first commit.
+        Result and errors are those of `commit`; StepOutOfOrder before the first commit too.
         """
         self._check_writes("prepare")
         self._connection.check_minor(messages.PREPARE_MINOR, "prepare")
@@ -64,7 +64,7 @@ class Steps(Handle, ABC):
         return self._send(message, f"prepare {step}", answers.mapping, is_cancellable=False)
 
     def finalize(self, step: int) -> Ticket[None]:
-        """Commits the prepared `step`, in one small transaction. To call it again is no error. Cannot be cancelled.
+        """Commits the prepared `step`, in one small transaction. Calling it again is no error. Cannot be cancelled.
 
         Raises StepOutOfOrder if another step, or none, is prepared; CatalogError, and then the step is still prepared.
         """
@@ -88,8 +88,8 @@ class Steps(Handle, ABC):
         return self._send(messages.Extra(self._next_id(), self._handle, whole_number("step", step)), "extra", answers.data).wait()
 
     def rollback(self, step: int) -> int:
-        """Back to `step`, any of `steps()`: later steps, pending gradients and working copies are gone for good, readers of
-        later steps have lost theirs. Returns the new epoch.
+        """Goes back to `step`, any of `steps()`: later steps, pending gradients and working copies are gone for good, readers
+        of later steps have lost theirs. Returns the new epoch.
 
         Raises StepDropped, and StepFailed while a later step is a snapshot; then nothing has changed.
         """
@@ -107,7 +107,7 @@ class Steps(Handle, ABC):
     def snapshot(self, step: int) -> Namespace:
         """Keeps `step` until `drop_snapshot(step)`, whatever happens to this process or the daemon, and opens a reader on it.
 
-        Takes the namespace's state once more on the volumes. May be called on any handle, again for a step that is one, and
+        Needs room on the volumes for the namespace's state again. May be called on any handle, also for a step that is one, and
         waits for a commit under way. Raises StepDropped, and CapacityError naming the bytes that are missing. Where only the
         reader could not be opened the step is a snapshot all the same.
         """
@@ -116,8 +116,8 @@ class Steps(Handle, ABC):
         return self.reader(step)
 
     def reader(self, at: int | None = None, *, min_lease_slots: int = 0) -> Namespace:
-        """Another handle on the same namespace: a reader standing on step `at`, or on the newest committed one.
-        min_lease_slots: as of `Store.open_namespace`. Raises StepDropped, CapacityError; StepFailed before the first commit."""
+        """Opens another handle on the same namespace: a reader standing on step `at`, or on the newest committed one.
+        min_lease_slots: as for `Store.open_namespace`. Raises StepDropped, CapacityError; StepFailed before the first commit."""
         at = None if at is None else whole_number("at", at)
         if min_lease_slots := whole_number("min_lease_slots", min_lease_slots):
             self._connection.check_minor(messages.PROMISE_MINOR, "reader(min_lease_slots=...)")

@@ -41,8 +41,8 @@ def image_view(mapping: Mapping, start_bytes: int, length_bytes: int) -> Tensor:
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in pages of their own, which go back to the system with the tensor: for few and large ones. Malloc keeps much of what
-    those leave, the more the larger one was that it freed before."""
+    """Zeros in pages of their own, which go back to the system with the tensor. For few, large tensors: malloc keeps much of the
+    memory that those leave, and more of it the larger the tensors were that it freed before."""
     elements = math.prod(shape)
     memory = mmap.mmap(-1, max(1, elements) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype)[:elements].view(tuple(shape))
@@ -50,7 +50,7 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 @dataclass(slots=True)
 class Guard:
-    """Debug mode: what tensors of one lease raise. reason: None while they may be used; set by the lease's release."""
+    """Debug mode: whether tensors of one lease may be used. reason: None while they may; else the text of the error they raise."""
 
     reason: str | None = None
 
@@ -105,9 +105,9 @@ def guarded(tensor: Tensor, guard: Guard) -> GuardedTensor:
 
 
 def end_graphs_of(tensor: Tensor) -> None:
-    """Counts as a change of `tensor`: autograd, which asks no guard, refuses a backward that needs its old bytes."""
+    """Marks `tensor` as changed, so that autograd, which asks no guard, refuses a backward that needs its old bytes."""
     with DisableTorchFunctionSubclass():
-        if not tensor.is_inference():  # those have no graph, and count nothing
+        if not tensor.is_inference():  # inference tensors have no graph and no version to count
             torch.autograd.graph.increment_version(tensor)
 
 
@@ -157,7 +157,7 @@ def check_values(key: ExpertKey, values: FieldMapping[str, Tensor], fields: Sequ
 
 
 def _kind_without_values(tensor: Tensor) -> str | None:
-    """What a tensor is that cannot be copied into a field; None of one that can."""
+    """The kind of a tensor that cannot be copied into a field; None for one that can."""
     if isinstance(tensor, FakeTensor):
         return "FakeTensor"
     if tensor.is_meta or tensor.is_nested:  # a nested one may call itself strided, and has no shape
@@ -166,13 +166,13 @@ def _kind_without_values(tensor: Tensor) -> str | None:
 
 
 def copy_into(values: FieldMapping[str, Tensor], fields: Sequence[Field], mapping: Mapping, start_bytes: int) -> None:
-    """Writes checked `values` to their places; from whichever device they are on."""
+    """Writes checked `values`, on whichever devices they are, to their places."""
     for field in fields:
         field_view(mapping, field, start_bytes).copy_(values[field.name].detach())
 
 
 def add_into(values: FieldMapping[str, Tensor], fields: Sequence[Field], mapping: Mapping, start_bytes: int) -> None:
-    """Adds checked `values` to what is there, in the dtype that is there."""
+    """Adds checked `values` to the fields that are there, in their dtypes."""
     for field in fields:
         target = field_view(mapping, field, start_bytes)
         target.add_(values[field.name].detach().to(device="cpu", dtype=target.dtype))
@@ -189,7 +189,7 @@ def stored_copies(schema: Schema, mapping: Mapping, start_bytes: int) -> dict[st
 
 
 def _accepted_dtypes(dtype: str, *, schema: Schema) -> tuple[str, ...]:
-    """What may be written where `dtype` is kept: itself and, for training, the shorter floats that fp32 holds exactly."""
+    """Dtypes that may be written where `dtype` is kept: itself and, for training, the shorter floats that fp32 holds exactly."""
     if schema.is_trainable and dtype == MASTER_DTYPE:
         return ("float32", "bfloat16", "float16")
     return (dtype,)

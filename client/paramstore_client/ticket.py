@@ -64,7 +64,7 @@ class Ticket(Generic[T]):
         return self.is_settled
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """The result, as soon as it is there. timeout_s: None means the daemon's `wait_timeout_s`.
+        """The result, as soon as it is there. timeout_s: None means the request's own, mostly the daemon's `wait_timeout_s`.
 
         Raises the request's own error, or WaitTimeout, which cancels nothing; StoreUnavailable if the daemon went away.
         """
@@ -74,7 +74,7 @@ class Ticket(Generic[T]):
         return self._outcome()
 
     def settled_within(self, timeout_s: float | None = None) -> bool:
-        """Waits like `wait`, and says whether there is an outcome; leaves it, and its error, to be asked for."""
+        """Waits like `wait`, and says whether there is an outcome, which is left to be asked for, an error too."""
         limit_s = self.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         return self.is_settled or self._connection.wait(self, limit_s)
 
@@ -106,7 +106,7 @@ class Ticket(Generic[T]):
         return sum(int(self._result.get(name, 0)) for name in ("bytes", "bytes_read", "bytes_written"))
 
     def abandon(self) -> None:
-        """Nobody will ask for the outcome: it is dropped when it comes, and a lease in it is released at once."""
+        """Gives up the outcome: cancels the request if it can be, drops the result when it comes, releases a lease in it."""
         self._is_wanted, self._is_seen = False, True
         if self.is_settled:
             self._drop_result()
@@ -116,7 +116,7 @@ class Ticket(Generic[T]):
     # --- the connection's side ---
 
     def settle(self, answer: object) -> None:
-        """The daemon's answer is there. Called once, by the thread that read it."""
+        """Takes the daemon's answer. Called once, by the thread that read it."""
         try:
             self._result = self._convert(answer)
         except Exception as error:  # noqa: BLE001 - belongs to whoever waits, not to the thread that happens to read
@@ -124,7 +124,7 @@ class Ticket(Generic[T]):
         self._finish(None)
 
     def settle_error(self, error: ParamStoreError, *, is_expected: bool = False) -> None:
-        """The request failed, or its connection did. is_expected: it need not be logged."""
+        """Takes the error of the request, or of its connection. is_expected: it need not be logged."""
         self._error = error
         self._is_seen = self._is_seen or is_expected
         self._finish(error)

@@ -1,4 +1,4 @@
-"""What a writer does with records: their first values, gradients, and the steps of the optimizer."""
+"""A writer's calls on records: their first values, gradients, and the steps of the optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Updates(Handle):
         """Gives every key its first value, version 0, and returns when all are whole on the volumes.
 
         fn: called with each (layer, expert) in key order; returns {field: tensor}, in fp32 or the param dtype. Starts
-        over from nothing. Of several ranks each is asked for its share: the keys whose place in key order, modulo `world_size`,
+        over from nothing. With several ranks each gives its share: the keys whose place in key order, modulo `world_size`,
         is its `rank`. Raises StepOutOfOrder after the first commit, SchemaMismatch, CapacityError, VolumeError.
         """
         self._check_open()
@@ -48,7 +48,7 @@ class Updates(Handle):
             self._count_view_change()
 
     def begin_initialize(self, *, resume: bool = True, values_in_flight: int = PUTS_IN_FLIGHT) -> Initialization:
-        """The same in steps that survive this process: `put` for each of its `missing` keys, `save` now and then, `end`.
+        """Begins an `initialize` in steps that survive this process: `put` each of its `missing` keys, `save` now and then, `end`.
 
         resume: go on from what an earlier attempt saved; False, or `initialize`: start over. Raises StepOutOfOrder after the first
         commit, VersionMismatch on an older daemon.
@@ -66,7 +66,7 @@ class Updates(Handle):
 
     @property
     def _puts_of_others(self) -> int:
-        """At most so many initial values come from other ranks."""
+        """Most initial values that other ranks put."""
         return 0 if self.world_size == 1 else len(self.space)
 
     def push(self, gradients: Gradients) -> None:
@@ -86,7 +86,7 @@ class Updates(Handle):
         self._pending.push(dict(zip(plain_keys(gradients), gradients.values(), strict=True)), announce)
 
     def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
-        """`fn()` is called first in every push of this handle, by the pushing thread; what it raises ends the push. Returns the
+        """Has `fn()` called first in every push of this handle, by the pushing thread; what it raises ends the push. Returns the
         function that ends this."""
         return self._pending.before_push(function("fn", fn))
 
@@ -95,9 +95,9 @@ class Updates(Handle):
         return self._send(messages.GradientNorm(self._next_id(), self._handle), "gradient_norm", answers.real).wait()
 
     def apply(self, options: Options, *, grad_scale: float = 1.0) -> Ticket[Result]:
-        """One optimizer step over every key with pending gradients, which it consumes. Cannot be cancelled.
+        """Makes one optimizer step over every key with pending gradients, which it consumes. Cannot be cancelled.
 
-        options: of the optimizer that the schema is for. Result: {records, bytes_read, bytes_written}. An error half-way leaves the
+        options: those of the schema's optimizer. Result: {records, bytes_read, bytes_written}. An error half-way leaves the
         namespace broken: push, apply and commit raise StepFailed until `rollback`. Raises SchemaMismatch for other options,
         VersionMismatch where the daemon knows AdamW alone, StepPrepared, StepMismatch; then all is pending still.
         """
@@ -118,14 +118,14 @@ class Updates(Handle):
         caller goes on with others; `end_apply` closes it, with the result of an `apply`, bit for bit.
 
         Where the gradient budget is used up, a push waits until updates have read what was pushed before, and raises WaitTimeout
-        where none does within `wait_timeout_s`; ranks say with `end_layers` what they push no more of.
+        where none does within `wait_timeout_s`; ranks say with `end_layers` which layers they push no more of.
 
-        From now on a key may be pushed once: what of it comes before its last gradient is pushed before. A lease of a key that was
-        pushed waits for its update; of others it sees the state before. Until the end `apply`, `prepare` and, once a key was
-        pushed, `commit`, `gradient_norm`, `write_back`, `evict`, `read` and `snapshot` raise StepOutOfOrder. `abort` gives it up,
-        once a key was pushed with StepFailed: the namespace is broken until `rollback`, as after any error half-way.
-        Raises StepOutOfOrder where one is open, SchemaMismatch, VersionMismatch; what the daemon refuses the next push or
-        `end_apply` raises.
+        From now on a key may be pushed once; gradients of it that come before its last one are pushed before this call. A lease of
+        a key that was pushed waits for its update; of another it sees the state before. Until the end `apply`, `prepare` and, once
+        a key was pushed, `commit`, `gradient_norm`, `write_back`, `evict`, `read` and `snapshot` raise StepOutOfOrder. `abort`
+        gives the apply up, with StepFailed once a key was pushed: the namespace is broken until `rollback`, as after any error
+        half-way. Raises StepOutOfOrder where one is open, SchemaMismatch, VersionMismatch; the next push or `end_apply` raises what
+        the daemon refuses.
         """
         self._check_writes("begin_apply")
         self.schema.check_options(options)
@@ -141,8 +141,8 @@ class Updates(Handle):
         return self._send(message, "await_room", answers.keys, timeout_s=timeout_s + ANSWER_GRACE_S).wait()
 
     def end_layers(self, layers: Iterable[int]) -> None:
-        """Says that this rank pushes no more gradients of `layers` before `end_apply`. Keys of which it has none need not wait for
-        the close then, nor do other ranks whose upload memory holds theirs. Does nothing on an older daemon.
+        """Says that this rank pushes no more gradients of `layers` before `end_apply`. Keys that it has not pushed need not wait
+        for the close then, nor do other ranks whose upload memory holds gradients of them. Does nothing on an older daemon.
 
         Raises UnknownKey, and StepOutOfOrder where no apply is open.
         """
@@ -152,7 +152,7 @@ class Updates(Handle):
             self._send(messages.EndLayers(self._next_id(), self._handle, ended), "end_layers", answers.nothing).wait()
 
     def reserve_room(self) -> None:
-        """Takes the upload memory now that an open apply needs at least: of two layers' gradients, beside what other handles of
+        """Takes now the upload memory that an open apply needs at least: for two layers' gradients, beside what other handles of
         this connection have reserved. Raises CapacityError where this rank's share of the gradient budget is less, naming the
         budget that it takes; then nothing was taken. SchemaMismatch where there are no gradients."""
         self._check_open()
@@ -168,8 +168,8 @@ class Updates(Handle):
         self._pending.reserve_room()
 
     def end_apply(self) -> Ticket[Result]:
-        """Closes the apply that `begin_apply` opened: it takes all that is pending. Cannot be cancelled. Result and errors as of
-        `apply`; StepOutOfOrder where none is open."""
+        """Closes the apply that `begin_apply` opened: it takes all that is pending. Cannot be cancelled. Result and errors are
+        those of `apply`; StepOutOfOrder where none is open."""
         self._pending.check_open("end_apply")
         try:
             return self._consume(messages.EndApply(self._next_id(), self._handle), "end_apply", answers.mapping)

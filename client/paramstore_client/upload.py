@@ -33,11 +33,11 @@ class Range(NamedTuple):
 
 
 class Tenant(Protocol):
-    """Who has reserved room."""
+    """Somebody who has reserved room in the area."""
 
     @property
     def unused_room_bytes(self) -> int:
-        """What it has reserved and not taken."""
+        """Bytes that it has reserved and not taken."""
         ...
 
 
@@ -62,8 +62,9 @@ class UploadArea:
     ) -> list[Range]:
         """`count` ranges of `length_bytes` each, from what is free, else from a new segment.
 
-        most_bytes: what the area may grow to ahead of need. limit_bytes: and at all; None: the daemon alone sets a limit.
-        by: whose room it is part of. Raises CapacityError when there is no room; then nothing was taken.
+        most_bytes: size to which the area may grow ahead of need. limit_bytes: size to which it may grow at all;
+        None: the daemon alone sets a limit. by: the tenant whose room the ranges are part of. Raises CapacityError when there is
+        no room; then nothing was taken.
         """
         length_bytes = round_up(length_bytes, PAGE_BYTES)
         with self._allocating:
@@ -85,7 +86,7 @@ class UploadArea:
             return taken
 
     def give_back(self, ranges: Iterable[Range]) -> None:
-        """The daemon reads these no more. Callable from any thread, with any lock held."""
+        """Gives back ranges that the daemon reads no more. Callable from any thread, with any lock held."""
         self._returned.extend(ranges)
 
     def mapping(self, segment: int) -> Mapping:
@@ -117,7 +118,7 @@ class UploadArea:
         self._take_in_returned()
 
     def _adopt(self, answer: object) -> Range:
-        """A new segment is there, free as a whole, even if the wait for it was given up."""
+        """Takes in a new segment, free as a whole, even if the wait for it was given up."""
         if not isinstance(answer, Uploaded):
             raise ProtocolError(f"{type(answer).__name__} answers a request for upload memory")
         segment = Range(answer.segment, 0, answer.length_bytes)

@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 def declare_order(source: ExpertSource, *, micro_batches: int = 1) -> None:
-    """A writer of a trainable namespace makes training steps of `micro_batches` forwards and backwards, every other one passes
-    over the layers again and again. source: a namespace, or a `DeviceTier` over one. Raises what `declare_schedule` raises,
-    but for VersionMismatch."""
+    """Declares training steps of `micro_batches` forwards and backwards for a writer of a trainable namespace, for every other
+    handle passes over the layers again and again. source: a namespace, or a `DeviceTier` over one. Raises what
+    `declare_schedule` raises, but for VersionMismatch."""
     namespace = _namespace_of(source)
     if namespace is None:
         return
@@ -33,8 +33,8 @@ def declare_order(source: ExpertSource, *, micro_batches: int = 1) -> None:
 
 
 def declare_ring(source: ExpertSource, layers: Sequence[int]) -> None:
-    """`layers` are visited in this order, again and again. On a trainer's handle nothing is declared: what its steps miss costs
-    more than what a ring beside them does. source, errors: as of `declare_order`."""
+    """Declares that `layers` are visited in this order, again and again. On a trainer's handle nothing is declared: a miss in its
+    steps costs more than one in a ring beside them. source, errors: as for `declare_order`."""
     namespace = _namespace_of(source)
     if namespace is None or _is_trainers(namespace):
         return

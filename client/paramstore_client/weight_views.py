@@ -1,5 +1,5 @@
-"""The dtype that weights compute in, and what autograd saved of one, without the weight: how to make it again from the bytes of
-whoever holds them then."""
+"""The dtype that weights compute in, and views of weights that autograd saved: kept without the bytes, and made again from those
+of whoever holds them then."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def find_view(tensor: Tensor, holder: Hashable, weights: Mapping[str, Tensor]) -
 
 
 def in_dtype_of(x: Tensor, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """`weights` as a kernel of ours multiplies them with `x`: cast to its dtype where theirs are longer, as FSDP2's mixed precision
-    casts parameters.
+    """`weights` in the dtype in which our kernels multiply them with `x`: cast to that of `x` where theirs are longer, as FSDP2's
+    mixed precision casts parameters.
 
     Nothing is cast under autocast, nor where some weight is as short as `x`: the kernel deals with those.
     """
