@@ -1,4 +1,4 @@
-"""What joins a model's stored experts with a training loop: needs torch alone."""
+"""Joins a model's stored experts with a training loop; needs torch alone."""
 
 from paramstore_client.training.binding import bind
 from paramstore_client.training.experts import Experts

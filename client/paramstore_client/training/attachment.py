@@ -1,4 +1,4 @@
-"""Makes an optimizer's step the experts' step: what happens at each forward, backward and `optimizer.step()` while attached.
+"""Makes an optimizer's step the experts' step too: acts at each forward, backward and `optimizer.step()` while attached.
 
 After a backward the experts' norm lies in the sentinel's gradient. Whoever clips or unscales the gradients scales it with the
 others; at the step the quotient of the two is the experts' coefficient. What is pending goes through three states:
@@ -49,7 +49,7 @@ class Attachment:
         self, experts: Experts, sentinel: ExpertSentinel, optimizer: torch.optim.Optimizer, main: MainGroup,
         early: EarlyUpdates | None = None,
     ) -> None:  # fmt: skip
-        """early: where updates begin in backward."""
+        """early: None unless updates begin in backward."""
         self._experts = experts
         self._module = sentinel
         self._optimizer = optimizer
@@ -58,11 +58,11 @@ class Attachment:
         self._state = _State.EMPTY
         self._norm = 0.0
         self._backwards = 0
-        """Since the last step."""
+        """Number of backwards since the last step."""
         self._report: tuple[Tensor, int] | None = None
         """The gradient as reported, and its version: clipping and zeroing in place count it up. (Unscaling does not.)"""
         self._has_another_stepped = False
-        """Since the last commit an optimizer that is not the attached one has stepped parameters of it."""
+        """Whether another optimizer has stepped parameters of the attached one since the last commit."""
         self._join()
         sentinel.listener = self
         noted = weakref.WeakMethod(self._note_step)
@@ -74,7 +74,7 @@ class Attachment:
         ]
 
     def remove(self) -> None:
-        """Ends it: the optimizer steps alone again. The sentinel stays where it is, at 0, with nothing to do."""
+        """Ends the attachment: the optimizer steps alone again. The sentinel stays where it is, at 0, with nothing to do."""
         if self.early is not None:
             self.early.remove()
         for removal in self._removals:
@@ -85,8 +85,8 @@ class Attachment:
     # --- forward and backward
 
     def before_forward(self) -> None:
-        """Drops pending gradients whose dense siblings were dropped, or that an interrupted backward left: here, where every rank
-        comes by, and not before the first push, where one without tokens does not."""
+        """Drops pending gradients whose dense siblings were dropped, or that an interrupted backward left. It is done here, where
+        every rank comes by, and not before the first push, as a rank without tokens pushes nothing."""
         self._drop_if_zeroed()
         if self._state is _State.EMPTY and self._module.sentinel.grad is None and self._experts.namespace.pending_count:
             self._drop("a backward did not end, or ran in torch.autograd.grad")
@@ -99,12 +99,12 @@ class Attachment:
             self.early.before_push()
 
     def after_layer(self, layer: int) -> None:
-        """Other ranks wait no longer for this layer's gradients."""
+        """Tells the other ranks, where updates begin in backward, that this one pushes no more gradients of `layer`."""
         if self.early is not None:
             self.early.after_layers([layer])
 
     def after_backward(self) -> None:
-        """Reports the norm of what is pending. Raises StepMismatch where the dense gradients are not those of the experts."""
+        """Reports the norm of what is pending. Raises StepMismatch where the dense gradients are of other backwards or scales."""
         self._drop_if_zeroed()
         if self._state is _State.STEPPED:
             raise StepMismatch(
@@ -118,7 +118,7 @@ class Attachment:
             )
         self._norm = self._experts.gradient_norm() if self.early is None else self.early.after_backward()
         self._match_mesh()
-        sentinel = self._module.sentinel.requires_grad_()  # from now on: DDP, made before, has not taken it in
+        sentinel = self._module.sentinel.requires_grad_()  # only from now on: DDP, which was made before, must not wait for it
         gradient = _like(sentinel, self._norm)
         sentinel.grad = gradient
         self._report = gradient, _version(gradient)
@@ -178,7 +178,7 @@ class Attachment:
             )
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """A state dict saved without the sentinel gets a place for it."""
+        """Makes a place for the sentinel in a state dict that was saved without it."""
         sentinel = self._module.sentinel
         groups, saved = optimizer.param_groups, state_dict["param_groups"]
         for index, (group, saved_group) in enumerate(zip(groups, saved, strict=False)):
@@ -217,7 +217,7 @@ class Attachment:
         return gradient is not None and self._is_touched(gradient)
 
     def _coefficient(self) -> float:
-        """What the gradients were multiplied with since the report."""
+        """The factor by which the gradients were multiplied since the report."""
         gradient, reported = self._module.sentinel.grad, _rounded(self._norm)
         if gradient is None or reported == 0.0:
             return 1.0  # a norm of 0 tells nothing, and zeros stay zeros
@@ -228,8 +228,8 @@ class Attachment:
     # --- the sentinel's place
 
     def _join(self) -> None:
-        """The sentinel is in the optimizer: where its maker put it, else last. In no group of its own: a scheduler that exists
-        already zips the groups with a rate for each that it knows."""
+        """Puts the sentinel at the end of the optimizer's last group, unless its maker has put it in. It gets no group of its own:
+        a scheduler that exists already zips the groups with the rates of those that it knows."""
         self._match_mesh()
         sentinel, groups = self._module.sentinel, self._optimizer.param_groups
         if not any(param is sentinel for group in groups for param in group["params"]):
@@ -237,7 +237,7 @@ class Attachment:
             self._begin_state(sentinel)
 
     def _match_mesh(self) -> None:
-        """Among DTensors the sentinel is a replicated one, as torch mixes them with no others. Sharding may come after `attach`."""
+        """Makes the sentinel a replicated DTensor among DTensors: torch mixes them with no others. Sharding may follow `attach`."""
         mesh, sentinel = self._mesh(), self._module.sentinel
         if mesh is None or hasattr(sentinel, "device_mesh"):
             return
@@ -253,12 +253,12 @@ class Attachment:
         self._begin_state(replicated)
 
     def _begin_state(self, sentinel: nn.Parameter) -> None:
-        """Adagrad makes the states of its parameters when it is made, and looks for them at each step."""
+        """Makes the sentinel's state for Adagrad, which makes states only at its own construction and needs them at each step."""
         if isinstance(self._optimizer, torch.optim.Adagrad):
             self._optimizer.state[sentinel] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(sentinel, requires_grad=False)}
 
     def _mesh(self) -> DeviceMesh | None:
-        """That of the optimizer's DTensors; told by the attribute, as importing DTensor costs a second."""
+        """The mesh of the optimizer's DTensors, if there are any; told by the attribute, as importing DTensor costs a second."""
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if param is not self._module.sentinel and (mesh := getattr(param, "device_mesh", None)) is not None:
@@ -285,5 +285,5 @@ def _version(gradient: Tensor) -> int:
 
 
 def _rounded(norm: float) -> float:
-    """As the sentinel's gradient holds it."""
+    """`norm` in fp32, as the sentinel's gradient holds it."""
     return torch.tensor(norm, dtype=torch.float32).item()

@@ -17,11 +17,11 @@ from paramstore_client.training.sentinel import CHILD_NAME, ExpertSentinel
 from paramstore_client.visit_order import declare_order
 
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""What DDP reads from the module that it wraps (torch/nn/parallel/distributed.py)."""
+"""Attribute that DDP reads from the module that it wraps (torch/nn/parallel/distributed.py)."""
 
 
 def bind(model: nn.Module, namespace: Namespace) -> Experts:
-    """The handle of the experts that `model` has in `namespace`. The model gets one child more, the module `paramstore`.
+    """Joins `model` with its experts in `namespace` and returns their handle. The model gets one more child, `paramstore`.
 
     The model's `StoredExperts`, if it has any, must be over `namespace`, or over a `DeviceTier` of it. Bind before DDP,
     `fully_shard` or `prepare` wrap the model. The service is told the order in which training steps visit the layers. Raises

@@ -1,4 +1,4 @@
-"""What a checkpoint of the dense part holds of the experts: a manifest that names a committed step of a namespace.
+"""The manifest of the experts in a checkpoint of the dense part: it names a committed step of a namespace.
 
 A manifest names a durable step, or is not made. The step stays as long as the store's retention keeps it: `retained_steps` must
 be at least the number of checkpoints kept, plus one.
@@ -21,7 +21,8 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """store: the store's uuid. layout: a hash of schema, layers and experts. dtype: of `param`. epoch: the namespace's then."""
+    """A committed step. store: the store's uuid. layout: a hash of schema, layers and experts. dtype: of `param`. epoch: the
+    namespace's when it was made."""
 
     format: int
     store: str
@@ -33,7 +34,7 @@ class Manifest:
 
     @classmethod
     def of(cls, namespace: Namespace) -> Manifest:
-        """Of the namespace as it is now. Raises StepOutOfOrder where that is no committed step."""
+        """The manifest of the namespace as it is now. Raises StepOutOfOrder where that is no committed step."""
         step = check_committed(namespace)
         if applied := namespace.uncommitted_applies:
             raise StepOutOfOrder(
@@ -95,9 +96,9 @@ def check_committed(namespace: Namespace) -> int:
 
 
 def roll_to(namespace: Namespace, step: int) -> None:
-    """The namespace is at `step`, with nothing pending. Raises StepDropped naming the kept steps; then nothing has changed."""
+    """Takes the namespace to `step`, with nothing pending. Raises StepDropped naming the kept steps; then nothing has changed."""
     if step == namespace.committed_step and not (namespace.uncommitted_applies or namespace.is_applying):
-        namespace.abort()  # it is there: its residency stays
+        namespace.abort()  # it is at the step already: without a rollback its residency stays
         return
     kept = namespace.steps()
     if step not in kept:

@@ -1,8 +1,7 @@
 """Updates that begin in backward: opens the step's apply at its first forward and closes it at `optimizer.step()`.
 
-Of gradients that are applied while backward goes on nobody can know the norm, nor scale or drop them afterwards. So the
-sentinel gets a mark for a gradient, too small to count in any norm: whoever scales it is found out at the step, which then raises
-StepFailed.
+Gradients that are applied during backward can no longer be scaled or dropped when it ends, nor is their norm known. So the
+sentinel's gradient is a mark, too small to count in any norm: if anybody scales it, the step finds out and raises StepFailed.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ if TYPE_CHECKING:
     from paramstore_client.training.experts import Experts
 
 MARK = 2.0**-62
-"""The sentinel's gradient: its square is no denormal in fp32, and lost in the sum with any other."""
+"""The sentinel's gradient: its square is no denormal in fp32, and vanishes in the sum with any other square."""
 WITHOUT = "attach(updates_in_backward=False)"
 
 
 class EarlyUpdates:
-    """Owner of the open apply of one attachment. main: whose options it takes."""
+    """Owner of the open apply of one attachment. main: the group whose options it takes."""
 
     def __init__(self, experts: Experts, main: MainGroup) -> None:
         self._experts = experts
         self._main = main
         self._options: Options | None = None
-        """Of the apply that was opened last."""
+        """Options of the apply that was opened last."""
         self._is_held_back = False
         self._is_complete = False
-        """The backward that pushes the last gradients of the open apply is over."""
+        """Whether the backward that pushes the last gradients of the open apply is over."""
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Within it forwards open nothing, and gradients add up."""
+        """Within it forwards open no apply, and gradients add up."""
         was_held_back, self._is_held_back = self._is_held_back, True
         try:
             yield
@@ -47,7 +46,7 @@ class EarlyUpdates:
             self._is_held_back = was_held_back
 
     def before_forward(self) -> None:
-        """Opens the apply, once for a step: here, where every rank comes by, and not at the first push."""
+        """Opens the apply, once for a step; not at the first push, since every rank must open it, and some may push nothing."""
         if self._is_held_back:
             return
         options = self._main.options()
@@ -71,13 +70,13 @@ class EarlyUpdates:
             )
 
     def after_layers(self, layers: Iterable[int]) -> None:
-        """This rank has pushed its last gradients of `layers`: what others have pushed of them does not wait for the step."""
+        """Tells that this rank has pushed its last gradients of `layers`: those of other ranks need not wait for the step."""
         namespace = self._experts.namespace
         if namespace.world_size > 1 and namespace.is_applying and not self._is_held_back:
             namespace.end_layers(layers)
 
     def after_backward(self) -> float:
-        """What the sentinel gets in place of a norm."""
+        """Notes the end of a backward; returns what the sentinel gets in place of a norm."""
         self.after_layers(self._experts.namespace.layers)  # also of those that this backward left out
         self._is_complete = self._experts.namespace.is_applying
         return MARK

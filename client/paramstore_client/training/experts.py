@@ -33,7 +33,7 @@ Reduce = Literal["mean", "sum"]
 
 
 class Experts:
-    """A model's experts in one namespace, which `namespace` writes. Made by `training.bind`.
+    """A model's experts in one namespace, of which `namespace` is the writer's handle. Made by `training.bind`.
 
     With several ranks the gradients that they push are summed, and divided by their number where `reduce` is "mean", as DDP and
     FSDP do with the dense ones; `gradient_norm`, `step`, `abort`, `commit` and `rollback` are called by all of them.
@@ -53,9 +53,9 @@ class Experts:
         self._apply: Ticket[Result] | None = None
         self._commit: Ticket[Result] | None = None
         self._origin: bytes | None = None
-        """What commits without `extra` of the caller's carry on; None while nobody has asked."""
+        """The `extra` bytes that commits without the caller's own carry on; None until it is looked up."""
         self._micro_batches = 1
-        """Of the order of visits that is declared."""
+        """Micro-batches of a step in the order of visits that is declared."""
 
     # --- the step
 
@@ -71,8 +71,8 @@ class Experts:
         optimizer: torch's AdamW, SGD or Adagrad, as the schema says, or a wrapper of it by accelerate or Lightning. weight_decay:
         the experts'; None: the main group's. group: the index of the main group; None: the one with the most elements.
         updates_in_backward: an expert is updated as soon as backward has its gradient, with the options that the group has at the
-        forward; not with clipping, a GradScaler, or several backwards for a step, but those in `accumulate`. It takes upload memory
-        for two layers' gradients at once; with a `gradient_budget`, backward waits for updates where its share is full.
+        forward; excludes clipping, a GradScaler, and several backwards for a step outside of `accumulate`. It takes upload memory
+        for two layers' gradients at once; with a `gradient_budget`, backward waits for updates where this rank's share is full.
         experts: whether they train. False: they stay as they are and get no gradients, whatever the optimizer is. None: they train,
         unless PEFT's adapters are what the optimizer trains.
         Raises ConfigError where the experts cannot follow: another optimizer, groups that differ in more than weight decay,
@@ -114,8 +114,8 @@ class Experts:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around the forward and backward of every micro-batch of a step but the last, where updates begin in backward: their
-        gradients add up until the last one's come. Elsewhere it does nothing."""
+        """A block for the forward and backward of every micro-batch of a step but the last, where updates begin in backward: their
+        gradients add up until those of the last one come. Elsewhere it does nothing."""
         early = None if self._attachment is None else self._attachment.early
         if early is None:
             yield
@@ -128,9 +128,9 @@ class Experts:
         return self.namespace.gradient_norm() * self._share
 
     def step(self, *, clip_coef: float = 1.0, **options: Any) -> Ticket[Result]:
-        """One optimizer step over every expert with pending gradients, which it consumes: the explicit path, without `attach`.
+        """Makes an optimizer step over every expert with pending gradients, which it consumes: the explicit path, without `attach`.
 
-        clip_coef: what the gradients are multiplied with. options: lr, betas, eps, ... of the namespace's optimizer, by torch's
+        clip_coef: factor for the gradients. options: lr, betas, eps, ... of the namespace's optimizer, by torch's
         names. Result and errors as of `Namespace.apply`; ConfigError for options it does not know, and while an optimizer is
         attached.
         """
@@ -145,9 +145,9 @@ class Experts:
         return self.apply(made, clip_coef=clip_coef)
 
     def apply(self, options: Options, *, clip_coef: float) -> Ticket[Result]:
-        """As `step`, with options that are made already, attached or not.
+        """Makes the optimizer step of `step`, attached or not, with options that are made already.
 
-        The update goes on while the next forward begins: one at a time, and an error is raised by the next call here.
+        The update goes on while the next forward begins; there is one at a time, and the next call here raises its error.
         """
         scale = number("clip_coef", clip_coef) * self._share
         self.settle()
@@ -155,7 +155,7 @@ class Experts:
         return self._apply
 
     def expect_micro_batches(self, count: int) -> None:
-        """For the attachment: a step has had so many forwards and backwards. The service is told where that is news."""
+        """Notes that a step has had `count` forwards and backwards; declares the order of visits anew where that is a change."""
         if count != self._micro_batches:
             declare_order(self.namespace, micro_batches=count)
             self._micro_batches = count
@@ -165,7 +165,7 @@ class Experts:
         self.namespace.begin_apply(options, grad_scale=self._share)
 
     def end_apply(self) -> Ticket[Result]:
-        """Closes it; as `apply` from there on."""
+        """Closes the apply that `begin_apply` has opened; the update goes on as after `apply`."""
         self.settle()
         self._apply = self.namespace.end_apply()
         return self._apply
@@ -207,7 +207,7 @@ class Experts:
         return self._origin
 
     def rollback(self, step: int | None = None) -> None:
-        """Back to `step`, or to the committed one: what was pushed, applied and committed after it is gone.
+        """Goes back to `step`, or to the committed one: what was pushed, applied and committed after it is gone.
 
         Raises StepDropped naming the steps that are kept; then nothing has changed.
         """
@@ -250,7 +250,7 @@ class Experts:
 
 
 def _check_ranks(namespace: Namespace) -> None:
-    """Ranks that push to namespaces of their own would never see each other's gradients."""
+    """Raises ConfigError where ranks of torch.distributed are not in one group: they would not see each other's gradients."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     world, ranks = torch.distributed.get_world_size(), namespace.world_size

@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals in order; those that touch become one."""
+    """The union as disjoint intervals in order; those that touch become one."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -20,12 +20,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Sequence[Interval]) -> float:
-    """Of disjoint intervals, together."""
+    """Total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The points that lie in both; each is disjoint and in order, as `union` gives it."""
+    """The intersection of two unions, each disjoint and in order, as `union` gives it."""
     found: list[Interval] = []
     left = right = 0
     while left < len(one) and right < len(other):

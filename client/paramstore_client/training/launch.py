@@ -1,4 +1,4 @@
-"""What torchrun says of this process, as `open_namespace` and `create_namespace` take it."""
+"""The rank that torchrun gave this process, as `open_namespace` and `create_namespace` take it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paramstore.errors import ConfigError
 
 
 class Launch(TypedDict):
-    """This process among those of its node. Which start of the job it belongs to, the client reads for itself."""
+    """The rank of this process among those of its node. The client itself reads to which start of the job it belongs."""
 
     rank: int
     world_size: int

@@ -29,7 +29,7 @@ _SERVED: dict[type[torch.optim.Optimizer], type[Options]] = {
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 """Flags of a group that change the arithmetic, or want the step on the device."""
 _FREE = frozenset({"params", "weight_decay", "foreach", "fused", "name", "param_names", *_REFUSED})
-"""What groups may differ in."""
+"""Entries in which groups may differ."""
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
@@ -54,7 +54,7 @@ def trains_adapters(model: nn.Module, optimizer: torch.optim.Optimizer, *, senti
     if hasattr(model, "peft_config"):
         return True
     if any(parameter.requires_grad for parameter in model.parameters() if parameter is not sentinel):
-        return False  # prompts freeze the model as a whole; without PEFT that says nothing: a head outside may train beside experts
+        return False  # prompts freeze the whole model; a frozen one alone proves nothing: a head outside may train beside experts
     trained = {id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
     return any(
         id(parameter) in trained and parameter is not sentinel for owner in _peft_models(model) for parameter in owner.parameters()
@@ -72,7 +72,7 @@ def _peft_models(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def options_class(schema: Schema) -> type[Options]:
-    """The options that namespaces of this schema are updated with. Raises ConfigError where they are not."""
+    """The class of options with which namespaces of this schema are updated. Raises ConfigError where they never are."""
     if not schema.is_trainable:
         raise ConfigError(f"a namespace of schema {schema.kind!r} has no optimizer states: create it with ps.adamw_schema(...)")
     return OPTIMIZERS[schema.kind]
@@ -105,7 +105,7 @@ class MainGroup:
         self.options()  # refused now, not at the first step
 
     def options(self) -> Options:
-        """What the group says now, schedulers' work included. Raises ConfigError."""
+        """The group's options at this moment, as schedulers have left them. Raises ConfigError."""
         group = self._optimizer.param_groups[self._index]
         for flag in _REFUSED:
             if group.get(flag):
@@ -134,7 +134,7 @@ def _name_of(optimizer: object) -> str:
 
 
 def _plain(value: object) -> Any:
-    """A number for a tensor of one, and so within tuples: a group's lr may be a tensor."""
+    """`value` with a number for each tensor of one element, in tuples too: a group's lr may be a tensor."""
     if isinstance(value, Tensor):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value

@@ -19,13 +19,13 @@ from paramstore.errors import ConfigError
 from paramstore_client.nn.stored_experts import StoredExperts
 
 BOUND = "_paramstore_layer"
-"""Under this name a module of transformers finds the layer it was joined with (`paramstore_client.hf.binding`)."""
+"""Attribute of a module of transformers: the layer that it was joined with (`paramstore_client.hf.binding`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPlan:
-    """blocks: the names of the blocks in forward order. layers: per block the stored layers in it. dense_ahead: how many blocks'
-    dense slices are gathered ahead of use, each way; 0 where FSDP2 shards no block."""
+    """The order of both prefetches. blocks: the names of the blocks in forward order. layers: per block the stored layers in it.
+    dense_ahead: how many blocks' dense slices are gathered ahead of use, each way; 0 where FSDP2 shards no block."""
 
     blocks: tuple[str, ...]
     layers: tuple[tuple[int, ...], ...]
@@ -87,4 +87,4 @@ def _gather_ahead(blocks: Sequence[Any], ahead: int) -> None:
         block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, index - ahead) : index])))
         on_cpu = all(parameter.device.type == "cpu" for parameter in block.parameters())
         if on_cpu and hasattr(block, "_set_unshard_async_op"):
-            block._set_unshard_async_op(True)  # on the CPU there are no streams that would run it beside
+            block._set_unshard_async_op(True)  # the CPU has no streams that would run it beside the computing

@@ -25,16 +25,16 @@ CHILD_NAME = "paramstore"
 
 
 class Listener(Protocol):
-    """Who wants to know of forwards and backwards of the stored layers."""
+    """Somebody who is told of forwards and backwards of the stored layers."""
 
     def before_forward(self) -> None:
-        """A stored layer is about to compute with gradients; not while a checkpoint recomputes."""
+        """Called when a stored layer is about to compute with gradients; not while a checkpoint recomputes."""
 
     def after_layer(self, layer: int) -> None:
-        """A backward has come through a stored layer, which has pushed all its gradients."""
+        """Called when a backward has come through a stored layer, which has pushed all its gradients."""
 
     def after_backward(self) -> None:
-        """A backward through stored layers is over: all of them have pushed. What it raises, the backward raises."""
+        """Called when a backward through stored layers is over: all of them have pushed. What it raises, the backward raises."""
 
 
 class ExpertSentinel(nn.Module):
@@ -49,7 +49,7 @@ class ExpertSentinel(nn.Module):
         self.sentinel = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.listener: Listener | None = None
         self.is_left_alone = False
-        """The experts get no gradients."""
+        """Whether the experts get no gradients."""
         self._experts: list[Experts] = []  # in a list: a handle that refers to this module is no child of it
         self._end = BackwardEnd(self._tell_of_backward)
         self._anchors: dict[int, Tensor] = {}  # by layer, in a dict: a tensor attribute would be moved and counted
@@ -58,8 +58,8 @@ class ExpertSentinel(nn.Module):
         """The scalar leaf for one forward of `layer`, which asks for it each time; its value means nothing. None where the experts
         are left alone.
 
-        While a checkpoint recomputes it is a throw-away: that forward may get a backward of its own, inside the one under way,
-        whose end is the layer's, and no other.
+        While a checkpoint recomputes, the leaf serves once: that forward may get a backward of its own, inside the one under way,
+        whose end tells of the layer and not of the whole backward.
         """
         if self.is_left_alone:
             return None
@@ -81,19 +81,19 @@ class ExpertSentinel(nn.Module):
         self._experts = [experts]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertSentinel:
-        """Itself: a copy of a model shares the experts, and what stands for them."""
+        """Returns itself: a copy of a model shares the experts, and what stands for them."""
         return self
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; but without `recurse` none, which is how `fully_shard` collects what it shards: a scalar cannot be."""
+        """Yields no parameter without `recurse`: that is how `fully_shard` collects what it shards, which a scalar cannot be."""
         if recurse:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Without `recurse` the sentinel: `fully_shard` moves buffers and leaves them whole, and torch's distributed checkpoint,
-        which looks at both, finds the parameter that the optimizer has."""
+        """Yields the sentinel without `recurse`: `fully_shard` moves buffers and leaves them whole, and torch's distributed
+        checkpoint, which looks at both, finds the parameter that the optimizer has."""
         if not recurse:
             yield f"{prefix}.sentinel" if prefix else "sentinel", self.sentinel
 
@@ -119,14 +119,14 @@ class ExpertSentinel(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Nothing: a checkpoint of the model is that of its dense part."""
+        """Saves nothing: a checkpoint of the model is that of its dense part."""
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Nothing is expected, and nothing missing."""
+        """Loads nothing, and reports nothing as missing."""
 
 
 def _leaf(after: Callable[[int, Tensor], None], layer: int) -> Tensor:
-    """A scalar that needs a gradient; `after`, a method, is called with `layer` and it when a backward has given it its."""
+    """A scalar leaf; once a backward has given it its gradient, `after`, a method, is called with `layer` and the leaf."""
     leaf = torch.zeros((), requires_grad=True)
     known = weakref.WeakMethod(after)  # weakly: Python's collector sees no cycle through a hook that torch holds
 

@@ -23,11 +23,11 @@ from paramstore.core import arguments
 from paramstore_client.training.intervals import Interval, common, length, union
 
 COMPUTE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_dot_product", "aten::linear")
-"""Ops whose time counts as computing: the products, which are all but all of a step's work."""
+"""Ops whose time counts as computing: the matrix products, which are nearly all of a step's work."""
 DENSE = ("gloo:all_gather", "gloo:_allgather_base", "nccl:all_gather", "nccl:_all_gather_base", "ncclDevKernel_AllGather")
-"""What FSDP2's unsharding of dense slices looks like to the profiler."""
+"""Names under which the profiler sees FSDP2's unsharding of dense slices."""
 DAEMON_PID = 1 << 30
-"""The daemon's row in the picture: a number that no process has."""
+"""Process id of the daemon's row in the picture: a number that no process has."""
 LOADS = ("load_param", "load_working", "materialise", "advance")
 
 
@@ -42,20 +42,21 @@ class TransferSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """seconds: in which at least one such move was under way. beside_compute_s: of these, while the model computed."""
+    """Time of moves of one kind. seconds: with at least one of them under way. beside_compute_s: of these, those in which the
+    model computed."""
 
     seconds: float
     beside_compute_s: float
 
     @property
     def fraction(self) -> float:
-        """0 where nothing moved."""
+        """Fraction of the time that lay beside computing; 0 where nothing moved."""
         return self.beside_compute_s / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What a timeline found. compute_s: in which the model computed. dense: unsharding of dense slices, the horizontal dimension;
+    """How moving overlapped with computing. compute_s: all computing. dense: unsharding of dense slices, the horizontal dimension;
     prefetches: experts loaded ahead of use, the vertical one; demands: experts a layer waited for; write_backs: records written;
     updates: records that an optimizer stepped. transfers_dropped: moves that the daemon's log had no room for."""
 
@@ -90,7 +91,7 @@ class Timeline:
 
     @property
     def overlap(self) -> Overlap:
-        """Of the block that ended."""
+        """The overlap in the picture of the block, which must have ended."""
         assert self._overlap is not None, "the block has not ended"
         return self._overlap
 
@@ -132,7 +133,7 @@ def _names(moves: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def find_overlap(events: Iterable[Mapping[str, Any]], moves: Iterable[Mapping[str, Any]], *, dropped: int) -> Overlap:
-    """How much of each kind of moving lies beside computing. events: of torch's profiler; moves: as the picture has them."""
+    """How much of each kind of moving lies beside computing. events: those of torch's profiler; moves: as the picture has them."""
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
     compute = union(_intervals(event for event in whole if str(event["name"]).startswith(COMPUTE)))
     dense = _intervals(event for event in whole if str(event["name"]).startswith(DENSE))
@@ -157,5 +158,5 @@ def find_overlap(events: Iterable[Mapping[str, Any]], moves: Iterable[Mapping[st
 
 
 def _intervals(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
-    """In seconds, on the picture's clock."""
+    """The intervals of `events` in seconds, on the picture's clock."""
     return [(event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in events]

@@ -1,4 +1,4 @@
-"""Looks for loops that forget their experts: nothing else would say that they do not train."""
+"""Warns of training loops that forget their experts: nothing else would say that these do not train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from paramstore_client.training.options import holds_any
 class Unattached:
     """Listens to a model's stored layers until an optimizer is attached, or the experts are stepped by hand. Warns once.
 
-    Steps count of optimizers that hold a parameter of the model; others, as of a discriminator, may come between its micro-batches.
+    Only optimizers that hold a parameter of the model count; steps of others, such as a discriminator's, may come between its
+    micro-batches.
     """
 
     def __init__(self, namespace: Namespace, model: nn.Module) -> None:
@@ -24,7 +25,7 @@ class Unattached:
         self._model = weakref.ref(model)
         self._apply_count = namespace.apply_count
         self._has_stepped = False
-        """An optimizer of the model made a step since the last forward."""
+        """Whether an optimizer of the model made a step since the last forward."""
         self._has_warned = False
         noted = weakref.WeakMethod(self._note_step)
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: (note := noted()) and note(optimizer))
@@ -37,10 +38,10 @@ class Unattached:
             self._warn("an optimizer of the model has made a step")
 
     def after_layer(self, layer: int) -> None:
-        """No apply is open that could wait for it."""
+        """Does nothing: no apply is open that could wait for the layer."""
 
     def after_backward(self) -> None:
-        """Gradients stay pending, for `Experts.step`."""
+        """Does nothing: gradients stay pending, for `Experts.step`."""
 
     def before_commit(self, step: int) -> None:
         """Warns where the commit would store nothing of what is pending."""
