@@ -1,4 +1,4 @@
-"""The same layer with its experts as ordinary parameters in memory: the reference that `StoredExperts` equals bit for bit."""
+"""A layer with its experts as ordinary parameters in memory: the reference that `StoredExperts` equals bit for bit."""
 
 # T tokens, K experts per token, N = T * K rows, D model
 # ruff: noqa: N803 - shape suffixes, as the legend says
@@ -18,7 +18,7 @@ from paramstore_client.nn.routing import Block, ExpertFn, apply_experts, split_r
 class ResidentExperts(nn.Module):
     """Experts as `nn.Parameter`s named `weights.<expert>.<field>`; one that gets no token keeps `grad` None.
 
-    weights: per expert its fields; copied.
+    weights: the fields of each expert; they are copied.
     """
 
     def __init__(self, weights: Sequence[Mapping[str, Tensor]], expert_fn: ExpertFn | None = None) -> None:
@@ -31,7 +31,7 @@ class ResidentExperts(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, expert_ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
-        """As `StoredExperts.forward`."""
+        """y_TD: per token the sum over its experts of gate * expert(x), as `StoredExperts.forward` gives it."""
         return apply_experts(self._run_blocks, x_TD, expert_ids_TK, gate_TK)
 
     def _run_blocks(self, blocks: tuple[Block, ...], x_ND: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Brings tokens to experts and sums what the experts answer; one piece of code for stored and resident experts.
+"""Brings tokens to experts and sums the experts' outputs; one piece of code for stored and resident experts.
 
 - Rows are sorted by expert, within an expert by token; each expert sees one contiguous block.
 - A token's contributions are summed in ascending expert order, whatever the order of its top-k.
@@ -61,7 +61,7 @@ def apply_experts(
     ids_N = ids_TK.flatten()
     order_N = ids_N.argsort(stable=True)
     blocks = count_blocks(ids_N)
-    if not blocks:  # no token: nothing to compute, and no expert whose output shape could be known
+    if not blocks:  # no token: nothing to compute, and no expert that would tell the shape of the output
         return x_TD * gate_TK.sum(dim=1, keepdim=True).to(x_TD.dtype)
     y_ND = run_blocks(blocks, _to_rows(x_TD, order_N, ids_TK.shape[1]))
     y_TKD = _to_tokens(y_ND, order_N).view(*ids_TK.shape, -1)
@@ -91,7 +91,7 @@ def _to_rows(x_TD: Tensor, order_N: Tensor, top_k: int) -> Tensor:
 
 
 def _to_tokens(y_ND: Tensor, order_N: Tensor) -> Tensor:
-    """Rows back in token order."""
+    """The rows of `y_ND` back in token order."""
     return _Gather.apply(y_ND, _inverse(order_N), order_N.view(-1, 1))  # type: ignore[no-untyped-call, no-any-return]
 
 

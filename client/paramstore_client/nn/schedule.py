@@ -1,4 +1,4 @@
-"""Which experts the next layer will want: the hints that a model's `StoredExperts` give each other.
+"""Predicts which experts the next layer will want: hints that a model's `StoredExperts` give each other.
 
 Forward visits layers upwards, backward downwards, and activation checkpointing repeats a forward just before its
 backward. The hints are only hints: a wrong one costs a transfer, never a result.
@@ -15,10 +15,10 @@ from paramstore_client.activity import Activity
 
 
 class ExpertSchedule:
-    """Shared by the `StoredExperts` of one model (argument `group`); not safe from several threads at once.
+    """The hints that the `StoredExperts` of one model share (argument `group`); not safe from several threads at once.
 
     Owner of the layer order, of the counts of use, and of what each layer's last forward used.
-    beta: how much of a count survives a visit.
+    beta: the fraction of a count that survives a visit.
     """
 
     def __init__(self, *, beta: float = 0.5) -> None:
@@ -33,9 +33,9 @@ class ExpertSchedule:
             bisect.insort(self._layers, layer)
 
     def begin_forward(self, layer: int, experts: Sequence[int], *, room: int, is_cyclic: bool = False) -> list[ExpertKey]:
-        """`layer` is about to compute with `experts`; up to `room` keys worth prefetching meanwhile, likeliest first.
+        """Notes that `layer` is about to compute with `experts`; returns up to `room` keys worth prefetching, likeliest first.
 
-        is_cyclic: no backward follows: after the last layer comes the first one, for the next token.
+        is_cyclic: no backward follows; after the last layer comes the first one, for the next token.
         """
         is_repeated = not is_cyclic and self._last_visit in (("forward", layer), ("backward", self._neighbour(layer, 1)))
         self._last_visit = ("forward", layer)
@@ -49,7 +49,7 @@ class ExpertSchedule:
         return [] if above is None else [(above, expert) for expert in self._activity.likely(above, room)]
 
     def begin_backward(self, layer: int, *, room: int) -> list[ExpertKey]:
-        """`layer` is about to differentiate; up to `room` keys of the layer below, the last experts first."""
+        """Notes that `layer` is about to differentiate; returns up to `room` keys of the layer below, the last experts first."""
         self._last_visit = ("backward", layer)
         return self._last_keys(self._neighbour(layer, -1), room)
 

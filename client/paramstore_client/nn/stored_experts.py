@@ -65,7 +65,7 @@ class StoredExperts(nn.Module):
         self.expert_fn: ExpertFn = swiglu if expert_fn is None else function("expert_fn", expert_fn)
         self.group = None if group is None else instance("group", group, ExpertSchedule, "a ps.nn.ExpertSchedule()")
         self.anchor: Callable[[], Tensor | None] | None = None
-        """Gives the leaf that a forward hangs on in the graph, None where the experts get no gradients; `training.bind` sets it."""
+        """Returns the leaf that ties a forward into the graph, None where experts get no gradients; `training.bind` sets it."""
         if group is not None:
             group.join(layer)
 

@@ -1,8 +1,8 @@
 """Runs the experts of one layer from leases, part by part, forward and backward, without keeping a weight in between.
 
 - A lease is held only inside a `with`: none outlives a forward, a backward, or an error in either.
-- What autograd saves for backward and lies in a leased slot is replaced by (expert, field, geometry) and looked up again
-  under the lease that backward takes (`torch.autograd.graph.saved_tensors_hooks`). Everything else it saves is handed to
+- A tensor that autograd saves for backward and that lies in a leased slot is replaced by (expert, field, geometry) and looked up
+  again under the lease that backward takes (`torch.autograd.graph.saved_tensors_hooks`). Everything else it saves is handed to
   the enclosing `Function`, so that checkpointing and `save_on_cpu` around the layer see it.
 - Forward visits parts in expert order, backward in the reverse order. Experts share no row, so neither the parts nor
   their number change a bit of the result.
@@ -34,7 +34,7 @@ from paramstore_client.weight_views import WeightView, find_view
 
 
 class _SavedTensors:
-    """The hooks of one forward. Holds weights only while their lease is open, and activations only while used.
+    """The saved-tensor hooks of one forward. Holds weights only while their lease is open, and activations only while used.
 
     It must not refer to the graph: the graph refers to it, through C++, where Python's collector sees no cycle.
     """
@@ -55,7 +55,7 @@ class _SavedTensors:
 
     @contextmanager
     def restored(self, activations: Sequence[Tensor]) -> Iterator[None]:
-        """Within it, the tensors that `take_activations` returned are there again."""
+        """Within it, the tensors that `take_activations` returned can be unpacked again."""
         self._activations = list(activations)
         try:
             yield
@@ -63,7 +63,7 @@ class _SavedTensors:
             self._activations = []
 
     def take_activations(self) -> list[Tensor]:
-        """What was saved and lies in no slot; the caller keeps it from here on."""
+        """The tensors that were saved and lie in no slot; the caller keeps them from here on."""
         taken, self._activations = self._activations, []
         return taken
 
@@ -87,14 +87,14 @@ class _SavedTensors:
 
 
 class _Entrance(torch.autograd.Function):
-    """Where a recorded graph starts: gradients are captured at its outputs, and it keeps neither them nor its inputs.
+    """The start of a recorded graph: gradients are captured at its outputs, and it keeps neither them nor its inputs.
 
-    Leaves would do the same and stay alive with the graph, slots' tensors among them.
+    Leaves would do as well, but stay alive with the graph, tensors over slots among them.
     """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, names: Sequence[str], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.field_names = names  # by them a cast of a weight is known as one
+        ctx.field_names = names  # by these names `find_view` recognises the cast of a weight
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -104,7 +104,7 @@ class _Entrance(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Recorded:
-    """The graph of one expert: where its gradients come in and where they are taken out."""
+    """The edges of one expert's graph at which its gradients come in and are taken out."""
 
     output: GradientEdge | None
     x: GradientEdge | None
@@ -136,9 +136,9 @@ def split_parts(layer: int, blocks: Sequence[Block], *, limit: int) -> tuple[Par
 class LayerCall:
     """One forward of one layer, and all that its backward needs. Owner of the recorded graphs and identities.
 
-    forward_hint, backward_hint: called once a pass, while the last of its parts is leased, with the room left beside
+    forward_hint, backward_hint: called once a pass, while the last of its parts is leased, with the number of slots left beside
     it; the keys they return are prefetched before that part computes.
-    anchor: gives the scalar leaf that the call hangs on in the caller's graph, or None where the weights get no gradients. Without
+    anchor: returns the scalar leaf that ties the call into the caller's graph, or None where the weights get no gradients. Without
     it the call has a leaf of its own.
     """
 
@@ -179,7 +179,7 @@ class LayerCall:
         return y_ND, self._saved.take_activations()
 
     def differentiate(self, grad_ND: Tensor, activations: Sequence[Tensor]) -> Tensor | None:
-        """Pushes every active expert's gradients, part by part; returns that of the rows if it was wanted."""
+        """Pushes every active expert's gradients, part by part; returns the gradient of the rows if it was wanted."""
         grad_parts = torch.split(grad_ND, [part.row_count for part in self._parts])
         grad_x: list[Tensor] = []
         with self._saved.restored(activations):
@@ -209,7 +209,7 @@ class LayerCall:
         return torch.cat(y)
 
     def _prefetch_beside(self, part: Part, following: int, hint: Callable[[int], list[ExpertKey]]) -> None:
-        """Asks for what comes after `part`: the layer's following part, else what the schedule says."""
+        """Prefetches what comes after `part`: the layer's following part, else what the hint says."""
         room = self._source.lease_slots - len(part.blocks)
         keys = self._parts[following].keys[:room] if 0 <= following < len(self._parts) else hint(room)
         if keys:
@@ -248,7 +248,7 @@ class LayerCall:
         )
 
     def _differentiate_part(self, part: Part, grad_part: Tensor) -> tuple[list[Tensor], dict[ExpertKey, dict[str, Tensor]]]:
-        """Gradients of the part's rows (empty if not wanted), and of its experts' fields. Weights must be open."""
+        """Gradients of the part's rows (empty if not wanted), and of its experts' fields. To be called within `opened`."""
         rows: list[Tensor] = []
         gradients: dict[ExpertKey, dict[str, Tensor]] = {}
         for block, grad_tD in zip(part.blocks, split_rows(grad_part, part.blocks), strict=True):
@@ -267,7 +267,7 @@ class LayerCall:
         return rows, gradients
 
     def _named(self, recorded: _Recorded, taken: list[Tensor | None]) -> dict[str, Tensor]:
-        """Gradients by field, of the dtype that is pushed. A field that the expert left unused gets zeros: a push has all."""
+        """Gradients by field, in the dtype that is pushed. A field that the expert left unused gets zeros: a push has them all."""
         named = {}
         for field, gradient in zip(self._source.schema.gradient_fields(), taken, strict=True):
             dtype = getattr(torch, field.dtype)
