@@ -42,7 +42,7 @@ _patching = threading.Lock()
 
 
 def transformers() -> Any:
-    """The package, checked for its version. Raises ConfigError."""
+    """The package transformers, its version checked. Raises ConfigError."""
     try:
         package = importlib.import_module("transformers")
     except ImportError as error:
@@ -57,7 +57,7 @@ def transformers() -> Any:
 
 
 def register_experts_function(name: str, function: ExpertsFunction) -> None:
-    """From here on `experts_implementation=name` means `function`. Again is no harm."""
+    """Registers `function`: from here on `experts_implementation=name` means it. A second call does no harm."""
     transformers()
     importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS.register(name, function)
 
@@ -81,7 +81,7 @@ def eager_forward(module: nn.Module) -> ExpertsFunction:
 
 
 def preferred_kernel(model: nn.Module, requested: str | None) -> str:
-    """What the model itself would run if `requested` were its `experts_implementation`."""
+    """The kernel that the model itself would run if `requested` were its `experts_implementation`."""
     name: str = model.get_correct_experts_implementation(requested)  # type: ignore[operator]
     return name
 
@@ -148,19 +148,19 @@ def initializing(before: Callable[[Any, nn.Module], Callable[[], None] | None]) 
 
 
 def expect_keys(model: Any, patterns: list[str]) -> None:
-    """From here on, checkpoint keys that match one of these may find no parameter, without a warning."""
+    """Silences the warning for checkpoint keys that match one of `patterns` and find no parameter."""
     known = model._keys_to_ignore_on_load_unexpected
     added = [*(known or ()), *patterns]
     model._keys_to_ignore_on_load_unexpected = set(added) if isinstance(known, set) else added
 
 
 def tied_weights(model: nn.Module) -> dict[str, str]:
-    """Which parameters of `model` are the same as another, by the names of both."""
+    """The parameters of `model` that are the same as another, by name, each with the other's name."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return tied
 
 
 def on_meta(model_class: Any, config: Any) -> Any:
-    """The model without any memory."""
+    """The model of `config` with every tensor on meta, without any memory."""
     with torch.device("meta"):
         return model_class(config)

@@ -37,7 +37,7 @@ def natural_order(name: str) -> Any:
 
 
 class Conversions:
-    """How names and values of a checkpoint and of a model's parameters become each other.
+    """Converts names and values of a checkpoint to those of a model's parameters.
 
     steps: renamings and converters of transformers; None: all that it knows for the model.
     """
@@ -54,7 +54,7 @@ class Conversions:
     def rename(self, name: str, targets: Mapping[str, object]) -> tuple[str, str | None]:
         """(parameter of the model that the checkpoint's tensor becomes, pattern of the converter that makes it or None).
 
-        targets: the parameters that there are, by which a base model's prefix is told from none.
+        targets: the parameters that there are; by them it is seen whether a base model's prefix is to be added or dropped.
         """
         prefix = self._model.base_model_prefix or None
         found = self._loading.rename_source_key(name, self._renamings, self._converters, prefix, targets)
@@ -63,7 +63,7 @@ class Conversions:
     def convert(self, target: str, sources: Mapping[str, Tensor], *, shape: tuple[int, ...]) -> Tensor | None:
         """`target` made of one tensor for each pattern of one converter; None if the converter does not make it.
 
-        shape: what `target` has in the model, by which some operations decide.
+        shape: that of `target` in the model, on which some operations depend.
         """
         like: Any = _Like(self._model, {target: torch.empty(shape, device="meta")})
         converter = deepcopy(self._by_pattern[next(iter(sources))])
@@ -78,9 +78,9 @@ class Conversions:
 
 
 class Reversion:
-    """The model's parameters as the checkpoint names and cuts them, in parts; what `save_pretrained` does with all at once.
+    """Turns a model's parameters into tensors as the checkpoint names and cuts them, in parts; `save_pretrained` does all at once.
 
-    steps: as of `Conversions`; None: those the model was loaded with, else those of a model that was made anew.
+    steps: as for `Conversions`; None: those the model was loaded with, else those of a model that was made anew.
     """
 
     def __init__(self, model: nn.Module, steps: Iterable[Any] | None = None) -> None:
@@ -100,8 +100,8 @@ class Reversion:
 
 
 class _Like:
-    """A model that has some parameters of other shapes (those of one expert alone, or of stripped ones), and other conversions,
-    which it does not look for again each time."""
+    """A model with other tensors for some parameters (those of one expert alone, or of stripped ones), and with conversions that
+    are not looked for again each time."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor], steps: list[Any] | None = None) -> None:
         self._model = model
@@ -109,7 +109,7 @@ class _Like:
         self._weight_conversions = steps
 
     def get_parameter(self, name: str) -> Tensor:
-        """As of the model."""
+        """The tensor that stands for the parameter, else the model's own."""
         return self._parameters[name] if name in self._parameters else self._model.get_parameter(name)
 
     def __getattr__(self, name: str) -> Any:
@@ -117,7 +117,7 @@ class _Like:
 
 
 def without_tied(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` of the model as far as they are saved: one name for each, and none that the model leaves out."""
+    """The `tensors` of the model that are saved: each under one name, without those that the model leaves out."""
     modeling = importlib.import_module("transformers.modeling_utils")
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
@@ -128,7 +128,7 @@ def without_tied(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tens
 def split(tensors: Mapping[str, Tensor], *, shard_bytes_max: int) -> Any:
     """Which file each tensor (on meta) goes to: `filename_to_tensors`, `tensor_to_filename`, `metadata`, `is_sharded`.
 
-    As `save_pretrained` has it: what a conversion cuts from one parameter without a copy counts as one, and stays in one file.
+    As in `save_pretrained`, tensors that a conversion cuts from one parameter without a copy count as one, and stay in one file.
     """
     hub = importlib.import_module("huggingface_hub")
     return hub.split_state_dict_into_shards_factory(

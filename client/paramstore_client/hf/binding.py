@@ -1,8 +1,8 @@
-"""What joins a stripped model with the store: one object per model, one per layer.
+"""Joins a stripped model with the store: one object per model, one per layer.
 
 - The experts modules find their layer through a plain attribute that modules, state dicts and optimizers do not see. A copy of
   the model shares it; it cannot be pickled.
-- All layers share one schedule: what a layer's gate chose is known first, then the decayed counts of the layers to come.
+- All layers share one schedule, which is told what each layer's gate chose and predicts the next layers by decayed counts.
 """
 
 # T tokens, H hidden, K experts per token
@@ -33,7 +33,7 @@ ATTRIBUTE = "_paramstore_layer"
 
 
 class ModelExperts:
-    """Where a model's layers get their experts. Owner of the schedule and of the compact buffers.
+    """Gives a model's layers their experts. Owner of the schedule and of the compact buffers.
 
     anchor: (layer) -> the leaf that the layer's node takes as an input; None where the experts get no gradients.
     is_poisoned: freed buffers are filled with NaN.
@@ -49,11 +49,11 @@ class ModelExperts:
         self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
 
     def after_forward(self, layer: int, experts: Sequence[int], room: int) -> list[ExpertKey]:
-        """What to fetch while `layer` computes its last part forward."""
+        """Keys to fetch while `layer` computes its last part forward."""
         return self.schedule.begin_forward(layer, experts, room=room, is_cyclic=not torch.is_grad_enabled())
 
     def after_backward(self, layer: int, room: int) -> list[ExpertKey]:
-        """What to fetch while `layer` differentiates its last part."""
+        """Keys to fetch while `layer` differentiates its last part."""
         return self.schedule.begin_backward(layer, room=room)
 
 
@@ -70,11 +70,11 @@ class LayerExperts(Unpicklable):
 
     @property
     def source(self) -> ExpertSource:
-        """Where the experts come from."""
+        """The source of the model's experts."""
         return self._model.source
 
     def run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
-        """What the module's kernel makes of the tokens, [T, H]: transformers' contract of an experts function."""
+        """Runs the module's kernel on the tokens; returns [T, H]: transformers' contract of an experts function."""
         assert self._kernel is not None, "a registry module has a kernel"
         ids, compact_TK = torch.unique(ids_TK, return_inverse=True)
         experts = ids.tolist()  # the layer's one wait for the device
@@ -101,7 +101,7 @@ class LayerExperts(Unpicklable):
         return LayerCall(supply, self._model.passes, compute, anchor=self._anchor).run((hidden_TH, gate_TK))
 
     def run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
-        """What a container's own forward makes of its arguments. Experts are leased one at a time, as it asks for them."""
+        """Runs a container's own forward on its arguments. Experts are leased one at a time, as it asks for them."""
         keys: list[ExpertKey] = []  # those that forward asks for, in its order
         position_of: dict[int, int] = {}
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))

@@ -1,6 +1,6 @@
 """A checkpoint as transformers writes and reads it: one safetensors file, or shards with an index, in a directory.
 
-What is open has been looked at as a whole: every file of the index is there, and every tensor of the index in its file.
+An open checkpoint has been looked at as a whole: every file of the index is there, and every tensor of the index in its file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """tensors: all of its tensors, by name."""
+    """An open checkpoint. tensors: all of its tensors, by name."""
 
     directory: Path
     tensors: Mapping[str, StoredTensor]

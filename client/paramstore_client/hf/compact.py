@@ -1,6 +1,6 @@
 """Memory for the active experts of one layer side by side, `[n, ...]` per field, reused from layer to layer.
 
-A set of buffers is out while a layer computes, and free again right after: forward and backward of one layer may get different
+A set of buffers is lent while a layer computes, and free again right after: forward and backward of one layer may get different
 ones. A layer that starts while another one computes (another thread) gets buffers of its own.
 """
 
@@ -20,7 +20,7 @@ from paramstore_client.tensors import mapped
 class CompactBuffers:
     """Owner of the free buffers of one model; they are as large as the largest layer needed so far.
 
-    is_poisoned: a buffer is filled with NaN when it becomes free, so that using it afterwards is seen.
+    is_poisoned: a buffer is filled with NaN when it becomes free, so that a use after that shows.
     """
 
     def __init__(self, fields: tuple[Field, ...], *, is_poisoned: bool = False) -> None:
@@ -32,7 +32,7 @@ class CompactBuffers:
     def filled(self, window: Window, count: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
         """The weights of the window's `count` experts, [count, ...] per field on `device`, until the end of the `with`.
 
-        The window's leases have ended when this is entered.
+        The window's leases have ended when the block begins.
         """
         flats = self._take(count, device)
         try:
@@ -51,7 +51,7 @@ class CompactBuffers:
             self._free.append((device, flats))
 
     def _take(self, count: int, device: torch.device) -> dict[str, Tensor]:
-        """A free set, with fields that are too small made anew."""
+        """Takes a free set of buffers; those that are too small are made anew."""
         flats: dict[str, Tensor] = {}
         for index, (where, candidate) in enumerate(self._free):
             if where == device:

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint make which expert's tensors, by transformers' own conversion mapping.
+"""Finds which tensors of a checkpoint make which expert's tensors, by transformers' own conversion mapping.
 
 A mapping merges the tensors of all experts of a layer into the parameters of its experts module. Here its converters run on the
-tensors of one expert at a time. That is the same where experts are only stacked, which is seen to before anything is read: a
+tensors of one expert at a time. The result is the same where experts are only stacked, which is checked before anything is read: a
 converter must make `[1, *shape]` of one expert's tensors.
 """
 
@@ -47,14 +47,14 @@ class Recipe:
     is_per_expert: bool
 
     def of(self, expert: int) -> dict[str | None, StoredTensor]:
-        """What lies in the files of one expert, by pattern; of a tensor that has all experts, its rows."""
+        """The stored tensors of one expert, by pattern; where a tensor has all experts, the expert's row of it."""
         if self.is_per_expert:
             return {pattern: tensors[expert] for pattern, tensors in self.sources.items()}
         return {pattern: tensors[0].rows(expert, 1) for pattern, tensors in self.sources.items()}
 
 
 class ExpertSource:
-    """A checkpoint seen as experts. Made, it has been checked as a whole: nothing is missing, and every shape and dtype fits.
+    """A checkpoint seen as experts. The constructor checks it as a whole: nothing is missing, and every shape and dtype fits.
 
     model: of the checkpoint's kind, stripped or not, on any device. Raises CheckpointError naming file and tensor.
     """
@@ -94,7 +94,7 @@ class ExpertSource:
                     self._check_one(recipe, recipe.of(expert), seen)
 
     def _check_one(self, recipe: Recipe, sources: Mapping[str | None, StoredTensor], seen: set[object]) -> None:
-        """seen: what need not be looked at again."""
+        """Checks what `recipe` makes of one expert's `sources`. seen: what need not be checked again."""
         for source in sources.values():
             if source.dtype not in FLOATS:
                 raise CheckpointError(f"{source} is {source.dtype}: experts are read from {', '.join(FLOATS)}; dequantize it first")
@@ -126,7 +126,7 @@ class ExpertSource:
         return made[0]
 
     def sources(self, key: ExpertKey) -> Iterator[StoredTensor]:
-        """What is read for one expert."""
+        """The stored tensors that are read for one expert."""
         layer, expert = key
         for recipe in self._recipes[layer]:
             yield from recipe.of(expert).values()
@@ -145,7 +145,7 @@ class ExpertSource:
 
     def fingerprint(self, files: Files) -> str:
         """Tells this checkpoint's experts from those of another: their names, shapes, dtypes, and up to SAMPLES_MAX samples of
-        SAMPLE_BYTES of their values, whatever the files are called. Two whose experts differ elsewhere alone have the same."""
+        SAMPLE_BYTES of their values, whatever the files are called. Two that differ only in other values have the same."""
         everything = [
             tensor for recipes in self._recipes.values() for recipe in recipes for tensors in recipe.sources.values()
             for tensor in tensors
@@ -201,7 +201,7 @@ def _has_all(tensors: tuple[StoredTensor, ...], experts: int) -> bool:
 
 
 def _lacking(tensors: tuple[StoredTensor, ...], experts: int) -> str:
-    """What to say where there is not one tensor for each expert: the name that is missing, where it can be told."""
+    """Words for an error where there is not one tensor for each expert: the missing name, where it can be told."""
     split = [re.split(r"(\d+)", tensor.name) for tensor in tensors]
     varying = [place for place in range(1, len(split[0]), 2) if len({parts[place] for parts in split}) > 1]
     if len(varying) == 1 and len({len(parts) for parts in split}) == 1:

@@ -24,5 +24,5 @@ def stored_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
 
 
 def register() -> None:
-    """From here on `experts_implementation="paramstore"` is known to transformers."""
+    """Makes `experts_implementation="paramstore"` known to transformers."""
     _compat.register_experts_function(NAME, stored_experts)

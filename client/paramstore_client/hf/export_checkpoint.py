@@ -1,9 +1,9 @@
-"""A model with its experts in a store, written as a checkpoint of the hub: names, dtypes and values of `save_pretrained`.
+"""Writes a model with its experts in a store as a checkpoint of the hub: names, dtypes and values of `save_pretrained`.
 
 - Streamed: each expert goes from a lease to its place in the files. Beyond the leases this process holds the pieces of one expert,
-  and of the dense weights those that a conversion copies, of one layer.
+  and, of the dense weights, the copies that a conversion makes for one layer.
 - Complete or not there: files are written under other names and flushed; the index, or the one file of a checkpoint without, gets
-  its name last. What of an earlier checkpoint is in the directory is removed first.
+  its name last. The files of an earlier checkpoint in the directory are removed first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paramstore_client.namespace import Namespace
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 
 SHARD_BYTES_MAX = 50 * 10**9
-"""What `save_pretrained` of transformers 5 takes."""
+"""Largest file: the default of `save_pretrained` in transformers 5."""
 LEASED_AT_ONCE = 4
 GENERATION_CONFIG = "generation_config.json"
 METADATA = {"format": "pt"}
@@ -50,7 +50,7 @@ SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export wrote. step: on which the experts stand; None for the writer's working state. files: paths in `directory`.
+    """What an export wrote. step: that of the experts; None for the writer's working state. files: paths in `directory`.
     bytes_written: of tensors."""
 
     directory: Path
@@ -66,7 +66,7 @@ def export_checkpoint(
     dense: Checkpoint | None = None, tokenizer: object = None, max_shard_bytes: int = SHARD_BYTES_MAX,
     progress: Report | bool | None = None,
 ) -> Exported:  # fmt: skip
-    """On return `directory` holds the whole model as a checkpoint of the hub, durable.
+    """Writes the whole model into `directory` as a checkpoint of the hub, durable on return.
 
     namespace: where the experts are; None: the one `model` is bound to. at: a committed step; None: what the handle sees, a
     writer's working state or a reader's step. dense: take everything else, as it is, from this checkpoint, and of `model` only its
@@ -124,18 +124,18 @@ def _bound(model: nn.Module) -> Namespace:
 
 
 def _parameter_count(model: nn.Module, everything: Mapping[str, Tensor]) -> int:
-    """As transformers counts them: without buffers."""
+    """Number of parameters as transformers counts them: without buffers."""
     buffers = {name for name, _ in model.named_buffers()}
     return sum(tensor.numel() for name, tensor in everything.items() if name not in buffers)
 
 
 def _dtypes(namespace: Namespace) -> dict[str, torch.dtype]:
-    """Of each tensor of an expert, as a lease has it."""
+    """The dtype of each tensor of an expert, as a lease has it."""
     return {field.name: TORCH_DTYPES[field.dtype] for field in namespace.schema.part("param").fields}
 
 
 def _experts(namespace: Namespace) -> Iterator[tuple[tuple[int, int], Mapping[str, Tensor]]]:
-    """Every key with its tensors, valid until the next: a few are leased while the few before them are written."""
+    """Every key with its tensors, valid until the next; while a few are leased and written, the next few are fetched."""
     keys = namespace.keys()
     count = max(1, min(LEASED_AT_ONCE, namespace.lease_slots // 2))
     parts = [keys[start : start + count] for start in range(0, len(keys), count)]
@@ -165,14 +165,14 @@ class _Shards:
             raise
 
     def write(self, name: str, tensor: Tensor, *, row: int | None = None) -> None:
-        """`tensor` is the whole of `name`, or `[1, ...]`, a row of it."""
+        """Writes `tensor`, the whole of `name` or, as `[1, ...]`, row `row` of it."""
         shard, place = self._places[name]
         data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
         shard.write(place if row is None else place.rows(row, 1), memoryview(data.numpy()))  # type: ignore[arg-type]  # as in read_tensor
         self.bytes_written += data.numel()
 
     def publish(self) -> None:
-        """All files are there under their names."""
+        """Gives all files their names; on return they are there."""
         for shard in self._shards:
             shard.publish()
 
@@ -211,7 +211,7 @@ class _ModelWeights:
 
 
 class _FileWeights:
-    """Everything but the experts, as another checkpoint has it. One with experts says how they are named and cut."""
+    """Everything but the experts, as another checkpoint has it. If it has experts, it says how they are named and cut."""
 
     def __init__(self, model: nn.Module, layout: ExpertLayout, checkpoint: Checkpoint) -> None:
         conversions = Conversions(model)
@@ -249,7 +249,7 @@ def _check_apart(target: Path, source: Path) -> None:
 
 
 def _prepare(directory: Path) -> None:
-    """The directory is there, and is no checkpoint any more."""
+    """Makes the directory, and removes a checkpoint from it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -261,7 +261,7 @@ def _prepare(directory: Path) -> None:
 
 
 def _write_configuration(model: Any, directory: Path, *, tokenizer: object, like: Path | None) -> None:
-    """What `save_pretrained` writes beside the weights. model: of transformers; its own configuration stays as it is. like: a
+    """Writes what `save_pretrained` has beside the weights. model: of transformers; its own configuration stays as it is. like: a
     checkpoint whose generation config is the model's."""
     config = deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
@@ -280,7 +280,7 @@ def _write_configuration(model: Any, directory: Path, *, tokenizer: object, like
 
 
 def _move_files(source: Path, target: Path) -> list[str]:
-    """What was written to `source` is in `target` instead, in place of what was there. Returns the paths in it."""
+    """Moves all files from `source` to `target`, in place of those of their names. Returns their paths in it."""
     files = [file.relative_to(source) for file in source.rglob("*") if file.is_file()]
     for file in files:
         (target / file).parent.mkdir(parents=True, exist_ok=True)
@@ -289,7 +289,7 @@ def _move_files(source: Path, target: Path) -> list[str]:
 
 
 def _write_text(file: Path, text: str) -> None:
-    """On return the file is there as a whole."""
+    """Writes `text` to `file`, which is there as a whole on return."""
     partial = file.with_name(f"{file.name}.partial")
     with partial.open("w") as opened:
         opened.write(text)

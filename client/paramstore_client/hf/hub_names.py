@@ -1,4 +1,4 @@
-"""What an exported checkpoint consists of: the names, shapes and files of all tensors, known before a value is.
+"""Plans an exported checkpoint: the names, shapes and files of all tensors, known before any value is.
 
 Names come from transformers' own reversion of its conversions, run on tensors without memory (meta), so they are those, in that
 order and those files, of a `save_pretrained` of the unmodified model.
@@ -22,7 +22,7 @@ from paramstore_client.hf.layout import ExpertLayout
 
 @dataclass(frozen=True, slots=True)
 class HubPlace:
-    """Where a piece of one expert belongs: in tensor `name`, all of it (row None), or row `row` of its first dimension."""
+    """The place of a piece of one expert: all of tensor `name` (row None), or row `row` of its first dimension."""
 
     name: str
     row: int | None
@@ -67,7 +67,7 @@ class HubNames:
         return dict(zip(sorted(first, key=natural_order), own, strict=True))
 
     def _places_of(self, layer: int) -> dict[str, list[HubPlace]]:
-        """Per name of a tensor of the first expert, the place of every expert's."""
+        """The places of a tensor for every expert, by the name that it has for the first expert."""
         experts = self._layout.experts
         whole = self._reversion.revert(self._stacked(layer, experts))
         kinds: dict[str, list[str]] = {}
@@ -107,7 +107,7 @@ class HubNames:
 
 
 def dense_groups(names: Iterable[str]) -> list[list[str]]:
-    """Names of parameters in groups that conversions stay within: of one layer, or of what lies outside of all layers."""
+    """Groups of parameter names that no conversion crosses: those of one layer, or those outside of all layers."""
     groups: dict[str, list[str]] = {}
     for name in names:
         numbered = re.match(r".*?\.\d+\.", name)

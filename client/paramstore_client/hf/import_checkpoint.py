@@ -1,4 +1,4 @@
-"""The experts of a checkpoint into a namespace, one at a time, over as many attempts as it takes.
+"""Imports the experts of a checkpoint into a namespace, one at a time, over as many attempts as it takes.
 
 - Nothing is put before the whole checkpoint has been looked at: names, shapes, dtypes, lengths of files.
 - Every `save_every_s` seconds, and when it is interrupted, what is there is made durable. An attempt that dies loses what it put
@@ -34,16 +34,16 @@ from paramstore_client.tensors import DTYPES
 from paramstore_client.ticket import Ticket
 
 SAVE_EVERY_S = 10.0
-"""A save costs a flush of every volume and a transaction: milliseconds on NVMe, where as much is imported in the time of one."""
+"""Seconds from one save to the next. A save costs a flush of every volume and a transaction: milliseconds on NVMe."""
 LAST_SAVE_TIMEOUT_S = 10.0
 """How long an import that was interrupted waits for its last save."""
 VALUES_IN_FLIGHT = 2
-"""One value is taken by the daemon while the next is read."""
+"""Most values under way: the daemon takes one while the next is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import did. records: of this attempt; resumed: of those before it. step: the committed one."""
+    """What an import did. records: put by this attempt; resumed: by those before it. step: the committed one."""
 
     step: int
     records: int
@@ -58,13 +58,13 @@ def import_checkpoint(
     resume: bool = True, step: int = 0, save_every_s: float = SAVE_EVERY_S, rank: int = 0, world_size: int = 1,
     clock: Clock | None = None,
 ) -> Imported:  # fmt: skip
-    """On return `namespace`, an uncommitted one, has the experts of the checkpoint at `path` and is committed as `step`.
+    """Puts the experts of the checkpoint at `path` into `namespace`, which has no commit yet, and commits it as `step`.
 
     path: a directory of safetensors, or the id of a model in the hub's cache. model: of the checkpoint's kind, stripped or not, on
     any device: it says where the experts are and what their tensors are called; its values are not used.
     Where the namespace keeps fp32 masters they are the checkpoint's values exactly, so that a `param` of its dtype is too.
     progress: True for a bar on stderr, or a function. resume: go on where an earlier attempt was stopped; False starts over.
-    rank, world_size: of a job whose ranks import together, each its share of the keys; all must call.
+    rank, world_size: of a job whose ranks import together, each its share of the keys; all must call this.
     Raises CheckpointError naming file and tensor where something is damaged, missing or of another shape, or where the attempt
     before was of another checkpoint; then nothing was put. SchemaMismatch, UnsupportedModel, StepOutOfOrder if the namespace is
     committed, and what the daemon raises; then the attempt can be resumed.
@@ -112,13 +112,13 @@ def _put_all(
 
 
 def _as_stored(values: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    """As transformers loads them into a model of the namespace's dtypes."""
+    """`values` in the namespace's dtypes, as transformers loads them into a model of these."""
     return {name: value.to(dtypes[name]) for name, value in values.items()}
 
 
 class _Saver:
-    """Makes durable what is there, now and then; one save at a time, beside the puts. Where one takes longer than the time to
-    the next it is waited for: so what an attempt can lose is what it puts in twice that time."""
+    """Saves what has been put, now and then; one save at a time, beside the puts. A save that is still under way when the next is
+    due is waited for: so an attempt can lose no more than what it puts in twice that time."""
 
     def __init__(self, initialization: Initialization, extra: bytes, clock: Clock, *, every_s: float) -> None:
         self._initialization = initialization
@@ -136,14 +136,14 @@ class _Saver:
         self._saved_s = self._clock.now_s()
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Waits for the save under way. Raises what became of it."""
+        """Waits for the save under way. Raises its error."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait(timeout_s)
 
     @contextmanager
     def saving_what_is_there(self) -> Iterator[None]:
-        """A block that is left by an error, an interrupt among them, saves once more, if that can be had in reasonable time."""
+        """A block that, left by an error or an interrupt, saves once more, if that can be had in reasonable time."""
         try:
             yield
             self.settle()
@@ -194,7 +194,7 @@ def check_imported(path: str | os.PathLike[str], namespace: Namespace, model: nn
 
 
 def _check_same(extra: bytes | None, fingerprint: str, *, path: str | os.PathLike[str], name: str) -> None:
-    """Raises CheckpointError if what is there is of another checkpoint."""
+    """Raises CheckpointError if `extra`, of the values that are there, names another checkpoint, or no import."""
     if extra is None:
         return
     origin = Origin.from_extra(extra)

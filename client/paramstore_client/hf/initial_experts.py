@@ -1,11 +1,11 @@
-"""The first weights of a new model's experts, one layer at a time, bit for bit those of the unmodified model.
+"""Makes the first weights of a new model's experts, one layer at a time, bit for bit those of the unmodified model.
 
-While the model is built its experts' parameters are on meta. While a module is initialised that has one experts module in it (the
-experts module itself, the block or the layer around it), these get memory: so the random numbers go on as they would. Where they
-were written, the generator's state from before is kept. `values` repeats the writes to one layer with the same states. So equal
-seeds give equal dense and expert weights, and the peak is one layer of experts.
+While the model is built its experts' parameters are on meta. They get memory while a module is initialised that has one experts
+module in it (the experts module itself, the block or the layer around it): so the random numbers go on as in the unmodified model.
+If they were written, the generator's state from before is kept. `values` repeats the writes to one layer with the same states. So
+equal seeds give equal dense and expert weights, and the peak of memory is one layer of experts.
 
-It holds for experts that go through the registry, on the CPU's generator. A model with one module per expert is built whole, and
+This holds for experts that go through the registry, on the CPU's generator. A model with one module per expert is built whole, and
 its values are taken from it (`whole`). Experts that the model initialises in another way are refused, never stored as they were.
 """
 
@@ -37,7 +37,7 @@ class _Write:
 
 
 class InitialExperts:
-    """Owner of the writes to each layer's experts, and of the layer that was made last. It lives until `values` was asked for all.
+    """Owner of the writes to each layer's experts, and of the layer that was made last; needed until `values` was asked for all.
 
     probe: the same model on meta.
     """
@@ -54,7 +54,7 @@ class InitialExperts:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Around the model's construction: the experts stay on meta, the random numbers go on as if they did not."""
+        """A block for the model's construction: the experts stay on meta, and the random numbers go on as if they did not."""
         hook = register_module_parameter_registration_hook(self._to_meta)  # type: ignore[arg-type]  # as documented
         try:
             with _compat.initializing(self._before):
@@ -63,7 +63,7 @@ class InitialExperts:
             hook.remove()
 
     def settle(self, model: nn.Module) -> None:
-        """After the construction and before the stripping: takes what `values` will need of the model.
+        """Takes what `values` will need of the model; to be called after its construction and before its stripping.
 
         Raises UnsupportedModel where the model initialises its experts in a way that cannot be repeated for one layer.
         """
@@ -74,12 +74,12 @@ class InitialExperts:
                     values = module_list.values_of(module, expert)
                     self._whole[layer, expert] = {name: value.detach() for name, value in values.items()}
                 continue
-            for name in self._names:  # an in-place write counts a version up: without memory it was lost
+            for name in self._names:  # an in-place write counts a version up; one on meta was lost
                 if (module, name) not in self._written or module.get_parameter(name)._version > 0:
                     raise self._refusal(layer, name)
 
     def values(self, key: ExpertKey) -> Mapping[str, Tensor]:
-        """The first value of one expert, by tensor. Cheapest in key order. Raises UnsupportedModel as `settle` does."""
+        """The first values of one expert, by tensor name. Cheapest in key order. Raises UnsupportedModel as `settle` does."""
         layer, expert = key
         if key in self._whole:
             return self._whole[key]
@@ -140,7 +140,7 @@ class InitialExperts:
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """What `module` has of parameters and buffers is afterwards as it was."""
+    """A block after which the module's parameters and buffers are again as they were."""
     tensors = [*module.parameters(), *module.buffers()]
     before = [tensor.clone() for tensor in tensors]
     try:

@@ -1,4 +1,4 @@
-"""Which kernel of transformers runs a layer's experts, and what it sees: the module, with the active experts' weights alone.
+"""Chooses the kernel of transformers that runs a layer's experts; it sees the module with the active experts' weights alone.
 
 "eager" is the module's own loop; it indexes a field by expert, so its weights are served expert by expert without a copy
 (`ExpertIndex`). "grouped_mm", "batched_mm", and a loop that does more than index, get one tensor per field.
@@ -22,7 +22,7 @@ CHOICES = ("auto", *_compat.KERNELS)
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """function: of transformers. is_streamed: weights by expert; else one tensor per field."""
+    """A kernel. function: of transformers. is_streamed: whether it takes weights by expert, or one tensor per field."""
 
     function: _compat.ExpertsFunction
     is_streamed: bool
@@ -54,7 +54,7 @@ def make_kernel(name: str, module: nn.Module, fields: tuple[str, ...]) -> Kernel
 
 
 class ModuleView:
-    """What a kernel sees as the experts module: `count` experts with these weights, all else the module's own."""
+    """The experts module as a kernel sees it: `count` experts with these weights, all else the module's own."""
 
     def __init__(self, module: nn.Module, weights: Mapping[str, Any], *, count: int) -> None:
         self._module = module
@@ -66,7 +66,7 @@ class ModuleView:
 
 
 class ExpertIndex:
-    """What a kernel that takes one expert after the other sees as a field: `field[i]` is the i-th active expert's tensor."""
+    """A field for a kernel that takes one expert after the other: `field[i]` is the i-th active expert's tensor."""
 
     def __init__(self, field: str, weights_of: Callable[[int], Mapping[str, Tensor]]) -> None:
         self._field = field

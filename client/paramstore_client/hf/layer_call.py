@@ -30,22 +30,22 @@ from paramstore_client.weight_views import WeightView, find_view, in_dtype_of
 
 Fields = Mapping[str, Tensor]
 WeightsOf = Callable[[Any], Fields]
-"""(holder) -> fields. A holder is what leases or buffers know weights by: a position, or one for all."""
+"""(holder) -> fields. A holder names weights that are held together: the position of one expert, or None for all."""
 
 
 class Supply(Protocol):
-    """Where a call's weights come from, and where their gradients go."""
+    """Gives a call its weights, and takes their gradients."""
 
     def forward_pass(self) -> AbstractContextManager[WeightsOf]:
         """The weights of a forward, within the `with`."""
         ...
 
     def begin_backward(self) -> None:
-        """A backward begins. What an unfinished one had left is dropped."""
+        """Begins a backward; drops what an unfinished one had left."""
         ...
 
     def backward_weights(self, holder: Any, /) -> Fields:
-        """The same bytes again, valid until the next call or `let_go`. Raises StepMismatch where there are others by now."""
+        """The bytes that forward saw, valid until the next call or `let_go`. Raises StepMismatch where there are others by now."""
         ...
 
     def push(self, holder: Hashable, gradients: Fields, /) -> None:
@@ -57,36 +57,36 @@ class Supply(Protocol):
         ...
 
     def finish_backward(self) -> None:
-        """All gradients have come: they have been pushed on return, and nothing is held."""
+        """Ends a backward, as all gradients have come: on return they have been pushed, and nothing is held."""
         ...
 
 
 class BackwardPasses:
-    """One per model: the layer whose weights a backward holds. Whoever begins a pass takes them from the one before.
+    """Knows which layer of a model holds weights for backward. Whoever begins a pass makes the one before let go of its weights.
 
-    So what a backward that failed or was cut off (`autograd.grad` with some inputs) had left is given back.
+    So the weights that a failed backward, or one cut off (`autograd.grad` with some inputs), still held are given back.
     """
 
     def __init__(self) -> None:
         self._holder: Supply | None = None
 
     def begin(self, supply: Supply | None) -> None:
-        """A pass begins: `supply` holds weights from here on; None: a forward, which ends by itself."""
+        """Begins a pass: `supply` holds weights from here on; None: a forward, which ends by itself."""
         before, self._holder = self._holder, supply
         if before is not None and before is not supply:
             before.let_go()
 
     def end(self, supply: Supply) -> None:
-        """`supply` holds nothing any more."""
+        """Notes that `supply` holds nothing any more."""
         if self._holder is supply:
             self._holder = None
 
 
 class LayerCall:
-    """compute: (weights_of) -> y.
+    """One call of an experts module. compute: (weights_of) -> y.
 
-    anchor: gives a leaf that needs a gradient, asked for by each recorded forward: it makes backward run where no input needs
-    one. None, or None given, where the weights get no gradients.
+    anchor: returns a leaf that needs a gradient, called by each recorded forward: the leaf makes backward run where no input needs
+    one. It is None, or returns None, where the weights get no gradients.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class LayerCall:
 
 
 class _Recording:
-    """What the hooks of one forward need. Holds weights only until `end`."""
+    """The saved-tensor hooks of one forward and their state. Holds weights only until `end`."""
 
     def __init__(self, supply: Supply, passes: BackwardPasses) -> None:
         self._supply = supply
@@ -129,7 +129,7 @@ class _Recording:
         self._newest: tuple[Hashable, Fields] | None = None
 
     def entering(self, weights_of: WeightsOf, anchor: Tensor | None, x: Tensor) -> WeightsOf:
-        """`weights_of`, with every holder's weights in the graph, behind `anchor`, once each, in the dtype for `x`."""
+        """`weights_of`, with each holder's weights put into the graph once, behind `anchor`, in the dtype for `x`."""
         # Only the newest is kept: a kernel asks for all fields of an expert before it goes on to the next.
         newest: tuple[Hashable, Fields] | None = None
 
@@ -144,7 +144,7 @@ class _Recording:
         return entered
 
     def end(self) -> None:
-        """Forward is over: what is packed from here on is no weight."""
+        """Ends the forward: what is packed from here on is no weight."""
         self._newest = None
 
     def pack(self, tensor: Tensor) -> Any:
@@ -172,7 +172,7 @@ class _Recording:
 
 
 class _Opening(torch.autograd.Function):
-    """Before all weights; its backward is called when all of them have their gradients."""
+    """The node before all weights; its backward is called when all of them have their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, supply: Supply, passes: BackwardPasses) -> Tensor:
@@ -189,7 +189,7 @@ class _Opening(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """Weights entering the graph; its backward hands their gradients on."""
+    """The node by which weights enter the graph; its backward hands their gradients on."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, supply: Supply, holder: Hashable, names: tuple[str, ...], *tensors: Tensor) -> Any:
@@ -206,7 +206,7 @@ class _Weights(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """The layer's output on its way out; its backward is the layer's first."""
+    """The node by which the layer's output leaves; its backward is the layer's first."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, supply: Supply, passes: BackwardPasses, *inputs: Tensor) -> Tensor:

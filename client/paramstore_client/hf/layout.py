@@ -1,4 +1,4 @@
-"""Where a model's experts are and what each is made of: the bridge between a model's modules and a namespace's keys.
+"""The places of a model's experts and the tensors of each: the bridge between a model's modules and a namespace's keys.
 
 - One layout per model: every layer has equally many experts, of equal tensors. What differs is refused.
 - A layer's index is the number in its module's path where each has one and those differ (the decoder layer), else its place.
@@ -36,7 +36,8 @@ class ExpertTensor:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """modules: layer index -> path of the layer's experts module. experts: per layer. tensors: of each expert, in record order."""
+    """A model's experts. modules: layer index -> path of its experts module. experts: per layer. tensors: of each, in record
+    order."""
 
     modules: Mapping[int, str]
     experts: int
@@ -49,11 +50,11 @@ class ExpertLayout:
 
     @property
     def expert_elements(self) -> int:
-        """Parameters of one expert."""
+        """Number of parameters of one expert."""
         return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors)
 
     def schema(self, optimizer: str | None = "adamw", *, updates: str = "exact", **options: Any) -> Schema:
-        """What a namespace of these experts keeps. optimizer: None for an inference schema, the checkpoint's own dtypes.
+        """The schema of a namespace of these experts. optimizer: None for an inference schema, the checkpoint's own dtypes.
 
         options: further arguments of the schema function. Raises SchemaMismatch, and UnsupportedModel where training needs
         one dtype of float32, bfloat16, float16 and the tensors have others.
@@ -107,7 +108,7 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def expert_tensors(module: nn.Module) -> tuple[int, tuple[ExpertTensor, ...]]:
-    """(experts, the tensors of one) of an experts module."""
+    """(number of experts, the tensors of one) of an experts module."""
     if module_list.is_container(module):
         fields = module_list.fields_of(module)
         tensors = tuple(ExpertTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in fields.items())
@@ -131,7 +132,7 @@ def stacked_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_tied(model: nn.Module, paths: list[str]) -> None:
-    """Raises UnsupportedModel where two experts modules are one by the model's own tying."""
+    """Raises UnsupportedModel where the model ties parameters of its experts modules."""
     for name, source in _compat.tied_weights(model).items():
         if any(f"{tied}.".startswith(f"{path}.") for tied in (name, source) for path in paths):
             raise UnsupportedModel(

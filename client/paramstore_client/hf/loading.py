@@ -1,6 +1,6 @@
 """Models of transformers whose experts are stored: loaded, or new from a config.
 
-What holds after either: the model is transformers' own class, its dense part loaded or initialised as always, its experts in a
+After either the model is of transformers' own class, its dense part loaded or initialised as always, its experts in a
 namespace that is committed. `model.paramstore` is the one module that was added.
 """
 
@@ -54,7 +54,7 @@ class _Source:
     progress: Any
 
     def directory(self) -> Path:
-        """Where its files are. Raises CheckpointError."""
+        """The directory of its files. Raises CheckpointError."""
         cached = {key: self.options[key] for key in CACHE_OPTIONS if self.options.get(key) is not None}
         return checkpoint_directory(self.path, **cached) / (self.options.get("subfolder") or "")
 
@@ -92,16 +92,16 @@ def from_pretrained(
     progress: Any = None,
     **options: Any,
 ) -> Any:
-    """`model_class.from_pretrained(path, **options)`, with its experts in the namespace `name` of `store`. As there, an option that
-    is an attribute of the configuration (`num_labels`, `output_router_logits`) goes into it.
+    """Loads what `model_class.from_pretrained(path, **options)` does, with its experts in the namespace `name` of `store`. As
+    there, an option that is an attribute of the configuration (`num_labels`, `output_router_logits`) goes into it.
 
     model_class: an Auto class or a modeling class of transformers. mode: "train" opens the namespace as its writer, "infer" as a
     reader. A namespace that is not committed yet is made from the checkpoint first: for training with master weights and the
     states of `optimizer` ("adamw", "sgd", "adagrad"; `updates` as in the schema functions), for inference with the checkpoint's
     own bytes.
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
-    model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as of `open_namespace`.
-    schema_options: further arguments of the schema function. progress: as of `import_checkpoint`.
+    model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as for `open_namespace`.
+    schema_options: further arguments of the schema function. progress: as for `import_checkpoint`.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
     other experts, CheckpointError where it still holds those imported from another checkpoint, and what `create_namespace`,
@@ -148,7 +148,7 @@ def from_config(
     schema_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A new model, as `model_class.from_config(config, **options)` makes it, with its experts in the namespace `name` of `store`.
+    """Makes a new model as `model_class.from_config(config, **options)` does, with its experts in the namespace `name` of `store`.
 
     Experts are initialised on the CPU as the model's own `_init_weights` would, one layer in memory at a time; after equal
     `torch.manual_seed` dense and expert weights are bit for bit those of the unmodified model on the CPU. A committed namespace
@@ -201,7 +201,7 @@ def namespace(model: nn.Module) -> Namespace:
 
 
 def join(model: nn.Module, namespace: Namespace, *, kernel: str) -> None:
-    """Joins a stripped model with an open namespace, which is told the order of its visits. Raises SchemaMismatch, and closes the
+    """Joins a stripped model with an open namespace, and declares the order of its visits. Raises SchemaMismatch, and closes the
     namespace then."""
     trains = namespace.mode == "write"
     try:
@@ -233,5 +233,5 @@ def _check(
 
 
 def _name_of(path: str | os.PathLike[str]) -> str:
-    """What names a checkpoint: the last part of its path or hub name, as a namespace's name."""
+    """The name of a checkpoint's namespace: the last part of its path or hub name, with the characters that a name may have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(os.path.abspath(path)))[:64]

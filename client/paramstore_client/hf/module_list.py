@@ -1,4 +1,4 @@
-"""Older models that keep one module per expert in a container (Switch Transformers, NLLB-MoE).
+"""Serves older models that keep one module per expert in a container (Switch Transformers, NLLB-MoE).
 
 The container's own forward runs, with a view of it whose experts are called with leased weights: for the length of the call
 they stand as plain attributes where the expert's parameters were, on meta tensors before and after.
@@ -19,7 +19,7 @@ STRIPPED = "_paramstore_fields"
 
 
 def expert_names(container: nn.Module) -> list[str]:
-    """The children that are experts, in expert order."""
+    """The names of the children that are experts, in expert order."""
     return [name for name in container._modules if re.fullmatch(r"(expert_)?\d+", name)]
 
 
@@ -60,7 +60,7 @@ def strip_container(container: nn.Module) -> None:
 
 
 class ContainerView:
-    """What a container's forward sees as `self`: experts that compute with the weights of the store, all else its own.
+    """The `self` that a container's forward sees: experts that compute with the weights of the store, all else its own.
 
     weights_of: (expert index) -> its tensors by field, valid until the next call.
     """

@@ -1,4 +1,4 @@
-"""The namespace of a model's experts: opened where it is committed, made and filled where it is not.
+"""Opens the namespace of a model's experts where it is committed, makes and fills it where it is not.
 
 Under torchrun every rank of the node opens the same namespace: those that train write it together, and so do those that only want
 to read while they make it. A writer that would be refused is refused before it opens: opening fences the one that is at work.
@@ -23,7 +23,7 @@ Fill = Callable[[Namespace], object]
 """Gives a new namespace its first values; it may commit them."""
 
 Check = Callable[[Namespace], object]
-"""Looks at a reader's handle of a committed one, and raises where it is not the one that is meant."""
+"""Looks at a reader's handle of a committed namespace, and raises where that is not the one that is meant."""
 
 FIRST_STEP = 0
 
@@ -32,11 +32,11 @@ def open_experts(
     store: Store, name: str, layout: ExpertLayout, schema: Schema, *, mode: str, min_lease_slots: int = 0, fill: Fill,
     check: Check | None = None,
 ) -> Namespace:  # fmt: skip
-    """The namespace `name`, committed: as its writer (mode "train") or a reader of its newest step ("infer").
+    """Opens the namespace `name` as its writer (mode "train") or a reader of its newest step ("infer").
 
     One that has no commit yet is filled and committed as step 0 first; its schema is `schema`. Raises SchemaMismatch where one
     that is to be trained has another schema, layers or experts, and what opening and filling raise; then no handle is left open.
-    min_lease_slots: as of `Store.open_namespace`.
+    min_lease_slots: as for `Store.open_namespace`.
     """
     ranks = _ranks()
     committed = {known["name"]: known for known in store.namespaces() if known["committed_step"] is not None}
@@ -55,7 +55,7 @@ def open_experts(
 
 
 def _checked(reader: Namespace, check: Check | None) -> Namespace:
-    """The same handle; it is closed where `check` raises."""
+    """Returns `reader` if `check` takes it; closes it where `check` raises."""
     if check is not None:
         try:
             check(reader)
@@ -75,7 +75,7 @@ def _check_same(known: Mapping[str, Any], layout: ExpertLayout, schema: Schema) 
 
 
 def _facts(schema: Schema, layers: Iterable[int], experts: int) -> dict[str, object]:
-    """All that must be equal, by the words for people."""
+    """The facts that must be equal, under the names that people are shown."""
     described = {**schema.describe(), "updates": schema.updates, "state_dtype": schema.state_dtype}
     return {**described, "layers": list(layers), "experts per layer": experts}
 
@@ -96,6 +96,6 @@ def _make(
 
 
 def _ranks() -> dict[str, Any]:
-    """This process among those of its node, for a writer's opening; nothing where it is alone."""
+    """Arguments that say which rank this process is when it opens as a writer; none where it is alone."""
     launch = launched()
     return dict(launch) if launch["world_size"] > 1 else {}

@@ -1,4 +1,4 @@
-"""How far a long import or export is, for a bar on the terminal or for whoever asks."""
+"""The progress of a long import or export, for a bar on the terminal or for whoever asks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """records: those that are done, those of earlier attempts among them. bytes_done: read by an import, written by an export."""
+    """How far it is. records: done, by earlier attempts too. bytes_done: read by an import, written by an export."""
 
     records: int
     records_total: int
@@ -22,7 +22,7 @@ Report = Callable[[Progress], object]
 
 @contextmanager
 def reported(title: str, progress: Report | bool | None) -> Iterator[Report]:
-    """What is to be called after each record: `progress` itself, for True a bar, else nothing."""
+    """The function to call after each record: `progress` itself, for True a bar, else one that does nothing."""
     if progress is True:
         with bar(title) as report:
             yield report

@@ -1,4 +1,4 @@
-"""Which models and arguments are refused before anything is loaded, and what the user can do instead."""
+"""Refuses models and arguments before anything is loaded, and says what the user can do instead."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Safetensors files, tensor by tensor and byte range by byte range: one header, then the tensors' bytes end to end.
+"""Reads and writes safetensors files by tensor and by byte range: one header, then the tensors' bytes end to end.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes length, little-endian; a JSON header of that length; data).
 
 - Reads are system calls into the caller's memory: no mapped page counts as this process's, and a file that was cut off is an
   error and not a bus error. The `safetensors` package maps whole files, and writes only what is in memory as a whole.
-- What was read of a header is whole: every tensor lies within the file, and has as many bytes as its shape needs.
+- A header that was read has been checked: every tensor lies within the file, and has as many bytes as its shape needs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StoredTensor:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def rows(self, start: int, count: int) -> StoredTensor:
-        """`count` of its first dimension, from `start` on."""
+        """`count` rows of its first dimension, from `start` on."""
         row_bytes = self.length_bytes // self.shape[0]
         return StoredTensor(self.file, self.name, self.dtype, (count, *self.shape[1:]), self.offset_bytes + start * row_bytes)
 
@@ -84,7 +84,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _tensor(file: Path, name: str, value: Any, data_start: int, size_bytes: int) -> StoredTensor:
-    """value: of any JSON type, as found."""
+    """The tensor that `value`, of any JSON type, describes. Raises CheckpointError where it describes none within the file."""
     try:
         dtype, shape, (start, end) = value["dtype"], tuple(int(size) for size in value["shape"]), value["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -109,7 +109,7 @@ class Files:
         self.bytes_read = 0
 
     def read(self, tensor: StoredTensor, into: memoryview) -> None:
-        """Fills `into`, `tensor.length_bytes` bytes, with the tensor's. Raises CheckpointError naming file and tensor."""
+        """Fills `into`, `tensor.length_bytes` long, with the tensor's bytes. Raises CheckpointError naming file and tensor."""
         if tensor.file not in self._descriptors:
             try:
                 self._descriptors[tensor.file] = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
@@ -168,7 +168,7 @@ class Shard:
         self._write(0, memoryview(LENGTH.pack(len(header)) + header))
 
     def write(self, tensor: StoredTensor, data: memoryview) -> None:
-        """`data` are the bytes of `tensor`, one of `tensors` or `rows` of it. Raises OSError."""
+        """Writes `data`, the bytes of `tensor`, which is one of `tensors` or `rows` of it. Raises OSError."""
         assert len(data) == tensor.length_bytes, f"{tensor}: {len(data)} bytes for {tensor.length_bytes}"
         self._write(tensor.offset_bytes, data)
 
@@ -182,7 +182,7 @@ class Shard:
             raise
 
     def publish(self) -> None:
-        """On return the file is there under its name; durable with the directory's next flush. Raises OSError."""
+        """Gives the file its name; it is durable with the directory's next flush. Raises OSError."""
         os.fsync(self._descriptor)
         self.close()
         self._partial.rename(self.file)

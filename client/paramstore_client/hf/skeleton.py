@@ -1,4 +1,4 @@
-"""A checkpoint's model without memory: what says where its experts are, for whoever needs nothing else of it."""
+"""Builds a checkpoint's model without memory, for whoever needs to know where its experts are, and no more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A model class whose experts never become parameters: optimizers, DDP, FSDP and state dicts see nothing of them.
 
 Where a parameter was, a meta tensor stands as a plain attribute: `_init_weights` of the models writes into it, which does nothing,
-and its shape stays to be seen. The class keeps its name and module, by which transformers finds its conversions, its loss and the
+and its shape can still be seen. The class keeps its name and module, by which transformers finds its conversions, its loss and the
 `architectures` of a saved config.
 """
 

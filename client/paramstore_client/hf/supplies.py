@@ -1,4 +1,4 @@
-"""Where a layer's call gets its weights from and where it pushes: windows over leases, expert by expert or side by side.
+"""Gives a layer's call its weights, expert by expert or side by side, from windows over leases, and pushes its gradients.
 
 Gradients of several experts leave in one push, of at most PUSH_BYTES unless one expert has more. What one push holds changes no
 bit: every expert's gradient is one addition.
@@ -20,7 +20,7 @@ from paramstore_client.hf.windows import Hint, Identities, Window
 from paramstore_client.source import ExpertSource
 
 PUSH_BYTES = 4 << 20
-"""A push is a round trip; this many bytes of gradients wait for it together."""
+"""Bytes of gradients that wait for one push: each push is a round trip."""
 
 
 class _Gradients:
@@ -34,7 +34,7 @@ class _Gradients:
         self._waiting_bytes = 0
 
     def add(self, key: ExpertKey, gradients: Fields) -> None:
-        """Takes one expert's gradients, in the dtype that is pushed."""
+        """Takes one expert's gradients and casts them to the dtype that is pushed."""
         named = {name: gradients[name].to(dtype) for name, dtype in self._dtypes.items()}
         self._waiting[key] = named
         self._waiting_bytes += sum(gradient.nbytes for gradient in named.values())
@@ -54,7 +54,7 @@ class _Gradients:
 
 
 class _LeasedSupply(Supply):
-    """What a supply does around the backwards of a layer."""
+    """The part that both supplies share: the begin and end of a layer's backward."""
 
     def __init__(self, source: ExpertSource) -> None:
         self._gradients = _Gradients(source)
@@ -71,7 +71,7 @@ class _LeasedSupply(Supply):
 class StreamedSupply(_LeasedSupply):
     """Weights expert by expert: a holder is a position in `keys`.
 
-    part_size: as of a Window.
+    part_size: as for a Window.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class CompactSupply(_LeasedSupply):
         return self._weights
 
     def push(self, holder: Hashable, gradients: Fields, /) -> None:
-        """Splits them by expert, and pushes at once, as they are all there."""
+        """Splits the gradients by expert, and pushes at once, as they are all there."""
         for position, key in enumerate(self._keys):
             self._gradients.add(key, {name: gradient[position] for name, gradient in gradients.items()})
         self._gradients.flush()

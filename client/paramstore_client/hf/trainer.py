@@ -35,7 +35,7 @@ def trainer_callback(model: nn.Module) -> Any:
 
 
 class _Checkpoints:
-    """The events of a Trainer that the experts follow; all ranks come by all of them."""
+    """Handles the events of a Trainer that concern the experts; every rank gets all of them."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
@@ -47,7 +47,7 @@ class _Checkpoints:
         if state.global_step == 0:
             state.stateful_callbacks[NAME] = self._experts.state_dict()
             return
-        if NAME not in state.stateful_callbacks:  # of a run without this callback: it will have committed its own steps
+        if NAME not in state.stateful_callbacks:  # the run had no callback: it will have committed its own steps
             state.stateful_callbacks[NAME] = {**self._experts.state_dict(), "step": 0}
         self._kept, step = _best(args, state), _step(state, state.global_step)
         for later in self._namespace.snapshots():
@@ -91,12 +91,12 @@ class _Checkpoints:
 
 
 def _step(state: Any, global_step: int) -> int:
-    """The namespace's step of a run's step."""
+    """The namespace's step for the Trainer's `global_step`."""
     return int(state.stateful_callbacks[NAME]["step"]) + global_step
 
 
 def _best(args: Any, state: Any) -> int | None:
-    """The namespace's step of the checkpoint that Trainer loads at the end."""
+    """The namespace's step for the checkpoint that Trainer loads at the end; None if it loads none."""
     folder = state.best_model_checkpoint if args.load_best_model_at_end else None
     return None if folder is None or not Path(folder).is_dir() else _step(state, int(Path(folder).name.rpartition("-")[2]))
 

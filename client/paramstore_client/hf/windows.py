@@ -25,7 +25,7 @@ Hint = Callable[[int], list[ExpertKey]]
 
 
 class Identities:
-    """Which bytes a layer's forward computed with. Owner of that fact."""
+    """The identities of the bytes that a layer's forward computed with. Owner of that fact."""
 
     def __init__(self) -> None:
         self._seen: dict[ExpertKey, Identity] = {}
@@ -45,7 +45,7 @@ class Identities:
 class Window:
     """One pass over `keys`. A context manager; owner of the pass's lease.
 
-    device: where the weights are needed: those of a lease elsewhere are copied there, expert by expert.
+    device: where the weights are needed; those leased elsewhere are copied there, expert by expert.
     part_size: experts leased together; None for half of what may be leased.
     """
 
@@ -108,7 +108,7 @@ class Window:
         self._prefetch_beside(part)
 
     def _prefetch_beside(self, part: range) -> None:
-        """Asks for what comes after `part`: this pass's next part, else what the hint says."""
+        """Prefetches what comes after `part`: this pass's next part, else what the hint says."""
         room = self._source.lease_slots - len(part)
         start = part.stop if self._is_upward else part.start - self._part_size
         following = range(max(start, 0), min(start + self._part_size, len(self._keys)))
