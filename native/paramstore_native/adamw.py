@@ -22,12 +22,12 @@ SOURCE = Path(__file__).with_name("adamw.c")
 
 _lock = threading.Lock()
 _found: list[Kernel | Unavailable] = []
-"""What this process uses, once it is known."""
+"""The kernel, or why there is none, once this process knows; empty before."""
 
 
 def kernel() -> Kernel | None:
-    """The function, or None where torch has to do. The first call builds and checks it (a second, once per machine, else
-    20 ms and torch's import) and says in the log what is used; the others are free."""
+    """The kernel, or None where torch has to do its work. The first call builds and checks it (a second, once per machine, else
+    20 ms and torch's import) and logs which of the two is used; later calls are free."""
     with _lock:
         if not _found:
             _found.append(_find())
@@ -35,7 +35,7 @@ def kernel() -> Kernel | None:
 
 
 def known_state() -> str:
-    """For people: `native`, `torch (why)`, or nothing while neither was needed."""
+    """The state in words for people: `native`, `torch (why)`, or empty while neither was needed."""
     if not _found:
         return ""
     return f"torch ({_found[0].reason})" if isinstance(_found[0], Unavailable) else "native"
@@ -51,7 +51,7 @@ def _find() -> Kernel | Unavailable:
 
 
 def load(cache: Path | None = None) -> Kernel | Unavailable:
-    """The kernel built in `cache` (default: the user's), if it gives what torch gives here."""
+    """The kernel built in `cache` (default: the user's) if it gives what torch gives here, else why there is none."""
     library = build(SOURCE, cache=cache)
     if isinstance(library, Unavailable):
         return library
@@ -61,6 +61,6 @@ def load(cache: Path | None = None) -> Kernel | Unavailable:
         return Unavailable(f"{library} cannot be loaded: {error}")
     if not made.serves("float32"):
         return Unavailable("this CPU has no fused multiply-add")
-    from paramstore_native.adamw_check import difference  # imports torch, which whoever gets here has imported
+    from paramstore_native.adamw_check import difference  # imports torch, which callers have imported already
 
     return Unavailable(reason) if (reason := difference(made)) else made

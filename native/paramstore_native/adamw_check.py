@@ -1,7 +1,7 @@
-"""Whether the native kernel gives torch's bits on this machine: asked once per process, before it is used.
+"""Checks whether the native kernel gives torch's bits on this machine, once per process, before it is used.
 
 torch's arithmetic depends on the instructions that its build uses on this CPU (`ATEN_CPU_CAPABILITY=default` fuses no
-multiply-add), so nothing but trying tells. Values are random bits: denormals, infinities, both zeros and NaN are among them.
+multiply-add), so only a trial can tell. Values are random bits: denormals, infinities, both zeros and NaN are among them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from paramstore_native.adamw_kernel import Kernel, Span
 
 ELEMENTS = 2048 + 32
-"""More than one block of the kernel, and a short one."""
+"""Elements of one trial: more than one block of the kernel, and a short one."""
 Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One call. The options are those of `paramstore.core.optimizers.AdamW`."""
+    """One call of the kernel. The options are those of `paramstore.core.optimizers.AdamW`."""
 
     lr: float
     betas: tuple[float, float]
@@ -34,7 +34,7 @@ class Trial:
 
     @property
     def step_count(self) -> int:
-        """Missed ones, and one with the gradient where any rank has one."""
+        """Number of steps: the missed ones, and one with the gradient where any rank has one."""
         return self.missed + min(1, self.ranks)
 
 
@@ -51,7 +51,7 @@ TRIALS = tuple(
 
 
 def difference(kernel: Kernel) -> str:
-    """Where the kernel's results differ from torch's, in words; empty if nowhere."""
+    """The first difference between the kernel's results and torch's, in words; empty if there is none."""
     generator = torch.Generator().manual_seed(20)
     for trial in TRIALS:
         if not kernel.serves(trial.dtype):
@@ -68,7 +68,7 @@ def difference(kernel: Kernel) -> str:
 
 
 def by_kernel(kernel: Kernel, trial: Trial, states: Tensors, gradients: Tensors) -> Tensors:
-    """(master, exp_avg, exp_avg_sq, param) after the trial; the inputs stay as they are."""
+    """(master, exp_avg, exp_avg_sq, param) after the trial in the kernel; the inputs stay as they are."""
     made = tuple(state.clone() for state in states)
     param = torch.empty(states[0].numel(), dtype=getattr(torch, trial.dtype))
     span = Span(
@@ -80,7 +80,7 @@ def by_kernel(kernel: Kernel, trial: Trial, states: Tensors, gradients: Tensors)
 
 
 def by_torch(trial: Trial, states: Tensors, gradients: Tensors) -> Tensors:
-    """The same by torch."""
+    """(master, exp_avg, exp_avg_sq, param) after the trial in torch; the inputs stay as they are."""
     master, exp_avg, exp_avg_sq = (state.clone() for state in states)
     for step, gradient in _gradients_of_steps(trial, gradients):
         torch._fused_adamw_(
@@ -91,7 +91,7 @@ def by_torch(trial: Trial, states: Tensors, gradients: Tensors) -> Tensors:
 
 
 def count_different(ours: torch.Tensor, theirs: torch.Tensor) -> int:
-    """Elements with different bits, where not both are NaN."""
+    """Number of elements with different bits, where not both are NaN."""
     kind = torch.int32 if ours.dtype is torch.float32 else torch.int16
     differ = (ours.view(kind) != theirs.view(kind)) & ~(ours.isnan() & theirs.isnan())
     return int(differ.sum())

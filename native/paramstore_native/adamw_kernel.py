@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import cffi
 
 ALIGNMENT_ELEMENTS = 16
-"""A call takes whole multiples of it: ATen's widest vector, so that ATen's own rest is left to ATen."""
+"""A call takes a multiple of this, the length of ATen's widest vector: what ATen computes as a rest is left to ATen."""
 DTYPES = ("float32", "bfloat16", "float16")
-"""In the order of the C enum."""
+"""Names of dtypes, in the order of the C enum."""
 
 _ffi = cffi.FFI()
 _ffi.cdef(
@@ -29,7 +29,7 @@ _ffi.cdef(
 
 
 class Options(Protocol):
-    """What is read of `paramstore.core.optimizers.AdamW`."""
+    """The attributes of `paramstore.core.optimizers.AdamW` that the kernel needs."""
 
     @property
     def lr(self) -> float: ...
@@ -42,7 +42,7 @@ class Options(Protocol):
 
 
 class Span(NamedTuple):
-    """Elements of one field, each by the address of its first byte. The memory stays where it is during a call.
+    """Elements of one field: addresses of the first byte of each of their arrays. The memory stays where it is during a call.
 
     states: master, exp_avg and exp_avg_sq, fp32. gradients: one per rank, summed in this order in
     `gradient_dtype`; none if there is no gradient. param: 0 for none. elements: a multiple of ALIGNMENT_ELEMENTS.
@@ -88,7 +88,7 @@ class Kernel:
 
 
 def _scalars(options: Options, step: int) -> dict[str, float]:
-    """What ATen computes once per call, in double; the struct's fields round it to fp32, as ATen does."""
+    """The scalars that ATen computes once per call, in double; the struct's fields round them to fp32, as ATen does."""
     beta1, beta2 = options.betas
     weight = _ffi.cast("float", 1 - beta1)
     is_small = float(weight) < 0.5  # ATen's lerp: from the nearer end

@@ -22,10 +22,10 @@ FLAGS = (
     "-shared", "-fPIC",
 )  # fmt: skip
 COMPILERS = ("cc", "gcc", "clang")
-"""Tried in this order, after what the variable CC names."""
+"""Compilers to try, in this order, after the one that the variable CC names."""
 BUILD_TIMEOUT_S = 60.0
 CPU_LINES = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-"""Of /proc/cpuinfo: what `-march=native` depends on."""
+"""Beginnings of the lines of /proc/cpuinfo that `-march=native` depends on."""
 
 
 class Unavailable(NamedTuple):
@@ -71,7 +71,7 @@ def _compile(source: Path, library: Path) -> Path | Unavailable:
 
 
 def _objection(directory: Path) -> Unavailable | None:
-    """Code is loaded from here: nobody else may have put it there."""
+    """Why no code can be loaded from `directory`, into which others may have put it; None where it can."""
     stat = directory.stat()
     if stat.st_uid != os.geteuid():
         return Unavailable(f"{directory} belongs to user {stat.st_uid}, not to the one that runs this: no code is loaded from it")

@@ -1,4 +1,4 @@
-"""libpmem2 (PMDK): a file mapped with a known store granularity, and copies into it that persist.
+"""Maps a file by libpmem2 (PMDK) with a known store granularity, and makes copies into it that persist.
 
 Granularity is what the library can promise of the mapping, named as the setting `pmem_granularity` names it:
 
@@ -23,7 +23,7 @@ SONAME = "libpmem2.so.1"
 FORCE_VARIABLE = "PMEM2_FORCE_GRANULARITY"
 """The library's own switch: makes it promise a granularity whatever the device is. For tests."""
 GRANULARITIES = ("byte", "cache_line", "page")
-"""In the order of the library's enum."""
+"""Names of granularities, in the order of the library's enum."""
 NO_DRAIN, NO_FLUSH = 1, 2
 """Flags of the library's memcpy: do not wait for the lines that were written back; do not even write them back."""
 

@@ -1,4 +1,4 @@
-"""What a file system says about O_DIRECT on one file: statx(2) with STATX_DIOALIGN (Linux 6.1), which os.stat leaves out."""
+"""Asks a file system about O_DIRECT on one file: statx(2) with STATX_DIOALIGN (Linux 6.1), which os.stat leaves out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _libc: Any = _ffi.dlopen(None)  # its functions are known at run time only
 
 
 def direct_io_alignment(descriptor: int) -> int | None:
-    """To how many bytes memory and offsets must be aligned for O_DIRECT on this file.
+    """Alignment in bytes that memory and offsets need for O_DIRECT on this file.
 
     0: the file system refuses it here. None: kernel or file system do not say; trying is the only way to
     know.
