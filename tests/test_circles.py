@@ -18,9 +18,7 @@ KNOWN = frozenset({
     "paramstore.engine.promises", "paramstore.engine.ranks", "paramstore.engine.requests", "paramstore.engine.runner",
     "paramstore.engine.scheduler", "paramstore.engine.schedules", "paramstore.engine.slot_requests",
     "paramstore.engine.transfer_log", "paramstore.engine.transfers", "paramstore.engine.working",
-    "paramstore_client.connection", "paramstore_client.namespace", "paramstore_client.steps", "paramstore_client.ticket",
-    "paramstore_client.training.attachment", "paramstore_client.training.early", "paramstore_client.training.experts",
-    "paramstore_client.training.sentinel", "paramstore_testkit.crash.initialization", "paramstore_testkit.crash.life",
+    "paramstore_testkit.crash.initialization", "paramstore_testkit.crash.life",
     "paramstore_testkit.sim.client", "paramstore_testkit.sim.openings", "paramstore_testkit.sim.operations",
     "paramstore_testkit.sim.requests", "paramstore_testkit.sim.steps", "paramstore_testkit.sim.world",
 })  # fmt: skip

@@ -18,7 +18,7 @@ CROWDED = {
 LARGE = {
     "paramstore.storage.extents.Space": (36, 11),  # one set of guarantees over one set of ranges
     "paramstore.storage.ledger.Ledger": (32, 5),  # the rules of one table
-    "paramstore_client.namespace.Namespace": (66, 21),  # one page for its users
+    "paramstore_client.namespace.Namespace": (65, 21),  # one page for its users
     "paramstore.daemon.session.Session": (34, 19),
     "paramstore.engine.namespace.NamespaceState": (14, 32),
     "paramstore.engine.scrub_progress.Scrub": (2, 22),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from paramstore.core.arguments import seconds
+from paramstore.core.arguments import seconds, whole_number
 from paramstore.core.key import ExpertKey
 from paramstore.errors import ProtocolError
 from paramstore.wire import messages
@@ -155,6 +156,31 @@ class Namespace(Updates, Residency, Steps):
             self._view_step = step
         return step
 
+    # --- other handles on it ---
+
+    def snapshot(self, step: int) -> Namespace:
+        """Keeps `step` until `drop_snapshot(step)`, whatever happens to this process or the daemon, and opens a reader on it.
+
+        Needs room on the volumes for the namespace's state again. May be called on any handle, also for a step that is one, and
+        waits for a commit under way. Raises StepDropped, and CapacityError naming the bytes that are missing. Where only the
+        reader could not be opened the step is a snapshot all the same.
+        """
+        step = whole_number("step", step)
+        self._send(messages.Snapshot(self._next_id(), self._handle, step), f"snapshot {step}", answers.nothing).wait()
+        return self.reader(step)
+
+    def reader(self, at: int | None = None, *, min_lease_slots: int = 0) -> Namespace:
+        """Opens another handle on the same namespace: a reader standing on step `at`, or on the newest committed one.
+        min_lease_slots: as for `Store.open_namespace`. Raises StepDropped, CapacityError; StepFailed before the first commit."""
+        at = None if at is None else whole_number("at", at)
+        if min_lease_slots := whole_number("min_lease_slots", min_lease_slots):
+            self._connection.check_minor(messages.PROMISE_MINOR, "reader(min_lease_slots=...)")
+        message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None, min_lease_slots)
+        opened = self._send(message, f"open_namespace at {at}", partial(answers.result_of, kind=Opened)).wait()
+        return Namespace(self._connection, self._area, opened, mode="read", is_debug=self._is_debug)
+
+    # --- its end ---
+
     def close(self) -> None:
         """Ends the handle and its leases; pending gradients are dropped. Idempotent, and quiet when the daemon is gone."""
         if self._is_closed:
@@ -181,6 +207,3 @@ class Namespace(Updates, Residency, Steps):
         state = "closed" if self._is_closed else self.mode if self._view_step is None else f"{self.mode} at {self._view_step}"
         size = f"{len(self.layers)} x {self.experts} experts"
         return f"<Namespace {self.name!r}, {size}, committed {self._committed_step}, {state}, {self.lease_slots} lease slots>"
-
-    def _reader(self, opened: Opened) -> Namespace:
-        return Namespace(self._connection, self._area, opened, mode="read", is_debug=self._is_debug)

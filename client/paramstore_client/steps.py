@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from functools import partial
 from typing import TYPE_CHECKING
 
 from paramstore.core.arguments import whole_number
 from paramstore.wire import messages
 from paramstore_client import answers
-from paramstore_client.answers import Opened, Result
+from paramstore_client.answers import Result
 from paramstore_client.handle import Handle, plain_extra
 
 if TYPE_CHECKING:
-    from paramstore_client.namespace import Namespace
     from paramstore_client.ticket import Ticket
 
-class Steps(Handle, ABC):
+class Steps(Handle):
     """The part of `Namespace` that is about steps."""
-
-    @abstractmethod
-    def _reader(self, opened: Opened) -> Namespace:
-        """A reader's handle for the answer to an open."""
 
     @property
     def apply_count(self) -> int:
@@ -103,27 +96,6 @@ class Steps(Handle, ABC):
             return self._epoch
 
         return self._consume(messages.Rollback(self._next_id(), self._handle, step), "rollback", rolled_back).wait()
-
-    def snapshot(self, step: int) -> Namespace:
-        """Keeps `step` until `drop_snapshot(step)`, whatever happens to this process or the daemon, and opens a reader on it.
-
-        Needs room on the volumes for the namespace's state again. May be called on any handle, also for a step that is one, and
-        waits for a commit under way. Raises StepDropped, and CapacityError naming the bytes that are missing. Where only the
-        reader could not be opened the step is a snapshot all the same.
-        """
-        step = whole_number("step", step)
-        self._send(messages.Snapshot(self._next_id(), self._handle, step), f"snapshot {step}", answers.nothing).wait()
-        return self.reader(step)
-
-    def reader(self, at: int | None = None, *, min_lease_slots: int = 0) -> Namespace:
-        """Opens another handle on the same namespace: a reader standing on step `at`, or on the newest committed one.
-        min_lease_slots: as for `Store.open_namespace`. Raises StepDropped, CapacityError; StepFailed before the first commit."""
-        at = None if at is None else whole_number("at", at)
-        if min_lease_slots := whole_number("min_lease_slots", min_lease_slots):
-            self._connection.check_minor(messages.PROMISE_MINOR, "reader(min_lease_slots=...)")
-        message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None, min_lease_slots)
-        opened = self._send(message, f"open_namespace at {at}", partial(answers.result_of, kind=Opened)).wait()
-        return self._reader(opened)
 
     def drop_snapshot(self, step: int) -> None:
         """Ends a snapshot: `step` stays as long as any other would. Raises StepDropped if it is none."""

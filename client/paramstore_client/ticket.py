@@ -10,18 +10,34 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from paramstore.core.arguments import seconds
 from paramstore.errors import ParamStoreError, TicketCancelled, WaitTimeout
-from paramstore.wire.messages import Cancel
-
-if TYPE_CHECKING:
-    from paramstore_client.connection import Connection
+from paramstore.wire.messages import Cancel, Message
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+
+class Reader(Protocol):
+    """Reads answers and settles the tickets that they are for: the connection that sent the requests."""
+
+    def drain(self) -> None:
+        """Reads what is there without blocking."""
+
+    def wait(self, ticket: Ticket[Any], timeout_s: float) -> bool:
+        """Reads, or waits for the thread that reads, until `ticket` is settled; False when `timeout_s` is over first."""
+
+    def post(self, message: Message) -> None:
+        """Sends a message that has no answer."""
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Lets `loop`, the running one, read from here on, until `unwatch` was called as often."""
+
+    def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Ends one `watch`."""
 
 
 class Ticket(Generic[T]):
@@ -33,7 +49,7 @@ class Ticket(Generic[T]):
 
     def __init__(
         self,
-        connection: Connection,
+        reader: Reader,
         request_id: int,
         *,
         what: str,
@@ -42,7 +58,7 @@ class Ticket(Generic[T]):
         on_settled: Callable[[ParamStoreError | None], None] | None,
         is_cancellable: bool,
     ) -> None:
-        self._connection = connection
+        self._reader = reader
         self.request_id = request_id
         self.what = what
         self.timeout_s = timeout_s
@@ -60,7 +76,7 @@ class Ticket(Generic[T]):
     def done(self) -> bool:
         """True once a result or an error is there. Takes in what the daemon has sent so far; never blocks."""
         if not self.is_settled:
-            self._connection.drain()
+            self._reader.drain()
         return self.is_settled
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -76,7 +92,7 @@ class Ticket(Generic[T]):
     def settled_within(self, timeout_s: float | None = None) -> bool:
         """Waits like `wait`, and says whether there is an outcome, which is left to be asked for, an error too."""
         limit_s = self.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
-        return self.is_settled or self._connection.wait(self, limit_s)
+        return self.is_settled or self._reader.wait(self, limit_s)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait_in_loop().__await__()
@@ -89,7 +105,7 @@ class Ticket(Generic[T]):
         if self.is_settled or not self.is_cancellable:
             return False
         self._is_cancelling = True
-        self._connection.post(Cancel(self.request_id))
+        self._reader.post(Cancel(self.request_id))
         return True
 
     @property
@@ -149,7 +165,7 @@ class Ticket(Generic[T]):
 
     def _wait_in_thread(self, limit_s: float) -> bool:
         try:
-            return self._connection.wait(self, limit_s)
+            return self._reader.wait(self, limit_s)
         except KeyboardInterrupt:
             self._is_seen = True  # somebody waited for it, and will not again
             raise
@@ -160,7 +176,7 @@ class Ticket(Generic[T]):
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
         self._wakers.append(lambda: _wake(loop, woken))
-        self._connection.watch(loop)
+        self._reader.watch(loop)
         try:
             async with asyncio.timeout(self.timeout_s):
                 # What another thread read between `done` and `append` woke nobody: look again before sleeping.
@@ -170,7 +186,7 @@ class Ticket(Generic[T]):
             if not self.is_settled:
                 raise self._timeout(self.timeout_s) from None
         finally:
-            self._connection.unwatch(loop)
+            self._reader.unwatch(loop)
         return self._outcome()
 
     def _outcome(self) -> T:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -32,12 +32,10 @@ from paramstore_client.hf.namespaces import open_experts
 from paramstore_client.hf.refusals import check_arguments, check_config
 from paramstore_client.hf.stripping import strip, stripped_class
 from paramstore_client.namespace import Namespace
+from paramstore_client.training import Experts
 from paramstore_client.training import bind as bind_training
 from paramstore_client.training.sentinel import ExpertSentinel
 from paramstore_client.visit_order import declare_order
-
-if TYPE_CHECKING:
-    from paramstore_client.training.experts import Experts
 
 MODES = ("train", "infer")
 CACHE_OPTIONS = ("cache_dir", "revision")
@@ -183,7 +181,7 @@ def from_config(
 def experts(model: nn.Module) -> Experts:
     """The handle on the experts of a model that trains; the model may be wrapped. Raises ConfigError for another one."""
     for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
-        if isinstance(module, ExpertSentinel):
+        if isinstance(module, ExpertSentinel) and isinstance(module.experts, Experts):
             return module.experts
     raise ConfigError(
         f"{type(model).__name__} trains no stored experts: load it with ps.hf.from_pretrained or from_config, mode='train'; "

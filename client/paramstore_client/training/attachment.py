@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paramstore.errors import StepFailed, StepMismatch
+from paramstore_client.training.early import EarlyUpdates
 from paramstore_client.training.options import MainGroup, holds_any
+from paramstore_client.training.sentinel import ExpertSentinel
+from paramstore_client.training.updates import ExpertUpdates
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from paramstore_client.training.early import EarlyUpdates
-    from paramstore_client.training.experts import Experts
-    from paramstore_client.training.sentinel import ExpertSentinel
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class Attachment:
     """One optimizer that leads the experts. Owner of the state, and of the sentinel's gradient and place in the optimizer."""
 
     def __init__(
-        self, experts: Experts, sentinel: ExpertSentinel, optimizer: torch.optim.Optimizer, main: MainGroup,
+        self, experts: ExpertUpdates, sentinel: ExpertSentinel, optimizer: torch.optim.Optimizer, main: MainGroup,
         early: EarlyUpdates | None = None,
     ) -> None:  # fmt: skip
         """early: None unless updates begin in backward."""

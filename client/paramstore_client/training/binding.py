@@ -48,5 +48,5 @@ def bind(model: nn.Module, namespace: Namespace) -> Experts:
     setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, ()), f"{CHILD_NAME}.sentinel"])
     for layer in layers:
         layer.anchor = partial(sentinel.anchor, layer.layer)
-    sentinel.experts = Experts(namespace, sentinel, model)
-    return sentinel.experts
+    sentinel.experts = experts = Experts(namespace, sentinel, model)
+    return experts

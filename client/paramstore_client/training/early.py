@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from paramstore.core.optimizers import Options
 from paramstore.errors import StepFailed, StepMismatch
 from paramstore_client.training.options import MainGroup
-
-if TYPE_CHECKING:
-    from paramstore_client.training.experts import Experts
+from paramstore_client.training.updates import ExpertUpdates
 
 MARK = 2.0**-62
 """The sentinel's gradient: its square is no denormal in fp32, and vanishes in the sum with any other square."""
@@ -27,7 +24,7 @@ WITHOUT = "attach(updates_in_backward=False)"
 class EarlyUpdates:
     """Owner of the open apply of one attachment. main: the group whose options it takes."""
 
-    def __init__(self, experts: Experts, main: MainGroup) -> None:
+    def __init__(self, experts: ExpertUpdates, main: MainGroup) -> None:
         self._experts = experts
         self._main = main
         self._options: Options | None = None

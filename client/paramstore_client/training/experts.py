@@ -7,13 +7,12 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from paramstore.core.arguments import choice, data, flag, number, whole_number
-from paramstore.core.optimizers import Options
+from paramstore.core.arguments import choice, data, flag, whole_number
 from paramstore.errors import ConfigError, StepOutOfOrder
 from paramstore_client.answers import Result
 from paramstore_client.namespace import Namespace
@@ -25,37 +24,30 @@ from paramstore_client.training.early import EarlyUpdates
 from paramstore_client.training.options import MainGroup, options_class, trains_adapters, unwrapped
 from paramstore_client.training.sentinel import ExpertSentinel
 from paramstore_client.training.unattached import Unattached
-from paramstore_client.visit_order import declare_order
+from paramstore_client.training.updates import ExpertUpdates, Reduce
 
 _log = logging.getLogger(__name__)
 
-Reduce = Literal["mean", "sum"]
 
-
-class Experts:
+class Experts(ExpertUpdates):
     """A model's experts in one namespace, of which `namespace` is the writer's handle. Made by `training.bind`.
 
     With several ranks the gradients that they push are summed, and divided by their number where `reduce` is "mean", as DDP and
     FSDP do with the dense ones; `gradient_norm`, `step`, `abort`, `commit` and `rollback` are called by all of them.
 
-    reduce: "mean" or "sum".
     commit_on_state_dict: `state_dict` commits what was applied since the last commit, as the next step, instead of refusing.
     """
 
     def __init__(self, namespace: Namespace, sentinel: ExpertSentinel, model: nn.Module) -> None:
-        self.namespace = namespace
+        super().__init__(namespace)
         self._model = weakref.ref(model)
-        self.reduce: Reduce = "mean"
         self.commit_on_state_dict = False
         self.sentinel = sentinel
         sentinel.listener = Unattached(namespace, model)
         self._attachment: Attachment | None = None
-        self._apply: Ticket[Result] | None = None
         self._commit: Ticket[Result] | None = None
         self._origin: bytes | None = None
         """The `extra` bytes that commits without the caller's own carry on; None until it is looked up."""
-        self._micro_batches = 1
-        """Micro-batches of a step in the order of visits that is declared."""
 
     # --- the step
 
@@ -123,10 +115,6 @@ class Experts:
         with early.held_back():
             yield
 
-    def gradient_norm(self) -> float:
-        """The L2 norm of everything pending, after averaging over the ranks; the same on each."""
-        return self.namespace.gradient_norm() * self._share
-
     def step(self, *, clip_coef: float = 1.0, **options: Any) -> Ticket[Result]:
         """Makes an optimizer step over every expert with pending gradients, which it consumes: the explicit path, without `attach`.
 
@@ -144,44 +132,12 @@ class Experts:
         self.sentinel.listener = None  # who steps by hand has forgotten nothing
         return self.apply(made, clip_coef=clip_coef)
 
-    def apply(self, options: Options, *, clip_coef: float) -> Ticket[Result]:
-        """Makes the optimizer step of `step`, attached or not, with options that are made already.
-
-        The update goes on while the next forward begins; there is one at a time, and the next call here raises its error.
-        """
-        scale = number("clip_coef", clip_coef) * self._share
-        self.settle()
-        self._apply = self.namespace.apply(options, grad_scale=scale)
-        return self._apply
-
-    def expect_micro_batches(self, count: int) -> None:
-        """Notes that a step has had `count` forwards and backwards; declares the order of visits anew where that is a change."""
-        if count != self._micro_batches:
-            declare_order(self.namespace, micro_batches=count)
-            self._micro_batches = count
-
-    def begin_apply(self, options: Options) -> None:
-        """Opens the step's apply before its gradients are there: see `Namespace.begin_apply`."""
-        self.namespace.begin_apply(options, grad_scale=self._share)
-
-    def end_apply(self) -> Ticket[Result]:
-        """Closes the apply that `begin_apply` has opened; the update goes on as after `apply`."""
-        self.settle()
-        self._apply = self.namespace.end_apply()
-        return self._apply
-
     def settle(self) -> None:
         """Waits for the update and the commit under way, and raises their errors."""
-        ticket, self._apply = self._apply, None
-        if ticket is not None:
-            ticket.wait()
+        super().settle()
         ticket, self._commit = self._commit, None
         if ticket is not None:
             ticket.wait()
-
-    def abort(self) -> int:
-        """Drops the pending gradients; returns how many experts had some."""
-        return self.namespace.abort()
 
     # --- checkpoints
 
@@ -243,11 +199,6 @@ class Experts:
 
     def __repr__(self) -> str:
         return f"<Experts of {self.namespace!r}{', attached' if self._attachment is not None else ''}>"
-
-    @property
-    def _share(self) -> float:
-        return 1.0 / self.namespace.world_size if self.reduce == "mean" else 1.0
-
 
 def _check_ranks(namespace: Namespace) -> None:
     """Raises ConfigError where ranks of torch.distributed are not in one group: they would not see each other's gradients."""

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paramstore_client.training.backward import BackwardEnd
-
-if TYPE_CHECKING:
-    from paramstore_client.training.experts import Experts
 
 CHILD_NAME = "paramstore"
 """The name under which a model holds its sentinel: a child, as DDP ignores parameters by "module.param" only."""
@@ -50,7 +47,7 @@ class ExpertSentinel(nn.Module):
         self.listener: Listener | None = None
         self.is_left_alone = False
         """Whether the experts get no gradients."""
-        self._experts: list[Experts] = []  # in a list: a handle that refers to this module is no child of it
+        self._experts: list[object] = []  # in a list: a handle that refers to this module is no child of it
         self._end = BackwardEnd(self._tell_of_backward)
         self._anchors: dict[int, Tensor] = {}  # by layer, in a dict: a tensor attribute would be moved and counted
 
@@ -72,12 +69,12 @@ class ExpertSentinel(nn.Module):
         return self._anchors[layer]
 
     @property
-    def experts(self) -> Experts:
-        """The handle of the experts. Raises IndexError before `training.bind` has made it."""
+    def experts(self) -> object:
+        """The experts' handle, which knows this module and not the other way round. Raises IndexError before `bind` has made it."""
         return self._experts[0]
 
     @experts.setter
-    def experts(self, experts: Experts) -> None:
+    def experts(self, experts: object) -> None:
         self._experts = [experts]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertSentinel:
