@@ -77,7 +77,7 @@ class HostMemory:
 
 
 def take_lock(config: Config) -> StoreLock:
-    """The store directory, made if need be, and locked. Raises StoreLocked, ConfigError, CatalogError if its disk refuses."""
+    """Makes the store directory if need be, and locks it. Raises StoreLocked, ConfigError, CatalogError if its disk refuses."""
     check_volume_size(config)
     try:
         config.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -89,12 +89,12 @@ def take_lock(config: Config) -> StoreLock:
 
 
 def core_count() -> int:
-    """Cores this process may run on."""
+    """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def warn_of_memory(config: Config, *, memory_bytes: int) -> None:
-    """A line in the log where the host budget is more than the machine has: it is a limit, and need not be reached."""
+    """Logs a warning if the host budget is more than the machine has; no error, since a budget need not be used up."""
     if config.host_budget_bytes > memory_bytes:
         logger.warning(
             "host_budget_bytes=%d (%s) is above this machine's memory of %s: the kernel may end the daemon before it is used up",
@@ -103,7 +103,7 @@ def warn_of_memory(config: Config, *, memory_bytes: int) -> None:
 
 
 async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
-    """An open store on `config.dir`, whose lock the caller holds. Raises VolumeError, CatalogError, CapacityError."""
+    """Opens the store in `config.dir`, whose lock the caller holds. Raises VolumeError, CatalogError, CapacityError."""
     warn_of_memory(config, memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     threads = workers or ThreadWorkers(asyncio.get_running_loop())
     runner = Runner(threads)
@@ -134,7 +134,7 @@ async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
 
 
 def add_lanes(runner: Runner, *, update_workers: int) -> None:
-    """The lanes that every store has."""
+    """Adds the lanes that every store has."""
     _add_lane(runner, CATALOG_LANE, 1)
     _add_lane(runner, BACKGROUND_LANE, 1)
     _add_lane(runner, CPU_LANE, update_workers, ahead=update_workers, prepare=_one_thread_each)
@@ -143,7 +143,7 @@ def add_lanes(runner: Runner, *, update_workers: int) -> None:
 def add_volume_lanes(
     runner: Runner, volumes: Iterable[int], *, io_workers: int, prepare: Callable[[], None] | None = None
 ) -> None:
-    """prepare: called first in each of their threads."""
+    """Adds a lane with `io_workers` threads for each volume. prepare: called first in each of these threads."""
     for index in volumes:
         _add_lane(runner, volume_lane(index), io_workers, prepare=prepare)
 
@@ -156,23 +156,23 @@ def _add_lane(
 
 
 def _give_way() -> None:
-    """A worker of a volume does not interrupt the event loop when its read is done: it goes on at the next free moment.
+    """Keeps a volume's worker from interrupting the event loop when its read is done: it goes on at the next free moment.
 
-    Fewer switches of thread (1,200 to 750 a GB) and none forced on the loop. A sandbox may refuse: then it is as it was.
+    This saves thread switches (750 instead of 1,200 a GB) and forces none on the loop. If a sandbox refuses, nothing changes.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _one_thread_each() -> None:
-    """CPU workers run records side by side, each with one thread of torch's own; torch is loaded at the first record."""
+    """Keeps torch at one thread a worker, since CPU workers run records side by side. Torch is loaded at the first record."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _open_catalog(config: Config) -> tuple[Catalog, Contents]:
     _check_catalog_files(config.dir / CATALOG_NAME)
     if not (config.dir / CATALOG_NAME / CATALOG_FILES[0]).exists():
-        check_all_unclaimed(config)  # first: a start that is refused leaves no new catalog in the place of a lost one
+        check_all_unclaimed(config)  # first: a refused start must not leave a new catalog where one was lost
     catalog = LmdbCatalog(config.dir / CATALOG_NAME, store_uuid=uuid.uuid4().bytes)  # an existing one keeps its own
     try:
         return catalog, catalog.load()
@@ -182,7 +182,7 @@ def _open_catalog(config: Config) -> tuple[Catalog, Contents]:
 
 
 def _check_catalog_files(directory: Path) -> None:
-    """LMDB follows links and takes whatever it finds: what it would open is looked at before. Raises CatalogError."""
+    """Looks at what LMDB would open, since LMDB follows links and takes whatever it finds. Raises CatalogError."""
     try:
         objection = objection_to_tree(directory, CATALOG_FILES)
     except OSError as error:
@@ -195,7 +195,7 @@ def connect(
     config: Config, runner: Runner, catalog: Catalog, contents: Contents, volumes: Mapping[int, Volume], memory: Memory, *,
     update_workers: int,
 ) -> Store:  # fmt: skip
-    """The store's parts, each given what it needs."""
+    """Makes the store's parts and gives each what it needs."""
     if not volumes:
         raise CatalogError("the store has no volume")
     volume_rows = dict(contents.volumes)

@@ -16,12 +16,12 @@ from paramstore.wire.codec import FIRST_FRAME_BYTES_MAX, FrameDecoder, encode
 from paramstore.wire.messages import Failed, Message
 
 READ_BYTES = 64 << 10
-"""One buffer for all channels: a larger one per read would be mapped and unmapped each time."""
+"""Size of the one buffer that all channels read into: a buffer for each read would be mapped and unmapped each time."""
 OUTPUT_BYTES_MAX = 64 << 20
 
 
 _read_buffer = memoryview(bytearray(READ_BYTES))
-"""Used between one read and the feeding of what it brought, on the loop's thread."""
+"""The buffer in use between one read and the decoding of its bytes, both on the loop's thread."""
 
 
 class Channel:
@@ -43,7 +43,7 @@ class Channel:
         loop.add_reader(sock.fileno(), self._readable)
 
     def raise_limit(self, limit_bytes: int) -> None:
-        """The peer is known: frames up to `limit_bytes` are welcome."""
+        """Accepts frames up to `limit_bytes` from now on, since the peer is known."""
         self._decoder.limit_bytes = limit_bytes
 
     def _readable(self) -> None:
@@ -66,7 +66,7 @@ class Channel:
             self.refuse(error)
 
     def refuse(self, error: ProtocolError) -> None:
-        """A peer that does not speak the protocol is told so, as far as it can be, and disconnected."""
+        """Tells a peer that does not speak the protocol so, as far as it can be told, and disconnects it."""
         self.send(Failed(0, ProtocolError.__name__, str(error)))
         self.close(error)
 
@@ -111,8 +111,8 @@ class Channel:
         self._loop.remove_writer(self._socket.fileno())
 
     def close(self, reason: Exception | None) -> None:
-        """Ends the connection; `on_end` is told once, in a later turn of the loop: whoever sends to many need not expect that
-        one of them is taken down meanwhile."""
+        """Ends the connection. `on_end` is called once, in a later turn of the loop: so a caller that sends to many clients need
+        not expect that one of their sessions is taken down meanwhile."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""What each request of a known client runs: the one table from messages to methods of the store.
+"""The one table from messages to methods of the store: what each request of a known client runs.
 
 A handler gives its result at once, or a coroutine that gives it. A call that the ranks of a group make together goes to
 `Ranks`, which runs it once for all of them; with one rank it is the store's own.
@@ -22,14 +22,14 @@ from paramstore.wire import messages as m
 from paramstore.wire.options import options_of
 
 Handler = Callable[[Any], object]
-"""Gives the result at once, or a coroutine that gives it."""
+"""A function of a request that gives its result at once, or a coroutine that gives it."""
 COLLECTIVE: dict[type[m.Message], str] = {
     m.CreateRank: "create_namespace", m.OpenRank: "open_namespace", m.InitializeBegin: "initialize",
     m.InitializeEnd: "initialize, its end", m.GradientNorm: "gradient_norm", m.Apply: "apply",
     m.BeginApply: "begin_apply", m.EndApply: "end_apply", m.Abort: "abort", m.Commit: "commit",
     m.Prepare: "prepare", m.Finalize: "finalize", m.Rollback: "rollback",
 }  # fmt: skip
-"""What all ranks of a group call together, by the name that its users know."""
+"""Requests that all ranks of a group make together, with the name by which users know the call."""
 OPENING = frozenset({m.CreateRank, m.OpenRank})
 ORDERED = frozenset(
     {
@@ -37,18 +37,18 @@ ORDERED = frozenset(
         m.InitializeSave,
     }
 ) - OPENING  # fmt: skip
-"""On a handle: what a rank asks for after a collective call of its own takes effect after it."""
+"""Requests on a handle that keep their order: if a rank sends one after a collective call, it takes effect after that call."""
 NOT_COMPARED = frozenset({"id", "handle", "rank"})
 
 
 class Sent:
-    """What a handler gives when it has sent its answer itself."""
+    """Result of a handler that has sent its answer itself."""
 
 
 class Handlers:
-    """The requests of one session. views, uploads, cancels are the session's own; cancels: what ends a request under way.
+    """The requests of one session. `views`, `uploads` and `cancels` belong to the session.
 
-    client: names the session to the store.
+    client: names the session to the store. cancels: by request id, a function that ends the request while it is under way.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Handlers:
         }
 
     def view(self, request: Any) -> View:
-        """What the request's handle stands for. Raises LeaseError."""
+        """Finds the view that the request's handle stands for. Raises LeaseError."""
         view = self._views.get(request.handle)
         if view is None:
             raise LeaseError(f"namespace handle {request.handle} is not open in this session")
@@ -112,14 +112,14 @@ class Handlers:
     # --- ranks
 
     def _together(self, r: Any, begin: Callable[[View], object]) -> object:
-        """Runs `begin` with the view of the request; of several ranks, once for all, when all have called."""
+        """Runs `begin` with the request's view. If there are several ranks, it runs once for all of them, when all have called."""
         view = self.view(r)
         if not view.is_ranked:
             return begin(view)
         return _result(self._store.ranks.call(view, call_of(r), begin))
 
     def opening(self, r: Any) -> Coroutine[Any, Any, View]:
-        """The view that an open or a create asks for. Raises ConfigError."""
+        """Opens or creates the namespace that the request names; gives its view. Raises ConfigError."""
         open_one: Callable[..., Coroutine[Any, Any, View]]
         if isinstance(r, m.CreateNamespace):
             create = self._store.admission.create
@@ -186,7 +186,7 @@ class Handlers:
 
 
 def call_of(request: m.Message) -> Call:
-    """A collective request as the ranks compare it."""
+    """The name and arguments of a collective request, as they are compared between ranks."""
     names = [name for name in request.__struct_fields__ if name not in NOT_COMPARED]
     return Call(COLLECTIVE[type(request)], tuple(Argument(name, getattr(request, name)) for name in names))
 

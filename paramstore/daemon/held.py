@@ -1,5 +1,5 @@
-"""Requests of one session that wait behind a collective call: what a rank asks for after such a call of its own takes effect
-after it, so it is held back, in order, until the call has begun or was refused. A session without ranks never holds anything.
+"""Requests of one session that wait behind a collective call. What a rank asks for after such a call takes effect after it, so
+it is held back, in order, until the call has begun or was refused. A session without ranks never holds anything.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from paramstore.wire import messages as m
 class _Held:
     request: Any
     deadline_s: float | None
-    """Of a lease: when it was to be granted at the latest."""
+    """Latest time at which a lease may be granted; None for other requests."""
     timer: asyncio.TimerHandle | None
 
 
 class HeldRequests:
-    """Owner of what is held. run: what takes a request up; fail: tells the client of one that never is."""
+    """Owner of the requests held back. run: carries one out; fail: tells the client of one that is never carried out."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, *, run: Callable[[Any], None], fail: Callable[[int, ParamStoreError], None]
@@ -38,7 +38,7 @@ class HeldRequests:
         self._queues: dict[View, deque[_Held]] = {}
         self._by_id: dict[int, tuple[View, _Held]] = {}
         self._going_on: View | None = None
-        """Whose requests are being taken up."""
+        """View whose requests are being carried out."""
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._by_id
@@ -47,11 +47,11 @@ class HeldRequests:
         return len(self._by_id)
 
     def stops(self, view: View) -> bool:
-        """Whether a request of `view` has to wait: its rank's call does, or an earlier request."""
+        """Whether a request of `view` has to wait: because its rank's collective call waits, or because an earlier request does."""
         return view.is_ranked and (_is_calling(view) or (view in self._queues and view is not self._going_on))
 
     def add(self, view: View, request: Any) -> None:
-        """Holds `request` back; a lease no longer than its own timeout."""
+        """Holds `request` back; a lease request for no longer than its own timeout."""
         held = _Held(request, None, None)
         if isinstance(request, m.Acquire):
             held.deadline_s = self._loop.time() + request.timeout_s
@@ -60,7 +60,7 @@ class HeldRequests:
         self._by_id[request.id] = view, held
 
     def go_on(self, view: View) -> None:
-        """Takes up what is held for `view`, up to the next call that waits for others."""
+        """Carries out the requests held for `view`, up to the next call that waits for other ranks."""
         queue = self._queues.get(view)
         self._going_on = view
         try:
@@ -77,7 +77,7 @@ class HeldRequests:
             self._queues.pop(view, None)
 
     def cancel(self, request_id: int) -> bool:
-        """A lease or prefetch that is held ends with TicketCancelled; False if none of that id is."""
+        """Ends a held lease or prefetch with TicketCancelled. Returns False if none of that id is held."""
         view, held = self._by_id.get(request_id, (None, None))
         if view is None or held is None or not isinstance(held.request, m.Acquire | m.Prefetch):
             return False
@@ -85,7 +85,7 @@ class HeldRequests:
         return True
 
     def clear(self) -> None:
-        """The session is over: nobody is to be answered."""
+        """Forgets all held requests: the session is over, and nobody is to be answered."""
         for _, held in self._by_id.values():
             if held.timer is not None:
                 held.timer.cancel()

@@ -1,6 +1,6 @@
 """The process at the other end of a socket, as the kernel names it: its ids, and the moment it ends.
 
-A client cannot lie about these. The end is that of the very process that connected, never of a later one with its number.
+A client cannot lie about these. The end is that of the process that connected, never of a later one with the same number.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable
 PEER_CREDENTIALS = struct.Struct("3i")
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 SO_PEERPIDFD = 77
-"""Linux 6.5: the very process that connected, whoever has its number by now."""
+"""Socket option of Linux 6.5 that opens the very process that connected, whoever has its number by now."""
 
 
 class Peer:
-    """Owner of a descriptor that becomes readable when the process ends. on_ended: called once, unless closed before."""
+    """Watches the process for its end, through a descriptor that it owns. on_ended: called once, unless closed before."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, *, on_ended: Callable[[], None]) -> None:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
@@ -35,11 +35,11 @@ class Peer:
 
     @property
     def is_watched(self) -> bool:
-        """Whether its end will be told."""
+        """Whether `on_ended` will be called when the process ends."""
         return self._descriptor is not None
 
     def close(self) -> None:
-        """Its end matters no more. Idempotent."""
+        """Stops watching the process. Idempotent."""
         if self._descriptor is not None:
             self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)
@@ -51,15 +51,15 @@ class Peer:
 
 
 def _open_process(sock: socket.socket, pid: int) -> int | None:
-    """A descriptor of the process that connected; None if it is gone. Raises OSError where no descriptor is left: a process that
-    lives must not be served unwatched, its leases would end with the connection."""
+    """Opens a descriptor of the process that connected; None if it is gone. Raises OSError where no descriptor is left: a process
+    that lives must not be served unwatched, since its leases would end with the connection."""
     try:
         return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError as error:
         if error.errno in OUT_OF_DESCRIPTORS:
             raise
         if error.errno != errno.ENOPROTOOPT:
-            return None  # the kernel knows the call: the process is gone
+            return None  # the kernel knows the option, so it is the process that is gone
     try:
         descriptor = os.pidfd_open(pid)
     except OSError as error:
@@ -67,7 +67,7 @@ def _open_process(sock: socket.socket, pid: int) -> int | None:
             raise
         return None
     if _is_hung_up(sock):
-        # The process that connected may have ended before the call, and its number be another's.
+        # The process that connected may have ended before the call, and another may have its number now.
         os.close(descriptor)
         return None
     return descriptor

@@ -1,8 +1,8 @@
-"""The process: socket, sessions, signals, start and shutdown.
+"""The daemon's process: socket, sessions, signals, start and shutdown.
 
-The socket is bound under umask 0177, in a directory that is made with mode 0700 or that at least nobody else can write, and serves
-processes of the daemon's own user (and root) only. Start: lock, store, socket, then one line `ready unix:///...` on stdout. End: no
-new clients, sessions closed, transfers under way finished, volumes closed; clients are never waited for.
+The socket is bound under umask 0177 and serves processes of the daemon's own user (and root) only. Its directory is made with mode
+0700, or is one that nobody else can write. Start: lock, store, socket, then one line `ready unix:///...` on stdout. End: no new
+clients, sessions closed, transfers under way finished, volumes closed; clients are never waited for.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
 HALF_OPEN_MAX = 64
-"""Connections that have not said hello; beyond it the oldest of them goes, so that a flood of them keeps nobody out who does."""
+"""Most connections without a hello. Beyond it the oldest is closed, so that a flood of them keeps out nobody who says hello."""
 LINGERING_MAX = 4096
-"""With those whose connection has ended while their process lives and may read what it leased."""
+"""Most sessions, with those whose connection has ended while their process lives and may read what it leased."""
 BACKLOG = 64
 ACCEPT_PAUSE_S = 0.1
-"""After an accept that failed: the client still waits, so the loop would be told of it without end."""
+"""Pause after an accept that failed: the client still waits, so the loop would report it again without end."""
 LOCK_TRIES = 5
 LOCK_PAUSE_S = 0.05
 PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38
 SWITCH_INTERVAL_S = 0.0005
-"""How long a worker that runs Python may keep the loop waiting: Python's own 5 ms would be most of a lease's p99."""
+"""Longest time a worker that runs Python may keep the loop waiting: Python's own 5 ms would be most of a lease's p99."""
 SOCKET_PATH_BYTES_MAX = 107
 
 
 def _refuse(sock: socket.socket, error: ParamStoreError) -> None:
-    """Tells a client that is not let in why, as far as its socket takes it at once, and hangs up."""
+    """Tells a client why it is not let in, as far as its socket takes that at once, and hangs up."""
     sock.setblocking(False)
     with contextlib.suppress(OSError):
         sock.send(encode(Failed(0, type(error).__name__, str(error))))
@@ -57,7 +57,7 @@ def _refuse(sock: socket.socket, error: ParamStoreError) -> None:
 
 
 class Server:
-    """Accepts clients of one store."""
+    """Accepts the clients of one store."""
 
     def __init__(self, store: Store, listener: socket.socket) -> None:
         self._store = store
@@ -65,7 +65,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._sessions: set[Session] = set()
         self._half_open: list[Session] = []
-        """Those that may not have said hello yet, oldest first."""
+        """Sessions that may not have said hello yet, oldest first."""
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -83,7 +83,7 @@ class Server:
             return
         try:
             session = Session(self._store, sock, on_gone=self._sessions.discard)
-        except OSError as error:  # no descriptor left to watch its process with
+        except OSError as error:  # no descriptor is left to watch the client's process with
             logger.warning("a client was not let in: %s", error)
             _refuse(sock, CapacityError(f"the daemon has no descriptor left for another client: {error}"))
             return
@@ -102,7 +102,7 @@ class Server:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """No new clients; those there are disconnected."""
+        """Stops accepting clients and disconnects those there are."""
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
         for session in list(self._sessions):
@@ -110,15 +110,15 @@ class Server:
 
 
 def check_socket_path(path: Path) -> None:
-    """Raises ConfigError where no socket can have that path."""
+    """Checks that a socket can have that path. Raises ConfigError."""
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes: give a shorter --socket")
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket at `path` that only this user may connect to; a stale one is replaced. A directory that is not there
-    is made for this user alone, one that is keeps its mode. Raises ConfigError if others can write there, or something that is
-    no stale socket lies there."""
+    """Listens on a socket at `path` that only this user may connect to; a stale socket is replaced. A missing directory is made
+    for this user alone, an existing one keeps its mode. Raises ConfigError if others can write there, or if something other than a
+    stale socket lies there."""
     check_socket_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -134,7 +134,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """On return nothing is at `path`. Raises ConfigError where it is not a socket, or somebody listens."""
+    """Removes a stale socket; on return nothing is at `path`. Raises ConfigError if it is no socket, or if somebody listens."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -149,7 +149,7 @@ def _remove_stale(path: Path) -> None:
             path.unlink()
             return
         except BlockingIOError:
-            pass  # it listens, and its backlog is full
+            pass  # somebody listens, with a full backlog
     raise ConfigError(f"socket {path}: another process listens there: stop it, or give another --socket")
 
 
@@ -170,7 +170,7 @@ def _bound(path: Path) -> socket.socket:
 
 
 def harden() -> None:
-    """No core dumps of other people's weights, no /proc/PID/mem for processes of the same user, no rights gained by an exec."""
+    """Forbids core dumps of other people's weights, /proc/PID/mem for processes of the same user, and rights gained by an exec."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     libc = ctypes.CDLL(None)
     for name, option, value in (("DUMPABLE", PR_SET_DUMPABLE, 0), ("NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)):
@@ -179,7 +179,7 @@ def harden() -> None:
 
 
 async def lock_with_retry(config: Config) -> StoreLock:
-    """The store's lock. A daemon that was just killed may hold it a moment longer. Raises StoreLocked."""
+    """Takes the store's lock; tries again, since a daemon that was just killed may hold it a moment longer. Raises StoreLocked."""
     for _ in range(LOCK_TRIES - 1):
         try:
             return take_lock(config)
@@ -207,7 +207,8 @@ async def serve(config: Config) -> None:
 
 
 def _heed_signals(stop: asyncio.Event) -> None:
-    """Each of them sets `stop`, for the rest of the process: those of the loop end with it, and before the process does."""
+    """Lets each signal set `stop`, for the rest of the process: asyncio's own handlers end with the loop, before the process
+    does."""
     loop = asyncio.get_running_loop()
 
     def heed(number: int, frame: FrameType | None) -> None:
@@ -215,7 +216,7 @@ def _heed_signals(stop: asyncio.Event) -> None:
             loop.call_soon_threadsafe(stop.set)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored: started by nohup
             signal.signal(number, heed)
 
 
@@ -234,7 +235,7 @@ async def _serve_until(stop: asyncio.Event, store: Store, config: Config) -> Non
 
 
 def run(config: Config) -> None:
-    """`serve` on uvloop where it is installed, else on asyncio's own loop."""
+    """Runs `serve` on uvloop where it is installed, else on asyncio's own loop."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         import uvloop

@@ -1,7 +1,7 @@
-"""One client: its requests, in the order they came, and everything it owns: views, leases, tickets, upload areas.
+"""One client's session: its requests, in the order they came, and what it owns: views, leases, tickets, upload areas.
 
-A request is answered once, by the same id. What can be answered at once is (a lease of resident keys costs one turn of the
-loop); the rest is a task of the session, which sees its error and sends it. Tasks start in the order of their requests.
+A request is answered once, under its own id. What can be answered at once is (a lease of resident keys costs one turn of the
+loop); the rest runs in a task of the session, which sends its result or error. Tasks start in the order of their requests.
 
 When the connection ends, the session ends: what waits is cancelled, pending gradients are dropped, the area is closed. A
 lease ends with the client *process* (its mapping may still be read): leases of a connection that ended while its process
@@ -33,13 +33,13 @@ from paramstore.wire.codec import FRAME_BYTES_MAX, broken_request, decode_reques
 logger = logging.getLogger(__name__)
 
 TASKS_MAX = 1 << 16
-"""Requests of one session under way at once."""
+"""Most requests of one session under way at once."""
 HELLO_TIMEOUT_S = 2.0
 
 
 
 class Session:
-    """Owner of what one connection holds. on_gone: told once, when nothing is left of the session."""
+    """Owner of what one connection holds. on_gone: called once, when nothing is left of the session."""
 
     def __init__(self, store: Store, sock: socket.socket, *, on_gone: Callable[[Session], None]) -> None:
         self._store = store
@@ -51,11 +51,11 @@ class Session:
         self._uploads = Uploads()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, LeaseRequest] = {}
-        self._cancels: dict[int, Callable[[], None]] = {}  # prefetches and scrubs under way: what ends them
+        self._cancels: dict[int, Callable[[], None]] = {}  # by request id, what ends an open, a prefetch or a scrub under way
         self._label = ""
         self.is_known = False
         self.is_ended = False
-        """The connection is gone; leases may be left until the process is, too."""
+        """Whether the connection is gone; leases may stay until the process is gone, too."""
         self._channel = Channel(self._loop, sock, on_frame=self._on_frame, on_end=self._on_end)
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_is_late)
         self._requests = Handlers(
@@ -75,7 +75,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        """Its process, and what that calls itself."""
+        """The client's process id, with the label that it gave itself."""
         return f"pid {self.pid} ({self._label})" if self._label else f"pid {self.pid}"
 
     @property
@@ -108,7 +108,7 @@ class Session:
             self._answer(request)
 
     def _broken(self, body: bytes, error: ProtocolError) -> None:
-        """Fails the request that `body` was meant to be; where that cannot be told, nothing behind it can be trusted."""
+        """Fails the request that `body` was meant to be. If nobody can tell which, nothing behind it can be trusted: hangs up."""
         broken = broken_request(body) if self.is_known else None
         try:
             if broken is None or broken.kind is m.Hello:
@@ -151,7 +151,7 @@ class Session:
                 self._held.add(view, request)
                 return
             result = self._handlers[type(request)](request)
-        except Exception as error:  # noqa: BLE001 - belongs to whoever asked, `_told` logs what nobody foresaw
+        except Exception as error:  # noqa: BLE001 - goes to whoever asked; `_told` logs what nobody foresaw
             self._fail(request.id, self._told(request.id, error))
             return
         if asyncio.iscoroutine(result):
@@ -160,7 +160,7 @@ class Session:
             self._done(request.id, result)
 
     def _take_up(self, request: Any) -> None:
-        """A request that was held back."""
+        """Carries out a request that was held back."""
         if isinstance(request, m.Acquire):
             self._acquire(request)
         else:
@@ -168,7 +168,7 @@ class Session:
 
     def _start(self, request_id: int, coroutine: Coroutine[Any, Any, object]) -> None:
         task = self._loop.create_task(self._run(request_id, coroutine))
-        task.add_done_callback(lambda _: coroutine.close())  # one that was stopped before it began was never awaited
+        task.add_done_callback(lambda _: coroutine.close())  # a task stopped before it began never awaited it
         self._tasks[request_id] = task
 
     async def _run(self, request_id: int, coroutine: Coroutine[Any, Any, object]) -> None:
@@ -185,7 +185,7 @@ class Session:
             self._close_uploads_if_ended()
 
     def _told(self, request_id: int, error: Exception) -> ParamStoreError:
-        """`error` as the client is told it. A bug here must not end the session of whoever met it."""
+        """Turns `error` into what the client is told. A bug here must not end the session of whoever met it."""
         if isinstance(error, ParamStoreError):
             return error
         logger.error("request %d of pid %d failed", request_id, self.pid, exc_info=error)
@@ -224,7 +224,7 @@ class Session:
         self._end_view(view)
 
     def calls_go_on(self, view: View) -> None:
-        """What the view's rank asked for after a collective call may take effect: in its turn, not within that call."""
+        """Lets requests that the view's rank sent after a collective call take effect: in a later turn, not within that call."""
         self._loop.call_soon(self._held.go_on, view)
 
     def _end_view(self, view: View, *, reason: str = "closed the namespace") -> None:
@@ -307,7 +307,7 @@ class Session:
             self._channel.send(m.Unmap(segments))
 
     def close(self, reason: Exception | None = None) -> None:
-        """Disconnects the client; the session has ended on return."""
+        """Disconnects the client. On return the session has ended."""
         self._channel.close(reason)
         self._on_end(reason)
 
@@ -336,13 +336,13 @@ class Session:
             self._gone()
 
     def _close_uploads_if_ended(self) -> None:
-        """The area goes with the session, once no request that reads gradients is under way."""
+        """Closes the upload area of an ended session, once no request that reads gradients is under way."""
         if self.is_ended and not self._tasks:
             self._uploads.close()
             self._store.host.drop_uploads(self)
 
     def _process_ended(self) -> None:
-        """The client process is gone: nobody reads its mappings any more."""
+        """Ends what is left of the session: the client process is gone, so nobody reads its mappings any more."""
         self._channel.close(None)
         self._on_end(None)  # at once, if the connection has not ended before
         if self._views:

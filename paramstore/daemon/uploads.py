@@ -11,7 +11,7 @@ from paramstore.errors import ProtocolError
 
 
 class Uploads:
-    """Owner of the segments. Destroyed with the session; no other session ever gets one."""
+    """Owner of the segments. They are destroyed with the session; no other session ever gets one."""
 
     def __init__(self) -> None:
         self._segments: dict[int, SegmentMemory] = {}
@@ -20,7 +20,7 @@ class Uploads:
         self._segments[segment] = memory
 
     def holding(self, segment: int, offset_bytes: int, length_bytes: int) -> SegmentMemory:
-        """The segment, if the range lies in it and begins on a page. Raises ProtocolError."""
+        """Finds a segment, and checks that the range lies in it and begins on a page. Raises ProtocolError."""
         memory = self._segments.get(segment)
         if memory is None:
             raise ProtocolError(f"segment {segment} is not an upload segment of this session")
@@ -38,7 +38,7 @@ class Uploads:
         ]
 
     def close(self) -> None:
-        """Gives the memory back; nothing reads it any more. Idempotent."""
+        """Gives the memory back, which nothing reads any more. Idempotent."""
         for memory in self._segments.values():
             memory.close()
         self._segments.clear()

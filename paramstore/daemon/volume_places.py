@@ -1,7 +1,7 @@
-"""Which volume of the store lies in which of the directories that were given, and how new ones come to be.
+"""Finds which volume of the store lies in which of the given directories, and makes new ones.
 
-A volume is known by its file's name and its superblock, not by the order of the directories. What the store does not know is made
-only with `add_volumes`, or where the store itself is being made: a slip in a path must not bind a store to a place for ever.
+A volume is known by its file's name and its superblock, not by the order of the directories. One that the store does not know is
+made only with `add_volumes`, or where the store itself is being made: a slip in a path must not bind a store to a place for ever.
 Whatever is wrong is found before anything is made.
 """
 
@@ -28,17 +28,17 @@ from paramstore.storage.volume import Volume, directory_of, granularity_of
 logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-"""A volume's size is rounded up to whole pages."""
+"""Unit to which a volume's size is rounded up."""
 
 
 def check_volume_size(config: Config) -> None:
-    """Raises ConfigError where new volumes would hold no record."""
+    """Checks that new volumes would hold a record. Raises ConfigError."""
     if config.volume_size_bytes is not None and config.volume_size_bytes <= SMALLEST_BYTES:
         raise ConfigError(f"volume_size={config.volume_size_bytes}: a volume takes {SMALLEST_BYTES} bytes before its first record")
 
 
 def open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
-    """The volumes by index; those that are new are made, for `adopt_new_volumes`. Raises VolumeError, ConfigError."""
+    """Opens the volumes, by index, and makes the new ones, for `adopt_new_volumes`. Raises VolumeError, ConfigError."""
     volumes: dict[int, Volume] = {}
     try:
         for index, path in sorted(_places(config, contents).items()):
@@ -57,8 +57,8 @@ def open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
 
 
 def _places(config: Config, contents: Contents) -> dict[int, Path]:
-    """The directory of each volume, those to be made among them. Raises VolumeError where one of the store's is in none of the
-    directories, ConfigError where one of them is to become a volume's by mistake; then nothing was made."""
+    """Finds the directory of each volume, also of those to be made. Raises VolumeError if a volume of the store is in none of the
+    directories, ConfigError if one of them would get a new volume by mistake; then nothing was made."""
     if not contents.volumes:
         return dict(enumerate(config.volume_paths))
     found = {index: path for index, row in contents.volumes.items() if (path := _place_of(row, config)) is not None}
@@ -80,9 +80,9 @@ def _places(config: Config, contents: Contents) -> dict[int, Path]:
 
 
 def _place_of(row: VolumeRow, config: Config) -> Path | None:
-    """The directory that has a file of the volume's name; None if none of those given has. Raises VolumeError if two have."""
+    """Finds the directory with a file of the volume's name; None if no given directory has it. Raises VolumeError if two have."""
     places = [path for path in config.volume_paths if row.index in volume_indices(volume_directory(path))]
-    if len(places) > 1:  # one was left there when it was being made, or is a copy, or another store's
+    if len(places) > 1:  # one is a copy, another store's, or left from a start that crashed
         raise VolumeError(
             f"volume {row.index} ({row.uuid.hex()}) is in {' and in '.join(map(str, places))}: leave out or remove the one that is "
             f"not the store's; it was last in {row.place or 'nobody knows which'}"
@@ -98,8 +98,8 @@ def _open(config: Config, index: int, path: Path) -> Volume:
 
 
 def _make(config: Config, index: int, path: Path) -> Volume:
-    """A file that the catalog does not know was left by a crash before the transaction that names it, or is foreign, which
-    `adopt_new_volumes` finds out. An empty one was being made, and is removed."""
+    """Makes a volume. A file that the catalog does not know was left by a crash before the transaction that names it, or is
+    foreign, which `adopt_new_volumes` finds out: it is opened. An empty file was left half made, and is made anew."""
     directory = volume_directory(path)
     file = volume_path(directory, index)
     try:
@@ -117,7 +117,7 @@ def _make(config: Config, index: int, path: Path) -> Volume:
 
 
 def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int, Volume]) -> None:
-    """Formats volumes that are not in the catalog, then puts them there: a crash in between makes them anew."""
+    """Formats volumes that are not in the catalog, then enters them there. A crash in between makes them anew."""
     rows = []
     for index, volume in volumes.items():
         if index in contents.volumes:
@@ -127,7 +127,7 @@ def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int
             store_uuid=contents.store_uuid, volume_uuid=uuid.uuid4().bytes, index=index, granularity=granularity_of(volume)
         )
         format_volume(volume, superblock)
-        if contents.volumes:  # every volume can prove every step that can be opened
+        if contents.volumes:  # so that every volume can prove every step that can be opened
             copy_notes(contents, volumes[min(contents.volumes)], volume, superblock)
         start_bytes = extents_start_bytes(superblock)
         rows.append(VolumeRow(index, superblock.volume_uuid, volume.size_bytes, start_bytes, place=directory_of(volume)))
@@ -140,11 +140,11 @@ def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int
 
 
 def check_all_unclaimed(config: Config) -> None:
-    """Where there is no catalog, no volume that is there belongs to a store. Raises VolumeError."""
+    """Checks, where there is no catalog, that no volume in the directories belongs to a store. Raises VolumeError."""
     for path in config.volume_paths:
         for index in volume_indices(volume_directory(path)):
             file = volume_path(volume_directory(path), index)
-            if not os.path.isfile(file) or os.path.getsize(file) == 0:  # one of no bytes was being made
+            if not os.path.isfile(file) or os.path.getsize(file) == 0:  # an empty file was left half made
                 continue
             volume = _open(config, index, path)
             try:
@@ -154,8 +154,8 @@ def check_all_unclaimed(config: Config) -> None:
 
 
 def _check_unclaimed(volume: Volume, store_uuid: bytes | None) -> None:
-    """A new volume bears no superblock, or it belongs to another store (or this one's catalog was lost). One with this
-    store's was being made when the store went down: nothing of it counts yet."""
+    """Checks that a new volume bears no superblock of another store (or of this one, if its catalog was lost). One with this
+    store's superblock was being made when the store went down: nothing of it counts yet. Raises VolumeError."""
     try:
         found = read_superblock(volume)
     except CorruptRecord:

@@ -10,7 +10,7 @@ from paramstore.wire import messages as m
 
 
 def refusal_of(hello: m.Hello) -> m.Failed | None:
-    """The answer to a client of another major version; None if it is welcome. Minors are told, not compared."""
+    """The refusal of a client with another major version; None if it is welcome. Minor versions are told, not compared."""
     if hello.major == m.PROTOCOL_MAJOR:
         return None
     message = (
@@ -21,7 +21,7 @@ def refusal_of(hello: m.Hello) -> m.Failed | None:
 
 
 def welcome_to(store: Store) -> dict[str, object]:
-    """What `Hello` is answered with."""
+    """The facts that answer `Hello`."""
     return {
         "major": m.PROTOCOL_MAJOR, "minor": m.PROTOCOL_MINOR, "store_uuid": store.store_uuid.hex(), "pid": os.getpid(),
         "wait_timeout_s": store.config.wait_timeout_s,
