@@ -1,4 +1,4 @@
-"""Every command that asks a daemon takes its store in one way."""
+"""The one way in which every command that asks a daemon is told its store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which error ends a command with which exit code."""
+"""The exit code of a command that an error ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from paramstore.errors import ConfigError, CorruptCatalog, CorruptRecord, ParamS
 
 OK, FAILED, USAGE, UNREACHABLE, CORRUPT = 0, 1, 2, 3, 4
 SIGNALLED = 128
-"""Shells show it and the signal's number."""
+"""Base of the exit code of a command that a signal ended: shells show it plus the signal's number."""
 
 
 def exit_code(error: ParamStoreError | OSError) -> int:

@@ -1,4 +1,4 @@
-"""`paramstore fsck`: the volumes of a store that nobody serves, read without the daemon's code; on request a new catalog.
+"""`paramstore fsck`: checks the volumes of a store that nobody serves, without the daemon's code; on request, a new catalog.
 
 Exit codes: 0 clean, or rebuilt with nothing lost; 4 something is wrong, or was lost, or cannot be rebuilt.
 """
@@ -49,7 +49,7 @@ def fsck(
 
 @contextmanager
 def _bar(paths: list[str]) -> Iterator[Callable[[int], None]]:
-    """How far through the volumes it is; silent where stderr is no terminal."""
+    """Shows how far through the volumes fsck is; silent where stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -63,7 +63,7 @@ def _bar(paths: list[str]) -> Iterator[Callable[[int], None]]:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """The report for people."""
+    """The report for people, line by line."""
     found = report.found
     name = found.store.hex() if found.store else "unknown"
     yield f"store {name}: {_counted(len(found.disks), 'volume')}, {_counted(len(found.records), 'record header')}"
@@ -81,7 +81,7 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def _in_catalog(report: Report, name: str) -> str:
-    """The catalog's steps, where they are others: a commit that did not come to its end, or a catalog that is older."""
+    """Names the catalog's steps where they differ from the proven ones: a commit was interrupted, or the catalog is older."""
     namespace = report.contents.namespaces.get(name) if report.contents is not None else None
     if namespace is None or namespace.steps.keys() == report.proofs[name].steps.keys():
         return ""
@@ -100,8 +100,8 @@ def _counted(count: int, name: str) -> str:
 
 
 def _would_be_lost(report: Report) -> Iterator[str]:
-    """Per step what a rebuild would not bring back although the catalog has it. Without a catalog it is lost already, and where
-    a rebuild would be refused it takes nothing away."""
+    """Says for each step what a rebuild would not bring back although the catalog has it. Says nothing without a catalog (it
+    is lost already), nor where a rebuild would be refused (it takes nothing away)."""
     if report.contents is None or report.refusal is not None:
         return
     reasons: dict[tuple[str | None, int | None], list[str]] = {}

@@ -1,4 +1,4 @@
-"""`paramstore import`: the experts of a model's checkpoint into a namespace of a running daemon, one at a time.
+"""`paramstore import`: copies the experts of a model's checkpoint into a namespace of a running daemon, one at a time.
 
 An interrupt keeps what is there; the same command goes on with the rest.
 """
@@ -19,7 +19,7 @@ NO_OPTIMIZER = "none"
 
 
 def _check_words(*, optimizer: str, updates: str, state_dtype: str | None, dtype: str | None) -> None:
-    """Raises ConfigError where an option has none of its values."""
+    """Raises ConfigError if an option has a value that it does not know."""
     from paramstore.core.arguments import choice
     from paramstore.core.optimizers import OPTIMIZERS
     from paramstore.core.schema import ITEM_BYTES, PARAM_DTYPES, STATE_DTYPES, UPDATE_RULES
@@ -71,7 +71,7 @@ def import_checkpoint(
             with bar("import") as report:
                 result = run(path, opened, model, progress=report, resume=not restart)
         except BaseException:
-            if told() is not None:  # whatever the interrupt became on its way here
+            if told() is not None:  # an interrupt, whatever exception it has become on its way here
                 way_on = "keeps what is there, and the same command goes on from it"
                 sys.stderr.write(f"paramstore: interrupted; {namespace!r} {way_on}\n")
             raise

@@ -1,4 +1,4 @@
-"""`paramstore`: the commands. Each imports what it needs when it runs, so that `--help` costs no torch.
+"""The `paramstore` commands. Each imports what it needs when it runs, so that `--help` costs no torch.
 
 Exit codes: 0 ok, 1 failed, 2 usage, 3 unreachable, 4 corrupt. Data on stdout, progress and messages on stderr.
 """
@@ -47,9 +47,9 @@ def options(
 
 
 def main() -> None:
-    """A typed error, or one of the system, becomes one line on stderr and its exit code; what an interrupt became is none."""
+    """Runs a command. A typed or system error becomes one line on stderr and its exit code; after a signal, only its exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text that this locale can show
+        sys.stdout.reconfigure(errors="backslashreplace")  # the locale may be unable to show a path
     try:
         app()
     except BaseException as error:

@@ -56,7 +56,7 @@ def plan(
 def schema_of(
     fields: Sequence[str], *, optimizer: str, state_dtype: str, param_dtype: str, gradient_dtype: str | None
 ) -> Schema:
-    """The schema that these words mean. Raises ConfigError where there is none."""
+    """Makes the schema from the words of the command line. Raises ConfigError where there is none."""
     from paramstore.core.optimizers import OPTIMIZERS
     from paramstore.core.schema import Schema
 
@@ -102,5 +102,5 @@ def plan_lines(schema: Schema, found: Estimate) -> Iterator[str]:
 
 
 def _exact(size_bytes: int) -> str:
-    """A size of whole MiB as `serve` takes it: one with few digits may be too small."""
+    """A size in whole MiB, as `serve` takes it: a rounded one with fewer digits could be too small."""
     return f"{size_bytes >> 20}MiB"

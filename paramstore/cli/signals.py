@@ -1,9 +1,9 @@
-"""How SIGINT (Ctrl-C), SIGTERM and SIGHUP end a command: none is lost, none is a traceback, and nothing is left behind.
+"""How SIGINT (Ctrl-C), SIGTERM and SIGHUP end a command: no signal is lost, none shows a traceback, nothing is left behind.
 
-- A command dies by the signal, as the kernel has it: shells show 130, 143 or 129. While it imports, that is all there is to it.
-- One that has something to tidy up calls `end_as_interrupt` when its imports are over. Then the first signal raises
-  KeyboardInterrupt in the main thread, later ones do not disturb the tidying up, and `end_as_told` is its death.
-- The interrupt waits for the end of whatever would leave a thing without an owner, or swallow what is raised in it.
+- A command dies by the signal, as the kernel does it: shells show 130, 143 or 129. During its imports nothing else happens.
+- A command with something to tidy up calls `end_as_interrupt` when its imports are over. From then on the first signal raises
+  KeyboardInterrupt in the main thread, later ones do not disturb the tidying up, and `end_as_told` lets it die by that signal.
+- The interrupt waits for the end of a function that would leave a thing without an owner, or swallow what is raised in it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HALF_DONE = frozenset({"__init__", "__new__", "__enter__", "__exit__", "__del__", "_find_and_load", "_read_once", "_send_some"})
-"""Names of functions that make or end something; then an import, and a connection's, which is given up if it is interrupted there,
-and a command has yet to save over it what it has done."""
+"""Names of functions whose end an interrupt awaits: those that make or end something; an import; and those of a connection,
+which an interrupt there would end, while the command may still need it to save what it has done."""
 PUT_OFF_S = 0.02
 PUT_OFFS_MAX = 50
-"""How often an interrupt waits for the end of such a function, PUT_OFF_S each; then it is raised there."""
+"""Most times that an interrupt waits for the end of such a function, PUT_OFF_S each; then it is raised there."""
 
 
 class _Ending:
-    """Owner of the first signal that came, and of the interrupt it becomes."""
+    """Owner of the first signal that came, and of the interrupt that it becomes."""
 
     def __init__(self) -> None:
         self.told: int | None = None
@@ -30,7 +30,7 @@ class _Ending:
         self._report = sys.unraisablehook
 
     def take_over(self) -> None:
-        """Whatever is ignored stays so, as under nohup."""
+        """Takes over the signals. One that is ignored stays ignored, as under nohup."""
         for number in ENDING:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._hear)
@@ -50,7 +50,7 @@ class _Ending:
             self._interrupt(number, frame)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Raises KeyboardInterrupt, or has SIGALRM call it again in a moment."""
+        """Raises KeyboardInterrupt, or lets SIGALRM call this again in a moment."""
         while frame is not None and frame.f_code.co_name not in HALF_DONE:
             frame = frame.f_back
         if frame is None or self._put_offs == PUT_OFFS_MAX:
@@ -59,7 +59,7 @@ class _Ending:
         signal.setitimer(signal.ITIMER_REAL, PUT_OFF_S)
 
     def _raise_again(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """What is raised within a finalizer or a callback of C code ends there: the interrupt is raised once more."""
+        """Raises the interrupt once more: what is raised within a finalizer or a callback of C code ends there."""
         if unraisable.exc_type is KeyboardInterrupt:
             signal.setitimer(signal.ITIMER_REAL, PUT_OFF_S)
         else:
@@ -70,17 +70,17 @@ _ending = _Ending()
 
 
 def end_as_interrupt() -> None:
-    """From here on the first signal raises KeyboardInterrupt in the main thread, and later ones nothing."""
+    """Lets the first signal from here on raise KeyboardInterrupt in the main thread; later ones do nothing."""
     _ending.take_over()
 
 
 def told() -> int | None:
-    """The signal that ends this command, if one has come; what its interrupt became on its way is no error of its own."""
+    """The signal that ends this command, if one has come. Then an error that follows from its interrupt is no error of its own."""
     return _ending.told
 
 
 def end_as_told() -> None:
-    """Ends the process by the signal that came; without one, signals are the kernel's again: Python's end can hear none."""
+    """Ends the process by the signal that came. Without one, it gives signals back to the kernel: Python handles none at exit."""
     _ending.give_back()
     if _ending.told is not None:
         signal.raise_signal(_ending.told)

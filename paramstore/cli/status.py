@@ -68,7 +68,7 @@ def _print(stats: dict[str, Any]) -> None:
             console.print(f"volume {index} has mode {volume['mode']}: {reason}", soft_wrap=True, markup=False, highlight=False)
         if volume["fenced"]:
             console.print(f"volume {index} is fenced, it gets no new records: {volume['fenced']}; {WAY_ON}", soft_wrap=True)
-    # a daemon of an older version says nothing of the catalog's disk, and has no patrol
+    # An older daemon says nothing of the catalog's disk, and has no patrol.
     if (disk := stats.get("catalog")) and disk["free_bytes"] is not None:
         line = f"catalog in {disk['dir']}: {format_size(disk['free_bytes'])} free on its file system"
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -78,7 +78,7 @@ def _print(stats: dict[str, Any]) -> None:
 
 
 def namespace_lines(namespaces: dict[str, Any]) -> Iterator[str]:
-    """What somebody must do about namespaces that are broken or have a prepared step."""
+    """Lines about namespaces that are broken or have a prepared step, with what somebody must do."""
     for name, namespace in namespaces.items():
         if namespace["broken"]:
             yield f"namespace {name} is broken: {namespace['broken']}"
@@ -91,7 +91,7 @@ def namespace_lines(namespaces: dict[str, Any]) -> Iterator[str]:
 
 
 def verify_lines(verify: dict[str, Any] | None) -> Iterator[str]:
-    """How the last `verify` ended, and what it found, if that was anything."""
+    """Lines about the last `verify`, if it found something: how it ended, and what is damaged."""
     last = verify["last"] if verify is not None else None
     if last is not None and last["found"]:
         yield f"verify: the last one ended, {last['state']}: {last['found']} damaged"
@@ -99,7 +99,7 @@ def verify_lines(verify: dict[str, Any] | None) -> Iterator[str]:
 
 
 def patrol_lines(patrol: dict[str, Any] | None) -> Iterator[str]:
-    """How far the background's check of everything is, when the last pass ended, and what is damaged."""
+    """Lines about the patrol, which checks everything in the background: how far it is, when its last pass ended, the damage."""
     if patrol is None:
         return
     if not patrol["scrub_days"]:
@@ -117,7 +117,7 @@ def patrol_lines(patrol: dict[str, Any] | None) -> Iterator[str]:
 
 
 def _bounded(lines: list[str]) -> Iterator[str]:
-    """The first few, and how many more there are."""
+    """The first few lines, and how many more there are."""
     yield from lines[:FINDINGS_SHOWN]
     if len(lines) > FINDINGS_SHOWN:
         yield f"and {len(lines) - FINDINGS_SHOWN} more: --json has them"
@@ -157,7 +157,7 @@ def _dirty(namespace: dict[str, Any]) -> str:
 
 
 def _amplification(namespace: dict[str, Any]) -> str:
-    """Bytes written for each byte of a record that a commit has published."""
+    """Write amplification: bytes written for each byte of a record that a commit has published."""
     amplification = namespace["write_amplification"]
     return "" if amplification is None else f"{amplification:.3f}"
 

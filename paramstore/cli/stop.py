@@ -1,4 +1,4 @@
-"""`paramstore stop`: the end of a running daemon, reachable or not."""
+"""`paramstore stop`: ends a running daemon, reachable or not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paramstore.cli.address import ADDRESS_HELP
 from paramstore.errors import StoreUnavailable, WaitTimeout
 
 STOP_TIMEOUT_S = 45.0
-"""Longer than a daemon gives its own transfers to finish, unless it is set otherwise."""
+"""Seconds that a daemon gets to end: longer than it gives its own transfers to finish, unless it is set otherwise."""
 
 
 def stop(

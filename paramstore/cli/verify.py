@@ -1,4 +1,4 @@
-"""`paramstore verify`: a running daemon checks its records where they lie; damage is named, nobody is disturbed.
+"""`paramstore verify`: lets a running daemon check its records where they lie; names what is damaged, and disturbs nobody.
 
 Findings on stdout, a bar on stderr where that is a terminal. The scrub in the daemon ends with this command's session.
 """
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from paramstore_client import Store, Ticket
 
 POLL_S = 0.2
-"""How long between two looks at the daemon's progress."""
+"""Seconds between two looks at the daemon's progress."""
 REPEATED = re.compile(r"^record \(\d+, \d+\) of namespace '[^']*', (version \d+ of epoch \d+), at volume \d+, offset \d+: ")
-"""How the reason of a finding begins: with key, namespace and place, which its line has already."""
+"""Beginning of a finding's reason, with key, namespace and place, which the finding's line has already."""
 
 
 def verify(
@@ -65,7 +65,7 @@ def _bar() -> Progress:
 
 
 def _watch(store: Store, ticket: Ticket[dict[str, Any]], bar: Progress) -> None:
-    """Returns when the scrub is over; shows how far it is meanwhile."""
+    """Shows how far the scrub is, until it is over."""
     with bar:
         task = bar.add_task("", total=None, found=0)
         while not ticket.settled_within(POLL_S):
@@ -86,7 +86,7 @@ def _print(result: dict[str, Any]) -> None:
 
 def finding_lines(result: dict[str, Any]) -> Iterator[str]:
     """One line for each thing that a scrub found damaged, and one for those that it only counted. A daemon of an older version
-    knows nothing of copies."""
+    does not report damaged copies of superblocks and notes."""
     copies = result.get("copy_findings", [])
     for finding in copies:
         what = finding["kind"] if finding["step"] is None else f"{finding['namespace']} commit note of step {finding['step']}"

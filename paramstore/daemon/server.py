@@ -207,8 +207,7 @@ async def serve(config: Config) -> None:
 
 
 def _heed_signals(stop: asyncio.Event) -> None:
-    """Lets each signal set `stop`, for the rest of the process: asyncio's own handlers end with the loop, before the process
-    does."""
+    """Lets each signal set `stop`, for the rest of the process: asyncio's own handlers end with the loop, before the process."""
     loop = asyncio.get_running_loop()
 
     def heed(number: int, frame: FrameType | None) -> None:
