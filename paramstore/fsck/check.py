@@ -1,7 +1,7 @@
 """One run of fsck over a store's directory: lock, look, compare, and on request rebuild.
 
-Without a rebuild nothing is written, not even a lock file: the store's lock is taken on the file that is there, and the
-catalog is read from a copy of it elsewhere.
+Without a rebuild nothing is written, not even a lock file: the store's lock is taken on the lock file that is there, and the
+catalog is read from a copy elsewhere.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ PMEM_PREFIX = "pmem:"
 
 @dataclass(slots=True)
 class Report:
-    """What a run found. contents: the catalog's, None if it cannot be read. proofs: by namespace.
+    """Result of a run. contents: the catalog's, None if it cannot be read. proofs: by namespace.
 
-    lost: what a rebuild cannot bring back; without a catalog, what none could. refusal: why there would be no rebuild at all.
-    restored_superblocks: (volume, copy). restored_notes: (volume, namespace, step).
+    lost: what a rebuild cannot bring back; without a catalog, what nothing could bring back. refusal: why a rebuild is impossible,
+    or None. restored_superblocks: (volume, copy). restored_notes: (volume, namespace, step).
     """
 
     found: Survey
@@ -56,7 +56,7 @@ class Report:
 
 
 def examine(found: Survey, contents: Contents | None, catalog_problem: str | None = None) -> Report:
-    """The report on what was found. catalog_problem: why there is no `contents`."""
+    """Makes the report on what was found. catalog_problem: why there is no `contents`."""
     proofs = {name: prove(name, found.notes, found.records) for name in found.namespaces()}
     settle_slots(proofs)
     lost = _lost(proofs, contents)
@@ -77,7 +77,7 @@ def _refusal(found: Survey, proofs: Mapping[str, Proof], contents: Contents | No
 
 
 def _lost(proofs: Mapping[str, Proof], contents: Contents | None) -> list[Finding]:
-    """What the volumes do not prove of all that they or the catalog speak of."""
+    """Finds what the volumes do not prove, of all that they or the catalog name."""
     lost: list[Finding] = []
     for name, proof in sorted(proofs.items()):
         for step in sorted(proof.lost):
@@ -96,14 +96,14 @@ def _lost(proofs: Mapping[str, Proof], contents: Contents | None) -> list[Findin
 
 
 def check(directory: Path, volumes: Sequence[str], progress: Progress = lambda _: None) -> Report:
-    """Looks at the store in `directory` and writes nothing. Raises StoreLocked, ConfigError, VolumeError."""
+    """Checks the store in `directory` and writes nothing. Raises StoreLocked, ConfigError, VolumeError."""
     with _locked(directory), opened(volumes) as disks:
         return _examined(directory, disks, progress)
 
 
 def rebuild(directory: Path, volumes: Sequence[str], progress: Progress = lambda _: None) -> Report:
-    """Looks at the store and gives it a new catalog. Where that cannot be, `Report.is_rebuilt` is False, the last finding says
-    why, and nothing was written. Raises StoreLocked, ConfigError; VolumeError, CatalogError, CapacityError where a disk refuses
+    """Checks the store and gives it a new catalog. If that is impossible, `Report.is_rebuilt` is False, the last finding says why,
+    and nothing was written. Raises StoreLocked, ConfigError; VolumeError, CatalogError, CapacityError where a disk refuses
     what must be written."""
     _check_directory(directory)
     lock = StoreLock.take(directory, OTHER_BYTE)
@@ -148,7 +148,7 @@ def layouts_of(contents: Contents | None) -> dict[str, Part]:
 
 @contextmanager
 def opened(volumes: Sequence[str], *, is_writable: bool = False) -> Iterator[list[FileDisk]]:
-    """The volumes' files. Raises VolumeError, also where one volume is in two of the directories."""
+    """Opens the volumes' files. Raises VolumeError, also where one volume is in two of the directories."""
     disks: list[FileDisk] = []
     try:
         for directory, index in _placed(volumes):
@@ -162,7 +162,7 @@ def opened(volumes: Sequence[str], *, is_writable: bool = False) -> Iterator[lis
 
 
 def total_bytes(volumes: Sequence[str]) -> int:
-    """How much there is to read, for a progress bar; volumes that are not there, or may not be looked at, count for nothing."""
+    """Bytes to read, for a progress bar; volumes that are missing, or may not be looked at, count for nothing."""
     total = 0
     for directory, index in _placed(volumes):
         with suppress(OSError):
@@ -179,8 +179,8 @@ def _placed(volumes: Sequence[str]) -> Iterator[tuple[Path, int]]:
 
 
 def read_catalog(path: Path) -> Contents:
-    """What the catalog at `path` holds; the file is not touched: LMDB gets a copy. Raises CatalogError; CapacityError where there
-    is no room for the copy, and nothing is known of the catalog."""
+    """Reads the catalog at `path` from a copy, so that LMDB does not touch the file. Raises CatalogError; CapacityError where there
+    is no room for the copy, so that nothing is known of the catalog."""
     file = path / "data.mdb"
     try:
         with tempfile.TemporaryDirectory(prefix="paramstore-fsck-") as place:
@@ -209,7 +209,7 @@ def _check_directory(directory: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """No daemon has the store meanwhile. A store that was never served has no lock file, and none is made."""
+    """Keeps daemons off the store meanwhile. A store that was never served has no lock file, and none is made."""
     _check_directory(directory)
     path = directory / LOCK_NAME
     try:

@@ -1,4 +1,4 @@
-"""The catalog against what lies on the volumes: every row, step and namespace of it that the volumes do not bear out."""
+"""Compares the catalog with the volumes: finds every row, step and namespace of it that the volumes do not bear out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paramstore.storage.catalog import Contents, NamespaceContents, Row, StepRow
 
 
 def compare(contents: Contents, found: Survey) -> list[Finding]:
-    """Everything in which the catalog and the volumes differ; nothing if each step of the catalog is there, whole."""
+    """Finds everything in which the catalog and the volumes differ; nothing if each step of the catalog is there, whole."""
     findings = list(_volumes(contents, found))
     by_place = {(record.volume, record.offset): record for record in found.records}
     findings.extend(_overlaps(contents))
@@ -50,12 +50,12 @@ def _volumes(contents: Contents, found: Survey) -> Iterator[Finding]:
 
 
 def _rows(contents: Contents) -> Iterator[Row]:
-    """Of every key of every namespace."""
+    """All rows of all keys of all namespaces."""
     return (row for namespace in contents.namespaces.values() for rows in namespace.rows.values() for row in rows)
 
 
 def _overlaps(contents: Contents) -> Iterator[Finding]:
-    """Rows that share bytes."""
+    """Finds rows that share bytes."""
     extents = sorted(
         (row.located.extent, name, key)
         for name, namespace in contents.namespaces.items()
@@ -82,11 +82,11 @@ def _namespace(name: str, contents: NamespaceContents, found: Survey) -> Iterato
 def _records(
     name: str, contents: NamespaceContents, by_place: Mapping[tuple[int, int], Found], found: Survey
 ) -> Iterator[Finding]:
-    """What is wrong with the records that rows name, on the volumes that were read."""
+    """Finds what is wrong with the records that rows name, on the volumes that were read."""
     for key, rows in sorted(contents.rows.items()):
         for row in rows:
             if row.located.extent.volume not in found.superblocks:
-                continue  # that is said of the volume, once
+                continue  # said once, of the volume
             problem = _differs(name, key, row.located, by_place)
             if problem is not None:
                 extent = row.located.extent
@@ -109,7 +109,7 @@ def _differs(name: str, key: ExpertKey, located: Located, by_place: Mapping[tupl
 
 
 def _step(name: str, contents: NamespaceContents, row: StepRow, found: Survey) -> Iterator[Finding]:
-    """What is wrong with a step's notes, and whether its rows are what its note says."""
+    """Finds what is wrong with a step's notes, and where its rows differ from what its note says."""
     wanted = (name, row.step, row.sequence, row.record_count, row.applies, row.extra, row.log)
     whole: FoundNote | None = None
     places: set[tuple[int, int]] = set()
@@ -130,7 +130,7 @@ def _step(name: str, contents: NamespaceContents, row: StepRow, found: Survey) -
 
 
 def _note_there(found: Survey, slot: int, place: tuple[int, int]) -> str:
-    """What lies where a step's note should be."""
+    """Says what lies where a step's note should be."""
     for one in found.notes:
         if one.slot == slot and place in one.places:
             whose = f"step {one.note.step} of {one.note.namespace!r}, sequence {one.note.sequence}"

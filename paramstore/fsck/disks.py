@@ -1,4 +1,4 @@
-"""Volumes as fsck sees them: bytes at offsets, read without a trace. Writing is another class, made for a rebuild only."""
+"""Volumes as fsck sees them: bytes at offsets, read without leaving a trace. A rebuild alone opens them for writing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from paramstore.errors import VolumeError
 
 
 class Disk(Protocol):
-    """One volume. `index`: its position among the paths that were given."""
+    """One volume. index: its number, by its file's name or by its position among the paths that were given."""
 
     @property
     def index(self) -> int: ...
 
     @property
     def place(self) -> str:
-        """Names the volume in messages."""
+        """Name of the volume in messages."""
         ...
 
     @property
     def size_bytes(self) -> int: ...
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Exactly these bytes; offset and length are whole pages. Raises VolumeError."""
+        """Reads exactly these bytes; offset and length are whole pages. Raises VolumeError."""
         ...
 
 
@@ -33,30 +33,30 @@ class WritableDisk(Disk, Protocol):
     """A disk that a rebuild may repair."""
 
     def write(self, offset_bytes: int, data: bytes) -> None:
-        """Whole pages. Durable after `flush`. Raises VolumeError."""
+        """Writes whole pages, durable after `flush`. Raises VolumeError."""
         ...
 
     def flush(self) -> None: ...
 
 
 def volume_file(directory: Path, index: int) -> Path:
-    """The file of volume `index` in the directory that was given for it, as docs/format.md names it."""
+    """Path of volume `index` in the directory that was given for it, as docs/format.md names it."""
     return directory / f"volume-{index:03d}.data"
 
 
 def volume_index(directory: Path, position: int) -> int:
-    """Which volume lies in the directory that was given at `position`: by the name of its file, where there is only one."""
+    """Index of the volume in the directory at `position`: by its file's name, if there is just one such file, else `position`."""
     try:
         names = [path.name for path in directory.glob("volume-*.data")]
     except OSError:
-        return position  # what there is may not be looked at
+        return position  # the directory may not be looked at
     number = names[0].removeprefix("volume-").removesuffix(".data") if len(names) == 1 else ""
     return int(number) if number.isdecimal() else position
 
 
 class FileDisk:
-    """A volume's file. Opened for reading, nothing of it can change; and while it is open, nobody else writes to it: the lock of
-    a store's directory says nothing of volumes that were given with another directory."""
+    """A volume's file. Opened for reading, it cannot be changed. While it is open, nobody else writes to it: it is locked itself,
+    since the lock of a store's directory does not cover volumes that were given with another directory."""
 
     def __init__(self, directory: Path, index: int, *, is_writable: bool = False) -> None:
         """Raises VolumeError if there is no such file, it is not a regular one, or somebody writes to it."""
@@ -74,7 +74,7 @@ class FileDisk:
             os.close(self._descriptor)
             raise VolumeError(f"{self.place} is in use by another process: stop that daemon or fsck first") from error
         except OSError:
-            pass  # a file system without locks: the store's own lock is what there is
+            pass  # a file system without locks: the store's own lock has to do
         try:
             self.size_bytes = os.lseek(self._descriptor, 0, os.SEEK_END)
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -1,4 +1,4 @@
-"""What is wrong, as values."""
+"""Things that are wrong with a store, as values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paramstore.core.key import ExpertKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is not as it should be, and where: whatever of the place is known."""
+    """One thing that is not as it should be, and its place, as far as that is known."""
 
     what: str
     volume: int | None = None
@@ -19,7 +19,7 @@ class Finding:
     step: int | None = None
 
     def describe(self) -> str:
-        """One line for people."""
+        """The finding as one line for people."""
         named = (
             ("volume", self.volume), ("offset", self.offset), ("namespace", self.namespace), ("key", self.key), ("step", self.step),
         )  # fmt: skip
@@ -27,5 +27,5 @@ class Finding:
         return f"{place}: {self.what}" if place else self.what
 
     def as_json(self) -> dict[str, object]:
-        """Every field, those that are not known as null."""
+        """All fields; those that are not known are null."""
         return asdict(self)

@@ -1,12 +1,12 @@
-"""Which steps of a namespace the volumes prove, without a catalog. Pure.
+"""Decides which steps of a namespace the volumes prove, without a catalog. Pure.
 
 - The newest whole note that nothing disowns names the steps that could be opened when it was written: itself and those it
-  lists. No other step can have been in the catalog then or later; unless its own step is not proven, and so may never have
-  been published: then those that its parent's note lists count too.
-- A note is disowned by a note or a record of a later epoch whose sequence is not above its own: had it been published, the
-  later epoch would have counted on from it.
-- A record belongs to a note's step if its sequence is not above the note's bound for its epoch; of several versions of a key
-  the newest does. A step is proven if every key has such a record, all are whole, and they combine to the note's two roots.
+  lists. No other step can have been in the catalog then or later. An exception: if its own step is not proven, that step may
+  never have been published, and then the steps that its parent's note lists count too.
+- A note is disowned by a note or a record of a later epoch whose sequence is not above its own: if the note had been
+  published, the later epoch would have counted on from it.
+- A record belongs to a note's step if its sequence is not above the note's bound for its epoch; if a key has several such
+  versions, the newest does. A step is proven if every key has a record, all are whole, and they combine to the note's two roots.
 - A draft, the values of an initialization that is not over, is a step that nobody opens: keys may be missing from it, and it
   is proven if the others are whole and combine to its note's roots. So it comes back as a draft and never as a whole namespace.
 """
@@ -26,12 +26,12 @@ from paramstore.storage.catalog import DRAFT_STEP
 State = Mapping[ExpertKey, Found]
 """The record of every key at one step."""
 DAMAGED_SHOWN = 16
-"""Damaged or missing records of one step that become findings of their own."""
+"""Most damaged or missing records of one step that become findings of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProvenStep:
-    """changed: the keys whose record this step brought."""
+    """A step that the volumes prove. changed: the keys whose record this step brought."""
 
     found: FoundNote
     state: State
@@ -41,9 +41,9 @@ class ProvenStep:
 
 @dataclass(slots=True)
 class Proof:
-    """What is known of a namespace. newest: the note that all follows from; None if there is none.
+    """What is known of a namespace. newest: the note from which all the rest follows; None if there is none.
 
-    lost: the steps that should be there and are not proven, with the reasons. epoch, sequence: the highest seen.
+    lost: the steps that should be there and are not proven, with the reasons. epoch, sequence: the highest that were seen.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Proof:
 
 
 def prove(name: str, notes: Sequence[FoundNote], records: Sequence[Found]) -> Proof:
-    """notes, records: all that were found; those of other namespaces are passed over."""
+    """Proves the steps of one namespace. notes, records: all that were found; those of other namespaces are passed over."""
     own_notes = sorted((found for found in notes if found.note.namespace == name), key=lambda found: found.note.age)
     own_records = [record for record in records if record.namespace == name]
     ages = [found.note.age for found in own_notes] + [(record.epoch, record.sequence) for record in own_records]
@@ -81,9 +81,9 @@ def prove(name: str, notes: Sequence[FoundNote], records: Sequence[Found]) -> Pr
 def _prove_what_stayed(
     proof: Proof, newest: Note, notes: Sequence[FoundNote], by_key: Mapping[ExpertKey, Sequence[Found]]
 ) -> None:
-    """Where the newest step is not proven it may never have been published: then what its parent's note lists could be opened
-    still, and so on back to a step that is proven. What is not there of that was dropped, and is not lost; snapshots the newest
-    note would list."""
+    """Proves older steps if the newest step is not proven, since it may never have been published: then what its parent's note
+    lists could still be opened, and so on back to a step that is proven. What is missing of these was dropped, and is not lost; if
+    it were a snapshot, the newest note would list it."""
     expected, note = proof.steps.keys() | proof.lost.keys(), newest
     while note.step not in proof.steps:
         parent = next((listed for listed in note.listed if listed.step == note.parent), None)
@@ -101,8 +101,8 @@ def _prove_what_stayed(
 def _prove_a_draft(
     proof: Proof, newest: Note, notes: Sequence[FoundNote], by_key: Mapping[ExpertKey, Sequence[Found]]
 ) -> None:
-    """Where nothing is proven, and nothing but drafts can have been before: the newest of those that is. It may be older than one
-    that was published; whoever resumes gives the values again that it lacks."""
+    """Proves the newest draft that can be proven, if nothing else is and nothing but drafts can have come before. It may be older
+    than one that was published: whoever resumes the initialization gives the missing values again."""
     if newest.parent is not None or proof.steps:
         return
     for found in reversed([found for found in notes if found.note.step == DRAFT_STEP and found.note.age < newest.age]):
@@ -113,8 +113,8 @@ def _prove_a_draft(
 
 
 def settle_slots(proofs: Mapping[str, Proof]) -> None:
-    """A note slot belongs to one step. Where two claim it, a commit was being noted when the store went down: the newest step of
-    a namespace comes before older ones, the other is lost."""
+    """Gives each note slot to one step. If two claim it, a commit was writing its note when the store went down: the newest step
+    of a namespace comes before older ones, and the other is lost."""
     owners: dict[int, str] = {}
     claims = [(step != max(proof.steps), name, step) for name, proof in proofs.items() for step in proof.steps]
     for _, name, step in sorted(claims):
@@ -130,13 +130,13 @@ def _is_disowned(note: Note, ages: Sequence[tuple[int, int]]) -> bool:
 
 
 def _note_of(listed: Listed, notes: Sequence[FoundNote]) -> FoundNote | None:
-    """The newest note of a listed step in its slot."""
+    """Finds the newest note of a listed step in its slot."""
     wanted = (listed.slot, listed.step, listed.sequence)
     return next((found for found in reversed(notes) if (found.slot, found.note.step, found.note.sequence) == wanted), None)
 
 
 def _by_key(records: Sequence[Found]) -> dict[ExpertKey, list[Found]]:
-    """Newest first; of equal ones, those that are whole first."""
+    """Records by key, newest first; of equal ones, those that are whole first."""
     by_key: dict[ExpertKey, list[Found]] = {}
     for record in sorted(records, key=lambda record: (record.age, record.damage is None), reverse=True):
         by_key.setdefault(record.key, []).append(record)
@@ -161,7 +161,7 @@ def _prove_step(proof: Proof, found: FoundNote, by_key: Mapping[ExpertKey, Seque
 
 
 def _state(note: Note, by_key: Mapping[ExpertKey, Sequence[Found]]) -> tuple[dict[ExpertKey, Found], list[Finding]]:
-    """The record of each key at the note's step, and what is wrong with them."""
+    """Finds the record of each key at the note's step, and what is wrong with these records."""
     bounds = {**dict(note.bounds), note.epoch: note.sequence}
     state: dict[ExpertKey, Found] = {}
     problems: list[Finding] = []
@@ -172,7 +172,7 @@ def _state(note: Note, by_key: Mapping[ExpertKey, Sequence[Found]]) -> tuple[dic
             state[key] = record
             continue
         if record is None and note.step == DRAFT_STEP:
-            continue  # never given; if it was and is gone, the root tells
+            continue  # its value was never given; if it was and is gone, the roots will not match
         wrong += 1
         if wrong > DAMAGED_SHOWN:
             continue
@@ -186,10 +186,10 @@ def _state(note: Note, by_key: Mapping[ExpertKey, Sequence[Found]]) -> tuple[dic
 
 
 def _changed(note: Note, state: State, parent: ProvenStep | None) -> frozenset[ExpertKey] | None:
-    """The keys that the step changed; None if no set of them is what the note says."""
+    """Finds the keys that the step changed; None if no set of them is what the note says."""
     if parent is not None:
         keys = [key for key, record in state.items() if parent.state.get(key) != record]
-    else:  # those of its own epoch that came last, since a parent of the same epoch has a lower sequence
+    else:  # the last of its epoch's, since a parent of that epoch has a lower sequence
         own = sorted((key for key, record in state.items() if record.epoch == note.epoch), key=lambda key: state[key].sequence)
         keys = own[len(own) - note.record_count :]
     if len(keys) != note.record_count or combine([(key, state[key].root) for key in keys]) != note.combined_root:

@@ -1,7 +1,7 @@
-"""Superblocks, commit notes and record headers, parsed straight from docs/format.md.
+"""Parses superblocks, commit notes and record headers, straight from docs/format.md.
 
-Nothing here is shared with what writes them: a mistake of the writer is not made again by whoever checks it. Each `parse_*`
-returns what a whole structure says, or raises CorruptRecord with the reason.
+Nothing here is shared with the code that writes them, so that a mistake of the writer is not made again by the checker. Each
+`parse_*` returns what a whole structure says, or raises CorruptRecord with the reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Superblock:
     index: int
     note_slots: int
     granularity: int = 0
-    """0: an ordinary file. 1, 2, 3: a mapping, by pages, cache lines or bytes."""
+    """How writes become durable. 0: an ordinary file's. 1, 2, 3: a mapping's, by pages, cache lines or bytes."""
 
     @property
     def extents_at(self) -> int:
@@ -53,7 +53,7 @@ class Superblock:
 
 
 class Listed(NamedTuple):
-    """An older step that a note says stays."""
+    """An older step that a note lists as one that stays."""
 
     step: int
     sequence: int
@@ -63,21 +63,21 @@ class Listed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a namespace is made of."""
+    """Schema and keys of a namespace."""
 
     schema: Schema
     keys: KeySpace
 
 
 class Log(NamedTuple):
-    """The applies `first` to `last`; none if `last` is below `first`. packed: its bytes."""
+    """An apply log: of the applies `first` to `last`, or of none if `last` is below `first`. packed: its bytes."""
 
     first: int
     last: int
     packed: bytes
 
     def problem(self, applies: int, oldest: int) -> str | None:
-        """Why records that stand at `oldest` and later cannot be brought to `applies`; None if they can."""
+        """Says why records at apply `oldest` and later cannot be brought to `applies`; None if they can."""
         if self.last != applies:
             return f"its apply log ends at {self.last}, the step stands at apply {applies}"
         if oldest + 1 < self.first:
@@ -107,13 +107,13 @@ class Note:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Notes of one namespace in the order in which they were written."""
+        """Sort key that puts notes of one namespace in the order in which they were written."""
         return self.epoch, self.sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """root: the checksum of the whole header. checksums: one per chunk."""
+    """A record's header. root: the checksum of the whole header. checksums: one per chunk."""
 
     store: bytes
     namespace: str
@@ -128,7 +128,7 @@ class Header:
 
 
 def sealed_bytes(data: bytes, magic: bytes) -> int:
-    """Length of the whole structure at the start of `data`. Raises CorruptRecord."""
+    """Checks the structure at the start of `data`, and gives its length. Raises CorruptRecord."""
     if len(data) < 24 or data[:8] != magic:
         raise CorruptRecord(f"starts with {data[:8]!r}, not {magic!r}")
     version, length, checksum = struct.unpack_from("<IIQ", data, 8)
@@ -177,7 +177,7 @@ def parse_note(data: bytes) -> Note:
 
 
 def parse_log(data: bytes) -> Log:
-    """An apply log: of its columns only that each has a value for every apply. No bytes are a log of none."""
+    """Reads an apply log. Of its columns it only checks that each has a value for every apply. No bytes are a log of no apply."""
     if not data:
         return NO_LOG
     try:
@@ -192,7 +192,7 @@ def parse_log(data: bytes) -> Log:
 
 def _parse_description(data: bytes) -> Description:
     try:
-        found: dict[str, Any] = msgspec.msgpack.decode(data)  # whatever a volume says; the checks follow
+        found: dict[str, Any] = msgspec.msgpack.decode(data)  # a volume may say anything; the checks follow
         schema = Schema.from_description(found["schema"])
         layers = (layer for first, count in found["layers"] for layer in range(first, first + count))
         return Description(schema, KeySpace.of(islice(layers, LAYERS_MAX + 1), found["experts"]))
@@ -201,7 +201,7 @@ def _parse_description(data: bytes) -> Description:
 
 
 def parse_header(data: bytes) -> Header:
-    """data: at least the whole header."""
+    """Reads a record's header. data: at least the whole header."""
     length = sealed_bytes(data, RECORD_MAGIC)
     layer, expert, epoch, version, sequence, _, _, record_bytes, count = struct.unpack_from("<IIQQQQQQQ", data, 104)
     if length % PAGE or record_bytes % PAGE or record_bytes < length or TABLE_AT + 8 * count > length:
@@ -214,10 +214,10 @@ def parse_header(data: bytes) -> Header:
 
 
 def header_bytes(page: bytes, *, room_bytes: int) -> int:
-    """How long the header whose first page this is says it is; 0 if that cannot be.
+    """Length of the header whose first page is `page`, as it says itself; 0 if that cannot be.
 
-    It is asked before the checksum is, so that one wrong bit makes nobody read gigabytes: the length must be that of the table,
-    and every chunk has a page of the record. room_bytes: from there to the end of the volume.
+    It is asked before the checksum is checked, so that one wrong bit makes nobody read gigabytes: the length must be that of the
+    table, and the record must have a page for every chunk. room_bytes: from there to the end of the volume.
     """
     (length,) = struct.unpack_from("<I", page, 12)
     record_bytes, count = struct.unpack_from("<QQ", page, 152)
@@ -227,12 +227,12 @@ def header_bytes(page: bytes, *, room_bytes: int) -> int:
 
 
 def combine(rows: list[tuple[ExpertKey, int]]) -> int:
-    """The combined root of (key, root) rows."""
+    """Computes the combined root of (key, root) rows."""
     return int(xxh3_64_intdigest(b"".join(struct.pack("<IIQ", *key, root) for key, root in sorted(rows))))
 
 
 def read_superblocks(disk: Disk) -> list[Superblock | VolumeError]:
-    """Per copy what it says, or why it says nothing: CorruptRecord, or what the disk raised."""
+    """Reads each copy of the superblock, or gives why that is impossible: CorruptRecord, or what the disk raised."""
     copies: list[Superblock | VolumeError] = []
     for at in SUPERBLOCK_AT:
         try:
@@ -243,7 +243,7 @@ def read_superblocks(disk: Disk) -> list[Superblock | VolumeError]:
 
 
 def read_note(disk: Disk, superblock: Superblock, slot: int, copy: int) -> Note | CorruptRecord:
-    """Raises VolumeError if the disk cannot be read."""
+    """Reads one copy of a commit note. Raises VolumeError if the disk cannot be read."""
     return _parsed(parse_note, disk, superblock.note_at(slot, copy), NOTE_SLOT)
 
 

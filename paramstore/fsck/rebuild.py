@@ -1,8 +1,8 @@
-"""What a new catalog says, and the superblocks and notes that it needs: all from what the volumes prove.
+"""Makes the contents of a new catalog, and restores the superblocks and notes that it needs: all from what the volumes prove.
 
-Nothing is written before it is known that something comes back. The order is that of a commit: copies of superblocks that are
-not whole, and notes that a proven step lacks on some volume, are written again and every volume is flushed, before `swap` makes
-a catalog of `new_contents`.
+Nothing is written before it is known that something comes back. The order is that of a commit: copies of superblocks that are not
+whole, and notes that a proven step lacks on some volume, are written again and every volume is flushed; then `swap` makes a catalog
+of `new_contents`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paramstore.storage.catalog import Change, Contents, NamespaceRow, Row, Step
 
 
 def check_rebuildable(found: Survey, proofs: Mapping[str, Proof], contents: Contents | None = None) -> None:
-    """Returns if there is a catalog to be made: some step is proven, or there is no record of any namespace, and the volumes are
-    those of the catalog that is there, if it can be read (`contents`). Raises CatalogError."""
+    """Checks that a new catalog can be made: some step is proven, or there is no record of any namespace; and the volumes are those
+    of the present catalog, if that can be read (`contents`). Raises CatalogError."""
     if found.store is None:
         raise CatalogError("nothing was rebuilt: no volume has a whole superblock, so no store is known")
     missing = sorted(found.disks.keys() - found.superblocks.keys())
@@ -60,10 +60,10 @@ def _check_same_store(found: Survey, contents: Contents) -> None:
 
 
 def new_contents(found: Survey, proofs: Mapping[str, Proof], contents: Contents | None = None) -> Change:
-    """The rows of the new catalog. contents: of the one that is there, if it can be read.
+    """Makes the rows of the new catalog. contents: those of the present one, if it can be read.
 
-    A namespace without a proven step comes back as one without a commit, if a note or `contents` says what it is made of: made
-    anew under its name it must not begin in an epoch of which there are remains on the volumes.
+    A namespace without a proven step comes back as one without a commit, if a note or `contents` says what it is made of. Its epoch
+    counts on: if it began anew, it could be one of which there are remains on the volumes.
     """
     namespaces: list[NamespaceRow] = []
     rows: list[tuple[str, ExpertKey, Row]] = []
@@ -85,7 +85,7 @@ def new_contents(found: Survey, proofs: Mapping[str, Proof], contents: Contents 
 
 
 def _volumes(found: Survey) -> tuple[VolumeRow, ...]:
-    """Which blocks were written before is not on the volumes: as of a new one, none."""
+    """Rows of the volumes. Which blocks were written before is not known from the volumes, so none counts, as on a new volume."""
     return tuple(
         VolumeRow(index, superblock.volume, found.disks[index].size_bytes // PAGE * PAGE, superblock.extents_at)
         for index, superblock in sorted(found.superblocks.items())
@@ -93,7 +93,7 @@ def _volumes(found: Survey) -> tuple[VolumeRow, ...]:
 
 
 def _rows(proof: Proof) -> dict[ExpertKey, list[Row]]:
-    """Per key a row for each change between proven steps. What the oldest of them did not bring was there at its parent."""
+    """Makes a row for each change between proven steps, by key. What the oldest step did not bring was there at its parent."""
     rows: dict[ExpertKey, list[Row]] = {}
     for number, (step, proven) in enumerate(sorted(proof.steps.items())):
         for key, record in proven.state.items():
@@ -121,7 +121,7 @@ def _without_steps(proof: Proof, note: Note) -> NamespaceRow:
 
 
 def _namespace(proof: Proof, rows: Mapping[ExpertKey, list[Row]]) -> NamespaceRow:
-    """As after a rollback to the newest proven step: in an epoch of its own, above all that the volumes have."""
+    """Makes the namespace's row, as after a rollback to the newest proven step: in a new epoch, above all on the volumes."""
     note = proof.steps[max(proof.steps)].found.note
     bounds = {**dict(note.bounds), note.epoch: note.sequence}
     alive = {row.located.identity.epoch for own in rows.values() for row in own}
@@ -132,7 +132,7 @@ def _namespace(proof: Proof, rows: Mapping[ExpertKey, list[Row]]) -> NamespaceRo
 
 
 def _step(proof: Proof, step: int, contents: Contents | None) -> StepRow:
-    """contents: knows what no note says: a snapshot that was taken or dropped since, and that a step was only prepared."""
+    """Makes a step's row. contents: knows what no note says: a later snapshot or its end, and that a step was only prepared."""
     proven = proof.steps[step]
     note = proven.found.note
     row = StepRow(
@@ -147,13 +147,13 @@ def _step(proof: Proof, step: int, contents: Contents | None) -> StepRow:
 
 
 def is_blank(contents: Contents) -> bool:
-    """Whether it says nothing: as one that was just made, by a start that was refused then. It counts as no catalog."""
+    """Whether a catalog names nothing, as one just made by a start that was then refused. It counts as no catalog."""
     return not contents.volumes and not contents.namespaces
 
 
 def restore_superblocks(found: Survey, disks: Mapping[int, WritableDisk]) -> list[tuple[int, int]]:
-    """Writes copies that are not whole again, from the other one. Gives (volume, copy) of each; `restore_notes` makes them
-    durable. Raises VolumeError."""
+    """Writes superblock copies that are not whole again, from the other copy. Gives (volume, copy) of each; `restore_notes` makes
+    them durable. Raises VolumeError."""
     written = []
     for index, copy in found.bad_superblocks:
         at, whole_at = SUPERBLOCK_AT[copy], SUPERBLOCK_AT[1 - copy]
@@ -165,10 +165,10 @@ def restore_superblocks(found: Survey, disks: Mapping[int, WritableDisk]) -> lis
 
 def restore_notes(found: Survey, proofs: Mapping[str, Proof], disks: Mapping[int, WritableDisk]) -> list[tuple[int, str, int]]:
     """Writes the notes of proven steps wherever a copy is missing. Gives (volume, namespace, step) of each. On return they are
-    durable, and so is whatever else was read: what a killed daemon wrote may have been in the page cache alone.
+    durable, and so is whatever else was read: what a killed daemon wrote may have been in the page cache only.
 
     The store opens only if the newest step of every namespace has its note on every volume. A slot belongs to one step on all
-    of them, so what is overwritten is torn, or the note of a step that was gone before. Raises VolumeError.
+    volumes, so what is overwritten is torn, or is the note of a step that was dropped before. Raises VolumeError.
     """
     written = []
     for name, proof in sorted(proofs.items()):

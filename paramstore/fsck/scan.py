@@ -1,8 +1,8 @@
-"""Finds every record header on a volume, and says which of the records are whole.
+"""Finds every record header on a volume, and says which records are whole.
 
-Headers start on pages, with a magic: a window of the volume is looked through at once. A record whose every chunk matches is
-skipped over, so that nothing inside it is taken for a header; behind a damaged one the search goes on at its next page, since
-a newer record may lie on its remains. Pages that the device does not give are told of and passed over: they cost the records
+Headers start on page boundaries with a magic number, for which a whole window of the volume is searched at once. A record whose
+every chunk matches is skipped, so that nothing inside it is taken for a header. After a damaged one the search goes on at its next
+page, since a newer record may lie on its remains. Pages that cannot be read are reported and passed over: they cost the records
 that lie on them and no others.
 """
 
@@ -23,11 +23,11 @@ from paramstore.fsck.reader import PAGE, RECORD_MAGIC, Header, Superblock, heade
 
 WINDOW_BYTES = 8 << 20
 UNREADABLE_BYTES_MAX = 8 << 20
-"""So much on end that cannot be read is no bad spot: the device is gone, and asking for each of its pages would take days."""
+"""Length of an unreadable range that is no bad spot any more: the device is gone, and trying each of its pages would take days."""
 _MAGIC = int.from_bytes(RECORD_MAGIC, "little")
 
 Progress = Callable[[int], None]
-"""Told how many more bytes of a volume are done with."""
+"""Function that is told how many more bytes of a volume are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,18 @@ class Found:
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """Records of one key in the order in which they were written."""
+        """Sort key that puts records of one key in the order in which they were written."""
         return self.epoch, self.version, self.sequence
 
 
 def scan(disk: Disk, superblock: Superblock, layouts: Mapping[str, Part], progress: Progress) -> Iterator[Found | Finding]:
-    """Every record of the superblock's store on `disk`, by offset, and a finding for every range that cannot be read.
+    """Finds every record of the superblock's store on `disk`, by offset, and yields a finding for every range that cannot be read.
 
-    layouts: the stored part of each namespace that is known. Raises VolumeError if the disk gives nothing more.
+    layouts: the stored part of each known namespace. Raises VolumeError if the disk gives nothing more.
     """
     end = disk.size_bytes - disk.size_bytes % PAGE
     at = superblock.extents_at
-    bad_bytes, reason = 0, ""  # what lies right before `at` and cannot be read
+    bad_bytes, reason = 0, ""  # the unreadable range right before `at`
     progress(min(at, disk.size_bytes))
     while at < end:
         try:
@@ -79,7 +79,7 @@ def scan(disk: Disk, superblock: Superblock, layouts: Mapping[str, Part], progre
 
 
 def _read_some(disk: Disk, offset: int, length_bytes: int) -> bytes:
-    """The bytes from `offset` on, `length_bytes` or as many of them as come at once. Raises VolumeError if its page does not."""
+    """Reads `length_bytes` from `offset` on, or as many as come at once. Raises VolumeError if not even its page can be read."""
     while True:
         try:
             return disk.read(offset, length_bytes)
@@ -96,8 +96,8 @@ def _unreadable(disk: Disk, end: int, length_bytes: int, reason: str) -> Finding
 def _records_of(
     disk: Disk, superblock: Superblock, layouts: Mapping[str, Part], window: bytes, at: int
 ) -> Generator[Found, None, int]:
-    """The records that begin in `window`, which lies at `at`. Returns where the search goes on."""
-    done = at  # everything before it is looked through
+    """Finds the records that begin in `window`, which lies at `at`. Returns where the search goes on."""
+    done = at  # everything before it was searched
     for offset in _pages_with_magic(window, at):
         if offset < done:
             continue
@@ -109,7 +109,7 @@ def _records_of(
 
 
 def read_record(disk: Disk, offset: int, layouts: Mapping[str, Part], *, store: bytes) -> Found | None:
-    """The record at `offset`; None if no whole header of this store is there, or it cannot be read."""
+    """Reads the record at `offset`; None if no whole header of this store is there, or if it cannot be read."""
     try:
         page = disk.read(offset, PAGE)
         length = header_bytes(page, room_bytes=disk.size_bytes - offset)
@@ -128,13 +128,13 @@ def read_record(disk: Disk, offset: int, layouts: Mapping[str, Part], *, store: 
 
 
 def _damage(disk: Disk, offset: int, header: Header, part: Part | None) -> str | None:
-    """What is wrong with the record's bytes; None if nothing is."""
+    """Says what is wrong with the record's bytes; None if nothing is."""
     if part is None:
         return "neither a commit note nor a catalog says what its namespace is made of"
     if offset + header.record_bytes > disk.size_bytes:
         return f"it ends beyond the volume's {disk.size_bytes} bytes"
     is_of_schema = (header.record_bytes, header.header_bytes) == (part.image_bytes, part.header_bytes)
-    chunks = part.chunks() if is_of_schema else ()  # as many as the schema claims: only where a record has room for them
+    chunks = part.chunks() if is_of_schema else ()  # only then: a schema may claim more chunks than the record has room for
     if len(header.checksums) != len(chunks):
         return f"its header speaks of {header.record_bytes} bytes in {len(header.checksums)} chunks, its schema of others"
     for number, (chunk, checksum) in enumerate(zip(chunks, header.checksums, strict=True)):
@@ -150,6 +150,6 @@ def _damage(disk: Disk, offset: int, header: Header, part: Part | None) -> str |
 
 
 def _pages_with_magic(window: bytes, at: int) -> list[int]:
-    """Offsets on the volume of the pages of `window`, which lies at `at`, that start with a record's magic."""
+    """Finds the pages of `window`, which lies at `at`, that start with a record's magic. Gives their offsets on the volume."""
     firsts = np.frombuffer(window, dtype="<u8")[:: PAGE // 8]
     return [at + int(page) * PAGE for page in np.flatnonzero(firsts == _MAGIC)]

@@ -1,4 +1,4 @@
-"""What lies on all volumes together: superblocks, notes and records, read once and compared with nothing yet."""
+"""Everything that lies on all volumes: superblocks, notes and records, read once and not yet compared with anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paramstore.fsck.scan import Found, Progress, scan
 
 @dataclass(frozen=True, slots=True)
 class FoundNote:
-    """One note. places: (volume, copy) of every whole copy in its slot."""
+    """One commit note. places: (volume, copy) of every whole copy in its slot."""
 
     note: Note
     slot: int
@@ -25,8 +25,8 @@ class FoundNote:
 
 @dataclass(slots=True)
 class Survey:
-    """disks, superblocks: by volume. bad_superblocks: (volume, copy) of those that are not whole while the other copy is.
-    store: None without any superblock. findings: what is wrong with the volumes alone."""
+    """Everything found on the volumes. disks, superblocks: by volume. bad_superblocks: (volume, copy) of torn copies whose other
+    copy is whole. store: None without any superblock. findings: what is wrong with the volumes alone."""
 
     disks: Mapping[int, Disk]
     superblocks: dict[int, Superblock] = field(default_factory=dict)
@@ -40,11 +40,11 @@ class Survey:
         return next((superblock.store for _, superblock in sorted(self.superblocks.items())), None)
 
     def namespaces(self) -> list[str]:
-        """Those that a note or a record names."""
+        """Names of the namespaces that a note or a record names."""
         return sorted({found.note.namespace for found in self.notes} | {record.namespace for record in self.records})
 
     def layouts(self) -> dict[str, Part]:
-        """The stored part of every namespace of which there is a note."""
+        """The stored part of every namespace that has a note."""
         newest: dict[str, Note] = {}
         for found in self.notes:
             name = found.note.namespace
@@ -58,7 +58,7 @@ def survey(
 ) -> Survey:
     """Reads every volume from its first to its last byte. What cannot be read becomes a finding.
 
-    layouts: what the catalog says that the stored parts of its namespaces are; where there is a note, the note counts.
+    layouts: the stored parts of namespaces according to the catalog; for a namespace with a note, the note counts.
     """
     result = Survey({disk.index: disk for disk in disks})
     for disk in disks:
@@ -101,7 +101,7 @@ def _take_superblock(result: Survey, disk: Disk) -> None:
 
 
 def _check_stores(result: Survey) -> None:
-    """A volume of another store than the first one's is left out."""
+    """Leaves out volumes of another store than the first one's."""
     first = result.store
     for index, superblock in sorted(result.superblocks.items()):
         if first is not None and superblock.store != first:
@@ -111,7 +111,7 @@ def _check_stores(result: Survey) -> None:
 
 
 def _take_notes(result: Survey, disk: Disk, superblock: Superblock) -> None:
-    """Joins equal notes of all copies and volumes."""
+    """Reads the volume's notes, and joins equal notes of all copies and volumes."""
     at = {(found.slot, found.note): number for number, found in enumerate(result.notes)}
     for slot in range(superblock.note_slots):
         for copy in NOTE_COPIES:

@@ -1,6 +1,6 @@
-"""The new catalog takes the place of the one that is lost, which stays as `catalog.before-rebuild-N`.
+"""Puts the new catalog in the place of the old one, which stays as `catalog.before-rebuild-N`.
 
-At every moment there is a whole catalog under its name, and wherever this dies, the one that was there first is under some name
+At every moment there is a whole catalog under the catalog's name. Wherever this process dies, the old one is left under some name
 that no later rebuild removes.
 """
 
@@ -30,14 +30,14 @@ def fill(catalog: Catalog, change: Change) -> None:
 
 
 def replace_catalog(directory: Path, store: bytes, change: Change) -> Path | None:
-    """On return `directory` durably has a catalog of `change` alone. Gives where the old one is now; None if there was none.
+    """Makes a catalog of `change` alone, durably, in `directory`. Gives where the old one is now; None if there was none.
 
     Raises CatalogError; then the old one is in its place, unless the message says that it was replaced.
     """
     current, new = directory / CATALOG_NAME, directory / NEW_NAME
     try:
         if new.exists():
-            shutil.rmtree(new)  # of a rebuild that did not come to its end
+            shutil.rmtree(new)  # left from a rebuild that was interrupted
         catalog = LmdbCatalog(new, store_uuid=store)
         try:
             fill(catalog, change)
@@ -48,7 +48,7 @@ def replace_catalog(directory: Path, store: bytes, change: Change) -> Path | Non
             _flush(directory)
             return None
         old = _free_name(directory)
-        new.rename(old)  # first, so that NEW_NAME is never that of the old one: what is found under it is removed
+        new.rename(old)  # first, so that the old one never has NEW_NAME: what has that name is removed
         try:
             _exchange(old, current)
         except OSError:
@@ -73,7 +73,7 @@ def _free_name(directory: Path) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Exchanges two names in one step: there is a whole catalog at every moment. Raises OSError, also where the file system
+    """Exchanges two names in one step, so that there is a whole catalog at every moment. Raises OSError, also where the file system
     cannot do it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) != 0:
