@@ -1,1 +1,1 @@
-"""The policy lab: recorded traces against planner, policies and Belady's optimum, without a byte moved."""
+"""The policy lab: replays recorded traces through planner and policies, and Belady's optimum, without moving a byte."""

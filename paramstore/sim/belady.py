@@ -1,7 +1,7 @@
 """Belady's optimum: the policy that knows the future, for copies of one size (IBM Systems Journal 5(2), 1966: MIN).
 
 Evicting what is needed furthest in the future gives the most hits that any policy can have on the same uses, whatever it
-knows; a copy that will be superseded before its next use is needed never.
+knows. A copy that will be superseded before its next use counts as never needed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from math import inf
 
 
 class Belady:
-    """The policy of one arena whose future is known. Time counts the uses recorded, or, with `is_waves`, the waves expected:
-    an apply takes what is resident first, so that within one no order is given beforehand.
+    """The policy of one arena whose future is known. Time counts the recorded uses; or, with `is_waves`, the expected waves: an
+    apply takes what is resident first, so the order within one wave is not known beforehand.
 
-    uses: per name the times of its uses, ascending. endings: per name the times before which its copy is superseded.
+    uses: the times of each name's uses, ascending. endings: for each name, the times before which its copy is superseded.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Belady:
         return 1.0 / (1.0 + self.next_use(name) - self._now) if name in self._arrived else 0.0
 
     def next_use(self, name: Hashable) -> float:
-        """When `name` is used next: now or later, infinity for never."""
+        """Time of the next use of `name`: now or later, infinity for never."""
         if name in self._wave:
             return self._now
         times = self._uses.get(name, ())
@@ -76,7 +76,7 @@ class Belady:
 
 
 def optimal_hits(uses: Sequence[Hashable], slots: int) -> int:
-    """The most hits that `slots` slots, empty at first, can have on `uses`, one after the other."""
+    """Counts the most hits that `slots` slots, empty at first, can have on `uses`, one after the other."""
     times: dict[Hashable, list[int]] = {}
     for time, name in enumerate(uses):
         times.setdefault(name, []).append(time)

@@ -1,7 +1,7 @@
-"""Replays a trace through the planner: policies in, hits and bytes out.
+"""Replays a trace through the planner under given policies; counts hits and bytes.
 
-Calls come in the order of the trace. What it leaves out: time, so that nothing is late and every prefetch lands before the
-next call; commits, so that a record is written when its slot is needed and not before; and reads that share a transfer.
+Calls come in the order of the trace. The replay leaves out: time, so that nothing is late and every prefetch lands before the
+next call; commits, so that a record is written only when its slot is needed; and reads that share a transfer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from paramstore.sim.belady import Belady
 from paramstore.sim.world import World
 
 UPDATE_DEPTH = 6
-"""Records of an apply that hold a slot at once: two workers and the lookahead of `engine/update.py`."""
+"""Number of records of an apply that hold a slot at once: two workers and the lookahead of `engine/update.py`."""
 SLOTS_MIN = 2
 
 Part = tuple[TraceEventKind, list[ExpertKey]]
-"""What is asked for at once."""
+"""A call, or a part of one: what is asked for at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """Makes the two arenas' policies for so many slots. The cycles are declared; who looks at the past alone ignores them."""
+    """Makes the two arenas' policies for a number of slots. The cycles of visits are declared; policies of the past ignore them."""
 
     name: str
     param: Callable[[int], Policy]
@@ -43,7 +43,7 @@ class Policies:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one replay did. materialised: `param` copies made from a resident record when they were asked for."""
+    """Counts of one replay. materialised: `param` copies made from a resident record when they were asked for."""
 
     policy: str
     slots: int
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def param_hits(self) -> int:
-        """Copies that were there; not those made when they were asked for, though these read nothing."""
+        """Number of copies that were there. Copies made when they were asked for do not count, though they read nothing."""
         return self.param_uses - self.param_loads - self.materialised
 
     @property
@@ -74,13 +74,13 @@ class Outcome:
 
 
 def slots_of(trace: Trace, share: float) -> int:
-    """Slots of each arena that may hold `share` of the experts."""
+    """Number of slots of each arena that may hold `share` of the experts."""
     return max(SLOTS_MIN, round(share * len(trace.header.space)))
 
 
 def parts_of(trace: Trace, slots: int) -> Iterator[Part]:
-    """The trace's calls as an arena of `slots` slots gets them: a layer with more active experts than half of what may be
-    leased comes in parts, in expert order, and in backward the last part first (`StoredExperts` does so)."""
+    """Splits the trace's calls as an arena of `slots` slots gets them, as `StoredExperts` does: a layer with more active experts
+    than half of what may be leased comes in parts, in expert order, and in backward the last part first."""
     most = max(1, (slots - max(1, slots // 16)) // 2)
     events = trace.events
     for index, event in enumerate(events):
@@ -94,7 +94,7 @@ def parts_of(trace: Trace, slots: int) -> Iterator[Part]:
 
 
 def replay(trace: Trace, share: float, policies: Policies, *, has_prefetches: bool = False) -> Outcome:
-    """has_prefetches: the trace's prefetches are carried out too; else demand alone decides what is loaded."""
+    """Replays the trace. has_prefetches: its prefetches are carried out too; else demand alone decides what is loaded."""
     slots = slots_of(trace, share)
     world = World(
         trace.schema, trace.header.space, param_slots=slots, working_slots=slots, param_policy=policies.param,
@@ -124,7 +124,7 @@ def replay(trace: Trace, share: float, policies: Policies, *, has_prefetches: bo
 
 
 def _apply(world: World, keys: Sequence[ExpertKey]) -> None:
-    """What `engine.update.Updater.apply` does, its workers taking turns."""
+    """Does what `engine.update.Updater.apply` does, with its workers taking turns."""
     namespace, planner = world.namespace, world.planner
     world.begin_apply(keys)
     world.working_arena.policy.expect(keys)
@@ -149,7 +149,7 @@ def _apply(world: World, keys: Sequence[ExpertKey]) -> None:
 
 
 def belady_policies(trace: Trace, share: float) -> Policies:
-    """The optimum on exactly the uses that `replay` will record for this share."""
+    """Makes the optimum for exactly the uses that `replay` will record for this share."""
     param_uses: dict[Hashable, list[int]] = {}
     param_endings: dict[Hashable, list[int]] = {}
     optim_uses: dict[Hashable, list[int]] = {}

@@ -1,7 +1,7 @@
 """A planner over one namespace without loop, clock, memory, volume or worker.
 
-`PlannerAlone` is that planner; what it decides its user carries out. In a `World` it is done at once, and counted: time is the
-order of calls, and nothing is under way between two of them, but what a caller leaves undone by `hold` alone.
+`PlannerAlone` is that planner; its user carries out what it decides. A `World` carries it out at once, and counts: time is the
+order of calls, and nothing is under way between two of them, but what a caller that uses `hold` alone leaves undone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paramstore.storage.ledger import Ledger
 NAME = "moe"
 FIRST = Identity(1, 0)
 MakePolicy = Callable[[int], Policy]
-"""slots -> a policy."""
+"""Function that makes a policy for a number of slots."""
 
 
 class NoMemory:
-    """A segment that nobody may look into."""
+    """A segment without memory, which nobody may look into."""
 
     fd = None
 
@@ -45,13 +45,13 @@ class NoMemory:
         raise AssertionError("a simulated planner moves no bytes")
 
     def touch(self) -> None:
-        """Nothing."""
+        """Does nothing: there is no memory."""
 
     def resident_bytes(self) -> int:
         return 0
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing: there is no memory."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class PlannerAlone:
         self, schema: Schema, keys: KeySpace, *, param_slots: int, working_slots: int, param_policy: MakePolicy,
         working_policy: MakePolicy, extents: int, is_committed: bool = True, reader_slots: int | None = 0,
     ) -> None:  # fmt: skip
-        """is_committed: every record is, at step 0 with version 0 of epoch 1; else the namespace is empty."""
+        """is_committed: every record is committed, at step 0 with version 0 of epoch 1; else the namespace is empty."""
         self.schema = schema
         self.space = Space()
         self.space.add_volume(0, start_bytes=0, size_bytes=extents * schema.record_bytes, written_bytes=0)
@@ -99,7 +99,7 @@ class PlannerAlone:
     def settle(
         self, move: Move, error: ParamStoreError | None = None, *, root: int = 0, optimizer_step: int = 0, last_apply: int = 0
     ) -> None:
-        """The move is over, as `engine.transfers` would say it. root: of what was written; the others: what was loaded says."""
+        """Settles a move as `engine.transfers` would. root: the root of what was written. The others: what a loaded record says."""
         planner, namespace, subject = self.planner, self.namespace, move.subject
         if isinstance(subject, ParamCopy):
             if move.source is not None:
@@ -116,7 +116,7 @@ class PlannerAlone:
 
 
 class World(PlannerAlone):
-    """Owner of the count of what moved."""
+    """A planner whose moves are done at once. Owner of the count of what moved."""
 
     def __init__(
         self, schema: Schema, keys: KeySpace, *, param_slots: int, working_slots: int, param_policy: MakePolicy,
@@ -131,13 +131,13 @@ class World(PlannerAlone):
     # --- calls
 
     def open(self, *, is_writer: bool) -> View:
-        """The only view there is: it may lease all slots but the reserve."""
+        """Opens the only view there is: it may lease all slots but the reserve."""
         slots = share_of(self.param_arena.planned_slots, is_writer=True, reader_slots=0)
         step = None if is_writer else 0
         return self.planner.leases.open_view(self.namespace, is_writer=is_writer, step=step, min_lease_slots=slots)
 
     def lease(self, view: View, keys: Sequence[ExpertKey]) -> None:
-        """Acquires `keys`, whatever must move, and releases them."""
+        """Acquires `keys`, moving whatever must be moved, and releases them."""
         request = LeaseRequest(view, next(self.ids), list(keys))
         self.planner.leases.request_lease(request)
         self.finish()
@@ -157,7 +157,7 @@ class World(PlannerAlone):
         self.finish()
 
     def hold(self, key: ExpertKey, spared: Container[ExpertKey] = ()) -> SlotRequest:
-        """Asks for the key's working copy; finished when it is in a slot and held. spared: what is not evicted for it."""
+        """Asks for the key's working copy; finished when it is in a slot and held. spared: keys that are not evicted for it."""
         request = SlotRequest(self.namespace, key, spared=spared)
         self.planner.working.request_slot(request)
         return request
@@ -174,7 +174,7 @@ class World(PlannerAlone):
     # --- moves
 
     def finish(self) -> bool:
-        """Does everything that was decided, and what follows from it. False if nothing was."""
+        """Does everything that was decided, and what follows from it. False if nothing was decided."""
         outbox, did = self.planner.outbox, False
         while outbox.moves:
             moves, outbox.moves = outbox.moves, []
@@ -209,7 +209,7 @@ def _arena(slot_bytes: int, slots: int, policy: Policy, *, segment: int) -> Aren
 
 
 def _param_read_bytes(schema: Schema) -> int:
-    """What a load of `param` reads of a record: the header and the masters it is made from, or all of it."""
+    """Bytes that a load of `param` reads of a record: the header and the masters it is made from, or all of it."""
     if not schema.is_trainable:
         return schema.record_bytes
     masters = sum(field.length_bytes for field in schema.stored.fields if field.name.startswith("master/"))
