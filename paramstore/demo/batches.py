@@ -1,4 +1,4 @@
-"""Which bytes the model sees at each step: a function of the seed and of how many batches were drawn, nothing else.
+"""Draws the batches of training: they depend on the seed and on how many were drawn before, and on nothing else.
 
 Every batch takes its rows from all domains in turn, so that each step asks for experts of each kind. Batches are a
 pure function of (seed, position), so the position and the generator's state are all a checkpoint must keep.
@@ -32,13 +32,13 @@ class BatchSampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self) -> Batch:
-        """The next batch; the position is one further."""
+        """Draws the next batch; the position moves on by one."""
         batch = _windows(self._texts, rows=self._batch, context=self._context, generator=self._generator)
         self.position += 1
         return batch
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What `restore` needs to draw the same batches from here on."""
+        """The state that `restore` needs to draw the same batches from here on."""
         return {"generator": self._generator.get_state(), "position": torch.tensor(self.position)}
 
     def restore(self, state: dict[str, torch.Tensor]) -> None:
@@ -47,7 +47,7 @@ class BatchSampler:
 
 
 def held_out_batches(corpus: Corpus, *, count: int, batch: int, context: int) -> list[Batch]:
-    """`count` batches of the held-out files, always the same ones."""
+    """Draws `count` batches of the held-out files, always the same ones."""
     generator = torch.Generator().manual_seed(0)
     texts = [domain.valid for domain in corpus.domains]
     return [_windows(texts, rows=batch, context=context, generator=generator) for _ in range(count)]

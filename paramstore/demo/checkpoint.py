@@ -1,6 +1,6 @@
 """Checkpoints of what is not in the store: dense weights, their optimizer, generators and the data position.
 
-The order makes the pair whole: the file and its folder are synced, then the store commits the step with the file's name
+File and commit are made in this order: the file and its folder are synced, then the store commits the step with the file's name
 and checksum in `extra`. So a committed step always finds its file, whatever stops in between; a file without a commit is
 overwritten when its step comes again. The two newest are kept, as the store keeps its two newest steps.
 """
@@ -26,7 +26,7 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointName:
-    """What a commit's `extra` says of its checkpoint: the file, and the xxh3 of all its bytes."""
+    """The name of a commit's checkpoint, kept in the commit's `extra`: the file, and the xxh3 of all its bytes."""
 
     file: str
     xxh3: str
@@ -36,7 +36,7 @@ class CheckpointName:
 
     @classmethod
     def from_extra(cls, extra: bytes) -> CheckpointName:
-        """Raises CorruptRecord if these bytes name no checkpoint."""
+        """Parses what `to_extra` gave. Raises CorruptRecord if these bytes name no checkpoint."""
         try:
             values = json.loads(extra)
             return cls(file=str(values["dense_checkpoint"]), xxh3=str(values["xxh3"]))
@@ -52,7 +52,7 @@ class CheckpointFolder:
         directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> CheckpointName:
-        """Writes the checkpoint of `step`; on return it survives a power cut. Raises VolumeError; then the old ones stand."""
+        """Writes the checkpoint of `step`; on return it survives a power cut. Raises VolumeError; then the old ones still stand."""
         data = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
         path = self.directory / f"{PREFIX}{step:08d}{SUFFIX}"
         temporary = path.with_suffix(".new")
@@ -69,7 +69,7 @@ class CheckpointFolder:
         return CheckpointName(path.name, _checksum(data))
 
     def load(self, name: CheckpointName) -> dict[str, Tensor]:
-        """The tensors of a checkpoint. Raises VolumeError if it is missing, CorruptRecord if it is another one."""
+        """Reads the tensors of a checkpoint. Raises VolumeError if it is missing, CorruptRecord if it is another one."""
         path = self.directory / name.file
         try:
             data = path.read_bytes()
@@ -81,12 +81,12 @@ class CheckpointFolder:
         return load(data)
 
     def prune(self) -> None:
-        """Removes all but the KEPT newest. Call it after the commit: until then the older ones may be needed."""
+        """Removes all but the KEPT newest checkpoints. Call it after the commit: until then the older ones may be needed."""
         for path in self.files()[:-KEPT]:
             path.unlink()
 
     def files(self) -> list[Path]:
-        """The checkpoints, oldest step first."""
+        """Paths of the checkpoints, oldest step first."""
         return sorted(self.directory.glob(f"{PREFIX}*{SUFFIX}"))
 
 

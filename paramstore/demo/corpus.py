@@ -1,4 +1,4 @@
-"""A byte-level corpus out of what is installed: four domains, reproducible, cached.
+"""A reproducible byte-level corpus made of the files of installed packages: four domains, cached.
 
 - The same recipe over the same package versions gives the same bytes: files are taken in the order of the hash of their
   name, so that any prefix is a fair sample, and duplicates are dropped.
@@ -30,18 +30,18 @@ import torch
 from paramstore.errors import ConfigError
 
 RECIPE_VERSION = 1
-"""Counts the changes of this file that change the bytes, so that no older cache is taken for this one."""
+"""Version of the recipe: goes up with each change here that changes the bytes, so that no older cache is taken for this one."""
 STDLIB = "python"
 FILE_BYTES_MAX = 256 << 10
-"""Longer files are mostly generated tables."""
+"""Most bytes of a file that is used: longer ones are mostly generated tables."""
 HELD_OUT_PER_256 = 13
-"""Files whose name's hash ends below this byte are held out: 5 %."""
+"""Share of held-out files, in 256ths (5 %): those whose name's hash ends in a byte below this."""
 SEPARATOR = b"\n\n\n"
 MANIFEST = "manifest.json"
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "ops", "encodings"}
 )
-"""Tests repeat themselves, `encodings` are tables and torch's `ATen/ops` is generated."""
+"""Folders left out: tests repeat themselves, `encodings` are tables and torch's `ATen/ops` is generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class DomainText:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All domains, in the order they were asked for. sha256: of all bytes, in that order, train before valid."""
+    """All domains, in the order they were asked for. sha256: of all bytes in that order, training text before held-out text."""
 
     domains: tuple[DomainText, ...]
     sha256: str
@@ -84,7 +84,7 @@ class Corpus:
         return sum(text.train.numel() + text.valid.numel() for text in self.domains)
 
     def byte_frequencies(self) -> torch.Tensor:
-        """Share of each byte value, [256], the domains weighing the same."""
+        """Computes the share of each byte value, [256], with equal weight for each domain."""
         shares = [torch.bincount(text.train.int(), minlength=256) / text.train.numel() for text in self.domains]
         return torch.stack(shares).mean(dim=0)
 
@@ -100,7 +100,7 @@ def open_corpus(
     domains: Sequence[Domain] = DOMAINS,
     on_progress: Progress = lambda _name, _bytes: None,
 ) -> Corpus:
-    """The corpus of at least `size_bytes`, from `directory` if it is there and whole, else built and kept there.
+    """Opens the corpus of at least `size_bytes` in `directory` if it is there and whole; else builds it and keeps it there.
 
     Raises ConfigError if the installed packages have too little text.
     """
@@ -142,7 +142,7 @@ def _recipe(size_bytes: int, domains: Sequence[Domain]) -> dict[str, object]:
 
 
 def _version(package: str) -> str:
-    """Of its distribution; what belongs to none is of the standard library, and has Python's."""
+    """Version of the package's distribution; Python's for what belongs to no distribution, since that is the standard library."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -150,7 +150,7 @@ def _version(package: str) -> str:
 
 
 def _load(directory: Path, recipe: Mapping[str, object], domains: Sequence[Domain]) -> Corpus | None:
-    """The cached corpus, or None if anything about it is not as the recipe says."""
+    """Reads the cached corpus; None if anything about it is not as the recipe says."""
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
     except (OSError, ValueError):
@@ -201,7 +201,7 @@ def _build_domain(directory: Path, domain: Domain, *, size_bytes: int, on_progre
 
 
 def _texts(domain: Domain) -> Iterator[tuple[bytes, bytes]]:
-    """(hash of the name, text) of every usable file of a domain, in the order of the hash."""
+    """Yields (hash of the name, text) of every usable file of a domain, in the order of the hash."""
     files = []
     for package in domain.packages:
         root = _package_root(package)
@@ -239,9 +239,9 @@ def _read(path: Path) -> bytes:
 
 
 def _docstrings(source: bytes) -> bytes:
-    """All docstrings of a module, in the order of the tree, a blank line between them."""
+    """Joins all docstrings of a module, in the order of the tree, with a blank line between them."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # about other people's escape sequences
+        with warnings.catch_warnings(action="ignore"):  # these would be about other people's escape sequences
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return b""

@@ -1,6 +1,6 @@
-"""The byte-level MoE transformer: its dense part is here, its experts are whatever `make_experts` gives per layer.
+"""The byte-level MoE transformer: its dense part is here, and its experts are the modules that `make_experts` gives per layer.
 
-- Built twice from one seed it has equal dense weights, bit for bit; `initial_expert` does the same for experts, by key,
+- Two models built from one seed have equal dense weights, bit for bit. `initial_expert` does the same for experts, by key,
   so that a store and a model in memory can start from the same values.
 - The same module trains and generates: with a `KeyValueCache` it takes the bytes that follow those it has seen.
 
@@ -26,16 +26,16 @@ from paramstore.core.key import ExpertKey
 from paramstore.demo.settings import ModelShape
 
 EMBEDDED_BYTES = 4
-"""How many of the last bytes the embedding of a position sums."""
+"""Number of last bytes that the embedding of a position sums."""
 EXPERTS_NAME = "experts"
-"""The attribute of a block that is not dense: whatever lies below it is left to the store."""
+"""Name of a block's attribute that is not dense: all parameters below it are left to the store."""
 
 MakeExperts = Callable[[int], nn.Module]
-"""layer -> a module called as (x_TD, expert_ids_TK, gate_TK) -> y_TD."""
+"""Function from a layer to a module that is called as (x_TD, expert_ids_TK, gate_TK) -> y_TD."""
 
 
 class KeyValueCache:
-    """What generation keeps between calls: keys and values per layer, and the last bytes. Owner of both."""
+    """State that generation keeps between calls: keys and values per layer, and the last bytes. Owner of both."""
 
     def __init__(self, layers: int) -> None:
         self.seen_bytes: Tensor | None = None
@@ -43,7 +43,7 @@ class KeyValueCache:
         self._values: list[Tensor | None] = [None] * layers
 
     def extend(self, layer: int, key_BASd: Tensor, value_BASd: Tensor) -> tuple[Tensor, Tensor]:
-        """Everything of `layer` so far, these included."""
+        """Adds keys and values to those of `layer`; gives all so far."""
         keys, values = self._keys[layer], self._values[layer]
         key_BAPd = key_BASd if keys is None else torch.cat([keys, key_BASd], dim=2)
         value_BAPd = value_BASd if values is None else torch.cat([values, value_BASd], dim=2)
@@ -72,7 +72,7 @@ class Attention(nn.Module):
 
 
 def distance_bias(heads: int, new: int, total: int) -> Tensor:
-    """[heads, new, total]: minus slope times distance to the past, minus infinity to the future."""
+    """Bias of attention, [heads, new, total]: minus slope times distance to the past, minus infinity to the future."""
     slope_A = 2.0 ** (-8.0 * torch.arange(1, heads + 1) / heads)
     distance_SP = torch.arange(total - new, total)[:, None] - torch.arange(total)[None, :]
     bias_ASP = -slope_A[:, None, None] * distance_SP
@@ -80,7 +80,7 @@ def distance_bias(heads: int, new: int, total: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention, then the experts that the router chose; both residual. Returns the balance loss beside.
+    """Attention, then the experts that the router chose, both residual. A call also returns the balance loss.
 
     routed_E: tokens that went to each expert in the last call.
     """
@@ -107,13 +107,13 @@ class Block(nn.Module):
 
 
 def balance_loss(chance_TE: Tensor, routed_E: Tensor) -> Tensor:
-    """1 when tokens are spread evenly over the experts, E when all go to one."""
+    """Balance loss of the router: 1 when tokens are spread evenly over the experts, E when all go to one."""
     share_E = routed_E / routed_E.sum()
     return len(routed_E) * (share_E * chance_TE.mean(dim=0)).sum()
 
 
 class ByteTransformer(nn.Module):
-    """bytes [B, S] -> (logits [B, S, 256], mean balance loss of the layers)."""
+    """Maps bytes [B, S] to (logits [B, S, 256], mean balance loss of the layers)."""
 
     def __init__(self, shape: ModelShape, make_experts: MakeExperts, *, seed: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class ByteTransformer(nn.Module):
         return self.head(self.norm(x_BSD)), balance / len(self.blocks)
 
     def _embed(self, bytes_BS: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """The sum of one embedding per distance; before the first byte there are zero bytes."""
+        """Sums one embedding per distance; before the first byte there are zero bytes."""
         B, S = bytes_BS.shape
         before = bytes_BS.new_zeros(B, EMBEDDED_BYTES - 1)
         if cache is not None and cache.seen_bytes is not None:
@@ -147,7 +147,7 @@ class ByteTransformer(nn.Module):
         return x_BSD
 
     def routed_tokens(self) -> Tensor:
-        """[layers, experts]: tokens that went to each expert in the last call."""
+        """Counts the tokens that went to each expert in the last call, [layers, experts]."""
         return torch.stack([cast(Block, block).routed_E for block in self.blocks])
 
     def set_byte_frequencies(self, frequency_V: Tensor) -> None:
@@ -157,7 +157,7 @@ class ByteTransformer(nn.Module):
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter by name that is not an expert's."""
+    """Finds every parameter that is not an expert's, by name."""
     return {name: value for name, value in model.named_parameters() if EXPERTS_NAME not in name.split(".")}
 
 
@@ -167,7 +167,7 @@ def expert_fields(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def initial_expert(shape: ModelShape, key: ExpertKey, *, seed: int) -> dict[str, Tensor]:
-    """The first values of one expert, fp32: a pure function of (shape, key, seed)."""
+    """Makes the first values of one expert, fp32: a pure function of (shape, key, seed)."""
     layer, expert = key
     generator = torch.Generator().manual_seed((seed * 4099 + layer) * 65537 + expert)
     deviation = {"gate_up": shape.hidden**-0.5, "down": shape.inner**-0.5 * shape.layers**-0.5}
@@ -177,7 +177,7 @@ def initial_expert(shape: ModelShape, key: ExpertKey, *, seed: int) -> dict[str,
 
 
 def _initialize(model: ByteTransformer, shape: ModelShape, *, seed: int) -> None:
-    """Normal weights scaled by their inputs; what writes into the residual stream is smaller, the head starts at zero."""
+    """Draws normal weights scaled by their inputs; those that write into the residual stream are smaller, the head is zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in dense_parameters(model).items():

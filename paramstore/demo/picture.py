@@ -34,7 +34,7 @@ TOKENS_AREA_MAX = 90.0
 MB = 1e6
 
 Axes = Any
-"""matplotlib ships no types."""
+"""An `Axes` of matplotlib, which ships no types."""
 
 
 def draw(report: DemoReport, path: Path) -> None:
@@ -167,7 +167,7 @@ def _label(ax: Axes, title: str, x: str, y: str) -> None:
 
 
 def _legend_below(ax: Axes, *, columns: int, handles: Sequence[Artist] | None = None) -> None:
-    """Under the axis, where it can cover nothing."""
+    """Puts the legend under the axis, where it can cover nothing."""
     options = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": columns, "frameon": False, "fontsize": 9.5}
     if handles is None:
         ax.legend(**options)

@@ -1,6 +1,6 @@
-"""What the demo shows while it runs: on stderr, so that stdout carries data alone.
+"""Shows how far the demo is: on stderr, so that stdout carries data alone.
 
-Chapters and facts are plain lines; a bar lives while something is counted. Where stderr is no terminal the bars are
+Chapters and facts are plain lines; a bar lasts as long as something is counted. Where stderr is no terminal the bars are
 silent and the lines remain.
 """
 
@@ -22,7 +22,7 @@ class DemoProgress:
         self.console = Console(stderr=True) if console is None else console
 
     def chapter(self, number: int, title: str) -> None:
-        """One of the seven steps begins."""
+        """Announces one of the seven steps."""
         self.console.print(f"[bold]{number}[/bold] {title}", highlight=False, soft_wrap=True)
 
     def fact(self, text: str) -> None:
@@ -30,14 +30,14 @@ class DemoProgress:
 
     @contextmanager
     def counting(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar up to `total`; the callable moves it on by a count."""
+        """Shows a bar up to `total`; the function given moves it on by a count."""
         with self._bar("", "{task.description}") as bar:
             task = bar.add_task(title, total=total)
             yield lambda count: bar.advance(task, count)
 
     @contextmanager
     def training(self, *, first_step: int, last_step: int, tokens_per_step: int) -> Iterator[Callable[[StepTrace], None]]:
-        """A bar of steps; the callable shows what one step brought."""
+        """Shows a bar of steps; the function given adds one step and its figures."""
         with self._bar("step", "{task.fields[figures]}") as bar:
             task = bar.add_task("", total=last_step, completed=first_step, figures="")
 
@@ -47,13 +47,13 @@ class DemoProgress:
             yield show
 
     def _bar(self, before: str, after: str) -> Progress:
-        """before, after: the count, as in "step 3/60 loss 2.1"."""
+        """Makes a bar. before, after: the text around the count, as in "step 3/60 loss 2.1"."""
         columns = (BarColumn(bar_width=24), TextColumn(before), MofNCompleteColumn(), TextColumn(after), TimeElapsedColumn())
         return Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
 
 
 def figures(trace: StepTrace, tokens_per_step: int) -> str:
-    """Loss, speed, and per tier the share of lookups it answered and its rate, on one line."""
+    """One line of figures: loss, speed, and for each tier its rate and the share of lookups that it answered."""
     traffic = trace.traffic
     text = f"loss {trace.loss:.3f} · {tokens_per_step / trace.seconds:,.0f} tokens/s"
     if traffic.hits + traffic.misses:

@@ -1,4 +1,4 @@
-"""What the demo found, as one value: printed as a table, written as JSON, drawn by `picture`.
+"""The demo's findings as one value: printed as a table, written as JSON, drawn by `picture`.
 
 The demo fails if any of the three bitwise claims does not hold; `is_ok` is where that is decided.
 """
@@ -22,7 +22,7 @@ from paramstore.demo.traffic import Placement, Traffic
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """first: the steps up to the kill; resumed: from the last commit before it to the end; reference: in memory.
+    """The findings. first: steps up to the kill; resumed: from the last commit before it to the end; reference: in memory.
 
     valid_loss: on held-out files, nats a byte. placement: at the end of training. routed_tokens: to each expert since
     the resumed step, by layer.
@@ -51,16 +51,16 @@ class DemoReport:
 
     @property
     def traffic(self) -> Traffic:
-        """What all training steps moved, those before the kill and those after."""
+        """Sums what all training steps moved, those before the kill and those after."""
         return total_traffic(self.first) + total_traffic(self.resumed)
 
     @property
     def committed_traces(self) -> tuple[StepTrace, ...]:
-        """One trace per step of the run that counts: what came before the resumed step, then what came after."""
+        """One trace for each step that counts: from the first run before the resumed step, from the second one after it."""
         return tuple(trace for trace in self.first if trace.step < self.resumed[0].step) + self.resumed
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Plain values of the report, for JSON."""
         traffic, shape = self.traffic, self.settings.shape
         return {
             "ok": self.is_ok,
@@ -100,13 +100,13 @@ class DemoReport:
         }  # fmt: skip
 
     def write(self, path: Path) -> None:
-        """The JSON at `path`, whole or not at all."""
+        """Writes the JSON to `path`, whole or not at all."""
         temporary = path.with_suffix(".new")
         temporary.write_text(json.dumps(self.to_dict(), indent=1))
         os.replace(temporary, path)
 
     def table(self) -> Table:
-        """The short version for people."""
+        """Makes the short version for people."""
         traffic, settings, generation = self.traffic, self.settings, self.generation
         steps = self.first + self.resumed
         step_s = sum(trace.seconds for trace in steps) / len(steps)

@@ -31,7 +31,7 @@ class StoredRun:
 
     @classmethod
     def begin(cls, store: ps.Store, settings: DemoSettings, corpus: Corpus, *, directory: Path) -> StoredRun:
-        """A run at step 0, committed, with experts as `initial_expert` makes them. directory: of the checkpoints."""
+        """Starts a run at step 0, committed, with experts as `initial_expert` makes them. directory: for the checkpoints."""
         shape = settings.shape
         namespace = store.create_namespace(NAMESPACE, expert_schema(shape), layers=shape.layers, experts=shape.experts)
         namespace.initialize(lambda key: initial_expert(shape, key, seed=settings.seed))
@@ -41,7 +41,7 @@ class StoredRun:
 
     @classmethod
     def resume(cls, store: ps.Store, settings: DemoSettings, corpus: Corpus, *, directory: Path) -> StoredRun:
-        """The run at the namespace's committed step. Raises UnknownNamespace, CorruptRecord, VolumeError."""
+        """Continues the run from the namespace's committed step. Raises UnknownNamespace, CorruptRecord, VolumeError."""
         namespace = store.open_namespace(NAMESPACE, mode="write")
         run = cls(namespace, settings, corpus, CheckpointFolder(directory))
         step = namespace.committed_step
@@ -56,7 +56,7 @@ class StoredRun:
         return self.trainer.step
 
     def train_step(self) -> StepResult:
-        """One step; every `commit_every`-th and the last are durable on return."""
+        """Trains one step; every `commit_every`-th and the last are durable on return."""
         result = self.trainer.train_step()
         if self.is_commit_due:
             self.commit()

@@ -19,7 +19,7 @@ from paramstore_client.running import find_daemon
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 45.0
-"""Longer than the daemon gives its own transfers to finish."""
+"""Seconds that the daemon gets to stop: longer than it gives its own transfers to finish."""
 
 
 class DemoDaemon:
@@ -42,18 +42,18 @@ class DemoDaemon:
             )
 
     def connect(self) -> ps.Store:
-        """A new session; the daemon is started if none runs."""
+        """Opens a new session; the daemon is started if none runs."""
         return ps.connect(autostart=self._options, timeout_s=START_TIMEOUT_S)
 
     def kill(self) -> None:
-        """SIGKILL: nothing of it is finished, flushed or closed. Returns when it is gone."""
+        """Kills the daemon with SIGKILL, so that it finishes, flushes and closes nothing. Returns when it is gone."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL where that does not help in time. Returns when no daemon runs there, or is about to."""
+        """Stops the daemon with SIGTERM, or SIGKILL if that takes too long. Returns when no daemon runs there, or is about to."""
         if not self._end(signal.SIGTERM):
             self._end(signal.SIGKILL)
-        if (process := started_in(self.directory)) is not None:  # it was interrupted before it held anything
+        if (process := started_in(self.directory)) is not None:  # a daemon that was interrupted before it held the store
             process.kill()
             process.wait()
 
@@ -70,7 +70,7 @@ class DemoDaemon:
             self.stop()
 
     def _end(self, number: signal.Signals) -> bool:
-        """Whether no daemon runs there, at the latest STOP_TIMEOUT_S after it got the signal."""
+        """Sends the signal, and waits for the end. False if a daemon still runs there after STOP_TIMEOUT_S."""
         daemon = find_daemon(self._options.socket_path())
         if daemon is None:
             return True

@@ -1,4 +1,4 @@
-"""How large the demo is: one frozen value for the full run and one for `--quick`; every other module reads it."""
+"""Sizes of the demo: one frozen value for the full run and one for `--quick`; every other module reads it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paramstore.errors import ConfigError
 
 STATE_BYTES_PER_PARAMETER = 12
-"""fp32 master and the two Adam moments: the 12·S of SE-MoE (arXiv 2205.10034, section 3.1)."""
+"""Bytes of training state per parameter: fp32 master and two Adam moments, the 12·S of SE-MoE (arXiv 2205.10034, section 3.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class ModelShape:
 class DemoSettings:
     """One run of the demo.
 
-    reference_steps: how many first steps are repeated with everything in memory.
-    kill_step: after it the daemon is killed; training resumes at the last commit before it.
-    threads: that compute, beside those of the daemon.
+    reference_steps: how many of the first steps are repeated with everything in memory.
+    kill_step: the daemon is killed after it; training resumes at the last commit before it.
+    threads: for computing; the daemon has its own besides.
     budget_share: the host budget as a share of the experts' training state.
     """
 
@@ -81,12 +81,12 @@ class DemoSettings:
 
     @property
     def resume_step(self) -> int:
-        """The last committed step before the kill."""
+        """Number of the last committed step before the kill."""
         return self.kill_step // self.commit_every * self.commit_every
 
 
 def full(*, steps: int = 60, seed: int = 0) -> DemoSettings:
-    """6 layers x 32 experts, 56.6 M expert parameters, 2,048 tokens a step. Raises ConfigError if `steps` is too few."""
+    """The full demo: 6 layers x 32 experts, 56.6 M expert parameters, 2,048 tokens a step. Raises ConfigError for too few steps."""
     return DemoSettings(
         shape=ModelShape(layers=6, experts=32, hidden=256, inner=384, heads=4, context=256),
         batch=8,
@@ -103,7 +103,7 @@ def full(*, steps: int = 60, seed: int = 0) -> DemoSettings:
 
 
 def quick(*, steps: int = 30, seed: int = 0) -> DemoSettings:
-    """4 layers x 16 experts of a tenth of the size, for under a minute. Raises ConfigError if `steps` is too few."""
+    """The quick demo: 4 layers x 16 experts of a tenth of the size, under a minute. Raises ConfigError if `steps` is too few."""
     return DemoSettings(
         shape=ModelShape(layers=4, experts=16, hidden=128, inner=192, heads=4, context=128),
         batch=8,
@@ -114,7 +114,7 @@ def quick(*, steps: int = 30, seed: int = 0) -> DemoSettings:
         corpus_bytes=4_000_000,
         generated_bytes=80,
         ring_slots=2,
-        reader_slots=2,  # of 7: by default readers have none of so few
+        reader_slots=2,  # of 7 slots: by default readers are promised none of so few
         threads=1,
         seed=seed,
     )

@@ -1,7 +1,7 @@
-"""The demo as it is told: seven steps, in this order, over one directory that belongs to it.
+"""Tells the demo: seven steps, in this order, over one directory that belongs to it.
 
-Whatever ends it, its daemon ends too. A directory that it did not make is refused; in its own it keeps the corpus and
-replaces the rest.
+The daemon ends with the demo, whatever ends that. A directory that the demo did not make is refused; in its own it keeps the
+corpus and replaces the rest.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def tell(settings: DemoSettings, directory: Path, *, progress: DemoProgress, kee
 
 @contextmanager
 def owned_directory(directory: Path) -> Iterator[None]:
-    """Within it `directory` is there, the demo's, and no other demo's; an OSError from there names it. Raises ConfigError,
-    StoreLocked, OSError where it cannot be looked at."""
+    """Makes `directory` if need be, and keeps other demos out of it meanwhile; an OSError from within names it. Raises ConfigError
+    if it is not the demo's, StoreLocked, OSError if it cannot be looked at."""
     marker = directory / MARKER
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--dir {directory}: it is a file")
@@ -79,13 +79,13 @@ def owned_directory(directory: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.errno and error.filename is None:  # a write, say, that found the disk full
+            if error.errno and error.filename is None:  # as from a write that found the disk full
                 error.filename = str(directory)
             raise
 
 
 def _marked(directory: Path) -> TextIO:
-    """The open marker of the directory, which is made if need be."""
+    """Opens the marker file of the directory; both are made if need be."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         return (directory / MARKER).open("a")
@@ -102,7 +102,7 @@ def _remove(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SecondPass:
-    """What the resumed training gave. at_kill: the experts' digests at the step where the first pass ended."""
+    """Result of the resumed training. at_kill: the experts' digests at the step where the first pass ended."""
 
     traces: list[StepTrace]
     at_kill: Digests
@@ -112,7 +112,7 @@ class SecondPass:
 
 
 class Story:
-    """One telling. Owner of the traces, and of the most memory that was seen."""
+    """One run through the demo. Owner of the most memory that was seen."""
 
     def __init__(self, settings: DemoSettings, directory: Path, daemon: DemoDaemon, progress: DemoProgress) -> None:
         self._settings = settings
@@ -169,7 +169,7 @@ class Story:
         return store
 
     def _train_until_kill(self, store: ps.Store, corpus: Corpus) -> tuple[list[StepTrace], Digests, Digests]:
-        """The first pass: its traces, and the experts' digests where the reference will end and at its own end."""
+        """Trains the first pass; gives its traces, and the experts' digests where the reference will end and at its own end."""
         settings = self._settings
         self._progress.chapter(3, f"Training out of the store, {settings.tokens_per_step} tokens a step")
         run = StoredRun.begin(store, settings, corpus, directory=self._directory / CHECKPOINTS)
@@ -198,7 +198,7 @@ class Story:
         self._daemon.kill()
 
     def _resume(self, store: ps.Store, corpus: Corpus) -> SecondPass:
-        """From the last commit to the end."""
+        """Trains from the last commit to the end."""
         settings = self._settings
         run = StoredRun.resume(store, settings, corpus, directory=self._directory / CHECKPOINTS)
         traces = self._train(run, store, last_step=settings.kill_step)
@@ -230,7 +230,7 @@ class Story:
     # --- what several steps need
 
     def _train(self, run: StoredRun, store: ps.Store, *, last_step: int) -> list[StepTrace]:
-        """Steps up to `last_step`, each with what it moved. A commit belongs to its step."""
+        """Trains up to `last_step`; gives a trace for each step. The bytes of a commit count for its step."""
         traces: list[StepTrace] = []
         before = Traffic.of(self._look(store), NAMESPACE)
         with self._bar(first_step=run.step, last_step=last_step) as show:
@@ -252,7 +252,7 @@ class Story:
             yield show
 
     def _look(self, store: ps.Store) -> dict[str, object]:
-        """The daemon's counters; remembers the most memory seen."""
+        """Reads the daemon's counters, and remembers the most memory seen."""
         stats = store.stats()
         memory = Memory.of(stats)
         self._peak_bytes = max(self._peak_bytes, memory.peak_bytes)

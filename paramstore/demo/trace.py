@@ -1,4 +1,4 @@
-"""What is kept of every training step of the demo, for the progress bar, the report and the picture."""
+"""The record of every training step of the demo, for the progress bar, the report and the picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepTrace:
 
 
 def total_traffic(traces: Sequence[StepTrace]) -> Traffic:
-    """What moved in all of these steps."""
+    """Sums what moved in all of these steps."""
     return sum((trace.traffic for trace in traces), start=NOTHING)
 
 

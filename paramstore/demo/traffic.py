@@ -1,4 +1,4 @@
-"""What the daemon's counters say about the demo: the one place that knows the names in `store.stats()`.
+"""Reads the daemon's counters for the demo: the one place that knows the names in `store.stats()`.
 
 Counters start at zero with each daemon, so a difference is taken only within one daemon's life.
 """
@@ -14,9 +14,9 @@ from typing import Any
 class Traffic:
     """Counters of one namespace and of the tiers below it: since the daemon started, or between two moments.
 
-    hits, misses: weights that a lease found in host memory or on their way there, and others. prefetched, wasted: weights
-    loaded ahead, and those of them evicted unused. optim_*: the same for optimizer states, at updates. host_bytes: weights
-    leased out of host memory. nvme_*_bytes: read and written on volumes.
+    hits: weights that a lease found in host memory or on their way there; misses: all others. prefetched: weights loaded ahead;
+    wasted: those of them evicted unused. optim_*: the same for optimizer states, at updates. host_bytes: weights leased out of
+    host memory. nvme_*_bytes: read and written on volumes.
     """
 
     hits: int = 0
@@ -31,7 +31,7 @@ class Traffic:
 
     @classmethod
     def of(cls, stats: Mapping[str, Any], namespace: str) -> Traffic:
-        """Everything since the daemon started, out of what `store.stats()` returned."""
+        """Counters since the daemon started, out of what `store.stats()` returned."""
         entry = stats["namespaces"][namespace]
         param, optim = entry["param"], entry["optim"]
         volumes = [tier for name, tier in stats["tiers"].items() if name != "host"]
@@ -80,7 +80,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The host tier at one moment, bytes. peak_bytes: the most that the kernel counted in the arenas."""
+    """Bytes in the host tier at one moment. peak_bytes: the most that the kernel counted in the arenas."""
 
     budget_bytes: int
     peak_bytes: int
@@ -100,19 +100,19 @@ def resident_param_bytes(stats: Mapping[str, Any], namespace: str) -> int:
 
 ABSENT = "absent"
 TIERS = ("host: weights, optimizer", "host: weights", "host: optimizer", "NVMe only")
-"""Where an expert can be, besides its record on the volume. The picture's legend."""
+"""Places where an expert can be, besides its record on the volume. The picture's legend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where every expert is, by layer, then expert. tiers: one of TIERS. heat: the policy's count of its late uses."""
+    """Place of every expert, by layer, then expert. tiers: one of TIERS. heat: how much the policy has seen it used of late."""
 
     tiers: tuple[tuple[str, ...], ...]
     heat: tuple[tuple[float, ...], ...]
 
     @classmethod
     def of(cls, residency: Mapping[str, Any]) -> Placement:
-        """From what `namespace.residency()` returned."""
+        """Reads what `namespace.residency()` returned."""
         experts = residency["experts"]
         layers = len(residency["layers"])
         flat = [_tier(param, optim) for param, optim in zip(residency["param"], residency["optim"], strict=True)]

@@ -1,4 +1,4 @@
-"""One training loop, two places for the experts: the store, or this process' memory.
+"""One training loop for two places of the experts: the store, or this process's memory.
 
 Everything but the experts' place is the same code on the same values in the same order, so that losses and weights can
 be compared bit for bit: equal batches, equal dense AdamW, equal learning rates, and `StoredExperts` beside
@@ -27,7 +27,7 @@ from paramstore.errors import CorruptRecord
 
 
 class ExpertPlace(Protocol):
-    """Where a trainer's experts are and who updates them."""
+    """The place of a trainer's experts, which also updates them."""
 
     def layer(self, layer: int) -> nn.Module:
         """The module that computes one layer's experts."""
@@ -94,7 +94,7 @@ class ResidentPlace:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step shows. loss: mean cross-entropy in nats a byte."""
+    """Figures of one step. loss: mean cross-entropy in nats a byte."""
 
     step: int
     loss: float
@@ -103,7 +103,7 @@ class StepResult:
 class Trainer:
     """A model in training. Owner of the dense weights, their optimizer, the data position and the step count.
 
-    routed_tokens: [layers, experts], how many tokens went to each expert since this trainer began or was restored.
+    routed_tokens: [layers, experts], number of tokens that went to each expert since this trainer began or was restored.
     """
 
     def __init__(self, settings: DemoSettings, corpus: Corpus, place: ExpertPlace) -> None:
@@ -120,7 +120,7 @@ class Trainer:
         )
 
     def train_step(self) -> StepResult:
-        """One batch: forward, backward, both updates."""
+        """Trains on one batch: forward, backward, both updates."""
         loss, balance = _losses(self.model, self._sampler.draw())
         (loss + self.settings.balance_weight * balance).backward()  # type: ignore[no-untyped-call]
         self.step += 1
@@ -135,7 +135,7 @@ class Trainer:
         return sum(_losses(self.model, batch)[0].item() for batch in batches) / len(batches)
 
     def dense_state(self) -> dict[str, Tensor]:
-        """Everything of this trainer that is not in the store, by names that a checkpoint can hold."""
+        """All tensors of this trainer that are not in the store, by names that a checkpoint can hold."""
         tensors: dict[str, Tensor] = {f"model/{name}": value for name, value in self._dense.items()}
         for name, value in self._dense.items():
             tensors |= {f"optimizer/{name}/{field}": state for field, state in self._optimizer.state[value].items()}
@@ -159,12 +159,12 @@ class Trainer:
 
 
 def expert_schema(shape: ModelShape) -> ps.Schema:
-    """fp32 master weights are what forward computes with, so that nothing is rounded on the way."""
+    """Schema of the experts. Forward computes with the fp32 master weights themselves, so that nothing is rounded on the way."""
     return ps.adamw_schema(expert_fields(shape), param_dtype=torch.float32)
 
 
 def adamw_options(settings: DemoSettings, step: int, *, lr: float) -> ps.AdamW:
-    """Warm-up, then a straight line down to `final_lr_share`."""
+    """Options of one step: a warm-up of the learning rate, then a straight line down to `final_lr_share`."""
     warm = min(1.0, step / settings.warmup_steps)
     fall = 1.0 - (1.0 - settings.final_lr_share) * min(1.0, step / settings.steps)
     return ps.AdamW(lr=lr * warm * fall, betas=settings.betas, weight_decay=settings.weight_decay)
@@ -172,7 +172,7 @@ def adamw_options(settings: DemoSettings, step: int, *, lr: float) -> ps.AdamW:
 
 @contextmanager
 def repeatable(*, threads: int) -> Iterator[None]:
-    """Within it torch's results depend on nothing but the inputs. threads: sums depend on how many, so they are fixed."""
+    """Makes torch's results depend on nothing but the inputs meanwhile. threads: fixed, since sums depend on their number."""
     threads_before, is_strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
@@ -189,7 +189,7 @@ def _losses(model: ByteTransformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _step(optimizer: torch.optim.AdamW, options: ps.AdamW) -> None:
-    """One update with these options; then no parameter has a gradient."""
+    """Makes one update with these options; then no parameter has a gradient."""
     for group in optimizer.param_groups:
         group.update(lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
     optimizer.step()
