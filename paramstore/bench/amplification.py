@@ -1,10 +1,9 @@
-"""How many bytes reach the volumes for each byte of a record that a commit publishes, over a short training run.
+"""Measures how many bytes reach the volumes for each byte of a record that a commit publishes, over a short training run.
 
 Every record changes at every step and every step is committed, which is how a training run wears a drive. The daemon counts
 records as they are written back, with their headers, and commit notes in all copies; zero-fill is counted apart, since it
-happens once. A note takes whole pages of what it says, twice on every volume: 8 KiB for a commit without `extra`, so a commit
-of a single small record shows it and one of a thousand does not. Beside it stands what the kernel counted for the process,
-catalog included.
+happens once. A note takes whole pages, twice on every volume: 8 KiB for a commit without `extra`, which shows in a commit of a
+single small record and not in one of a thousand. Beside it stands what the kernel counted for the process, catalog included.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ RECORD = RecordSize(MIB)
 RECORDS = 64
 AMPLIFICATION_TARGET = 1.02
 BUDGETS = {"all in memory": 512 * MIB, "part of it in memory": 56 * MIB}
-"""By case, the host budget: the second has working slots for some of the records, so that the others are evicted within a step."""
+"""Host budget of each case. In the second, working slots hold only some of the records; the others are evicted within a step."""
 COUNTED = ("bytes_written", "note_bytes", "bytes_committed", "commits")
 
 

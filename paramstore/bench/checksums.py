@@ -1,7 +1,7 @@
-"""How fast one core makes the checksums of records: xxh3 of 1 MiB chunks, through the code that the workers use.
+"""Measures how fast one core makes the checksums of records: xxh3 of 1 MiB chunks, through the code that the workers use.
 
-Memory that was just touched and is larger than the caches, as after a read. Stands beside the disk's rate: a core must hash
-faster than a volume moves bytes, or verifying costs time.
+The memory was just touched and is larger than the caches, as after a read. The figure stands beside the disk's rate: a core
+must hash faster than a volume moves bytes, or verifying costs time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IMAGE_BYTES = 256 * MIB
 
 
 def measure_checksums(bench: Bench, *, image_bytes: int = IMAGE_BYTES) -> Row:
-    """GB/s of one thread, the median of the plan's rounds."""
+    """Measures GB/s of one thread, the median of the plan's rounds."""
     image = memoryview(bytearray(b"\x5a") * image_bytes)
     chunks = [Chunk(at, CHUNK_BYTES) for at in range(0, image_bytes, CHUNK_BYTES)]
     hashing = Hashing(at_once=1)

@@ -1,8 +1,8 @@
-"""What durability costs: a commit beside the same writes, one flush and one LMDB transaction; reopening a large store.
+"""Measures what durability costs: a commit beside the same work done by hand, and reopening a large store.
 
 The limit of a commit makes the same system calls by hand: it overwrites as many records with O_DIRECT, then two copies of a note,
 flushes the file once, and puts and drops as many rows of an LMDB environment, in the same order of keys, in one synchronous
-transaction. Ours adds the cut, checksums, headers, and the way to the daemon and back.
+transaction. Our commit adds the cut, checksums, headers, and the way to the daemon and back.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ REOPEN_LAYERS = 100
 REOPEN_TARGET_S = 2.0
 ROW_KEY = struct.Struct(">BIIIQ")  # tag, namespace, layer, expert, step
 ROW_BYTES = 40
-"""What a row's value takes in the catalog, about."""
+"""Approximate size of a row's value in the catalog."""
 STEP_ROW_BYTES = 300
-"""The same of a step's and a namespace's rows."""
+"""Approximate size of a step's and of a namespace's row in the catalog."""
 MAP_BYTES = 256 * MIB
 
 
 class RowsEnvironment:
-    """An LMDB environment that durable transactions of plain rows go to. Owner of it."""
+    """Owner of an LMDB environment that takes durable transactions of plain rows."""
 
     def __init__(self, directory: Path) -> None:
         self._environment = lmdb.open(str(directory), map_size=MAP_BYTES, writemap=False, readahead=False)
         self._step = 0
         self._steps: dict[int, list[int]] = {}
-        """Of each record, the steps that it has a row for."""
+        """Steps for which a record has a row, by record."""
 
     def put(self, count: int) -> None:
-        """One synchronous transaction: a new row of each of `count` records, the one goes that no retained step needs, and a step
-        and a namespace are replaced."""
+        """Makes one synchronous transaction: adds a row to each of `count` records, drops the one that no retained step needs, and
+        replaces a step's row and a namespace's."""
         self._step += 1
         with self._environment.begin(write=True) as transaction:
             for number in range(count):
@@ -81,7 +81,7 @@ class RowsEnvironment:
 
 
 class Commits:
-    """Commits of the first `changed` of a namespace's records."""
+    """Commits in which the first records of a namespace have changed."""
 
     def __init__(self, bench: Bench, service: Service, schema: Schema, count: int) -> None:
         self._bench = bench
@@ -91,7 +91,7 @@ class Commits:
         self._step = 1
 
     def commit(self, changed: int, number: int) -> Sample:
-        """Everything dirty; until the commit is durable."""
+        """Makes the first `changed` records dirty, then times a commit until it is durable."""
         generator = torch.Generator().manual_seed(number)
         dtype = getattr(torch, self._schema.gradient_dtype)
         fields = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape, _ in self._schema.specs}
@@ -105,7 +105,7 @@ class Commits:
 
 
 def measure_commits(bench: Bench) -> list[Row]:
-    """One row per count of changed records: milliseconds, beside the bare work."""
+    """Makes one row per count of changed records: milliseconds, beside the bare work."""
     schema = adamw_schema(RECORD, torch.float32)
     count = max(bench.plan.commit_sizes)
     budget_bytes = 2 * count * (schema.record_bytes + schema.part("param").image_bytes) + 256 * MIB
@@ -159,7 +159,7 @@ def _commit_row(pairs: tuple[Pair, ...], changed: int, record_bytes: int) -> Row
 
 
 def make_sparse_store(directory: Path, *, layers: int, experts: int) -> None:
-    """A store with one committed step of layers x experts small records, none of which was ever written."""
+    """Makes a store with one committed step of layers x experts small records, none of which was ever written."""
     schema = Schema.param({"w": ((1, 2048), "bfloat16")})
     space = KeySpace.of(layers, experts)
     store_uuid, volume_uuid = uuid.uuid4().bytes, uuid.uuid4().bytes
@@ -189,7 +189,7 @@ def make_sparse_store(directory: Path, *, layers: int, experts: int) -> None:
 
 
 def measure_reopen(bench: Bench) -> Row:
-    """Seconds from the start of the daemon's process until it serves; the interpreter's start is among them."""
+    """Measures seconds from the start of the daemon's process, Python's own start included, until it serves."""
     layers, experts = REOPEN_LAYERS, bench.plan.reopen_records // REOPEN_LAYERS
     samples = []
     with bench.folder("large") as folder:

@@ -1,4 +1,4 @@
-"""What every measurement of a run shares: plan, clock, a directory to work in, and where progress is told."""
+"""Everything that the measurements of a run share: plan, clock, a directory to work in, and where progress is told."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PeerMaker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One run. directory: empty, and removed by whoever made it."""
+    """One run. directory: empty, and removed by whoever made the run."""
 
     plan: Plan
     directory: Path
@@ -37,7 +37,7 @@ class Bench:
 
     @contextmanager
     def folder(self, name: str) -> Iterator[Path]:
-        """A new folder in `directory`, removed with all it holds at the end."""
+        """Makes a new folder in `directory`, removed with all it holds at the end."""
         path = self.directory / name
         path.mkdir(mode=0o700)
         try:
@@ -47,7 +47,7 @@ class Bench:
 
     @contextmanager
     def raw_file(self, folder: Path, kind: MemoryKind, *, record_bytes: int, record_count: int) -> Iterator[RawFile]:
-        """The baseline over the folder's raw file, which the first of them creates; memory of `kind` for its lifetime."""
+        """Opens the baseline over the folder's raw file, which the first call creates; it has memory of `kind` for its lifetime."""
         slab = Slab(kind, record_bytes * record_count)
         try:
             raw = RawFile(folder / "raw", slab, record_bytes=record_bytes, record_count=record_count, clock=self.clock)
@@ -62,7 +62,7 @@ class Bench:
 def row_of_pairs(
     pairs: Pairs, *, name: str, case: str, subject: str, record_bytes: int, against: str, target: Target | None = None
 ) -> Row:
-    """The row of pairs whose work is bytes."""
+    """Makes a row of pairs whose work is counted in bytes."""
     row = Row(
         name=name, case=case, subject=subject, record_bytes=record_bytes, against=against, target=target, unit="GB/s",
         value=pairs.rate / GIGA, limit=pairs.limit_rate / GIGA,

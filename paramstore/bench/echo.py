@@ -44,7 +44,7 @@ class EchoProtocol(asyncio.Protocol):
 
 
 async def serve(path: Path, key_count: int) -> None:
-    """Serves until cancelled; one line on stdout says that it does."""
+    """Serves until cancelled; prints one line on stdout when it is ready."""
     server = await asyncio.get_running_loop().create_unix_server(lambda: EchoProtocol(key_count), str(path))
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -68,7 +68,7 @@ class Echo:
         self._socket.connect(str(path))
 
     def acquire_and_release(self) -> None:
-        """One round trip: Acquire, Granted, and a Release that nobody answers."""
+        """Makes one round trip: Acquire, Granted, and a Release that nobody answers."""
         self._socket.sendall(encode(Acquire(1, 1, self._keys, "param", 1.0)))
         while not self._received_answer():
             pass
@@ -87,7 +87,7 @@ class Echo:
 
 
 def time_calls(call: Callable[[], object], count: int, clock: Clock) -> list[float]:
-    """Seconds of each of `count` calls, back to back."""
+    """Times `count` calls, back to back; gives the seconds of each."""
     seconds = []
     for _ in range(count):
         started_s = clock.now_s()

@@ -1,4 +1,4 @@
-"""Experts to measure with: content that does not compress, made again from the key, and how a namespace is filled."""
+"""Makes experts to measure with, of content that does not compress and depends on the key alone; fills namespaces with them."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def keys_of(count: int) -> list[Key]:
 
 
 def param_schema(size: RecordSize) -> Schema:
-    """An inference schema whose record is about `size`: bf16, opaque to the service."""
+    """Makes an inference schema whose record is about `size`: bf16, opaque to the service."""
     return ps.param_schema({name: (shape, torch.bfloat16) for name, shape in size.fields(BF16_BYTES).items()})
 
 
 TOUCHED = "touched"
-"""The rule by which an apply leaves experts without gradients alone."""
+"""Name of the update rule by which an apply changes only experts that have gradients."""
 
 
 def adamw_schema(size: RecordSize, param_dtype: torch.dtype, rule: str = TOUCHED) -> Schema:
-    """A training schema whose record (master and both moments, fp32) is about `size`. rule: what an apply does to idle records."""
+    """Makes a training schema: records (fp32 master and moments) of about `size`. rule: what an apply does to idle records."""
     return ps.adamw_schema(size.fields(ADAMW_BYTES_PER_PARAMETER), param_dtype=param_dtype, updates=rule)
 
 
 def rule_is_known(rule: str) -> bool:
-    """Whether this version's engine runs that rule."""
+    """Whether the engine of this version knows that update rule."""
     return rule in UPDATE_RULES
 
 
 def param_values(schema: Schema, key: Key) -> dict[str, torch.Tensor]:
-    """Random bytes as bf16; equal for equal keys."""
+    """Makes random bytes as bf16; equal for equal keys."""
     return {
         field.name: torch.randint(256, (field.length_bytes,), dtype=torch.uint8, generator=_generator(key))
         .view(torch.bfloat16)
@@ -56,14 +56,14 @@ def param_values(schema: Schema, key: Key) -> dict[str, torch.Tensor]:
 
 
 def master_values(shapes: Mapping[str, tuple[int, ...]], key: Key) -> dict[str, torch.Tensor]:
-    """Random weights in fp32; equal for equal keys."""
+    """Makes random weights in fp32; equal for equal keys."""
     return {name: torch.randn(shape, generator=_generator(key)) for name, shape in shapes.items()}
 
 
 def create_param_namespace(
     store: Store, name: str, schema: Schema, count: int, *, host_bytes: int | None = None
 ) -> Namespace:
-    """A committed namespace of one layer, `count` experts of random bytes, whose slots but the reserve are this handle's."""
+    """Commits a namespace of one layer, `count` experts of random bytes, and opens it with all slots but the reserve promised."""
     with store.create_namespace(name, schema, layers=1, experts=count, host_bytes=host_bytes) as namespace:
         namespace.initialize(lambda key: param_values(schema, key))
         namespace.commit(1).wait(WAIT_S)
@@ -73,7 +73,7 @@ def create_param_namespace(
 
 
 def create_adamw_namespace(store: Store, name: str, schema: Schema, count: int) -> Namespace:
-    """A committed namespace of one layer, `count` experts of random weights and zero moments."""
+    """Commits a namespace of one layer, `count` experts of random weights and zero moments."""
     shapes = {field: shape for field, shape, _ in schema.specs}
     namespace = store.create_namespace(name, schema, layers=1, experts=count)
     namespace.initialize(lambda key: master_values(shapes, key))
@@ -82,13 +82,13 @@ def create_adamw_namespace(store: Store, name: str, schema: Schema, count: int) 
 
 
 def random_gradients(schema: Schema, *, seed: int) -> dict[str, torch.Tensor]:
-    """Gradients of one expert; equal for equal seeds."""
+    """Makes gradients of one expert; equal for equal seeds."""
     dtype = getattr(torch, schema.gradient_dtype)
     return {name: torch.randn(shape, generator=_generator((seed, 0))).to(dtype) for name, shape, _ in schema.specs}
 
 
 class Gradients:
-    """Random gradients of one expert, pushed to every key: what makes all of them dirty by an `apply`."""
+    """Random gradients of one expert, pushed to every key so that an `apply` makes all records dirty."""
 
     def __init__(self, namespace: Namespace, schema: Schema, count: int) -> None:
         self._namespace = namespace
@@ -97,16 +97,16 @@ class Gradients:
         self.parameter_elements = count * schema.parameter_elements
 
     def push(self, seed: int) -> None:
-        """Gradients to every key, equal for equal seeds."""
+        """Pushes gradients to every key, equal for equal seeds."""
         self._namespace.push(dict.fromkeys(self._keys, random_gradients(self._schema, seed=seed)))
 
     def apply(self) -> dict[str, int]:
-        """One AdamW step over what was pushed; the result of its ticket."""
+        """Makes one AdamW step over what was pushed; gives the result of its ticket."""
         return self._namespace.apply(ps.AdamW(lr=1e-4)).wait(WAIT_S)
 
 
 def check_all(count: int, loaded: int, *, what: str) -> None:
-    """Returns if all records took part; else raises CapacityError: a rate over fewer of them would be no rate."""
+    """Raises CapacityError unless all records took part: a rate over fewer of them would be no rate."""
     if loaded != count:
         raise CapacityError(f"{what}: {loaded} of {count} records took part; the benchmark's host budget is too small")
 

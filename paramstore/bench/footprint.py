@@ -1,4 +1,4 @@
-"""Rows of memory: what the daemon takes above its arenas, and that the host budget is kept."""
+"""Rows about memory: what the daemon takes above its arenas, and whether it keeps to the host budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OWN_MEMORY_MB_MAX = 300.0
 
 
 def memory_row(service: Service, *, case: str) -> Row:
-    """The daemon's private memory without its arenas, now."""
+    """Measures the daemon's private memory without its arenas, now."""
     own_bytes = service.own_memory_bytes()
     row = Row(
         name="daemon's own memory", case=case, subject=SUBJECT, unit="MB", value=own_bytes / MEGA,
@@ -20,7 +20,7 @@ def memory_row(service: Service, *, case: str) -> Row:
 
 
 def budget_row(service: Service, *, case: str) -> Row:
-    """The highest use of the host budget that was seen, as a share of it."""
+    """Gives the highest use of the host budget that was seen, as a share of it."""
     service.watch_budget()
     share = service.host_bytes_max / service.host_budget_bytes
     row = Row(

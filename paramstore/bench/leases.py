@@ -1,7 +1,7 @@
-"""The control plane: what `acquire` and release of 64 resident keys take, and that no byte is copied on the way.
+"""Measures the control plane: the time of `acquire` and release of 64 resident keys, and that no byte is copied on the way.
 
-Idle: nothing else runs, calls back to back, releases one-way. Loaded: another client reads the volume at full speed, calls
-paced, since calls back to back would take the cores that the loads need.
+Idle: nothing else runs, calls come back to back, releases are one-way. Loaded: another client reads the volume at full speed,
+and calls are paced, since calls back to back would take the cores that the loads need.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 MICRO = 1e6
 P50_IDLE_US_MAX, P99_LOADED_US_MAX = 200.0, 2000.0
 SIZE_RATIO_MIN = 0.90
-"""Rate with large records over rate with small ones: independent of the size, less the noise of two medians."""
+"""Least rate with large records over that with small ones. It should not depend on the size; two medians add some noise."""
 PRIVATE_SHARE_MAX = 0.01
 PACE_S = 0.001
 WARM_UP_CALLS = 200
 SPARE_KEYS = 4
-"""One in so many experts more than are leased: a lease may hold all slots but a reserve."""
+"""Spare experts: one for each so many that are leased, since a lease may hold all slots but a reserve."""
 SEGMENT_SPARE_BYTES = 64 * MIB
-"""Arenas grow by whole segments."""
+"""Spare bytes of the host budget, since arenas grow by whole segments."""
 
 
 class Leases:
-    """`acquire` and release of all keys of one namespace, everything resident."""
+    """Calls of `acquire` and release for all keys of one namespace, everything resident."""
 
     def __init__(self, bench: Bench, service: Service, namespace: Namespace, schema: Schema) -> None:
         self._bench = bench
@@ -56,7 +56,7 @@ class Leases:
         self._namespace.acquire(self._keys, part="param").release()
 
     def p50(self, _: int) -> Sample:
-        """A block of calls back to back; its seconds are the median's times the count. parts: CPU a call, of both sides."""
+        """Times a block of calls back to back; its seconds are the median's times the count. parts: CPU a call, of both sides."""
         count = self._bench.plan.latency_calls // self._bench.plan.rounds
         daemon_cpu_s, client_cpu_s = self._service.cpu_s(), cpu_s(os.getpid())
         seconds = time_calls(self.acquire_and_release, count, self._bench.clock)
@@ -68,7 +68,7 @@ class Leases:
         return Sample(count, median(seconds) * count, parts=parts)
 
     def paced(self, duration_s: float) -> list[float]:
-        """Seconds of each call, one every PACE_S."""
+        """Makes one call every PACE_S; gives the seconds of each."""
         pause, seconds = threading.Event(), []
         end_s = self._bench.clock.now_s() + duration_s
         while self._bench.clock.now_s() < end_s:
@@ -77,7 +77,7 @@ class Leases:
         return seconds
 
     def private_share(self) -> tuple[float, float]:
-        """Bytes by which private memory grows while all leased bytes are read, as a share of them; and the bytes."""
+        """Measures by how many bytes private memory grows while all leased bytes are read: as a share of them, and in bytes."""
         leased_bytes = len(self._keys) * self.record_bytes
         gc.collect()
         before_bytes = rss_anon_bytes(os.getpid())
@@ -90,7 +90,7 @@ class Leases:
 
 
 def measure_leases(bench: Bench) -> list[Row]:
-    """Latency idle and loaded, independence of the record's size, private memory."""
+    """Makes the rows: latency idle and loaded, independence of the record's size, private memory."""
     with bench.folder("store") as folder:
         schemas = [_schema_of(record_bytes) for record_bytes in bench.plan.latency_record_bytes]
         stream_schema = param_schema(bench.plan.expert_size)
@@ -149,7 +149,7 @@ def _idle_rows(bench: Bench, small: Leases, large: Leases) -> list[Row]:
 
 
 def _latency_row(pairs: Pairs, *, case: str, record_bytes: int, against: str, target: Target) -> Row:
-    """A row of pairs whose work is calls: microseconds a call, ratio of rates (1.0 is as quick)."""
+    """Makes a row of pairs whose work is calls: microseconds a call, ratio of rates (1.0 is as quick)."""
     row = Row(
         name="acquire and release", case=case, subject=SUBJECT, record_bytes=record_bytes, unit="us", against=against,
         value=MICRO / pairs.rate, limit=MICRO / pairs.limit_rate, target=target,

@@ -1,4 +1,4 @@
-"""What a result was measured on: machine, file system, page kinds, commit. Ratios travel; these figures say how far."""
+"""Describes what a result was measured on: machine, file system, page kinds, commit. Ratios travel; these figures say how far."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paramstore.storage.mounts import free_bytes
 from paramstore_client.address import PATH_BYTES_MAX
 
 DEEPEST = Path("bench-xxxxxxxx") / "store" / "run" / "paramstore.sock"
-"""As deep as a run goes below its directory."""
+"""Longest path that a run makes below its directory."""
 PACKAGES = ("torch", "numpy", "msgspec", "lmdb", "aiofiles", "safetensors", "xxhash")
 
 
 def describe(directory: Path) -> dict[str, object]:
-    """Facts of the machine and of the file system that `directory` is on. Names no host and no path."""
+    """Collects facts of the machine and of the file system that `directory` is on. Names no host and no path."""
     return {
         "cpu": _line_of("/proc/cpuinfo", "model name"),
         "cores": len(os.sched_getaffinity(0)),
@@ -36,7 +36,7 @@ def describe(directory: Path) -> dict[str, object]:
 
 
 def file_system(directory: Path) -> str:
-    """Type of the file system that holds `directory`, as the kernel names it."""
+    """Finds the type of the file system that holds `directory`, as the kernel names it."""
     here = directory.resolve()
     best, kind = Path("/"), "unknown"
     for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -47,7 +47,7 @@ def file_system(directory: Path) -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that this code runs from, with `+changes` if it has any; else the package's version."""
+    """Finds the commit of the checkout that this code runs from, with `+changes` if it has any; else the package's version."""
     root = Path(__file__).resolve().parents[2]
     try:
         name = _git(root, "rev-parse", "HEAD")
@@ -57,12 +57,12 @@ def commit() -> str:
 
 
 def now() -> str:
-    """Date and time in UTC, ISO 8601, to the second."""
+    """The date and time in UTC, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def check_directory(directory: Path) -> None:
-    """Returns if `directory` is one, and a daemon's socket can lie below it; else raises ConfigError."""
+    """Raises ConfigError unless `directory` is a directory, and a daemon's socket can lie below it."""
     if not directory.is_dir():
         problem = "it is not a directory" if directory.exists() else "there is no such directory"
         raise ConfigError(f"--dir {directory}: {problem}")
@@ -75,8 +75,8 @@ def check_directory(directory: Path) -> None:
 
 
 def check_free_space(directory: Path, needed_bytes: int, *, quick_bytes: int | None = None) -> None:
-    """Returns if `directory` has room for `needed_bytes`; else raises CapacityError. quick_bytes: what a run with --quick needs;
-    None where there is no such flag."""
+    """Raises CapacityError unless `directory` has room for `needed_bytes`. quick_bytes: the need of a run with --quick; None
+    where there is no such flag."""
     if (left_bytes := free_bytes(directory)) < needed_bytes:
         or_quick = ", or run it with --quick" if quick_bytes is not None and quick_bytes <= left_bytes else ""
         raise CapacityError(

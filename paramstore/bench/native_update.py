@@ -1,8 +1,8 @@
-"""The native AdamW kernel beside torch's step and casts, everything else equal: what it must win to be kept (>= 1.3).
+"""Measures the native AdamW kernel beside torch's step and casts, everything else equal: to be kept it must be 1.3 times as fast.
 
-Alone, in processes that do nothing else, and as users have it, through two daemons with everything resident. What it must win
-stands in the rows that it was made for (clipping, ranks, missed steps); what is bound by memory (bf16 unscaled, fp32) wins less,
-and has no target.
+It is measured alone, in processes that do nothing else, and as users have it, through two daemons with everything resident. The
+target stands in the rows that the kernel was made for (clipping, ranks, missed steps). Rows that are bound by memory (bf16
+unscaled, fp32) win less, and have no target.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SERVED_RECORDS = 16
 
 
 def measure_native(bench: Bench, rounds: int, cases: Iterable[str] = CASES) -> list[Row]:
-    """One row per case, in pairs of single updates of all records; none where the kernel cannot be had."""
+    """Makes one row per case, in pairs of single updates of all records; none where the kernel cannot be had."""
     return [_measure_case(bench, case, rounds) for case in cases] if kernel() is not None else []
 
 
@@ -66,7 +66,7 @@ def _measure_case(bench: Bench, case: str, rounds: int) -> Row:
 
 
 def measure_served(bench: Bench, param_dtype: torch.dtype, rounds: int, *, records: int = SERVED_RECORDS) -> Row:
-    """`apply` with everything resident, through a daemon with the kernel and one without, turn by turn."""
+    """Measures `apply` with everything resident, through a daemon with the kernel and one without, turn by turn."""
     schema = adamw_schema(bench.plan.expert_size, param_dtype)
     bench.tell(f"native kernel beside torch, through the service: {schema.gradient_dtype}")
     with ExitStack() as stack:
@@ -98,7 +98,7 @@ def measure_served(bench: Bench, param_dtype: torch.dtype, rounds: int, *, recor
 
 @contextmanager
 def _arithmetic(*, is_native: bool) -> Iterator[None]:
-    """Daemons that start within may use the kernel, or not."""
+    """Decides whether daemons that start within may use the kernel."""
     before = os.environ.get(SWITCH_VARIABLE)
     os.environ[SWITCH_VARIABLE] = "1" if is_native else "0"
     try:

@@ -1,4 +1,4 @@
-"""Memory of a stated kind, every page touched before use: where the baseline reads to and writes from.
+"""Memory of a stated kind for the baseline to read to and write from, with every page touched before use.
 
 Page size decides the disk's speed: one O_DIRECT request into scattered 4 KiB pages is cut into many small segments. So a
 ratio is fair only between equal kinds of memory, and every result names its kind. The memory comes from `paramstore.memory`,
@@ -17,7 +17,7 @@ TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 class MemoryKind(StrEnum):
-    """Private or shared (memfd) memory, and the pages it is made of."""
+    """A kind of memory: private or shared (memfd), and the size of its pages."""
 
     PRIVATE_SMALL = "private, 4 KiB pages"
     PRIVATE_HUGE = "private, huge pages"
@@ -28,7 +28,7 @@ class MemoryKind(StrEnum):
 class Slab:
     """Owner of one stretch of memory of at least `length_bytes`, all of it touched.
 
-    Raises CapacityError where the machine has not so much.
+    Raises CapacityError where the machine has less than that.
     """
 
     def __init__(self, kind: MemoryKind, length_bytes: int) -> None:
@@ -46,17 +46,17 @@ class Slab:
 
 
 def param_kind() -> MemoryKind:
-    """What the daemon's `param` arenas are made of on this machine, now: memory that clients map."""
+    """Finds the kind of the daemon's `param` arenas on this machine, now: memory that clients map."""
     return MemoryKind.SHARED_SMALL if probe_pages().shared is PageKind.SMALL else MemoryKind.SHARED_HUGE
 
 
 def optim_kind() -> MemoryKind:
-    """What the daemon's `optim` arenas are made of on this machine, now: memory of its own."""
+    """Finds the kind of the daemon's `optim` arenas on this machine, now: memory of its own."""
     return MemoryKind.PRIVATE_SMALL if probe_pages().private is PageKind.SMALL else MemoryKind.PRIVATE_HUGE
 
 
 def available_kinds() -> list[MemoryKind]:
-    """The kinds this machine gives without being changed. Private 4 KiB pages are none of them where the kernel makes all
+    """Lists the kinds that this machine gives without being changed. Private 4 KiB pages are missing where the kernel makes all
     private memory huge."""
     has_small_private = chosen("enabled") != "always"
     kinds = [MemoryKind.PRIVATE_SMALL] if has_small_private else []
@@ -64,7 +64,7 @@ def available_kinds() -> list[MemoryKind]:
 
 
 def settings() -> dict[str, str]:
-    """What the system says of huge pages: transparent ones (private, shared) and the reserved pool."""
+    """The system's settings of huge pages: transparent ones (private, shared) and the reserved pool."""
     pool = [line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("HugePages_Free")]
     return {
         **{name: chosen(name) for name in ("enabled", "shmem_enabled", "defrag")},
@@ -74,7 +74,7 @@ def settings() -> dict[str, str]:
 
 
 def chosen(setting: str) -> str:
-    """The word in brackets: `always [madvise] never` chooses madvise."""
+    """Finds the word in brackets: `always [madvise] never` chooses madvise."""
     try:
         text = (TRANSPARENT / setting).read_text()
     except OSError:

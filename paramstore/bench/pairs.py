@@ -1,6 +1,6 @@
 """Paired sampling: each of our samples is taken next to a sample of the limit, in alternating order.
 
-A disk and its host drift by tens of percent within minutes; a ratio of neighbours does not. What is reported is the
+A disk and its host drift by tens of percent within minutes; a ratio of neighbours does not. The reported figure is the
 median of the paired ratios, with the least and the greatest as its spread; never a ratio of two medians.
 """
 
@@ -31,7 +31,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Neighbours in time."""
+    """Two samples taken one after the other: ours and the limit's."""
 
     ours: Sample
     limit: Sample
@@ -70,7 +70,7 @@ class Pairs:
 
     @property
     def cpu_s_per_gb(self) -> float:
-        """Core-seconds per 10^9 bytes of work, over all our samples (a single one is too short for the kernel's clock)."""
+        """Core-seconds per 10^9 bytes of work, over all our samples, since a single one is too short for the kernel's clock."""
         return _cpu_s_per_gb([pair.ours for pair in self.pairs])
 
     @property
@@ -78,9 +78,9 @@ class Pairs:
         return _cpu_s_per_gb([pair.limit for pair in self.pairs])
 
     def parts(self) -> dict[str, float]:
-        """Medians of what our samples are made of; a part missing from a sample counts as 0.
+        """Medians of the parts that our samples are made of; a part missing from a sample counts as 0.
 
-        extra_s: seconds beyond those that the limit takes for as much work.
+        extra_s: seconds beyond those that the limit takes for the same amount of work.
         """
         names = sorted({name for pair in self.pairs for name in pair.ours.parts})
         made_of = {name: median(pair.ours.parts.get(name, 0.0) for pair in self.pairs) for name in names}
@@ -97,7 +97,7 @@ class Pairs:
 def sample_pairs(
     rounds: int, ours: Callable[[int], Sample], limit: Callable[[int], Sample], *, warm_up_rounds: int = 1
 ) -> Pairs:
-    """`rounds` pairs, after untimed warm-up rounds. Both get the number of the round, so that they can work in equal order."""
+    """Takes `rounds` pairs, after untimed warm-up rounds. Both sides get the round's number, to work in equal order."""
     for number in range(warm_up_rounds):
         ours(-1 - number)
         limit(-1 - number)
@@ -112,7 +112,7 @@ def sample_pairs(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The least value that `percent` of `values` do not exceed (nearest rank). `values` must not be empty."""
+    """The least of `values` that at least `percent` of them do not exceed (nearest rank). `values` must not be empty."""
     ranked = sorted(values)
     return ranked[max(0, ceil(len(ranked) * percent / 100) - 1)]
 

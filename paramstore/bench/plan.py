@@ -1,4 +1,4 @@
-"""How much is measured: record sizes, sizes of the sets, rounds. Both plans are bounded in time and in disk space."""
+"""Decides how much is measured: record sizes, sizes of the sets, rounds. Both plans are bounded in time and in disk space."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paramstore.config import HELD_STEPS, RETAINED_STEPS
 
 MIB = 1 << 20
 HIDDEN = 2048
-"""Model width of the experts that records stand for: Qwen3-30B-A3B's."""
+"""Model width of the experts that the records stand for: that of Qwen3-30B-A3B."""
 ADAMW_BYTES_PER_PARAMETER = 12
 BF16_BYTES = 2
 SPARE_BYTES = 512 * MIB
@@ -17,7 +17,7 @@ SPARE_BYTES = 512 * MIB
 
 @dataclass(frozen=True, slots=True)
 class RecordSize:
-    """A record size of the bench, as near as whole rows of the expert's matrices allow."""
+    """A nominal record size; real records come as near to it as whole rows of the expert's matrices allow."""
 
     nominal_bytes: int
 
@@ -33,10 +33,10 @@ SMALL = RecordSize(int(12.6 * MIB))
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run.
+    """Amounts of one run.
 
-    expert_size: record size of what is updated and of what streams by. set_bytes: bytes of records per case.
-    rounds: pairs per row. latency_calls: per percentile.
+    expert_size: record size in the rows about updates and streams. set_bytes: bytes of records per case.
+    rounds: pairs per row. latency_calls: calls per percentile.
     """
 
     record_sizes: tuple[RecordSize, ...] = (LARGE, SMALL)
@@ -59,7 +59,7 @@ class Plan:
 
     @classmethod
     def quick(cls) -> Plan:
-        """About a minute: figures to see that all is well, not to quote."""
+        """A plan of about a minute: figures to see that all is well, not to quote."""
         return cls(
             set_bytes=240 * MIB, rounds=5, write_rounds=5, apply_rounds=5, apply_records=3, latency_calls=500,
             latency_record_bytes=(64 << 10, 1 * MIB), stream_records=4, loaded_latency_s=1.5,
@@ -70,14 +70,14 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Most that lies on disk at a time: the raw file, one store with all the steps it may keep, and some spare."""
+        """Most bytes on disk at a time: the raw file, one store with all the steps it may keep, and some spare."""
         largest = max(size.nominal_bytes for size in self.record_sizes)
         set_bytes = max(self.set_bytes, 2 * largest, self.apply_records * self.expert_size.nominal_bytes)
         return (2 + RETAINED_STEPS + HELD_STEPS) * set_bytes + SPARE_BYTES
 
 
 def shuffled(count: int, *, seed: int) -> list[int]:
-    """0 .. count-1 in an order that equal seeds repeat."""
+    """The numbers 0 .. count-1, in an order that equal seeds repeat."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order

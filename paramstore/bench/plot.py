@@ -1,4 +1,4 @@
-"""The picture of a report: how much of the disk's own rate each way of moving records reaches, targets marked."""
+"""Draws a report: how much of the disk's own rate each way of moving records reaches, with targets marked."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 OURS, PEER, LIMIT, TARGET = "#1f6f8b", "#b8bfc6", "#e3e7ea", "#c8553d"
 """Colours: our bars, the peers', raw I/O with other kinds of memory, and the mark of a target."""
 TEXT_WIDTH = 0.42
-"""Room right of the longest bar for its figures, as a ratio."""
+"""Room to the right of the longest bar for its figures, as a ratio."""
 READ, WRITE = "volume to host", "host to volume"
-"""`Row.name` of what is drawn: one panel per name and record size."""
+"""Names of the rows that are drawn: one panel per name and record size."""
 BAR_HEIGHT_INCHES, PANEL_HEIGHT_INCHES = 0.34, 1.0
 
 
 def panels_of(report: Report) -> dict[tuple[str, int], list[Row]]:
-    """Rows with a ratio to raw, by work and nominal record size in MiB; best first, reads before writes."""
+    """Groups rows with a ratio to raw by work and nominal record size in MiB; best first, reads before writes."""
     panels: dict[tuple[str, int], list[Row]] = {}
     for row in report.rows:
         if row.name in (READ, WRITE) and row.ratio is not None and row.record_bytes is not None:
@@ -57,7 +57,7 @@ def draw(report: Report, file: Path) -> None:
 
 
 def check_target(file: Path) -> None:
-    """Returns if `draw` can write `file`, and leaves nothing behind. Raises ConfigError: to be asked before measuring."""
+    """Checks that `draw` can write `file`, and leaves nothing behind. Raises ConfigError, so that it is known before measuring."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     kinds = FigureCanvasAgg.get_supported_filetypes()
@@ -78,7 +78,7 @@ def label_of(row: Row) -> str:
 
 
 def _draw_panel(axes: Axes, name: str, rows: list[Row], *, top: float) -> None:
-    """top: the highest ratio of all panels, so that all have one scale."""
+    """Draws one panel. top: the highest ratio of all panels, so that all have one scale."""
     positions = list(range(len(rows), 0, -1))
     ratios = [row.ratio or 0.0 for row in rows]
     spread = [

@@ -10,9 +10,9 @@ NANOSECONDS = 1e9
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of all threads alive in process `pid`, in seconds.
+    """CPU time of all threads alive in process `pid`, user and system, in seconds.
 
-    Reads the scheduler's nanoseconds where it keeps them, for a load takes a few clock ticks (10 ms) of CPU only; else
+    Reads the scheduler's nanoseconds where it keeps them, since a load takes only a few clock ticks (10 ms) of CPU; else
     the ticks of /proc/PID/stat. Raises ProcessLookupError if there is no such process.
     """
     try:
@@ -22,7 +22,7 @@ def cpu_s(pid: int) -> float:
 
 
 def written_bytes(pid: int) -> int:
-    """What process `pid` has sent to storage so far, by the kernel's count; memory file systems do not count."""
+    """Bytes that process `pid` has sent to storage so far, by the kernel's count; memory file systems do not count."""
     for line in Path(f"/proc/{pid}/io").read_text().splitlines():
         if line.startswith("write_bytes:"):
             return int(line.split()[1])
@@ -30,23 +30,23 @@ def written_bytes(pid: int) -> int:
 
 
 def rss_anon_bytes(pid: int) -> int:
-    """Private memory of process `pid` that is resident: no file, no shared mapping counts."""
+    """Private memory of process `pid` that is resident: neither files nor shared mappings count."""
     return _status_bytes(pid, "RssAnon")
 
 
 def resident_bytes(pid: int) -> int:
-    """What process `pid` has in memory now: private, files and shared mappings."""
+    """Memory of process `pid` that is resident now: private, files and shared mappings."""
     return _status_bytes(pid, "VmRSS")
 
 
 def reset_peak(pid: int | None = None) -> None:
-    """From here on the peak of `pid` (None: this process) counts anew. Leaves it as it was where the kernel does not let us."""
+    """Begins the count of the peak of `pid` (None: this process) anew. Changes nothing where the kernel does not allow it."""
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid or 'self'}/clear_refs").write_text("5")
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that was resident since the process began or `reset_peak`: private, files and shared mappings."""
+    """Most memory that was resident since the process began or `reset_peak`: private, files and shared mappings."""
     return _status_bytes(pid, "VmHWM")
 
 

@@ -1,8 +1,8 @@
 """The limit of the disk: a thread pool that reads and overwrites whole records with O_DIRECT, and nothing else.
 
-The baseline is the fair best a process can do without a service: plans are made before the clock starts, threads and memory
+The baseline is the best that a process can do without a service: plans are made before the clock starts, threads and memory
 are warm, pieces are large, content does not compress, writes go to blocks that were written before and end in one flush.
-`RecordStore` is what peers implement beside it, so that all are sampled by the same code.
+Peers implement `RecordStore` beside it, so that the same code takes the samples of all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIECE_BYTES = 8 << 20
 ALIGNMENT_BYTES = 4096
 
 Piece = tuple[int, memoryview]
-"""Offset in the file, and the memory it is moved to or from."""
+"""Offset in the file, and the memory that it is read into or written from."""
 
 
 class RecordStore(Protocol):
@@ -36,18 +36,18 @@ class RecordStore(Protocol):
     def name(self) -> str: ...
 
     def read(self, order: Sequence[int]) -> Sample:
-        """Reads these records, cold (nothing of them is in the page cache), into memory of the process."""
+        """Reads these records into memory of the process, cold: nothing of them is in the page cache."""
         ...
 
     def write(self, order: Sequence[int]) -> Sample:
-        """Overwrites these records; they are durable on return. parts has `flush_s` where it is a call of its own."""
+        """Overwrites these records; they are durable on return. The sample's parts have `flush_s` if the flush is one call."""
         ...
 
     def close(self) -> None: ...
 
 
 class RawFile:
-    """Record i lies at i * record_bytes of `path` and of `slab`.
+    """Record i lies at i * record_bytes, in the file at `path` and in `slab`.
 
     Owner of its threads and its descriptor; the slab is the caller's.
     """
@@ -71,7 +71,7 @@ class RawFile:
         return self._timed(order, os.preadv, is_flushed=False)
 
     def write(self, order: Sequence[int], *, after: Sequence[Piece] = ()) -> Sample:
-        """after: written by the caller's thread, one by one, when the records are there and before the flush."""
+        """Overwrites these records. after: pieces that the caller's thread then writes, one by one, before the flush."""
         return self._timed(order, os.pwritev, is_flushed=True, after=after)
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class RawFile:
         return [(at, self.slab.view[at : min(at + PIECE_BYTES, end)]) for at in range(start, end, PIECE_BYTES)]
 
     def _move(self, pieces: list[Piece], call: Callable[[int, list[memoryview], int], int]) -> None:
-        """Every thread takes the next piece from one list iterator, which is safe to share."""
+        """Moves the pieces on all threads; each takes the next one from one list iterator, which is safe to share."""
         shared = iter(pieces)
 
         def work() -> None:

@@ -1,8 +1,8 @@
-"""What a benchmark reports: rows with their limit, ratio, target and verdict, and the JSON they are kept in.
+"""The report of a benchmark: rows with their limit, ratio, target and verdict, and the JSON they are kept in.
 
 A row says what was measured (`value`, `unit`), what it stands beside (`against`, `limit`, in the same unit), their paired
 ratio with its spread, and the target. `holds` follows from the median alone; `verdict` tells a miss that lies within the
-spread of its own pairs (run it again) from one that does not. `parts` is what a row's time is made of.
+spread of its own pairs (run it again) from one that does not. `parts` are what a row's time is made of.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Literal
 import msgspec
 
 SUBJECT = "paramstore"
-"""`Row.subject` of what we measure of ourselves; peers carry their own name, the baseline `raw`."""
+"""`Row.subject` of our own figures; peers carry their own name, the baseline `raw`."""
 RAW = "raw"
 
 
 class Verdict(StrEnum):
-    """How a row stands to its target."""
+    """Relation of a row to its target."""
 
     HOLDS = "holds"
     WITHIN_SPREAD = "within spread"
@@ -44,7 +44,7 @@ class Target(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One measured figure. Without a limit `ratio` is None; without a target `holds` is None.
 
-    name: the work; case: which variant of it; subject: who did it.
+    name: the work; case: the variant of it; subject: who did it.
     parts: seconds, bytes or counts, named with their unit.
     """
 
@@ -76,7 +76,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judged(row: Row) -> Row:
-    """`row` with `holds` set from its target. A figure that is not finite never holds."""
+    """Gives `row` with `holds` set from its target. A figure that is not finite never holds."""
     if row.target is None:
         return row
     measured = row.ratio if row.target.quantity == "ratio" else row.value
@@ -106,5 +106,5 @@ def encode(report: Report) -> bytes:
 
 
 def decode(data: bytes) -> Report:
-    """The report that `encode` wrote. Raises msgspec.DecodeError on anything else."""
+    """Reads a report that `encode` wrote. Raises msgspec.DecodeError on anything else."""
     return msgspec.json.decode(data, type=Report)

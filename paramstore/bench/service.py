@@ -68,7 +68,7 @@ class Service:
         return sum(int(volume["size_bytes"]) - int(volume["written_bytes"]) for volume in self.stats()["volumes"].values())
 
     def watch_budget(self) -> None:
-        """Keeps the highest use of the host budget seen so far, by the daemon's books and by the kernel's count."""
+        """Updates the highest use of the host budget seen so far, by the daemon's books and by the kernel's count."""
         host = self.stats()["tiers"]["host"]
         self.host_bytes_max = max(self.host_bytes_max, int(host["used_bytes"]), int(host["kernel_peak_bytes"]))
 
@@ -81,7 +81,7 @@ class Service:
         return rss_anon_bytes(self.pid) - int(self.stats()["tiers"]["host"]["private_bytes"])
 
     def stop(self) -> None:
-        """Ends the daemon, by force if it does not end in time. Raises StoreUnavailable then, after it is dead."""
+        """Ends the daemon, by force if it does not end in time: then raises StoreUnavailable, once it is dead."""
         daemon = find_daemon(parse_address(self.store.address))
         self.store.close()
         if daemon is None:
@@ -97,7 +97,7 @@ class Service:
 def serving(
     directory: Path, *, host_budget_bytes: int, settings: Mapping[str, object] = MappingProxyType({})
 ) -> Iterator[Service]:
-    """A daemon for as long as the block runs. settings: of `ps.ServeOptions`."""
+    """Runs a daemon for as long as the block runs. settings: of `ps.ServeOptions`."""
     service = Service(directory, host_budget_bytes=host_budget_bytes, settings=settings)
     try:
         yield service
@@ -106,7 +106,7 @@ def serving(
 
 
 def counted_seconds(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """By how much each of the daemon's counters of seconds (names ending in `_s`, its uptime apart) grew, by dotted name."""
+    """Growth of each of the daemon's counters of seconds (names ending in `_s`, its uptime apart), by dotted name."""
     earlier = _flat(before)
     grown = {name: value - earlier.get(name, 0.0) for name, value in _flat(after).items() if name.endswith("_s")}
     return {f"daemon.{name}": value for name, value in grown.items() if value > 0 and not name.endswith("uptime_s")}

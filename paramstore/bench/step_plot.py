@@ -1,4 +1,4 @@
-"""The picture of optimizer steps: our seconds, the bound beside them, and the peers', one line per cell."""
+"""Draws optimizer steps: our seconds, the bound beside them, and the peers', one line per cell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paramstore.bench.training import TRAINING
 from paramstore.config import format_size
 
 PHASE, STEP = "update phase", "optimizer step"
-"""`Row.name` of what is drawn: the phases give our seconds and the bound, the steps the peers'."""
+"""Names of the rows that are drawn: the phases give our seconds and the bound, the steps the peers'."""
 LINE_INCHES, EDGE_INCHES = 0.26, 1.6
 
 Lines = list[tuple[str, float, str]]
@@ -19,7 +19,7 @@ Lines = list[tuple[str, float, str]]
 
 
 def lines_of(report: Report) -> Lines:
-    """Per cell ours and the bound; then each peer once, at the median of what it took."""
+    """Lists for each cell our line and the bound's; then each peer once, with the median of its seconds."""
     lines: Lines = []
     for row in (row for row in report.rows if row.name == PHASE):
         size = format_size(row.record_bytes or 0)
@@ -57,7 +57,7 @@ def draw_steps(report: Report, file: Path) -> None:
 
 
 def draw_training(report: Report, file: Path) -> None:
-    """Tokens a second by host budget: ours, the roofline, everything in memory. Raises ValueError if there is nothing to draw."""
+    """Draws tokens a second by host budget: ours, the roofline, everything in memory. Raises ValueError if the report has none."""
     rows = [row for row in report.rows if row.name == TRAINING]
     if not rows:
         raise ValueError("the report has no training: nothing to draw")

@@ -1,7 +1,7 @@
-"""Another client that reads a namespace from the volume at full speed, while something else is timed.
+"""Another client, which reads a namespace from the volume at full speed while something else is timed.
 
 `python -m paramstore.bench.stream ADDRESS NAMESPACE EXPERTS` evicts and loads all keys over and over until stdin closes;
-it says `ready` after the first sweep and, at its end, the bytes and seconds of the others.
+it says `ready` after the first sweep and, at its end, the bytes and seconds of the later ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stream:
             raise StoreUnavailable(f"the streaming process did not start (exit code {self._process.wait()})")
 
     def stop(self) -> Sample:
-        """Ends it after the sweep under way; the bytes and seconds it streamed."""
+        """Ends the process after the sweep under way; gives the bytes and seconds it streamed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -45,7 +45,7 @@ class Stream:
 
 
 def run(address: str, name: str, experts: int) -> None:
-    """The streaming process."""
+    """Runs the streaming process."""
     clock = MonotonicClock()
     store = ps.connect(address)
     namespace = store.open_namespace(name, mode="read")

@@ -1,4 +1,4 @@
-"""A report for people: one table, and below it what the rows that fall short are made of."""
+"""Prints a report for people: one table, and below it the parts of the rows that fall short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL_VALUE = 100.0
 
 
 TABLE_WIDTH = 150
-"""Columns that the table needs; where there are fewer, each row is a paragraph."""
+"""Columns of a terminal that the table needs; with fewer, each row is a paragraph."""
 
 
 def render(report: Report, console: Console) -> None:
@@ -57,7 +57,7 @@ def table_of(report: Report) -> Table:
 
 
 def paragraph_of(row: Row) -> str:
-    """The row where a table has no room: what and by whom, then the figures."""
+    """Describes a row where a table has no room: what was measured and whose it is, then the figures."""
     limit = f"{row.against} {number(row.limit)}" if row.limit is not None else row.against
     target = f"target {row.target.quantity} {row.target}: [{STYLES[row.verdict]}]{row.verdict}[/]" if row.target else ""
     figures = ", ".join(filter(None, (f"{number(row.value)} {row.unit}", limit, target)))
@@ -74,7 +74,7 @@ def parts_of(row: Row) -> Table:
 
 
 def summary_of(report: Report) -> str:
-    """How many of the targets hold."""
+    """Says how many of the targets hold."""
     counts = Counter(row.verdict for row in report.rows)
     targets = len(report.rows) - counts[Verdict.NO_TARGET]
     return (
@@ -102,13 +102,13 @@ def number(value: float) -> str:
 
 
 def short_commit(commit: str) -> str:
-    """Its first digits, and whether the tree had changes."""
+    """The commit's first digits, and whether the tree had changes."""
     digits, mark, _ = commit.partition("+")
     return digits[:12] + ("+changes" if mark else "")
 
 
 def machine_line(report: Report) -> str:
-    """One line under tables and pictures: where these figures come from."""
+    """Makes the line under tables and pictures that says where the figures come from."""
     facts = report.machine
     memory_bytes = facts.get("memory_bytes")
     memory = format_size(memory_bytes) if isinstance(memory_bytes, int) else "?"

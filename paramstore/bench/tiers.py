@@ -1,4 +1,4 @@
-"""`paramstore bench tiers`: every figure the service is held to, in one run, on this machine."""
+"""`paramstore bench tiers`: measures every figure the service is held to, in one run, on this machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def run(
 ) -> Report:
     """Measures all rows in a temporary folder of `directory`, which is removed whatever happens.
 
-    Raises ConfigError if `directory` is none, CapacityError if it has not the room, before anything is written; and whatever
-    the service raises.
+    Raises ConfigError if `directory` is no directory, CapacityError if it has not the room, before anything is written; and
+    whatever the service raises.
     """
     clock = MonotonicClock()
     machine.check_directory(directory)
@@ -51,7 +51,7 @@ def run(
 
 
 def measure_all(bench: Bench) -> list[Row]:
-    """The rows in the order they are shown."""
+    """Measures all rows, in the order in which they are shown."""
     rows: list[Row] = []
     for size in bench.plan.record_sizes:
         rows += measure_param(bench, size)

@@ -26,7 +26,7 @@ class TorchAdamW:
         )  # fmt: skip
 
     def step(self) -> Sample:
-        """One optimizer step over all parameters."""
+        """Makes one optimizer step over all parameters."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("step\n")
@@ -45,7 +45,7 @@ class TorchAdamW:
 
 
 def run(threads: int, record_count: int, field_elements: list[int]) -> None:
-    """The peer process: steps once per line of stdin until it closes."""
+    """Runs the peer process: steps once per line of stdin until it closes."""
     import torch
 
     torch.set_num_threads(threads)

@@ -1,10 +1,10 @@
-"""Training throughput with a part of the states in host memory, beside everything in memory; what the device allows in each cell.
+"""Judges training throughput with a part of the states in host memory, beside training with everything in memory.
 
 A step of ours cannot be faster than its bytes through the device, nor than the same step with everything in memory: the roofline
 is the slower of the two. A cell holds its target if it reaches the asked share of the in-memory rate, or, where the device is
 the slower one, the asked share of the roofline, whichever is lower. Bytes are those that the daemon moved in the steps, rates
 those of raw I/O beside them.
-The default update rule, `exact`, does what the model in memory does, and is held to its losses; `touched` stands beside it.
+The default update rule, `exact`, does what the model in memory does, and must have its losses; `touched` stands beside it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from paramstore.bench.report import SUBJECT, Row, Target, judged
 from paramstore.errors import CapacityError, StepMismatch
 
 TARGETS = {1.0: 0.95, 0.5: 0.85, 0.25: 0.75, 0.1: 0.60}
-"""By host budget as a share of the states: the share of the in-memory tokens a second that is asked for."""
+"""Asked share of the in-memory tokens a second, for each host budget as a share of the states."""
 ROOFLINE_TARGET = 0.85
 EXACT, TOUCHED = "exact", "touched"
 RULES = (EXACT, TOUCHED)
 TRAINING = "training"
-"""`Row.name` of what is drawn."""
+"""Name of the rows that are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class PairedStep:
-    """One step of ours beside the same one in memory. io_s: what its bytes take at the device's rate.
+    """One step of ours beside the same one in memory. io_s: the time of its bytes at the device's rate.
 
     Ours is one of several in a row: an update goes on while the next forward begins.
     """
@@ -57,7 +57,7 @@ class PairedStep:
 
     @property
     def roofline_ratio(self) -> float:
-        """The most that `ratio` could be."""
+        """The most that `ratio` could be, given the device."""
         return self.memory.seconds / max(self.memory.seconds, self.io_s)
 
     @property
@@ -67,7 +67,7 @@ class PairedStep:
 
 
 def target_of(share: float, steps: Sequence[PairedStep]) -> float:
-    """What is asked of a cell's ratio: its share; where the device bounds the step, the share of the roofline if that is lower."""
+    """The asked ratio of a cell: its share; where the device bounds the step, the share of the roofline if that is lower."""
     roofline = median(step.roofline_ratio for step in steps)
     return min(TARGETS[share], ROOFLINE_TARGET * roofline) if roofline < 1.0 else TARGETS[share]
 
@@ -75,7 +75,7 @@ def target_of(share: float, steps: Sequence[PairedStep]) -> float:
 def row_of(
     share: float, steps: Sequence[PairedStep], *, tokens: int, record_bytes: int, facts: dict[str, float], rule: str = EXACT
 ) -> Row:
-    """The row of one cell. share: of the states, that the host budget is. facts: figures of the daemon, into the row's parts."""
+    """Makes the row of one cell. share: the host budget as a share of the states. facts: the daemon's figures, for `parts`."""
     ratios = [step.ratio for step in steps]
     phases = {
         f"{who}_{phase}": median(getattr(getattr(step, who), phase) for step in steps)
@@ -98,13 +98,13 @@ def row_of(
 
 
 def check_losses(ours: Sequence[float], memory: Sequence[float], *, what: str) -> None:
-    """Returns if the two have trained alike, bit for bit; else raises StepMismatch naming the first step that differs."""
+    """Raises StepMismatch, naming the first step that differs, unless the two runs had equal losses, bit for bit."""
     for number, (mine, theirs) in enumerate(zip(ours, memory, strict=True)):
         if mine != theirs:
             raise StepMismatch(f"{what}: the loss of step {number} is {mine!r}, in memory {theirs!r}; exact promises the same")
 
 
 def check_host_peak(peak_bytes: int, budget_bytes: int, *, what: str) -> None:
-    """Returns if the kernel never counted more host memory than the budget; else raises CapacityError."""
+    """Raises CapacityError if the kernel ever counted more host memory than the budget."""
     if peak_bytes > budget_bytes:
         raise CapacityError(f"{what}: {peak_bytes} bytes of host memory by the kernel's count, the host budget is {budget_bytes}")

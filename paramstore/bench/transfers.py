@@ -1,9 +1,9 @@
-"""Records between volume and host through the service, each sample beside raw I/O into memory of the same kind.
+"""Measures records between volume and host through the service, each sample beside raw I/O into memory of the same kind.
 
-- volume to host, `param`: evict all, then prefetch and acquire, in random order, as many as one lease may hold; from the
+- volume to host, `param`: evict all, then prefetch and acquire in random order, as many as one lease may hold; timed from the
   prefetch to the lease granted.
-- volume to host, `optim`: evict all, then prefetch all in random order; from the prefetch to the ticket done.
-- host to volume: everything made dirty, then `write_back` beside raw overwrites, or `commit` beside overwrites and flush.
+- volume to host, `optim`: evict all, then prefetch all in random order; timed from the prefetch to the ticket done.
+- host to volume: make everything dirty, then `write_back` beside raw overwrites, or `commit` beside overwrites and flush.
 Checksums are verified by the daemon on every load; one loaded record is compared with what was stored.
 """
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from paramstore_client import Namespace
 
 BUDGET_SETS = 3
-"""Host budget in sets of records: all fits, with slots to spare for leases and next versions."""
+"""Host budget, in sets of records: all fit, with slots to spare for leases and next versions."""
 READ_TARGET_LARGE, READ_TARGET_SMALL, WRITE_TARGET = 0.93, 0.90, 0.90
 CPU_ABOVE_RAW_S_PER_GB = 0.05
 
@@ -64,7 +64,7 @@ class Transfers:
         self._step = 1
 
     def load_param(self, number: int) -> Sample:
-        """Cold, from the prefetch to the lease on all keys granted."""
+        """Evicts all, then times from the prefetch to the lease on all keys granted."""
         self._evict()
         keys = self._order(number)[: self._namespace.lease_slots]
         started = self._start()
@@ -79,7 +79,7 @@ class Transfers:
         return replace(sample, parts={**sample.parts, "prefetch_call_s": asked_s - started[0], **self._hand_over(keys)})
 
     def load_optim(self, number: int) -> Sample:
-        """Cold, from the prefetch to its ticket done."""
+        """Evicts all, then times from the prefetch to its ticket done."""
         self._evict()
         keys = self._order(number)
         started = self._start()
@@ -89,7 +89,7 @@ class Transfers:
         return sample
 
     def write_back(self, number: int) -> Sample:
-        """Everything dirty; until all of it is on the volume (not flushed)."""
+        """Makes everything dirty, then times until all of it is on the volume (not flushed)."""
         self._make_dirty(number)
         started = self._start()
         result = self._namespace.write_back().wait(WAIT_S)
@@ -99,7 +99,7 @@ class Transfers:
         return sample
 
     def commit(self, number: int) -> Sample:
-        """Everything dirty; until a commit of it is durable."""
+        """Makes everything dirty, then times until a commit of it is durable."""
         self._make_dirty(number)
         started = self._start()
         result = self._commit()
@@ -135,7 +135,7 @@ class Transfers:
         return Sample(work_bytes, seconds, daemon_cpu_s, parts)
 
     def _hand_over(self, keys: list[tuple[int, int]]) -> dict[str, float]:
-        """What the same request takes when all is resident: planning, both messages, mapping."""
+        """Times the same request when all is resident: planning, both messages, mapping."""
         started_s = self._bench.clock.now_s()
         with self._namespace.acquire(keys, part="param", timeout_s=WAIT_S):
             return {"hand_over_s": self._bench.clock.now_s() - started_s}
@@ -147,7 +147,7 @@ class Transfers:
 
 
 def measure_param(bench: Bench, size: RecordSize) -> list[Row]:
-    """Loads of a `param_schema` namespace: rate and the daemon's CPU."""
+    """Measures loads of a `param_schema` namespace: rate and the daemon's CPU."""
     schema = param_schema(size)
     count = bench.plan.record_count(schema.record_bytes)
     with (
@@ -172,7 +172,7 @@ def measure_param(bench: Bench, size: RecordSize) -> list[Row]:
 
 
 def measure_optim(bench: Bench, size: RecordSize) -> list[Row]:
-    """Loads, write-backs and commits of an `adamw_schema` namespace; the daemon's memory with torch loaded."""
+    """Measures loads, write-backs and commits of an `adamw_schema` namespace; the daemon's memory with torch loaded."""
     schema = adamw_schema(size, torch.bfloat16)
     count = bench.plan.record_count(schema.record_bytes)
     with (
@@ -220,7 +220,7 @@ def _unflushed(sample: Sample) -> Sample:
 
 
 def _load_rows(pairs: Pairs, raw: RawFile, *, case: str, target: Target) -> list[Row]:
-    """The row of the rate and, from the same pairs, the row of the daemon's CPU."""
+    """Makes the row of the rate and, from the same pairs, the row of the daemon's CPU."""
     rate = row_of_pairs(
         pairs, name=READ, case=case, subject=SUBJECT, record_bytes=raw.record_bytes, against=raw.name, target=target
     )
@@ -241,7 +241,7 @@ def _write_row(pairs: Pairs, raw: RawFile, *, case: str) -> Row:
 
 
 def _checksum_s(raw: RawFile) -> float:
-    """Seconds that one core needs for the checksums of one record (xxh3 by chunks), timed here."""
+    """Times the checksums of one record (xxh3 by chunks) here, on one core."""
     record = raw.slab.view[: raw.record_bytes]
     started_s = raw.clock.now_s()
     for start in range(0, len(record), CHUNK_BYTES):

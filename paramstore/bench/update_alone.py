@@ -1,7 +1,7 @@
-"""The update of `apply` without the service: the same function on the same kinds of memory, a thread a core, in this process.
+"""Measures the update of `apply` without the service: the same function and kinds of memory, a thread a core, in this process.
 
-What the service costs is the step from this row to that of `apply`; what the update costs is the step from torch to this
-one. With fp32 params it must move 36 bytes a parameter where torch moves 28: the new `param` version is written too, and a
+The service costs the step from this row to that of `apply`; the update costs the step from torch's row to this one. With
+fp32 params it must move 36 bytes a parameter where torch moves 28: the new `param` version is written too, and a
 store to memory reads the line first.
 """
 
@@ -34,7 +34,7 @@ SEGMENT_ALIGNMENT_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one update of a record is: gradients of how many ranks, multiplied by what, after how many missed steps."""
+    """Kind of a record's update: with gradients of how many ranks, which factor on them, and how many missed steps before it."""
 
     ranks: int = 1
     grad_scale: float = 1.0
@@ -65,7 +65,7 @@ class UpdateAlone:
             flat_tensor(gradient, schema.gradient_fields()[0].dtype).normal_()
 
     def step(self) -> Sample:
-        """One update of every record, its new param included."""
+        """Updates every record once, its new param included."""
         waiting: SimpleQueue[int | None] = SimpleQueue()
         for index in (*range(self._count), *([None] * self._threads)):
             waiting.put(index)
@@ -95,7 +95,7 @@ class UpdateAlone:
 
 
 def measure_update_alone(bench: Bench, param_dtype: torch.dtype) -> Row:
-    """The row beside torch's, in pairs as `apply`'s is. It has no target of its own."""
+    """Measures the row beside torch's, in pairs as `apply`'s is. It has no target of its own."""
     schema = adamw_schema(bench.plan.expert_size, param_dtype)
     count, threads = bench.plan.apply_records, len(os.sched_getaffinity(0))
     bench.tell(f"the update alone, {dtype_name(param_dtype)}")

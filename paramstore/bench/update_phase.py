@@ -1,8 +1,8 @@
-"""The update phase with the states on the volume: read, update, write back, in steps that follow each other without a pause.
+"""Measures the update phase with the states on the volume: steps of read, update and write back that follow without a pause.
 
-Steady state is what counts: what one step leaves dirty in memory, a later one writes. A step's bound is what the same bytes and
-parameters take at the rates measured beside it, I/O and AdamW fully overlapped: max(read + write, AdamW); the bytes a second
-that the pipeline moves stand to min(device, AdamW) as that bound to the step. Nothing is flushed in a step, by nobody.
+Steady state is what counts: what one step leaves dirty in memory, a later one writes. A step's bound is the time of the same
+bytes and parameters at the rates measured beside it, with I/O and AdamW fully overlapped: max(read + write, AdamW). The ratio of
+the bound to the step is also that of the bytes a second that the pipeline moves to min(device, AdamW). Neither side flushes.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ PIPELINE = "pipeline-sized"
 ALL_TOUCHED, QUARTER_TOUCHED = 1.0, 0.25
 WARM_UP_STEPS = 2
 LIMIT_BYTES, LIMIT_RECORDS_MIN = 640 << 20, 2
-"""How much the limits are sampled with: enough that neither disk nor cores start from rest."""
+"""Bytes and records to sample the limits with: enough that neither disk nor cores start from rest."""
 PEER_RATIO_HALF, PEER_RATIO_QUARTER = 1.8, 0.35
 OVERLAP_TARGET, PHASE_TARGET = 0.92, 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One way of running a step. resident: share of the states that fit beside `param`; None: the pipeline's slots alone.
-    touched: share of the experts that have gradients, others in each step."""
+    """One way of running a step. resident: share of the states that fit beside `param`; None: only the pipeline's slots.
+    touched: share of the experts that have gradients, different ones in each step."""
 
     resident: float | None
     touched: float = ALL_TOUCHED
@@ -68,20 +68,20 @@ CELLS = tuple(Cell(resident, touched) for touched in (ALL_TOUCHED, QUARTER_TOUCH
 
 
 def cells_of(rule: str) -> tuple[Cell, ...]:
-    """All under `touched`; under another rule those that the peers are compared in, beside them."""
+    """Lists the cells of a rule: all for `touched`; for another rule only those in which the peers are compared."""
     return CELLS if rule == TOUCHED else tuple(replace(cell, rule=rule) for cell in CELLS if cell.resident in (None, 0.5))
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine gave just now. Bytes a second of the device, parameters a second of AdamW with all in memory."""
+    """Rates of the machine just now: bytes a second of the device, parameters a second of AdamW with all in memory."""
 
     read: float
     write: float
     update: float
 
     def bound_s(self, *, read_bytes: float, written_bytes: float, parameters: float) -> float:
-        """Everything overlapped; reads and writes share the device."""
+        """Shortest time of a step in which everything overlaps; reads and writes share the device."""
         return max(read_bytes / self.read + written_bytes / self.write, parameters / self.update)
 
 
@@ -96,18 +96,18 @@ class Step:
 
 
 class StepPeer(Protocol):
-    """Somebody else's optimizer step over as many parameters, states on the same disk."""
+    """Somebody else's optimizer step over as many parameters, with states on the same disk."""
 
     @property
     def name(self) -> str: ...
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Makes one step; gives its seconds."""
         ...
 
 
 class Limits:
-    """Owner of what the bounds are measured with: records of a raw file, and records in memory that are updated."""
+    """Measures the rates for the bounds. Owner of records of a raw file, and of records in memory that are updated."""
 
     def __init__(self, bench: Bench, raw: RawFile, schema: Schema, *, threads: int, records: int) -> None:
         self._raw = raw
@@ -124,7 +124,7 @@ class Limits:
 def host_budget_bytes(schema: Schema, count: int, resident: float | None) -> int:
     """A host budget whose split leaves working slots for that share of `count` records, after `param` for all of them.
 
-    None: the least with which the pipeline keeps its depth and every `param` has a slot.
+    None: the least with which the pipeline has its full depth and every `param` has a slot.
     """
     config, workers = Config(), len(os.sched_getaffinity(0))
     pipeline = min(count, workers + LOOKAHEAD_RECORDS)
@@ -138,13 +138,13 @@ def host_budget_bytes(schema: Schema, count: int, resident: float | None) -> int
 
 
 def touched_keys(count: int, share: float, number: int) -> list[Key]:
-    """The experts with gradients in step `number`: equal for equal numbers, others for others."""
+    """Chooses the experts with gradients in step `number`: the same for equal numbers, others for other numbers."""
     return sorted(Random(number).sample(keys_of(count), max(1, round(count * share))))
 
 
 @contextmanager
 def stepping(bench: Bench, folder: Path, schema: Schema, count: int, cell: Cell) -> Iterator[tuple[Service, Namespace]]:
-    """A daemon on the store in `folder` with the cell's budget, and its namespace opened for writing; made at first."""
+    """Runs a daemon on the store in `folder` with the cell's budget; opens its namespace for writing, and makes it at first."""
     budget_bytes = host_budget_bytes(schema, count, cell.resident)
     with serving(folder, host_budget_bytes=budget_bytes, settings={"held_steps": 0, "scrub_days": 0}) as service:
         if service.store.namespaces():
@@ -158,7 +158,7 @@ def stepping(bench: Bench, folder: Path, schema: Schema, count: int, cell: Cell)
 def measure_cell(
     bench: Bench, folder: Path, schema: Schema, count: int, cell: Cell, *, limits: Limits, peers: Sequence[StepPeer], steps: int
 ) -> list[Row]:
-    """The rows of one cell: the phase beside its bound, then the step beside each peer's."""
+    """Makes the rows of one cell: the phase beside its bound, then the step beside each peer's."""
     bench.tell(f"update phase: {cell.case}")
     with stepping(bench, folder, schema, count, cell) as (service, namespace):
         for number in range(WARM_UP_STEPS):
@@ -195,11 +195,11 @@ def rows_of(cell: Cell, steps: Sequence[Step], record_bytes: int, facts: dict[st
 
 
 def _peer_row(cell: Cell, steps: Sequence[Step], name: str, record_bytes: int) -> Row:
-    """Our seconds over the peer's: below 1 is faster."""
+    """Makes the row of a peer. The ratio is our seconds over the peer's: below 1 is faster."""
     ratios = [step.seconds / step.peers_s[name] for step in steps]
     target = None
     if cell.rule != TOUCHED:
-        target = None  # beside the rule that is measured against the peer
+        target = None  # the peer's targets are for `touched`; this row stands beside that one
     elif name.endswith("pipelined") and cell.touched == ALL_TOUCHED and cell.resident == 0.5:
         target = Target("ratio", "<=", 1 / PEER_RATIO_HALF)
     elif name.endswith("pipelined") and cell.touched == QUARTER_TOUCHED and cell.resident is None:
@@ -215,7 +215,7 @@ def _step(
     bench: Bench, service: Service, namespace: Namespace, schema: Schema, count: int, cell: Cell, limits: Limits,
     peers: Sequence[StepPeer], number: int,
 ) -> Step:  # fmt: skip
-    """One step; the limits and the peers are sampled before it in even rounds, after it in odd ones."""
+    """Makes one step; the limits and the peers are sampled before it in even rounds, after it in odd ones."""
     others: dict[str, Any] = {"limits": lambda: limits.sample(number), **{peer.name: peer.step for peer in peers}}
     found: dict[str, Any] = {}
     keys = touched_keys(count, cell.touched, number)
@@ -242,7 +242,7 @@ def _push(namespace: Namespace, schema: Schema, keys: Sequence[Key]) -> None:
 
 
 def _apply(namespace: Namespace) -> int:
-    """One step; how many records it changed."""
+    """Makes one step; gives the number of records that it changed."""
     return int(namespace.apply(ps.AdamW(lr=1e-4)).wait(WAIT_S)["records"])
 
 
@@ -255,7 +255,7 @@ def measure_phases(
     bench: Bench, cells: Sequence[Cell], *, param_dtype: torch.dtype, count: int, threads: int, steps: int,
     peers: Sequence[StepPeer],
 ) -> list[Row]:  # fmt: skip
-    """The rows of all cells, over one store of `count` records for each rule."""
+    """Measures the rows of all cells, over one store of `count` records for each rule."""
     schema = adamw_schema(bench.plan.expert_size, param_dtype)
     sampled = min(count, max(LIMIT_RECORDS_MIN, LIMIT_BYTES // schema.record_bytes))
     rows: list[Row] = []

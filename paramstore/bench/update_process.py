@@ -1,7 +1,7 @@
-"""The update alone in a process of its own, so that the native kernel and torch stand side by side on the same machine.
+"""Runs the update alone in a process of its own, so that the native kernel and torch stand side by side on the same machine.
 
-`python -m paramstore.bench.update_process DTYPE RECORD_BYTES RECORDS THREADS RANKS GRAD_SCALE MISSED` makes one update of every
-record per line `step` on stdin and answers with the seconds it took. `UpdateProcess` is the owner of such a process.
+`python -m paramstore.bench.update_process DTYPE RECORD_BYTES RECORDS THREADS RANKS GRAD_SCALE MISSED` updates every record
+once per line `step` on stdin and answers with the seconds it took. `UpdateProcess` is the owner of such a process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paramstore_native.adamw import SWITCH_VARIABLE, kernel
 
 
 class UpdateProcess:
-    """Owner of one process. `is_native`: it may use the kernel; whether it does, `uses` says."""
+    """Owner of one such process. is_native: it may use the kernel; `uses` says whether it does."""
 
     def __init__(
         self, dtype: str, size: RecordSize, record_count: int, *, threads: int, work: Work, is_native: bool
@@ -34,7 +34,7 @@ class UpdateProcess:
         self._parameters = int(self._ask("parameters"))
 
     def step(self) -> Sample:
-        """One update of every record."""
+        """Updates every record once."""
         return Sample(self._parameters, float(self._ask("step")))
 
     def _ask(self, question: str) -> str:
@@ -59,7 +59,7 @@ class UpdateProcess:
 
 
 def run(dtype: str, record_bytes: int, record_count: int, threads: int, work: Work) -> None:
-    """The process: answers each line of stdin until it closes."""
+    """Runs the process: answers each line of stdin until it closes."""
     import torch
 
     from paramstore.bench.experts import adamw_schema

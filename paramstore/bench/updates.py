@@ -1,7 +1,7 @@
-"""`apply` through the service beside torch's fused AdamW in one process on the same cores, everything resident.
+"""Measures `apply` through the service beside torch's fused AdamW in one process on the same cores, everything resident.
 
-Timed from the call to the ticket done, the new `param` version included; pushing the gradients is a part of its own. The
-peer updates as many experts of the same shapes in fp32 whatever our parameters are.
+The clock runs from the call to the ticket done, the new `param` version included; pushing the gradients is a part of its own.
+The peer updates as many experts of the same shapes, in fp32 whatever our parameters are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP_ROUNDS = 2
 
 
 def measure_apply(bench: Bench, param_dtype: torch.dtype) -> Row:
-    """The row of parameters a second for one dtype of parameters and gradients."""
+    """Measures parameters a second for one dtype of parameters and gradients."""
     schema = adamw_schema(bench.plan.expert_size, param_dtype)
     count = bench.plan.apply_records
     budget_bytes = BUDGET_SETS * count * (schema.record_bytes + schema.part("param").image_bytes) + 256 * MIB
