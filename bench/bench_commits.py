@@ -1,4 +1,4 @@
-"""What durability costs: commits of 1, 64 and 1,000 records beside the bare work, bytes written for each byte committed,
+"""Measures what durability costs: commits of 1, 64 and 1,000 records beside the bare work, bytes written for each byte committed,
 checksums, and reopening a store of 100,000 records.
 
 Run it on an idle machine: `python bench/bench_commits.py [--dir DIR] [--out FILE]`. Writes bench/results/commits-<date>.json.
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """0 when every target holds, 1 otherwise: the figures are written either way."""
+    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
     parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/commits-<date>.json")

@@ -1,7 +1,7 @@
-"""What a CUDA device gives the HBM tier on this machine; prints a table and writes bench/results/device-<date>.json.
+"""Measures what a CUDA device gives the HBM tier on this machine; prints a table, writes bench/results/device-<date>.json.
 
 `python bench/bench_device.py [--quick] [--dir DIR] [--out FILE]`, on an idle machine. Ends with 2, and measures nothing, where
-there is no CUDA device. A measurement that cannot be made is a row whose note says why; the others go on.
+there is no CUDA device. A measurement that cannot be made becomes a row whose note says why; the others go on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure_all(plan: Plan, device: torch.device, clock: Clock, directory: Path,
         tell(name)
         try:
             rows += measure()
-        except (ParamStoreError, RuntimeError, OSError) as error:  # a machine is lent seldom: the rest is still wanted
+        except (ParamStoreError, RuntimeError, OSError) as error:  # such a machine is rare, so the other measurements go on
             rows.append(absent(name, f"{type(error).__name__}: {error}"))
     return rows
 
@@ -55,7 +55,7 @@ def describe_device(device: torch.device) -> dict[str, object]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """0 when the figures are written, NO_DEVICE where there is nothing to measure."""
+    """Runs the bench. Gives 0 when the figures are written, NO_DEVICE where there is nothing to measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sets: a check, not figures to quote")
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")

@@ -1,7 +1,7 @@
-"""Hit rates: recorded routing traces, replayed through the planner with each policy at each size of the arenas, beside
+"""Measures hit rates: replays recorded routing traces through the planner with each policy at each size of the arenas, beside
 Belady's optimum in the same planner.
 
-`python bench/bench_hits.py [--out FILE]`. Nothing of it depends on the machine's speed or load. Writes
+`python bench/bench_hits.py [--out FILE]`. No figure depends on the machine's speed or load. Writes
 bench/results/hits-<date>.json and a picture beside it.
 """
 
@@ -29,11 +29,11 @@ SHARES = (0.10, 0.25, 0.50, 0.75)
 POLICIES = ("lru", "decayed_lfu", "schedule", "belady")
 MICRO_BATCHES = {"train-accumulate": 4}
 TARGET = 0.95
-"""Of Belady's hits, for `schedule` in training."""
+"""Least share of Belady's hits that `schedule` must have in training."""
 
 
 def main() -> int:
-    """0 when every target holds, 1 otherwise: the figures are written either way."""
+    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/hits-<date>.json")
     arguments = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def row_of(trace: Trace, share: float) -> dict[str, Any]:
-    """Every policy on one trace and size, and whether `schedule` is as near to the optimum as it should be."""
+    """Replays one trace at one size with every policy; judges whether `schedule` is near enough to the optimum."""
     outcomes = {name: replay(trace, share, policies_of(name, trace, share)) for name in POLICIES}
     schedule, belady = outcomes["schedule"], outcomes["belady"]
     is_training = trace.has_applies
@@ -81,7 +81,7 @@ def figures(outcome: Outcome) -> dict[str, float]:
 
 
 def policies_of(name: str, trace: Trace, share: float) -> Policies:
-    """One policy for both arenas, and the order that the trace's program would have declared."""
+    """Makes one policy for both arenas, and the order of visits that the trace's program would have declared."""
     if name == "belady":
         return belady_policies(trace, share)
     layers = trace.header.layers
@@ -109,7 +109,7 @@ def render(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """Hit rate against size, a panel for each trace."""
+    """Draws hit rate against size, a panel for each trace."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

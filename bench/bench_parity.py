@@ -1,6 +1,6 @@
-"""Parity: models of transformers trained with their experts in a store, beside the unmodified models in memory, on real text.
+"""Measures parity: trains models of transformers with their experts in a store, and unmodified in memory, on real text.
 
-`python bench/bench_parity.py [--quick] [--dir DIR] [--out FILE]`. Nothing of it depends on the machine's speed or load. Writes
+`python bench/bench_parity.py [--quick] [--dir DIR] [--out FILE]`. No figure depends on the machine's speed or load. Writes
 bench/results/parity-<date>.json.
 """
 
@@ -29,7 +29,7 @@ from paramstore_testkit.training.parity import FAMILIES, SHORT, Comparison, Refe
 HERE = Path(__file__).parent
 KERNELS = ("eager", "grouped_mm")
 THREADS = 1
-"""These tensors are small: threads only wait for each other."""
+"""Number of torch's threads. These tensors are small: more threads would only wait for each other."""
 FP32, BF16 = torch.float32, torch.bfloat16
 MAX_NORM = 1.0
 COEFFICIENT_TARGET = 1e-6
@@ -37,7 +37,7 @@ STEPS, QUICK_STEPS = 20, 4
 HOST_BUDGET, VOLUME_SIZE = "8MiB", "160MiB"
 CORPUS_BYTES = 1 << 20
 EVALUATED = 64
-"""Bytes of text whose logits are compared."""
+"""Number of bytes of text whose logits are compared."""
 SEED = 11
 NAMESPACE = "experts"
 STOCK, MASTERS, EQUAL_START = "stock", "stock, experts with fp32 masters", "stock, steps from equal states"
@@ -45,7 +45,7 @@ STOCK, MASTERS, EQUAL_START = "stock", "stock, experts with fp32 masters", "stoc
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of ours. references: name -> whether its experts have fp32 masters beside their own dtype."""
+    """One run of ours. references: by name, whether its experts have fp32 masters beside their own dtype."""
 
     family: str
     kernel: str
@@ -60,7 +60,7 @@ class Cell:
 
 
 def cells(*, is_quick: bool) -> list[Cell]:
-    """Each family and kernel plain and in bf16; each family clipped, with one kernel after the other."""
+    """Lists the runs: each family and kernel, plain and in bf16; each family clipped, with alternating kernels."""
     families = list(FAMILIES)[:1] if is_quick else list(FAMILIES)
     pairs = list(product(families, KERNELS))
     plain = [Cell(family, kernel, FP32, ((STOCK, False),)) for family, kernel in pairs]
@@ -73,7 +73,7 @@ def cells(*, is_quick: bool) -> list[Cell]:
 
 
 def main() -> int:
-    """0 when every target holds, 1 otherwise: the figures are written either way."""
+    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one family, few steps: a check, not figures to quote")
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory for stores and checkpoints")
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def measure(cell: Cell, folder: Path, corpus: Corpus, *, steps: int) -> list[dict[str, Any]]:
-    """One row for each of the cell's references."""
+    """Runs the cell; makes a row for each of its references."""
     text = torch.cat([domain.train for domain in corpus.domains])
     path = save_checkpoint(cell.family, folder / "checkpoint", dtype=cell.dtype, seed=SEED)
     daemon = DaemonProcess(folder / "store", "--host-budget", HOST_BUDGET, "--volume-size", VOLUME_SIZE)
@@ -126,7 +126,7 @@ def measure(cell: Cell, folder: Path, corpus: Corpus, *, steps: int) -> list[dic
 
 
 def run_facts(trial: Trial, store: ps.Store) -> dict[str, Any]:
-    """That the run was one under want: idle experts, evictions, replays, a budget far below the states."""
+    """Facts that show the run was short of memory: idle experts, evictions, replays, a budget far below the states."""
     figures = store.stats()
     counted, host = figures["namespaces"][NAMESPACE], figures["tiers"]["host"]
     return {
@@ -139,7 +139,7 @@ def run_facts(trial: Trial, store: ps.Store) -> dict[str, Any]:
 
 
 def row_of(cell: Cell, name: str, comparison: Comparison) -> dict[str, Any]:
-    """What stands against one reference; `holds` is None where nothing is asked of it."""
+    """Makes the row against one reference; `holds` is None where nothing is asked of it."""
     holds: bool | None = comparison.is_equal
     row: dict[str, Any] = {
         "against": name, "is_equal": comparison.is_equal, "losses": [list(pair) for pair in comparison.losses],
@@ -158,7 +158,7 @@ def row_of(cell: Cell, name: str, comparison: Comparison) -> dict[str, Any]:
 
 
 def render(rows: list[dict[str, Any]], console: Console) -> None:
-    """A line for each row: greatest differences, and in bf16 how many roundings of it the served weights are apart."""
+    """Prints a line for each row: greatest differences, and in bf16 how many roundings the served weights are apart."""
     for row in rows:
         found, mark = row["differences"], {True: "holds", False: "SHORT", None: "-"}[row["holds"]]
         experts = max(part["largest"] for kind, part in found.items() if kind.startswith("experts'"))

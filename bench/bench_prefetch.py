@@ -1,5 +1,5 @@
-"""Both dimensions of the 2D prefetch, as a trace shows them: two ranks with FSDP2 fine-tune a Qwen3-MoE-shaped model on real text,
-and a timeline says how much of the gathering and of the loading lay beside computing, with the plan and without it.
+"""Measures both dimensions of the 2D prefetch: two ranks with FSDP2 fine-tune a Qwen3-MoE-shaped model on real text, and a timeline
+says how much of the gathering and of the loading went on beside computing, with the plan and without it.
 
 `python bench/bench_prefetch.py [--quick] [--dir DIR] [--out FILE]`; it starts its ranks by itself. Writes
 bench/results/prefetch-<date>.json; `--trace FILE` keeps the first rank's Chrome trace of the steps with the plan.
@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 RANKS, BATCH, CONTEXT = 2, 4, 256
 WARM_STEPS, STEPS = 3, 4
 SHARE = 0.25
-"""Of the states, the host budget."""
+"""Host budget as a share of the states."""
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def summary(row: dict[str, Any]) -> str:
-    """One case in a line."""
+    """Describes one case in a line."""
     overlap = row["overlap"]
     parts = [
         f"{name} {overlap[name]['seconds']:.2f} s, {share(overlap[name]):.0%} beside computing"
@@ -76,7 +76,7 @@ def share(beside: dict[str, float]) -> float:
 
 
 def measure(arguments: argparse.Namespace, *, is_planned: bool) -> dict[str, Any]:
-    """One run of both ranks over a new store; what rank 0's timeline found."""
+    """Runs both ranks once over a new store; gives the findings of rank 0's timeline."""
     config = model_config(is_quick=arguments.quick)
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="bench-") as name:
         folder = Path(name).absolute()
@@ -107,12 +107,12 @@ def model_config(*, is_quick: bool) -> Qwen3MoeConfig:
 
 
 def state_bytes(config: Qwen3MoeConfig) -> int:
-    """Masters and moments of all experts."""
+    """Bytes of masters and moments of all experts."""
     return 12 * 3 * config.hidden_size * config.moe_intermediate_size * config.num_hidden_layers * config.num_experts
 
 
 def run_rank(folder: Path) -> int:
-    """One of the ranks; rank 0 records its timeline."""
+    """Runs one of the ranks; rank 0 records its timeline."""
     task = json.loads((folder / "task.json").read_text())
     dist.init_process_group("gloo")
     torch.manual_seed(0)

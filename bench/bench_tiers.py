@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """0 when every target holds, 1 otherwise: the figures are written either way."""
+    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sets: a check, not figures to quote")
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def check_out(file: Path) -> None:
-    """Returns if the JSON and the picture beside it can be written; the directory is made. Raises ConfigError."""
+    """Checks that the JSON and the picture beside it can be written; makes the directory. Raises ConfigError."""
     if file.suffix == ".png":
         raise ConfigError(f"--out {file}: it is the JSON file; the picture lies beside it")
     try:

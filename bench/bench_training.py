@@ -1,6 +1,6 @@
-"""Training throughput of a Qwen3-MoE-shaped model on real text, as a user of `ps.hf` has it: experts in the store with host budgets
-of 100, 50, 25 and 10 % of the states, beside the unmodified model with everything in memory. Each budget resumes where the one
-before it stopped. The losses of the rule `exact` must be those in memory, and the host budget must hold: else the run ends.
+"""Measures training throughput of a Qwen3-MoE-shaped model on real text, as a user of `ps.hf` has it: experts in the store with
+host budgets of 100, 50, 25 and 10 % of the states, beside the unmodified model with everything in memory. Each budget resumes where
+the one before it stopped. The losses of the rule `exact` must be those in memory, and the host budget must hold: else the run ends.
 Writes bench/results/training-<date>.json and a picture next to it.
 
 Run it on an idle machine: `python bench/bench_training.py [--quick] [--budgets 1.0,0.5] [--rules exact] [--dir DIR] [--out FILE]`.
@@ -47,19 +47,19 @@ MEMORY = "memory"
 DENSE = "dense.pt"
 ROUNDS, QUICK_ROUNDS = 2, 1
 LEAD_STEPS, STEPS = 1, 3
-"""In a row: the first one's update runs beside the second one's forward, as that of every step does."""
+"""Numbers of steps in a row. There is a lead step, since in any later one the update of the step before it runs beside forward."""
 CORPUS_BYTES, QUICK_CORPUS_BYTES = 8 << 20, 1 << 20
 LIMIT_BYTES = 640 << 20
 ROUNDING_BYTES = 2 << 20
-"""Segments and staging are whole huge pages."""
+"""Bytes to allow for rounding: segments and staging are whole huge pages."""
 SETTINGS: dict[str, object] = {"held_steps": 0, "scrub_days": 0}
 SMALL_IO_WORKERS, SMALL_PIECE_BYTES = 4, 4 << 20
-"""Where the default staging leaves no room for four records."""
+"""Settings of a daemon where the default staging leaves no room for four records."""
 SEED = 3
 
 
 def main() -> int:
-    """0 when every target holds, 1 otherwise: the figures are written either way."""
+    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model, one budget: a check, not figures to quote")
     parser.add_argument("--budgets", help="shares of the states, of 1.0, 0.5, 0.25, 0.1; default: all of them")
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def budget_shares(text: str) -> list[float]:
-    """The shares in `0.5,0.25`. Raises ConfigError."""
+    """Parses the shares in a text like `0.5,0.25`. Raises ConfigError."""
     found = [share for share in TARGETS if str(share) in text.split(",")]
     if len(found) != len(text.split(",")):
         raise ConfigError(f"--budgets {text}: write some of {', '.join(map(str, TARGETS))}, with commas")
@@ -116,7 +116,7 @@ def measure(file: Path, directory: Path, shares: list[float], rules: list[str], 
 def measure_all(
     bench: Bench, shape: Shape, corpus: Corpus, shares: list[float], rules: list[str], *, rounds: int
 ) -> list[Row]:
-    """The rows of the import under the smallest budget, then of each budget; one store per rule."""
+    """Makes the rows: of the import under the smallest budget, then of each budget; one store per rule."""
     checkpoint = bench.directory / "checkpoint"
     save_model(shape, checkpoint, seed=SEED)
     schema = ps.adamw_schema(
@@ -154,15 +154,15 @@ def measure_all(
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Of a daemon. settings: of its `ServeOptions`."""
+    """Host budget of a daemon. settings: of its `ServeOptions`."""
 
     size_bytes: int
     settings: dict[str, object]
 
 
 def budget_of(size_bytes: int, schema: ps.Schema) -> Budget:
-    """`size_bytes`, with less staging where the default takes too much of it, or the least that a daemon needs, about: quick
-    models are so small that a share of them is less."""
+    """Makes a budget of `size_bytes`: with less staging where the default takes too much of it, or of about the least that a daemon
+    needs, since a share of a quick model is less than that."""
     config = Config()
     if size_bytes >= _least_bytes(schema, config.io_workers, config.piece_bytes):
         return Budget(size_bytes, SETTINGS)
@@ -178,7 +178,7 @@ def _least_bytes(schema: ps.Schema, io_workers: int, piece_bytes: int) -> int:
 
 @dataclass(slots=True)
 class Running:
-    """A daemon, and the model that trains on it. resume_s, commit_s: of its checkpoints."""
+    """A daemon, and the model that trains on it. resume_s, commit_s: the times of its checkpoints."""
 
     rule: str
     service: Service
@@ -188,12 +188,12 @@ class Running:
     commit_s: float = 0.0
 
     def moved(self) -> tuple[int, int]:
-        """Bytes read and written so far: of both parts, whoever asked."""
+        """Bytes read and written so far, of both parts, for whatever reason."""
         figures = self.service.stats()["namespaces"][self.rule]
         return int(figures["bytes_read"]), int(figures["bytes_written"])
 
     def host_peak_bytes(self, what: str) -> int:
-        """By the kernel's count. Raises CapacityError where it is above the budget."""
+        """Most bytes of host memory, by the kernel's count. Raises CapacityError where that is above the budget."""
         peak = int(self.service.stats()["tiers"]["host"]["kernel_peak_bytes"])
         check_host_peak(peak, self.service.host_budget_bytes, what=f"{what}, {self.rule}")
         return peak
@@ -201,7 +201,7 @@ class Running:
 
 @contextmanager
 def running(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget: Budget) -> Iterator[Running]:
-    """A daemon on the store in `folder`, and a model that trains on it: from the checkpoint, or resumed where it stopped."""
+    """Runs a daemon on the store in `folder`, and a model that trains on it: new from the checkpoint, or resumed."""
     with serving(folder, host_budget_bytes=budget.size_bytes, settings=budget.settings) as service:
         started_s = bench.clock.now_s()
         stored = Stored(checkpoint, service.store, name=rule, updates=rule)
@@ -214,14 +214,14 @@ def running(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget: 
 
 @contextmanager
 def resumed(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget: Budget) -> Iterator[Running]:
-    """As `running`, once the daemon has nothing of its own to do."""
+    """Does what `running` does, and waits until the daemon has nothing of its own to do."""
     with running(bench, checkpoint, folder, rule, budget=budget) as cell:
         cell.service.wait_until_quiet(bench.clock)
         yield cell
 
 
 def _import(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget: Budget) -> Row:
-    """The row of the first load, which puts the checkpoint's experts into a new store; leaves a checkpoint to resume from."""
+    """Makes the row of the first load, which puts the checkpoint's experts into a new store."""
     bench.tell(f"import, {rule}")
     before_bytes = begin_peak()
     with running(bench, checkpoint, folder, rule, budget=budget) as cell:
@@ -239,7 +239,7 @@ def _import(bench: Bench, checkpoint: Path, folder: Path, rule: str, *, budget: 
 
 
 def begin_peak() -> int:
-    """The peak of this process counts anew; what is resident now."""
+    """Begins the count of this process's peak anew; gives what is resident now."""
     reset_peak()
     return peak_bytes(os.getpid())
 
@@ -247,8 +247,8 @@ def begin_peak() -> int:
 def _round(
     memory: InMemory, ours: dict[str, Running], batches: list[Tensor], raw: RawFile, turn: int
 ) -> dict[str, tuple[list[PairedStep], int]]:
-    """Per rule the steps after the lead-in beside those in memory, and by how much this process grew meanwhile. Whoever comes
-    first in one round comes last in the next. Raises StepMismatch."""
+    """Trains in memory and by each rule; gives for each rule the steps after the lead-in beside those in memory, and the growth of
+    this process meanwhile. The order alternates from round to round. Raises StepMismatch."""
     taken: dict[str, list[Step]] = {}
     moved_bytes: dict[str, tuple[float, float]] = {}
     grown_bytes: dict[str, int] = {}
@@ -283,7 +283,7 @@ def _round(
 
 
 def _row(share: float, shape: Shape, cell: Running, rounds: list[tuple[list[PairedStep], int]]) -> Row:
-    """The row of one cell. Raises CapacityError where the host budget did not hold."""
+    """Makes the row of one cell. Raises CapacityError where the host budget did not hold."""
     peak = cell.host_peak_bytes(f"host budget {share:.0%} of the states")
     counted = cell.service.stats()["namespaces"][cell.rule]
     facts = {

@@ -1,5 +1,5 @@
-"""The update phase with the states on the volume, beside the limits of this machine and DeepSpeed ZeRO-Infinity; and the native
-AdamW kernel beside torch. Writes bench/results/update-<date>.json and a picture next to it.
+"""Measures the update phase with the states on the volume, beside the limits of this machine and DeepSpeed ZeRO-Infinity; and the
+native AdamW kernel beside torch. Writes bench/results/update-<date>.json and a picture next to it.
 
 Run it on an idle machine: `python bench/bench_update.py [--quick] [--dir DIR] [--out FILE] [--rules touched,exact]`.
 """
@@ -33,16 +33,16 @@ from paramstore.errors import ParamStoreError
 
 RESULTS = Path(__file__).parent / "results"
 PARAMETERS = 151_000_000
-"""Those of the training that the peers were measured with."""
+"""Parameters that are updated: as many as in the training that the peers were measured with."""
 STEPS, QUICK_STEPS = 9, 3
 NATIVE_ROUNDS, QUICK_NATIVE_ROUNDS = 31, 5
 QUICK_SHARE = 16
-"""A check takes so much less."""
+"""Divisor of the amounts in a quick check."""
 QUICK_RESIDENT = (None, 0.5)
 
 
 def main() -> int:
-    """0 when every target holds, 1 otherwise: the figures are written either way."""
+    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller records: a check, not figures to quote")
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def measure(file: Path, directory: Path, *, is_quick: bool, rules: list[str]) -> int:
-    """Runs the bench, writes `file` and the picture, and prints the table. What is left out is named in the file, with reasons."""
+    """Runs the bench, writes `file` and the picture, and prints the table. Rows left out are named in the file, with reasons."""
     command = "python bench/bench_update.py" + (" --quick" if is_quick else "")
     end_as_interrupt()
     progress, date = Console(stderr=True), machine.now()
@@ -92,7 +92,7 @@ def measure(file: Path, directory: Path, *, is_quick: bool, rules: list[str]) ->
 
 
 def measure_size(bench: Bench, size: RecordSize, rules: list[str], python: str | None, *, is_quick: bool) -> list[Row]:
-    """The update phase with records of this size. Peers know no records: they stand beside one size only."""
+    """Measures the update phase with records of this size. Peers know no records: they stand beside one size only."""
     bench = replace(bench, plan=replace(bench.plan, expert_size=size))
     elements = adamw_schema(size, torch.bfloat16).parameter_elements
     count = max(8, round((PARAMETERS / QUICK_SHARE if is_quick else PARAMETERS) / elements))

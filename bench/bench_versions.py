@@ -1,4 +1,4 @@
-"""Two checkouts of paramstore beside each other, run by run: is any figure worse than it was?
+"""Runs two checkouts of paramstore beside each other, run by run: is any figure worse than it was?
 
 Run it on an idle machine: `python bench/bench_versions.py BASE [--bench tiers,update] [--pairs 15] [--full] [--dir DIR]
 [--out FILE]`.
@@ -35,14 +35,14 @@ HERE = Path(__file__).resolve().parents[1]
 BENCHES = ("tiers", "commits", "update", "training")
 WITHOUT_QUICK = frozenset({"commits"})
 WORSE_BY_MOST = 0.03
-"""What a median may lose, unless half the range between the quartiles of its pairs is more."""
+"""Most that a median may lose, unless half the range between the quartiles of its pairs is more."""
 
 Figure = tuple[str, str, int | None, str]
-"""Names one figure in the reports of both: its work, case, record bytes and what it stands against."""
+"""Name of one figure in the reports of both: its work, case, record bytes and what it stands against."""
 
 
 def main() -> int:
-    """0 when no figure is worse, 1 otherwise."""
+    """Compares the two. Gives 0 when no figure is worse, 1 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path, help="the other checkout, with its environment in .venv")
     parser.add_argument("--bench", default=",".join(BENCHES), help=f"of {', '.join(BENCHES)}")
@@ -103,13 +103,13 @@ def pairs_of(bench: str, arguments: argparse.Namespace, console: Console) -> Ite
 
 
 def run(bench: str, checkout: Path, directory: Path, *, is_full: bool) -> dict[Figure, Row]:
-    """One run of a bench from its own checkout. Raises CalledProcessError where it wrote no report."""
+    """Runs a bench once, from its own checkout. Raises CalledProcessError where it wrote no report."""
     with tempfile.TemporaryDirectory(prefix="versions-", dir=directory) as folder:
         out = Path(folder) / "report.json"
         quick = [] if is_full or bench in WITHOUT_QUICK else ["--quick"]
         command = [str(checkout / ".venv/bin/python"), f"bench/bench_{bench}.py", *quick, "--dir", folder, "--out", str(out)]
         ended = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
-        if not out.exists():  # a bench ends with 1 where a target is missed, too
+        if not out.exists():  # a bench that misses a target ends with 1 as well
             raise subprocess.CalledProcessError(ended.returncode, command, stderr=ended.stderr)
         report = decode(out.read_bytes())
     return {(row.name, row.case, row.record_bytes, row.against): row for row in report.rows if row.subject == SUBJECT}
@@ -136,7 +136,7 @@ def compared(found: dict[Figure, list[tuple[Row, Row]]]) -> Iterator[Row]:
 
 
 def _is_ratio(row: Row) -> bool:
-    """Whether the figure is the row's ratio: what its target is about, or without one what a rate stands beside."""
+    """Whether the figure is the row's ratio: its target is about the ratio, or it has none and is a rate beside a limit."""
     if row.target is not None:
         return row.target.quantity == "ratio"
     return row.ratio is not None and "/s" in row.unit

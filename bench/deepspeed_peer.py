@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("deepspeed_step.py")
 MEGA = 1_000_000
 PLAIN, PIPELINED = "DeepSpeed ZeRO-Infinity NVMe, plain", "DeepSpeed ZeRO-Infinity NVMe, pipelined"
 VARIANTS = {PLAIN: ("plain", 5, 30 * MEGA), PIPELINED: ("pipelined", 16, 30 * MEGA)}
-"""By name: its kind, buffers and values in each, as it was fastest; with fewer it stops, with smaller ones it is slower."""
+"""Kind, number of buffers and values in each, by name. These were fastest: fewer buffers fail, smaller ones are slower."""
 WARM_UP_STEPS = 2
 
 
@@ -26,7 +26,7 @@ class DeepSpeed:
     """Owner of one process: AdamW over `blocks` blocks of `elements` parameters in bf16, states in `directory`."""
 
     def __init__(self, name: str, python: str, directory: Path, *, blocks: int, elements: int) -> None:
-        """Returns when its states lie on the disk. Raises StoreUnavailable with its last words if it ends instead."""
+        """Starts the process; returns when its states lie on the disk. Raises StoreUnavailable with its last words if it ends."""
         self.name = name
         kind, buffers, buffer_elements = VARIANTS[name]
         self._log = directory / "deepspeed.log"
@@ -67,12 +67,12 @@ class DeepSpeed:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what would make its Python import our packages."""
+    """Our environment, without what would make the peer's Python import our packages."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def missing_reason(python: str | None) -> str:
-    """Why the peer is left out; empty where it can run."""
+    """Says why the peer is left out; empty where it can run."""
     if not python:
         return f"{VARIABLE} does not name a Python with DeepSpeed (see bench/README.md)"
     question = "import importlib.metadata; importlib.metadata.version('deepspeed')"
@@ -84,7 +84,7 @@ def missing_reason(python: str | None) -> str:
 
 
 def start_all(python: str, directory: Path, *, blocks: int, elements: int) -> Sequence[DeepSpeed]:
-    """Both variants, each in a folder of its own. What was started is stopped if a later one fails."""
+    """Starts both variants, each in a folder of its own. What was started is stopped if a later one fails."""
     started: list[DeepSpeed] = []
     try:
         for name, (kind, *_) in VARIANTS.items():

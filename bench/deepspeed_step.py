@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-Infinity in a process of its own: optimizer states on NVMe, blocks the size of an expert, a step at a time.
+"""Runs DeepSpeed ZeRO-Infinity in a process of its own: optimizer states on NVMe, blocks the size of an expert, a step at a time.
 
     PYTHON bench/deepspeed_step.py DIRECTORY BLOCKS ELEMENTS BUFFERS BUFFER_ELEMENTS {plain,pipelined}
 
@@ -17,14 +17,14 @@ from typing import Any
 WIDTH = 2048
 ROWS = 4
 AIO = {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "single_submit": False, "overlap_events": True}
-"""The best of those tried for DeepSpeed's own I/O on large files."""
+"""Settings of DeepSpeed's own I/O: the best of those tried on large files."""
 ENVIRONMENT = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu",
 }  # fmt: skip
 
 
 def settings(directory: str, buffers: int, buffer_elements: int, *, is_pipelined: bool) -> dict[str, Any]:
-    """DeepSpeed's own: ZeRO-3 in bf16, AdamW, optimizer states on NVMe. One subgroup of parameters fills one buffer."""
+    """DeepSpeed's settings: ZeRO-3 in bf16, AdamW, optimizer states on NVMe. One subgroup of parameters fills one buffer."""
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "bf16": {"enabled": True},
@@ -45,10 +45,10 @@ def settings(directory: str, buffers: int, buffer_elements: int, *, is_pipelined
 def main() -> None:
     directory, blocks, elements, buffers, buffer_elements, kind = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # DeepSpeed's own words are no answers
+    os.dup2(2, 1)  # what DeepSpeed prints must not be read as an answer
     os.environ.update(ENVIRONMENT)
     os.environ.setdefault("MASTER_PORT", str(20_000 + os.getpid() % 20_000))
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, for its operators
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for ninja, which builds its operators
 
     import deepspeed
     import torch
@@ -56,7 +56,7 @@ def main() -> None:
     torch.manual_seed(1)
     model = torch.nn.Sequential(
         *(torch.nn.Linear(WIDTH, int(elements) // WIDTH, bias=False) for _ in range(int(blocks)))
-    )  # each is fed by itself: they are experts, not layers
+    )  # each gets the same input: they are experts, not layers
     config = settings(directory, int(buffers), int(buffer_elements), is_pipelined=kind == "pipelined")
     engine, *_ = deepspeed.initialize(model=Experts(model), model_parameters=model.parameters(), config=config)
     print("ready", file=answers, flush=True)
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     import torch
 
     class Experts(torch.nn.Module):
-        """Every expert on the same rows; their mean square is the loss."""
+        """Feeds the same rows to every expert; the loss is the sum of the mean squares of their outputs."""
 
         def __init__(self, experts: torch.nn.Sequential) -> None:
             super().__init__()

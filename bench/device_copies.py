@@ -1,4 +1,4 @@
-"""Memory and copies of `bench_device.py`: whether leased memory can be pinned, and how fast bytes get to the device."""
+"""Measures memory and copies for `bench_device.py`: whether leased memory can be pinned, and how fast bytes get to the device."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from paramstore.memory.shared import Mapping
 from paramstore_client.device_copy import REACHED, REGISTER_DEFAULT, REGISTER_READ_ONLY, CudaCopier
 
 PIECE_BYTES = 8 * MIB
-"""An expert's size: what the tier copies at a time."""
+"""Size of an expert, which is what the tier copies at a time."""
 MATMUL_SIZE, MATMUL_COUNT = 4096, 150
-"""Work that outlasts one timed copy: 137 GFLOP each."""
+"""Size and number of matmuls, of 137 GFLOP each, that take longer than one timed copy."""
 COPY_COUNT = 24
-"""Copies that outlast the matmuls."""
+"""Number of copies that take longer than the matmuls."""
 
 
 @contextmanager
 def leased_memory(length_bytes: int) -> Iterator[Mapping]:
-    """Memory as a client leases it: a sealed memfd of the daemon's kind, mapped here without the right to write."""
+    """Maps memory as a client leases it: a sealed memfd of the daemon's kind, without the right to write."""
     segment = allocate_shared(length_bytes, probe_pages())
     segment.touch()
     assert segment.fd is not None
@@ -45,7 +45,7 @@ def leased_memory(length_bytes: int) -> Iterator[Mapping]:
 
 
 def measure_pinning(plan: Plan, device: torch.device, clock: Clock) -> list[Row]:
-    """Can a process pin what it may only read?"""
+    """Measures whether a process can pin memory that it may only read."""
     cudart: Any = torch.cuda.cudart()
     rows = []
     for case, flags in (("cudaHostRegisterReadOnly", REGISTER_READ_ONLY), ("cudaHostRegisterDefault", REGISTER_DEFAULT)):
@@ -70,7 +70,7 @@ def measure_pinning(plan: Plan, device: torch.device, clock: Clock) -> list[Row]
 
 
 def timed(work: float, launch: Callable[[], object], *, beside: Callable[[], object] | None = None) -> Sample:
-    """`launch` on the current stream, by the device's clock. beside: gives work to another stream, just before."""
+    """Times `launch` on the current stream, by the device's clock. beside: gives work to another stream, just before."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     if beside is not None:
@@ -83,7 +83,7 @@ def timed(work: float, launch: Callable[[], object], *, beside: Callable[[], obj
 
 
 def measure_overlap(plan: Plan, device: torch.device) -> list[Row]:
-    """Copies of pinned memory each way, beside compute and alone; and what they cost the compute."""
+    """Measures copies of pinned memory each way, beside compute and alone; and what they cost the compute."""
     host = torch.empty(plan.copy_bytes, dtype=torch.uint8, pin_memory=True)
     slots = torch.empty(plan.copy_bytes, dtype=torch.uint8, device=device)
     factor = torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device=device)
@@ -131,7 +131,7 @@ def measure_overlap(plan: Plan, device: torch.device) -> list[Row]:
 
 
 def measure_tier_copies(plan: Plan, device: torch.device, clock: Clock) -> list[Row]:
-    """As the tier copies experts out of leased memory, beside one copy of memory that torch pinned."""
+    """Measures copies of experts out of leased memory, as the tier makes them, beside one copy of memory that torch pinned."""
     pinned = torch.empty(plan.copy_bytes, dtype=torch.uint8, pin_memory=True)
     slots = torch.empty(plan.copy_bytes, dtype=torch.uint8, device=device)
     rows = []
@@ -155,7 +155,7 @@ def measure_tier_copies(plan: Plan, device: torch.device, clock: Clock) -> list[
 
 
 def copy_experts(copier: CudaCopier, targets: Sequence[Tensor], sources: Sequence[Tensor], clock: Clock) -> Sample:
-    """One after the other, as a miss of several experts does, until the last is there."""
+    """Copies one expert after the other, as a miss of several experts does, until the last is there."""
     started_s = clock.now_s()
     mark = [copier.copy([pair], after=REACHED) for pair in zip(targets, sources, strict=True)][-1]
     mark.wait_on_host()
@@ -163,7 +163,7 @@ def copy_experts(copier: CudaCopier, targets: Sequence[Tensor], sources: Sequenc
 
 
 def measure_kvikio(plan: Plan, device: torch.device, clock: Clock, directory: Path) -> list[Row]:
-    """GPUDirect Storage by kvikio, or its compatibility mode, if it is installed."""
+    """Measures GPUDirect Storage by kvikio, or its compatibility mode, if it is installed."""
     try:
         import kvikio
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Layers of `bench_device.py`: what a host sync costs one, and how fast a model decodes whose experts come from the store."""
+"""Measures layers for `bench_device.py`: what a host sync costs one, and how fast a model decodes with experts from the store."""
 
 # T tokens, K experts per token, N = T * K rows, D model, E experts
 # ruff: noqa: N803, N806 - shape suffixes, as the legend says
@@ -28,7 +28,7 @@ TOP_K = 2
 
 
 def measure_host_sync(plan: Plan, device: torch.device, clock: Clock) -> list[Row]:
-    """What reading the expert counts on the host costs a layer, above a layer that does not."""
+    """Measures what reading the expert counts on the host adds to a layer's time."""
     ids_N = torch.randint(plan.experts, (plan.tokens * TOP_K,), device=device)
     ones_N = torch.ones_like(ids_N)
     weight_DD = torch.randn(plan.hidden, plan.hidden, dtype=torch.bfloat16, device=device) / plan.hidden**0.5
@@ -62,7 +62,7 @@ def measure_host_sync(plan: Plan, device: torch.device, clock: Clock) -> list[Ro
 
 
 def measure_decoding(plan: Plan, device: torch.device, clock: Clock, directory: Path) -> list[Row]:
-    """Tokens a second of a small MoE whose experts come from the store, beside all of them resident on the device."""
+    """Measures tokens a second of a small MoE whose experts come from the store, beside all of them resident on the device."""
     machine.check_free_space(directory.parent, 6 * plan.model_bytes)
     with serving(directory, host_budget_bytes=2 * plan.model_bytes + 256 * MIB) as service:
         make_experts(plan, service.store)
@@ -72,7 +72,7 @@ def measure_decoding(plan: Plan, device: torch.device, clock: Clock, directory: 
 
 
 def make_experts(plan: Plan, store: ps.Store) -> None:
-    """Random experts, small enough that activations stay finite, committed as step 0."""
+    """Stores random experts, small enough that activations stay finite, committed as step 0."""
     generator = torch.Generator().manual_seed(0)
     with store.create_namespace("moe", plan.schema, layers=plan.layers, experts=plan.experts) as ns:
         ns.initialize(
@@ -121,7 +121,7 @@ def decode_rows(plan: Plan, device: torch.device, clock: Clock, reader: ps.Names
 
 
 def sources(plan: Plan, device: torch.device, reader: ps.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What gives the experts: (what it is, how it is made)."""
+    """Yields the sources of experts, each as its name and a function that makes it."""
     count = plan.layers * plan.experts
     for slots in (count, count // 2):
         yield f"DeviceTier, {slots} of {count} experts", lambda slots=slots: ps.DeviceTier(reader, slots, device=device)
@@ -140,7 +140,7 @@ def layer_weights(reader: ps.Namespace, layer: int) -> list[dict[str, Tensor]]:
 
 
 def step(layers: Sequence[nn.Module], routers_DE: Sequence[Tensor], x_TD: Tensor) -> Tensor:
-    """One token of every sequence through all layers."""
+    """Computes one token of every sequence through all layers."""
     for layer, router_DE in zip(layers, routers_DE, strict=True):
         gate_TK, ids_TK = (x_TD.float() @ router_DE).softmax(dim=-1).topk(TOP_K)
         x_TD = functional.rms_norm(x_TD + layer(x_TD, ids_TK, gate_TK), x_TD.shape[-1:])

@@ -1,4 +1,4 @@
-"""How much `bench_device.py` measures, and the row of what it could not measure."""
+"""Decides how much `bench_device.py` measures; makes the row of what it could not measure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """copy_bytes: of one timed copy. The model: `layers` x `experts` in bf16, `steps` times `tokens` in one sample; the ring
-    has room for `ring_layers` of its layers."""
+    """Amounts of one run. copy_bytes: of one timed copy. The model has `layers` x `experts` in bf16 and computes `tokens` `steps`
+    times in one sample; the ring has room for `ring_layers` of its layers."""
 
     copy_bytes: int = 256 * MIB
     rounds: int = 7
@@ -30,7 +30,7 @@ class Plan:
 
     @classmethod
     def quick(cls) -> Plan:
-        """A minute: figures to see that all is well, not to quote."""
+        """A plan of about a minute: figures to see that all is well, not to quote."""
         return cls(copy_bytes=64 * MIB, rounds=3, layers=4, experts=8, hidden=512, inner=1024, steps=4, ring_layers=2)
 
     @property
@@ -44,5 +44,5 @@ class Plan:
 
 
 def absent(name: str, note: str) -> Row:
-    """The row of what could not be measured."""
+    """Makes the row of what could not be measured."""
     return Row(name=name, subject=SUBJECT, value=0.0, unit="", note=f"not measured: {note}")

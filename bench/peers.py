@@ -1,8 +1,8 @@
-"""What people use today to keep records on a disk, behind the `RecordStore` protocol: each as its users would call it.
+"""The peers: what people use today to keep records on a disk, behind the `RecordStore` protocol, called as their users would.
 
 All go through the page cache; it is dropped for their files before each read, outside the timing. Writes end durable.
 Content is the caller's slab: incompressible bytes, record i at i * record_bytes. Loads that can fill given memory fill the
-slab; torch.load makes new tensors, as it does for everyone; safetensors maps the file, so what it loads is copied to be read.
+slab; torch.load makes new tensors, as it always does; safetensors maps the file, so what it loads is copied to be read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLOCK = MonotonicClock()
 
 
 class FilePerRecord(ABC):
-    """Base of the peers that keep one file a record. A subclass says how they are loaded and saved."""
+    """Base of the peers that keep one file a record. A subclass loads and saves them."""
 
     name = ""
     suffix = ""
@@ -206,7 +206,7 @@ def timed(work_bytes: int, work: Callable[[], object]) -> Sample:
 
 
 def drop_page_cache(path: Path) -> None:
-    """Makes the next read of `path` a cold one; what was written before must be flushed."""
+    """Makes the next read of `path` a cold one; what was written to it must have been flushed."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

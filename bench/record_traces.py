@@ -30,7 +30,7 @@ SHAPE = ModelShape(layers=12, experts=64, hidden=64, inner=48, heads=4, context=
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training to record: sequences and bytes of a micro-batch, micro-batches a step, peak learning rate."""
+    """Amounts of one recorded training: sequences and bytes of a micro-batch, micro-batches a step, peak learning rate."""
 
     name: str
     batch: int

@@ -1,7 +1,7 @@
-"""A Qwen3-MoE-shaped model in training: unmodified with everything in memory, or through `ps.hf` with its experts in a store.
+"""Trains a Qwen3-MoE-shaped model: unmodified with everything in memory, or through `ps.hf` with its experts in a store.
 
-Both load one checkpoint, and compute the same numbers: bf16 weights, fp32 masters of the experts, fused AdamW, the kernel that the
-model chooses by itself.
+Both load one checkpoint, and compute the same numbers: bf16 weights, fp32 masters of the experts, fused AdamW, and the kernel that
+the model chooses by itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LEARNING_RATE = 1e-4
 WAIT_S = 600.0
 BF16 = torch.bfloat16
 EXPERTS = ".mlp.experts."
-"""In the name of every parameter that holds experts."""
+"""Part of the name of every parameter that holds experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the model and of a step. Text is bytes, so that the vocabulary takes nothing away from the experts."""
+    """Sizes of the model and of a step. Text is bytes, so that the vocabulary takes no parameters away from the experts."""
 
     layers: int = 6
     experts: int = 16
@@ -49,7 +49,7 @@ class Shape:
 
     @property
     def states_bytes(self) -> int:
-        """Of masters and both moments, fp32."""
+        """Bytes of the experts' masters and both moments, fp32."""
         return self.expert_parameters * 12
 
     def config(self) -> Qwen3MoeConfig:
@@ -65,7 +65,7 @@ QUICK = Shape(layers=2, experts=8, hidden=256, inner=256, top_k=2, rows=2, conte
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training step. phases: until `optimizer.step()` has returned."""
+    """Figures of one training step. phases: until `optimizer.step()` has returned."""
 
     loss: float
     phases: Phases
@@ -75,11 +75,11 @@ class Trained(Protocol):
     """A model in training."""
 
     def step(self, input_BT: Tensor) -> Step:  # noqa: N803 - B rows, T bytes
-        """One step on these bytes."""
+        """Makes one step on these bytes."""
         ...
 
     def settle(self) -> None:
-        """Nothing of the last step is under way any more."""
+        """Waits until nothing of the last step is under way."""
         ...
 
 
@@ -98,7 +98,7 @@ class InMemory:
         return timed_step(self.model, input_BT, self._update)
 
     def settle(self) -> None:
-        """A step is over when it returns."""
+        """Does nothing: a step is over when it returns."""
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -114,7 +114,7 @@ class InMemory:
 class Stored:
     """The same model as a user has it: three lines of `ps.hf`.
 
-    name: of the namespace, made from the checkpoint where it is not there yet. updates: the rule of idle experts.
+    name: the namespace's; it is made from the checkpoint where it is not there yet. updates: the rule for idle experts.
     """
 
     def __init__(self, checkpoint: Path, store: ps.Store, *, name: str, updates: str) -> None:
@@ -133,7 +133,7 @@ class Stored:
         self.experts.settle()
 
     def save(self, file: Path, step: int) -> float:
-        """A checkpoint of step `step`: the experts are committed, the rest is in `file`. Returns the seconds of the commit."""
+        """Commits the experts as step `step`, and writes the rest of a checkpoint to `file`. Returns the commit's seconds."""
         started_s = time.perf_counter()
         self.experts.commit(step).wait(WAIT_S)
         seconds = time.perf_counter() - started_s
@@ -142,7 +142,7 @@ class Stored:
         return seconds
 
     def resume(self, file: Path) -> None:
-        """Goes on from what `save` left there and in the store."""
+        """Continues from what `save` left in the file and in the store."""
         saved: dict[str, Any] = torch.load(file)
         self.model.load_state_dict(saved["model"])
         self._optimizer.load_state_dict(saved["optimizer"])
@@ -161,7 +161,7 @@ def save_model(shape: Shape, checkpoint: Path, *, seed: int) -> None:
 
 
 def run(trained: Trained, batches: Sequence[Tensor]) -> list[Step]:
-    """One step on each of the batches, one right after the other; at the end nothing is under way."""
+    """Makes one step on each of the batches, one right after the other; at the end nothing is under way."""
     steps = [trained.step(batch) for batch in batches]
     trained.settle()
     return steps
