@@ -1,6 +1,6 @@
 """Catalogs without LMDB, catalogs that fail, and the contract that every catalog passes.
 
-MemoryCatalog keeps what an `apply` that returned has made durable. FaultyCatalog fails one `apply`, before or after it
+MemoryCatalog keeps what a completed `apply` has made durable. FaultyCatalog fails one `apply`, before or after it
 took effect, as an LMDB commit does whose outcome is unknown. CatalogContract is subclassed by the tests of each.
 """
 
@@ -52,7 +52,7 @@ class MemoryCatalog:
         self._is_open = False
 
     def crash(self) -> MemoryCatalog:
-        """The process dies: this object is of no use any more; the answer holds exactly what was durable."""
+        """Gives the catalog that is left when the process dies: it has exactly what was durable. This one is of no use any more."""
         self.close()
         successor = MemoryCatalog()
         successor._durable = copy.deepcopy(self._durable)
@@ -64,7 +64,7 @@ class MemoryCatalog:
 
 
 class WrappedCatalog:
-    """`inner` as it is: what a catalog begins with that does one thing otherwise."""
+    """`inner` as it is: a base for catalogs that do one thing differently."""
 
     def __init__(self, inner: Catalog) -> None:
         self.inner = inner
@@ -86,7 +86,7 @@ class WrappedCatalog:
 
 
 class FaultyCatalog(WrappedCatalog):
-    """`inner`, but the `fail_at`-th `apply` (from 1; 0: none) raises CatalogError, its outcome being `outcome`.
+    """`inner`, but the `fail_at`-th `apply` (from 1; 0: none) raises CatalogError; `outcome` says whether it took effect.
 
     Until `reopen`, every later `apply` raises too and changes nothing, as LMDB's panic does.
     """
@@ -99,7 +99,7 @@ class FaultyCatalog(WrappedCatalog):
         self._is_panicked = False
 
     def fail_next(self, outcome: Literal["lost", "durable"]) -> None:
-        """The next `apply` raises."""
+        """Lets the next `apply` raise."""
         self._fail_at, self._outcome = self.applies + 1, outcome
 
     def apply(self, change: Change) -> None:
@@ -120,8 +120,8 @@ class FaultyCatalog(WrappedCatalog):
 
 
 def _copy(contents: Contents) -> Contents:
-    """Nothing that can change is shared. Only namespaces have more in them than tables of values, and few tests have many
-    namespaces: so this takes a tenth of what copying every row takes."""
+    """Copies contents so that nothing that can change is shared. Only namespaces contain more than tables of values, and few tests
+    have many namespaces: so this takes a tenth of the time of copying every row."""
     namespaces = {
         name: replace(
             found, namespace=copy.deepcopy(found.namespace), rows={key: list(rows) for key, rows in found.rows.items()},
@@ -158,7 +158,7 @@ def _change(contents: Contents, change: Change) -> None:
 
 
 def namespace_row(name: str = "moe", **changes: object) -> NamespaceRow:
-    """A namespace of 2 layers and 4 experts; `changes` replace fields."""
+    """Makes the row of a namespace of 2 layers and 4 experts; `changes` replace fields."""
     fields: dict[str, object] = {
         "name": name,
         "schema": {"kind": "param", "fields": [["w", [4, 4], "float32"]], "gradient_dtype": ""},
@@ -172,25 +172,25 @@ def namespace_row(name: str = "moe", **changes: object) -> NamespaceRow:
 
 
 def located(number: int = 0) -> Located:
-    """A record in the `number`-th extent of volume 0."""
+    """Makes the location of a record in the `number`-th extent of volume 0."""
     return Located(Extent(0, number << 20, 1 << 20), Identity(1, number), 0xFFFF_FFFF_FFFF_FFFF - number)
 
 
 def row_of(key: ExpertKey, first_step: int, number: int = 0) -> tuple[str, ExpertKey, Row]:
-    """A row of namespace `moe`, as a Change takes it."""
+    """Makes a row of namespace `moe`, as a Change takes it."""
     return "moe", key, Row(first_step, located(number))
 
 
 class CatalogContract(ABC):
-    """Subclass it in a test module, define `make`, and pytest runs these."""
+    """Tests of any catalog: a test module subclasses it and defines `make`, and pytest runs them."""
 
     @abstractmethod
     def make(self, path: Path) -> Catalog:
-        """A new catalog of STORE_UUID, loaded. path: an empty directory."""
+        """Makes a new catalog of STORE_UUID, loaded. path: an empty directory."""
 
     @abstractmethod
     def reopened(self, catalog: Catalog, path: Path) -> Catalog:
-        """What the next process finds; `catalog` is not used any more."""
+        """Gives the catalog that the next process finds; `catalog` is not used any more."""
 
     def test_a_new_catalog_holds_nothing_but_the_uuid(self, tmp_path: Path) -> None:
         contents = self.make(tmp_path).load()
@@ -303,7 +303,7 @@ class CatalogContract(ABC):
 
 
 def raises_catalog_error(call: Callable[[], object]) -> str:
-    """The message of the CatalogError that `call` raises; fails if it raises none."""
+    """Gives the message of the CatalogError that `call` raises; fails if it raises none."""
     try:
         call()
     except CatalogError as error:

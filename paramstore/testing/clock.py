@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ManualClock:
-    """A `Clock` whose time is what was advanced so far, from 0 on."""
+    """A `Clock` whose time is the sum of what it was advanced, from 0 on."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -13,6 +13,6 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Time passes; it never goes back."""
+        """Lets time pass; it never goes back."""
         assert seconds >= 0
         self._now_s += seconds

@@ -1,4 +1,4 @@
-"""What must hold of a store on file systems that come back from a crash, asked of the code that a daemon opens it with."""
+"""Checks a store on file systems that come back from a crash, with the code by which a daemon opens it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _verify(config: Config, contents: Contents, volumes: Mapping[int, Volume], s
 
 
 class AlignedReads(ReadOnly, WrappedVolume):
-    """`inner`, which takes buffers of any address: O_DIRECT wants whole pages, the checks read into a bytearray."""
+    """`inner` for buffers at any address: O_DIRECT wants whole pages, and the checks read into a bytearray."""
 
     def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
         for buffer in into:

@@ -1,11 +1,11 @@
-"""Block devices that write everything down: a FUSE server whose files `disk0`, `disk1`, … stand under loop devices.
+"""Block devices that log what is done to them: a FUSE server whose files `disk0`, `disk1`, … stand under loop devices.
 
 One process serves all devices and answers one request after the other, so its log has one order: a write or flush is in it
-before it is answered, and whoever writes a line to the file `notes` has the line behind everything that was answered before.
-Data never waits in a cache of this kernel on the way (FOPEN_DIRECT_IO). When the server ends, every request ends with an
-error: nobody waits for it for ever.
+before it is answered, and a line that somebody writes to the file `notes` comes after everything answered before. Data never
+waits in a cache of this kernel on the way (FOPEN_DIRECT_IO). When the server ends, every request ends with an error, so that
+nobody waits for it for ever.
 
-`python -m paramstore_testkit.blocks.device FUSE LOG DISK...` is the server, its arguments descriptors; `BlockDevices` starts it.
+`python -m paramstore_testkit.blocks.device FUSE LOG DISK...` is the server; its arguments are descriptors. `BlockDevices` starts it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ROOT = 1
 NOTES_NODE = 2
 FIRST_DISK_NODE = 3
 FOREVER_S = 1 << 20
-"""How long the kernel may remember names and attributes, which never change."""
+"""Time for which the kernel may remember names and attributes, which never change."""
 
-# Of linux/fuse.h: requests, flags, and structures.
+# Requests, flags and structures of linux/fuse.h.
 LOOKUP, FORGET, GETATTR, SETATTR, OPEN, READ, WRITE, RELEASE = 1, 2, 3, 4, 14, 15, 16, 18
 FSYNC, FLUSH, INIT, DESTROY, BATCH_FORGET, INTERRUPT = 20, 25, 26, 38, 42, 36
 UNANSWERED = frozenset({FORGET, BATCH_FORGET, INTERRUPT})
@@ -42,7 +42,7 @@ FOPEN_DIRECT_IO = 1
 BIG_WRITES, MAX_PAGES = 1 << 5, 1 << 22
 MAJOR, MINOR = 7, 31
 Part = bytes | memoryview
-"""Of an answer."""
+"""A part of an answer."""
 _REQUEST = struct.Struct("<IIQQIIIHH")
 _ANSWER = struct.Struct("<IiQ")
 _INIT_ANSWER = struct.Struct("<IIIIHHIIHHI28x")
@@ -66,10 +66,10 @@ class Server:
             READ: self._read, WRITE: self._write, FSYNC: self._flush, FLUSH: self._nothing, RELEASE: self._nothing,
             DESTROY: self._nothing,
         }  # fmt: skip
-        """By opcode, from node and body to the parts of the answer. SETATTR changes nothing; FLUSH is a close."""
+        """What answers each opcode, from node and body. SETATTR changes nothing; FLUSH is a close."""
 
     def answer(self, request: memoryview) -> list[Part] | None:
-        """The answer to one request of the kernel; None where it wants none."""
+        """Answers one request of the kernel; None where it wants no answer."""
         _, opcode, unique, node, *_ = _REQUEST.unpack_from(request)
         if opcode in UNANSWERED:
             return None
@@ -143,7 +143,7 @@ class Server:
 
 
 def serve(fuse: int, server: Server) -> None:
-    """Until the file system is unmounted."""
+    """Answers requests until the file system is unmounted."""
     buffer = bytearray(WRITE_BYTES_MAX + mmap.PAGESIZE)
     view = memoryview(buffer)
     while True:
@@ -152,7 +152,7 @@ def serve(fuse: int, server: Server) -> None:
         except InterruptedError:
             continue
         except OSError as error:
-            if error.errno == errno.ENOENT:  # the request was taken back
+            if error.errno == errno.ENOENT:  # the kernel took the request back
                 continue
             if error.errno == errno.ENODEV:
                 return
@@ -163,7 +163,7 @@ def serve(fuse: int, server: Server) -> None:
 
 
 class BlockDevices:
-    """`images`, memfds of whole pages, as the files `path(0)`, `path(1)`, … below `directory`. A context manager."""
+    """Serves `images`, memfds of whole pages, as the files `path(0)`, `path(1)`, … below `directory`. A context manager."""
 
     def __init__(self, directory: Path, images: list[int]) -> None:
         self._directory = directory
@@ -177,16 +177,16 @@ class BlockDevices:
         return self._directory / f"disk{index}"
 
     def note(self, what: str, step: int = 0) -> None:
-        """On return it stands in the log, behind all that was answered before and before all that is asked for later."""
+        """Writes a note into the log: it comes after all that was answered before, and before all that is asked for later."""
         os.write(self._notes, format_note(what, step))
 
     def stop(self) -> None:
-        """The server answers nothing any more, and keeps its requests: whoever waits for one does so until it is killed."""
+        """Stops the server, which keeps its requests: whoever waits for one waits until the server is killed."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def kill(self) -> None:
-        """The server is gone: what was asked of it and whatever will be ends with an error."""
+        """Kills the server: what was asked of it, and whatever will be, ends with an error."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(END_S)
@@ -202,7 +202,7 @@ class BlockDevices:
                 [sys.executable, "-m", MODULE, *arguments], pass_fds=(fuse, self.log, *self._images), stdin=subprocess.DEVNULL
             )
         finally:
-            os.close(fuse)  # the server alone holds it: with its death the connection ends
+            os.close(fuse)  # now the server alone holds it, so the connection ends with it
         self._notes = os.open(self._directory / "notes", os.O_WRONLY)
         return self
 

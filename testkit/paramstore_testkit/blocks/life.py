@@ -1,7 +1,7 @@
 """A trainer's life on real file systems: the real engine over a `FileVolume` on each volume's disk and an `LmdbCatalog` on its own.
 
 Every volume and the catalog lie on a device of their own: on a shared one the catalog's flush would cover a forgotten flush of
-a volume. Pieces are small, so that one record is many writes. What the trainer begins and is told goes where `tell` says.
+a volume. Pieces are small, so that one record is many writes. `tell` gets what the trainer begins and what it is told.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paramstore_testkit.oracles.experts import State
 
 CATALOG_DISK, FIRST_VOLUME_DISK = 0, 1
 HELD_STEPS = {1: 4, 2: 13}
-"""By the number of volumes: so many that the first snapshot makes them grow."""
+"""Steps held for readers, by the number of volumes: so many that the first snapshot makes the volumes grow."""
 LIFE_S = 60.0
 WAIT_S = 20.0
 HEIR_ACTS = ("train few", "commit")
@@ -32,20 +32,20 @@ ACTS: tuple[Act, ...] = (
     "refresh", "train", "commit", "rollback further", "train few", "commit", "reopen", "train few", "commit", "restart",
     "train few", "evict", "commit beside training", "rollback", "train", "commit", "drop snapshot", "train few", "commit",
 )  # fmt: skip
-"""Everything that changes what is durable, and readers who keep steps alive."""
+"""A life with everything that changes what is durable, and with readers who keep steps alive."""
 
 DRAWN_ACTS = 8
 SHORT_ACTS: tuple[Act, ...] = ("train", "commit", "train few", "snapshot", "train few", "commit", "train", "commit")
-"""A life in which a bug has its chance."""
+"""A short life in which a planted bug has its chance."""
 
 
 def full_acts(seed: int) -> tuple[Act, ...]:
-    """All of `ACTS`, and some more that the seed draws."""
+    """Gives all of `ACTS`, and some more that the seed draws."""
     return (*ACTS, *Random(seed).choices(ACTS, k=DRAWN_ACTS))
 
 
 def config_of(root: Path, *, volume_count: int) -> Config:
-    """A store whose catalog lies on the file system mounted at `disk_at(root, 0)`, its volumes on those that follow."""
+    """Settings of a store whose catalog lies on the file system mounted at `disk_at(root, 0)`, its volumes on those that follow."""
     volumes = tuple(disk_at(root, FIRST_VOLUME_DISK + index) / "volume" for index in range(volume_count))
     return Config(
         dir=disk_at(root, CATALOG_DISK) / "store", volumes=volumes, host_budget_bytes=HOST_BYTES, io_workers=2, update_workers=1,
@@ -64,7 +64,7 @@ class DiskLife(Life):
         self._lock: StoreLock | None = None
 
     def start(self) -> None:
-        """The store is open already: opening files takes an await."""
+        """Does nothing: the store is open already, since opening files takes an await."""
 
     def note(self, what: str, step: int = 0) -> None:
         self._tell(what, step)
@@ -88,7 +88,7 @@ class DiskLife(Life):
 
     @property
     def modes(self) -> set[object]:
-        """How transfers reach the volumes."""
+        """The ways in which transfers reach the volumes."""
         return {volume.describe()["mode"] for volume in self.store._volumes.volumes.values()}
 
     @property
@@ -97,7 +97,7 @@ class DiskLife(Life):
         return min(volume.size_bytes for volume in self.store._volumes.volumes.values())
 
     async def end(self) -> None:
-        """The daemon stops, as it does at SIGTERM."""
+        """Stops the daemon, as SIGTERM does."""
         await self.store.close()
         assert self._lock is not None
         self._lock.release()
@@ -112,7 +112,7 @@ class DiskLife(Life):
 
 
 def live(config: Config, acts: Sequence[Act], *, seed: int, tell: Tell) -> Life:
-    """The whole life, from an empty disk to a daemon that stopped. Raises whatever went wrong."""
+    """Runs the whole life, from an empty disk to a daemon that stopped. Raises whatever went wrong."""
 
     async def run() -> Life:
         life = DiskLife(config, seed=seed, tell=tell)
@@ -132,9 +132,9 @@ def live(config: Config, acts: Sequence[Act], *, seed: int, tell: Tell) -> Life:
 
 
 def live_on(config: Config, steps: Mapping[int, State], *, seed: int) -> tuple[dict[int, State], int | None]:
-    """What comes after a crash: a daemon starts, a writer opens what it finds, trains and commits, the daemon stops.
+    """Goes on after a crash: starts a daemon, opens what it finds as a writer, trains and commits, stops the daemon.
 
-    Returns the steps of both lives, and the one committed now (None: there was nothing to open).
+    Returns the steps of both lives, and the newest committed one (None: there was nothing to open).
     """
 
     async def run() -> tuple[dict[int, State], int | None]:

@@ -1,11 +1,11 @@
-"""Mounts, loop devices and file systems of a process's own, that end with it, however it ends.
+"""Makes mounts, loop devices and file systems that belong to one process and end with it, however it ends.
 
 - Mounts are made in a mount namespace of the process (`enter_namespaces`), so they go with it; its children, in a process
   namespace of their own, are killed with it.
 - A loop device is told to detach itself with its last user.
-- What another life left nevertheless is found by its name, which has the number of a process that lives no more (`sweep`).
+- Anything that another run left nevertheless is found by its name, which has the number of a process that is gone (`sweep`).
 
-Raises OSError naming the call, wherever the kernel refuses.
+Raises OSError that names the call, wherever the kernel refuses.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "paramstore-block-"
-"""Of directories and images: the number of the owning process follows."""
+"""Start of the names of directories and images; the number of the owning process follows."""
 OWNER = re.compile(PREFIX + r"(\d+)")
 MKFS_S = 20.0
 BUSY_S = 5.0
-"""How long an unmount waits for those who still hold a file."""
+"""Longest wait of an unmount for those who still hold a file."""
 ATTEMPTS = 20
-"""Times to ask for a free loop device that another process may take first."""
+"""Most attempts to get a free loop device, since another process may take it first."""
 
 CLONE_NEWNS, CLONE_NEWPID = 0x20000, 0x20000000
 MS_NOATIME, MS_REC, MS_SILENT, MS_PRIVATE = 0x400, 0x4000, 0x8000, 0x40000
@@ -49,7 +49,7 @@ MKFS_OPTIONS = {
     "xfs": ("-q", "-f", "-K"),
 }  # fmt: skip
 DISK_BYTES = {"ext4": 24 << 20, "xfs": 320 << 20}
-"""Of a disk: room for the file system's journal, and for a volume whose commit notes take 11 MiB."""
+"""Size of a disk: room for the file system's journal, and for a volume whose commit notes take 11 MiB."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,8 +61,8 @@ def _checked(result: int, what: str) -> None:
 
 
 def enter_namespaces() -> int:
-    """Makes a child with mounts and processes of its own, which the kernel kills when this process ends. Returns 0 in it, and
-    here, when it has ended, its exit status plus 1."""
+    """Makes a child with mounts and processes of its own, which the kernel kills when this process ends. Returns 0 in the child;
+    here it returns the child's exit status plus 1, when that has ended."""
     _end_with_parent()
     _checked(_libc.unshare(CLONE_NEWNS | CLONE_NEWPID), "unshare(CLONE_NEWNS | CLONE_NEWPID)")
     child = os.fork()
@@ -80,7 +80,7 @@ def _end_with_parent() -> None:
 
 
 def mount(source: str, target: Path, kind: str, options: str = "") -> None:
-    """Without access times, and without a line in the kernel's log for each."""
+    """Mounts without access times, and without a line in the kernel's log for each mount."""
     _mount(source, str(target), kind, MS_NOATIME | MS_SILENT, options)
 
 
@@ -92,7 +92,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str)
 
 
 def unmount(target: Path) -> None:
-    """On return nothing of it is in use any more. Raises OSError if somebody holds a file there for too long."""
+    """Unmounts; on return nothing there is in use any more. Raises OSError if somebody holds a file there for too long."""
     deadline_s = time.monotonic() + BUSY_S
     while True:
         if _libc.umount2(os.fsencode(target), 0) == 0:
@@ -104,12 +104,12 @@ def unmount(target: Path) -> None:
 
 
 def detach(target: Path) -> None:
-    """Takes the mount out of sight, busy or not; it ends with its last user. For whoever cleans up."""
+    """Takes the mount out of sight, busy or not; it ends with its last user. For cleaning up."""
     _libc.umount2(os.fsencode(target), MNT_DETACH)
 
 
 class LoopDevice:
-    """A loop device over the open file `backing`; it ends with `close`, or with this process."""
+    """A loop device over the open file `backing`. It ends with `close`, or with this process."""
 
     def __init__(self, backing: int) -> None:
         with open("/dev/loop-control", "rb") as control:
@@ -126,7 +126,7 @@ class LoopDevice:
                         raise
 
     def forget_cache(self) -> None:
-        """What this kernel remembers of the device is dropped: its image was changed behind its back."""
+        """Drops what this kernel remembers of the device, whose image was changed behind its back."""
         fcntl.ioctl(self._descriptor, BLKFLSBUF)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ def _loop_config(backing: int) -> bytes:
 
 
 def make_file_system(kind: str, device: str) -> None:
-    """An empty file system, as small as its kind can be. Raises OSError with what mkfs said."""
+    """Makes an empty file system, as small as its kind can be. Raises OSError with what mkfs said."""
     tool = f"mkfs.{kind}"
     if shutil.which(tool) is None:
         raise OSError(f"{tool} is not installed")
@@ -151,13 +151,13 @@ def make_file_system(kind: str, device: str) -> None:
 
 
 def disk_at(root: Path, index: int) -> Path:
-    """Where the file system of disk `index` is mounted."""
+    """Path at which the file system of disk `index` is mounted."""
     return root / f"mounted{index}"
 
 
 @contextmanager
 def mounted_loops(root: Path, files: Sequence[Path], *, kind: str = "ext4") -> Iterator[list[LoopDevice]]:
-    """New file systems over loop devices over `files`, mounted at `disk_at` of `root`. Unmounted, if need be by force."""
+    """Makes new file systems over loop devices over `files`, mounted at `disk_at` of `root`; unmounts them, by force if need be."""
     with ExitStack() as stack:
         loops = []
         for index, file in enumerate(files):
@@ -178,7 +178,7 @@ def mounted_loops(root: Path, files: Sequence[Path], *, kind: str = "ext4") -> I
 
 
 def shut_down(mounted: Path) -> None:
-    """The file system at `mounted` takes no more: all I/O fails from here on, and what its journal did not have is lost."""
+    """Shuts down the file system at `mounted`: all I/O fails from here on, and what its journal did not have is lost."""
     descriptor = os.open(mounted, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.ioctl(descriptor, EXT4_IOC_SHUTDOWN, struct.pack("<I", NOLOGFLUSH))
@@ -187,14 +187,14 @@ def shut_down(mounted: Path) -> None:
 
 
 def make_image(size_bytes: int, *, owner: int) -> int:
-    """A memfd of zeros, named so that `sweep` finds a loop device over it."""
+    """Makes a memfd of zeros, named so that `sweep` finds a loop device over it."""
     descriptor = os.memfd_create(f"{PREFIX}{owner}")
     os.ftruncate(descriptor, size_bytes)
     return descriptor
 
 
 def sweep(directory: Path, *, blocks: Path = Path("/sys/block")) -> list[str]:
-    """Removes what runs left that are no more: loop devices, and directories below `directory`. Returns their names."""
+    """Removes what runs left whose process is gone: loop devices, and directories below `directory`. Returns their names."""
     swept = []
     for backing in sorted(blocks.glob("loop*/loop/backing_file")):
         with suppress(OSError):
@@ -211,6 +211,6 @@ def sweep(directory: Path, *, blocks: Path = Path("/sys/block")) -> list[str]:
 
 
 def _is_orphaned(name: str) -> bool:
-    """Whether `name` is one of ours, and its owner lives no more."""
+    """Whether `name` is one of ours, and its owner is gone."""
     owner = OWNER.search(name)
     return owner is not None and not Path("/proc", owner[1]).exists()

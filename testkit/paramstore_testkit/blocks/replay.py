@@ -1,8 +1,8 @@
-"""A run is recorded block by block, and every crash of it played: an image is made, mounted, opened, read, and taken back.
+"""Records a run block by block, and plays every crash of it: makes an image, mounts, opens and reads it, and takes it back.
 
-`record` lets a trainer live on file systems over devices that write everything down. `Replay` steps through the log; at each
-event it draws states of every kind (`crash_disk` says which there are), puts each into images, mounts them, so that the file
-systems recover their journals, has the store opened and checked, and unmounts. What file system and opening changed is then
+`record` lets a trainer live on file systems over devices that log everything. `Replay` steps through the log; at each
+event it draws states of every kind (`crash_disk` lists them), puts each into images, mounts them, so that the file
+systems recover their journals, has the store opened and checked, and unmounts. The changes by file system and opening are then
 found by comparison and undone. Equal images are checked once; a disk that is the same in the next state stays mounted.
 """
 
@@ -35,18 +35,18 @@ from paramstore_testkit.oracles.experts import State
 
 PAGE_BYTES = mmap.PAGESIZE
 GARBAGE = "garbage"
-"""Kinds of state that are left out: file systems, and LMDB's meta page, count on sectors that are written whole or not at all."""
+"""Kinds of state that are left out: file systems, and LMDB's meta page, rely on sectors that are written whole or not at all."""
 TEARING = ("one torn", "last torn at 512", "random sectors")
 """Kinds of state in which a block of the file system may be half written."""
 NOT_WHOLE = (errno.EBADMSG, errno.EUCLEAN, errno.EINVAL, errno.EIO)
-"""How a file system says that a structure of its own is damaged: ext4 has superblocks larger than a sector."""
+"""Errors by which a file system says that a structure of its own is damaged: ext4 has superblocks larger than a sector."""
 MADE = "made"
-"""Noted when the file systems are there: crashes begin behind it."""
+"""Note that the file systems are there: crashes begin after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A run's log, and what every step that was started must hold. kind: of the file systems."""
+    """A run's log, and what every step that was started must hold. kind: the kind of file systems."""
 
     kind: str
     events: Sequence[Event]
@@ -56,20 +56,20 @@ class Recording:
 
 @dataclass(slots=True)
 class Figures:
-    """By kind of state. `mounted` counts the distinct ones: those that were checked."""
+    """Counts by kind of state. mounted: the distinct states, which were checked."""
 
     states: Counter[str] = field(default_factory=Counter)
     mounted: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     acts: Counter[str] = field(default_factory=Counter)
     refused: int = 0
-    """States with torn blocks, of them, that the file system itself refused to mount."""
+    """States with torn blocks that the file system itself refused to mount; they count as mounted, too."""
     resumed: int = 0
-    """Daemons that were really started on a state, and went on."""
+    """Number of states on which a daemon was really started, and went on."""
 
 
 def record(root: Path, acts: Sequence[Act], *, seed: int, volume_count: int, owner: int, kind: str = "ext4") -> Recording:
-    """Lives `acts` on new file systems. Nothing is mounted any more on return. owner: a process that outlives the devices."""
+    """Lives `acts` on new file systems. On return nothing is mounted any more. owner: a process that outlives the devices."""
     count = FIRST_VOLUME_DISK + volume_count
     images = [make_image(DISK_BYTES[kind], owner=owner) for _ in range(count)]
     with BlockDevices(root / "fuse", images) as devices:
@@ -111,8 +111,8 @@ class Images:
             os.close(file)
 
     def mount(self) -> None:
-        """The images as they are now, under their file systems, which recover first and write to them. Those that are mounted
-        already stay so. Raises OSError."""
+        """Mounts the images as they are now; their file systems first recover and write to them. Images that are mounted already
+        stay so. Raises OSError."""
         for index, loop in enumerate(self._loops):
             if index not in self._mounted:
                 loop.forget_cache()
@@ -120,7 +120,7 @@ class Images:
                 self._mounted.add(index)
 
     def release(self, indices: Iterable[int], durable: Mapping[int, bytearray]) -> None:
-        """Unmounts these and makes their images equal to `durable` again."""
+        """Unmounts these images and makes them equal to `durable` again."""
         for index in indices:
             if index in self._mounted:
                 unmount(self._targets[index])
@@ -128,7 +128,7 @@ class Images:
             self._restore(index, durable[index])
 
     def _restore(self, index: int, durable: bytearray) -> None:
-        """Looks only where the image has memory: elsewhere both are zero."""
+        """Restores one image; looks only where it has memory, since elsewhere both are zero."""
         image = numpy.frombuffer(self._maps[index], dtype=numpy.uint64)
         wanted = numpy.frombuffer(durable, dtype=numpy.uint64)
         for start, end in data_ranges(self._files[index], self._size_bytes):
@@ -140,22 +140,22 @@ class Images:
 
 
 def data_ranges(file: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where a sparse file has memory, in whole pages."""
+    """Ranges in which a sparse file has memory, in whole pages."""
     end = 0
     while True:
         try:
             start = os.lseek(file, end, os.SEEK_DATA)
-        except OSError:  # ENXIO: none behind
+        except OSError:  # ENXIO: no data follows
             return
         end = os.lseek(file, start, os.SEEK_HOLE)
         yield start, min(end, size_bytes)
 
 
 class Replay:
-    """All crashes of one recording.
+    """Plays all crashes of one recording.
 
-    states_per_event: how many are drawn at each, beside those that lose everything and nothing. resume_every: of how many
-    distinct states a daemon is really started on one.
+    states_per_event: how many states are drawn at each event, beside those that lose everything and nothing. resume_every: a
+    daemon is really started on one of so many distinct states.
     """
 
     def __init__(
@@ -176,12 +176,12 @@ class Replay:
         self._promise = Promise()
 
     def run(self) -> Figures:
-        """Raises AssertionError, or what the opening raised, with a note that says which crash it was."""
+        """Plays all crashes. Raises AssertionError, or what the opening raised, with a note that says which crash it was."""
         self._disk.image = self._images.views
         with self._images:
             is_made = False
             for position, event in enumerate(self._recording.events):
-                if isinstance(event, Flushed):  # what it settles goes into the image
+                if isinstance(event, Flushed):  # the writes that it settles go into the image
                     self._images.release([event.volume], self._disk.durable)
                 self._disk.advance(event)
                 self._promise.hear(event)
@@ -193,7 +193,7 @@ class Replay:
         return self.figures
 
     def _chosen(self, event: Event) -> list[Crash]:
-        """Nothing kept, all kept, and some of the others: each kind as likely as any other."""
+        """Chooses the states with nothing kept and all kept, and some of the others: each kind as likely as any other."""
         by_kind: dict[str, list[Crash]] = {}
         for crash in self._disk.states(event, self._random, FULL):
             if not crash.kind.startswith(GARBAGE):
@@ -223,9 +223,10 @@ class Replay:
             raise
 
     def _check(self, edited: Iterable[int], *, may_refuse: bool) -> Verdict | None:
-        """What the store reopens with; None if a file system cannot be mounted, and `may_refuse`.
+        """Mounts and opens the state; gives what the store reopens with, or None if `may_refuse` and a file system cannot be
+        mounted.
 
-        Disks that are not edited stay mounted for the next state: opening a store that is there writes nothing to them.
+        Disks that are not edited stay mounted for the next state: opening an existing store writes nothing to them.
         """
         resumed = self.figures.resumed
         try:

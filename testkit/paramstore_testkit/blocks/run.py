@@ -1,6 +1,6 @@
-"""`python -m paramstore_testkit.blocks.run SCENARIO`: what needs mounts, in a process whose mounts end with it.
+"""`python -m paramstore_testkit.blocks.run SCENARIO`: runs what needs mounts in a process whose mounts end with it.
 
-`run_apart` is the other end: a scenario has a deadline, after which it is killed with everything it started. What it prints is
+`run_apart` is the other end: a scenario has a deadline, after which it is killed with everything it started. Its output is
 the report; what goes wrong is a traceback on stderr and exit status 1. Without root, /dev/fuse or loop devices it says why.
 """
 
@@ -30,7 +30,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def run_apart(*arguments: str, limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs a scenario to its end. Raises AssertionError where it took too long; then nothing of it is left."""
+    """Runs a scenario to its end. Raises AssertionError if it took too long; then nothing of it is left."""
     directory = Path(tempfile.gettempdir())
     sweep(directory)
     root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=directory))
@@ -53,13 +53,13 @@ def run_apart(*arguments: str, limit_s: float) -> subprocess.CompletedProcess[st
 
 
 def _killed(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """The server of block devices dies with the rest, so that nobody waits for one of its answers."""
+    """Kills the process with everything it started, the server of block devices too, so that nobody waits for its answers."""
     os.killpg(process.pid, signal.SIGKILL)
     return process.communicate(timeout=PROBE_S)
 
 
 def refusal(kind: str = "ext4") -> str:
-    """Why scenarios on file systems of that kind cannot run here; empty if they can."""
+    """Says why scenarios on file systems of that kind cannot run here; empty if they can."""
     result = run_apart("probe", "--kind", kind, limit_s=PROBE_S)
     if result.returncode == 0:
         return result.stdout.strip()
@@ -67,7 +67,7 @@ def refusal(kind: str = "ext4") -> str:
 
 
 def probe(root: Path, *, kind: str, owner: int) -> None:
-    """Prints why the scenarios cannot run. Goes through all they need: a FUSE device, a loop device over it, a file system."""
+    """Prints why the scenarios cannot run. Tries all they need: a FUSE device, a loop device over it, a file system."""
 
     try:
         image = make_image(DISK_BYTES[kind], owner=owner)
@@ -85,7 +85,7 @@ def replay(root: Path, arguments: argparse.Namespace) -> None:
     from paramstore_testkit.blocks.replay import Replay, record
     from paramstore_testkit.bugs.block_bugs import plant
 
-    torch.set_num_threads(1)  # records of a few KiB: more threads only wait for each other
+    torch.set_num_threads(1)  # records have a few KiB: more threads would only wait for each other
     logging.getLogger("paramstore").setLevel(logging.CRITICAL)
     if arguments.bug:
         plant(arguments.bug)
@@ -123,7 +123,7 @@ def replay(root: Path, arguments: argparse.Namespace) -> None:
 
 
 def hang(root: Path, owner: int) -> None:
-    """Waits for a device that does not answer, in a way that no signal ends. For whoever wants to see that it ends."""
+    """Waits for a device that does not answer, in a way that no signal ends; for tests that such a wait can be ended."""
 
     image = make_image(DISK_BYTES["ext4"], owner=owner)
     with (

@@ -1,8 +1,8 @@
-"""File systems are shut down under a daemon while a trainer lives beside it: all I/O fails from one moment on.
+"""Shuts file systems down under a daemon while a trainer lives beside it: all I/O fails from one moment on.
 
-What the journal did not have is lost, as in a power cut, but the processes live: the daemon must say so, with an error of its
-own for whoever asks, die of nothing, and acknowledge nothing more. Then the file systems are mounted anew, and the next daemon
-must find every acknowledged step whole. Everything that is drawn comes from one seed.
+Whatever the journal did not have is lost, as in a power cut, but the processes live: the daemon must refuse requests with an error
+of its own, must not die, and acknowledge nothing more. Then the file systems are mounted anew, and the next daemon must find every
+acknowledged step whole. Everything that is drawn comes from one seed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from paramstore_testkit.processes.life_plan import Operation, plan_life
 from paramstore_testkit.processes.trainer import Trainer, check_reopened, plain_rule
 
 DISKS = 3
-"""The catalog's, and two volumes'."""
+"""Number of disks: the catalog's and two volumes'."""
 OPERATIONS = 24
 LIFE_S = 0.2
-"""How long a life takes, until one was seen: shutdowns come before that."""
+"""Assumed length of a life until one was seen: shutdowns come before its end."""
 CONNECT_S = 10.0
 KIND = "ext4"
 LATER_STEPS = 10
-"""What lies between the steps of a plan and those of the commits that must fail."""
+"""Distance between the steps of a plan and those of the commits that must fail."""
 
 
 class ShutdownCycles:
-    """Owner of the file systems, of the model and of the dice. `run` returns counts of what happened."""
+    """Owner of the file systems, the model and the random numbers. `run` returns counts of what happened."""
 
     def __init__(self, root: Path, *, seed: int, owner: int, bugs: Sequence[str] = ()) -> None:
-        """bugs: of `daemon_bugs`, planted in every daemon."""
+        """bugs: names of `daemon_bugs`, planted in every daemon."""
         self._root = root
         self._dice = random.Random(seed)
         self._seed = seed
@@ -49,7 +49,7 @@ class ShutdownCycles:
         self.counts: Counter[str] = Counter()
 
     def run(self, cycles: int) -> Counter[str]:
-        """Raises AssertionError with the seed and the cycle in its notes."""
+        """Runs the cycles. Raises AssertionError with the seed and the cycle in its notes."""
         images = [make_image(DISK_BYTES[KIND], owner=self._owner) for _ in range(DISKS)]
         files = [Path(f"/proc/self/fd/{image}") for image in images]
         with (
@@ -88,10 +88,10 @@ class ShutdownCycles:
                 trainer.close()
         if not is_shut_down:
             self._life_s = time.monotonic() - started_s
-        daemons.kill()  # raises where it died by itself: of a bus error, say
+        daemons.kill()  # raises if it had died by itself, for example of a bus error
 
     def _train(self, trainer: Trainer, shutter: threading.Timer, *, is_shut_down: bool) -> None:
-        """Until an error says that the file systems are gone; a life that was through before asks for one commit more."""
+        """Trains until an error says that the file systems are gone; a plan that ends before that asks for one commit more."""
         keys = trainer.namespace.keys()
         plan = plan_life(self._dice.getrandbits(40), keys, openable=self._chain.openable, count=OPERATIONS)
         try:
@@ -110,7 +110,7 @@ class ShutdownCycles:
             self._commit_again(trainer)
 
     def _commit_too_late(self, trainer: Trainer) -> None:
-        """Raises what the store says to a commit that cannot be durable."""
+        """Commits, and raises what the store says to a commit that cannot be durable."""
         keys = tuple(trainer.namespace.keys())
         step = (self._chain.acknowledged or 0) + LATER_STEPS
         trainer.run(Operation("train", keys, self._seed))
@@ -118,7 +118,7 @@ class ShutdownCycles:
         raise AssertionError("a commit was acknowledged although no file system takes any more")
 
     def _commit_again(self, trainer: Trainer) -> None:
-        """After the error nothing is acknowledged either."""
+        """Checks that nothing is acknowledged after the error either."""
         with suppress(ps.ParamStoreError):
             self._commit_too_late(trainer)
 
@@ -135,7 +135,7 @@ class ShutdownCycles:
             mount(loop.path, disk_at(self._root, index), KIND)
 
     def _check(self, daemons: KillableDaemons) -> None:
-        """One daemon more, for the last cycle."""
+        """Starts one daemon more, which checks the last cycle."""
         address = daemons.start(self._root, flags=self._flags(), bugs=self._bugs)
         assert address is not None
         with ps.connect(address, timeout_s=CONNECT_S) as store:

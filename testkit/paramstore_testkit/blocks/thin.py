@@ -1,8 +1,8 @@
-"""Thin provisioning runs out: `fallocate` gave the space, the device behind has none, and a write or a flush says so.
+"""Lets thin provisioning run out: `fallocate` gave the space, the device below has none, and a write or a flush says so.
 
-A file system lies on a loop device over a sparse file in a small tmpfs, and another file takes what the tmpfs has left. From there
-on the store must stop: commits fail with an error of ours, none is acknowledged, and after the space has come back and the
-file systems were mounted anew, everything acknowledged is there.
+A file system lies on a loop device over a sparse file in a small tmpfs, and another file takes the rest of the tmpfs. From then
+on the store must stop: commits fail with an error of ours and none is acknowledged. After the space has come back and the
+file systems were mounted anew, everything acknowledged must be there.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ HOG_BYTES = 1 << 20
 EXTRA_WORDS = 200
 EXTRA_BYTES_MAX = 60_000
 FILLING_COMMITS_MAX = 12
-"""So many commits at most until one needs a block that was never written."""
+"""Most commits until one needs a block that was never written."""
 DISKS = {"volume": FIRST_VOLUME_DISK, "buffered": FIRST_VOLUME_DISK, "catalog": CATALOG_DISK}
-"""What is to run out of space: a volume, one that goes through the page cache, or the catalog."""
+"""The disk that runs out of space: a volume's, a volume's that goes through the page cache, or the catalog's."""
 
 
 def fill_up(root: Path, *, place: str, seed: int, bug: str = "") -> str:
-    """What the store said, in one line. Raises AssertionError where it went on, or lost something."""
+    """Runs one place out of space; gives the store's error in one line. Raises AssertionError if it went on, or lost something."""
     told: list[tuple[str, int]] = []
     config = config_of(root, volume_count=1)
     for module in (crash_life, crash_check):
@@ -64,13 +64,13 @@ def fill_up(root: Path, *, place: str, seed: int, bug: str = "") -> str:
 
 
 def growing_extra(step: int) -> bytes:
-    """What a commit carries: more each time, so that the catalog needs pages it never had."""
+    """Makes a commit's `extra`, longer each time, so that the catalog needs pages it never had."""
     return (b"extra %d " % step * (EXTRA_WORDS * step))[:EXTRA_BYTES_MAX]
 
 
 @contextmanager
 def thin_files(root: Path, thin: int) -> Iterator[tuple[list[Path], Path]]:
-    """A sparse file for each disk, each in a tmpfs of its own; and the file that takes the room of disk `thin`."""
+    """Makes a sparse file for each disk, each in a tmpfs of its own; and the file that takes the room of disk `thin`."""
     with ExitStack() as stack:
         files = []
         for index in range(2):
@@ -85,7 +85,7 @@ def thin_files(root: Path, thin: int) -> Iterator[tuple[list[Path], Path]]:
 
 
 async def _live_until_full(life: DiskLife, hog: Path) -> str:
-    """Commits until one fails, then sees that no other is acknowledged either."""
+    """Commits until one fails, then checks that no other is acknowledged either."""
     await life.begin()
     await life.live_through(("train", "commit", "train few", "commit"))
     take_all(hog)
@@ -96,13 +96,13 @@ async def _live_until_full(life: DiskLife, hog: Path) -> str:
             break
     assert said, "there was room for everything"
     assert await _refusal_of(life), "a commit was acknowledged after one that failed, although nothing has changed"
-    with suppress(ParamStoreError):  # the catalog's last row may find no room either
+    with suppress(ParamStoreError):  # there may be no room for the catalog's last row either
         await life.end()
     return said
 
 
 async def _refusal_of(life: DiskLife) -> str:
-    """What the store says to an update of everything and a commit; empty if it takes them."""
+    """Updates and commits everything; gives the store's error, or an empty text if it takes them."""
     try:
         await life.train(KEYS)
         await life.commit()

@@ -1,4 +1,4 @@
-"""Bugs that a replay of block devices must find, planted in the process that lives. Each leaves out what makes something durable.
+"""Bugs to plant in the process of a run, which a replay of block devices must find. Each leaves out what makes something durable.
 
 ext4 makes a new file's name durable with the first flush of the file itself, so that a forgotten flush of the directory alone is
 not seen on it; `forget_creation` leaves out both.
@@ -26,12 +26,12 @@ def plant(name: str) -> None:
 
 
 def forget_growth() -> None:
-    """A volume's new size is not made durable before the catalog counts on it."""
+    """Does not make a volume's new size durable before the catalog counts on it."""
     replace_in(BackingFile, _sync_apart=nothing)
 
 
 def forget_creation() -> None:
-    """A new volume's file, name and first pages are not made durable before the catalog counts on them."""
+    """Does not make a new volume's file, name and first pages durable before the catalog counts on them."""
     create, flush = FileVolume.create, FileVolume.flush
     steps = {"_sync_apart": BackingFile._sync_apart, "_make_name_durable": BackingFile._make_name_durable}
 

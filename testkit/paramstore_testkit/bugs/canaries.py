@@ -2,7 +2,7 @@
 
 A canary patches the product's own classes in this process and takes the patch away again: nothing in the product knows of it. As a
 pytest plugin (`-p paramstore_testkit.bugs.canaries`) this module plants the bug that the variable names before a test is imported.
-Each canary names the suite that must fail with it (`tests/crash/test_canaries.py` runs them).
+Each canary names the suite that must fail because of it (`tests/crash/test_canaries.py` runs them).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from paramstore.storage.note_slots import NoteSlots
 from paramstore.testing.volumes import WrappedVolume
 
 Patch = tuple[Any, str, Any]
-"""Owner, name, what takes its place. Any: the classes patched have nothing in common."""
+"""Owner, attribute, and its replacement. Any: the patched classes have nothing in common."""
 CRASH_STATES, STORE_MODEL, DAMAGE = "crash states", "store model", "damage"
 PLAIN_ACTS = (
     "train few", "commit", "train few", "write back", "commit beside training", "train", "commit beside training", "train few",
     "rollback", "train few", "commit", "reopen", "train few", "commit", "train", "commit",
 )  # fmt: skip
-"""A life in which each bug that needs no fault has its chance."""
+"""A life in which each bug that needs no fault has its chance to show."""
 FLUSH_FAILS = ("train", "failing flush", "train few", "failing flush", "commit")
 WRITE_FAILS = ("failing write",)
 TRANSACTION_IS_LOST = ("train few", "commit", "lost transaction")
@@ -50,8 +50,8 @@ ROLLS_BACK = ("train", "commit", "train few", "rollback", "train few", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """suite: CRASH_STATES, STORE_MODEL, DAMAGE, or a test of the tree as pytest names it. acts: of the life whose crash states
-    are tried."""
+    """One planted bug. suite: CRASH_STATES, STORE_MODEL, DAMAGE, or a test of the tree as pytest names it. acts: those of the life
+    whose crash states are tried."""
 
     name: str
     what: str
@@ -72,11 +72,11 @@ class _Volume(WrappedVolume):
 
 
 def nothing(*_: object, **__: object) -> None:
-    """What should have been done here is not."""
+    """Takes the place of a function that should do something."""
 
 
 def _committer_sees(flush_of: Callable[[int, int], Callable[[Any], None] | None]) -> list[Patch]:
-    """flush_of: (volume, how many there are) -> what its flush does for the committer, None: what it should."""
+    """Patches volumes as the committer sees them. flush_of: (volume, number of volumes) -> its flush, None: the real one."""
     made = Committer.__init__
 
     def init(self: Committer, *parts: Any, volumes: Mapping[int, Any], **others: Any) -> None:
@@ -126,7 +126,7 @@ def _trust_after_a_failed_flush() -> list[Patch]:
 
 def _publish_before_written() -> list[Patch]:
     async def write_nothing(self: Committer, *_: object) -> None:
-        """The records that were dirty at the cut stay so."""
+        """Leaves the records that were dirty at the cut as they are."""
 
     return [(Committer, "_write_unwritten", write_nothing)]
 
@@ -144,7 +144,7 @@ def _ignore_failed_write() -> list[Patch]:
 def _reuse_extent_at_once() -> list[Patch]:
     plan_publish = Ledger.plan_publish
     early: set[tuple[Any, int]] = set()
-    """(key, first step) of rows whose extents are free already."""
+    """(key, first step) of rows whose extents are free too early."""
 
     def plan(self: Ledger, step_row: Any, changed: Any, held_steps: Any) -> Any:
         publication = plan_publish(self, step_row, changed, held_steps)
@@ -318,7 +318,7 @@ CANARIES = (
 
 
 def canary(name: str) -> Canary:
-    """Raises ConfigError naming all there are."""
+    """Finds a canary by its name. Raises ConfigError that names all there are."""
     for known in CANARIES:
         if known.name == name:
             return known
@@ -327,7 +327,7 @@ def canary(name: str) -> Canary:
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """The bug is there within the block."""
+    """Plants the bug for as long as the block runs."""
     with ExitStack() as stack:
         for owner, attribute, replacement in canary(name).patches():
             stack.callback(setattr, owner, attribute, vars(owner)[attribute])
@@ -342,6 +342,6 @@ def plant(name: str) -> None:
 
 
 def pytest_configure() -> None:
-    """Plants what the environment names, for the life of this process."""
+    """Plants the bug that the environment names, for the life of this process."""
     if name := os.environ.get(BUG_VARIABLE):
         plant(name)

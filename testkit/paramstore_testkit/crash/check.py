@@ -1,8 +1,8 @@
-"""What must hold of a store that comes back from a crash, asked of the real recovery code.
+"""Checks a store that comes back from a crash, with the real recovery code.
 
 A check reads superblocks, the newest commit note and every record that the catalog names, and nothing else. Two images
-that agree on all pages a check has read, under the same catalog, have the same verdict; so a check runs again only where one
-of those pages differs, and now and then where none does, to see that the verdict is the same.
+that agree on all pages a check has read, under the same catalog, have the same verdict. So a check runs again only if one
+of those pages differs, and now and then if none does, to see that the verdict is the same.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from paramstore_testkit.disks.crash_disk import PAGE_SHIFT, VOLUME_SHIFT, CrashD
 from paramstore_testkit.oracles.experts import State
 
 RECHECK_EVERY = 16
-"""One of so many states is checked although an identical reading has been."""
+"""Number of states with an identical reading of which one is checked all the same."""
 
 
 class Verdict(NamedTuple):
-    """What the store reopens with. step: the newest committed one."""
+    """Result of reopening a store. step: the newest committed one."""
 
     has_namespace: bool
     step: int | None
@@ -71,12 +71,12 @@ class ReadVolume(ReadOnly):
         return {"index": self.index}
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: there is nothing to give back."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """Pages that a check read, and its verdicts by their content. base: the durable content's digest, as of `version`."""
+    """Pages that a check read, and its verdicts by their content. base: digest of the durable content at `version`."""
 
     pages: frozenset[int]
     verdicts: dict[int, Verdict] = field(default_factory=dict)
@@ -86,12 +86,12 @@ class Reading:
 
 @dataclass(slots=True)
 class Figures:
-    """By kind of state; `distinct` counts (image, catalog) pairs, `read` the checks that really ran."""
+    """Counts by kind of state. distinct: (image, catalog) pairs; read: checks that really ran."""
 
     states: Counter[str] = field(default_factory=Counter)
     distinct: Counter[str] = field(default_factory=Counter)
     acts: Counter[str] = field(default_factory=Counter)
-    """What the lives did."""
+    """Acts of the lives, by name."""
     read: int = 0
     crashes_during_recovery: int = 0
     resumed: int = 0
@@ -116,7 +116,7 @@ class Figures:
 
 
 class Checker:
-    """Owner of the verdicts of one life and of the lives that follow its crashes.
+    """Owner of the verdicts on one life and on the lives that follow its crashes.
 
     open_store: the recovery under test.
     """
@@ -128,7 +128,7 @@ class Checker:
         self.figures = Figures()
 
     def check(self, disk: CrashDisk, catalog: NumberedCatalog, kind: str, effect: Effect, steps: Mapping[int, State]) -> Verdict:
-        """The verdict on what `disk.image` holds now. Raises AssertionError, ParamStoreError."""
+        """Checks what `disk.image` holds now; gives the verdict. Raises AssertionError, ParamStoreError."""
         figures = self.figures
         figures.states[kind] += 1
         identity = (catalog.number, effect.digest)
@@ -153,7 +153,7 @@ class Checker:
 
     @staticmethod
     def _content(disk: CrashDisk, reading: Reading, delta: Mapping[int, int]) -> int:
-        """The digest of the pages of `reading`."""
+        """Computes the digest of the pages of `reading`."""
         version = (id(disk), disk.version)
         if reading.version != version:
             reading.base, reading.version = 0, version
@@ -181,7 +181,7 @@ class Checker:
         return verdict
 
     def _adopt(self, disk: CrashDisk, contents: Contents, steps: Mapping[int, State]) -> Verdict:
-        """Volumes that no transaction names yet: the next daemon makes them anew, on a copy."""
+        """Checks volumes that no transaction names yet: the next daemon makes them anew, on a copy."""
         copies: dict[int, Volume] = {index: MemoryVolume.of(copied(image), index=index) for index, image in disk.image.items()}
         catalog = MemoryCatalog(contents)
         found = catalog.load()
@@ -205,7 +205,7 @@ class Checker:
 def verify_ledger(
     ledger: Ledger, recovered: Recovered, volumes: Mapping[int, Volume], store_uuid: bytes, steps: Mapping[int, State]
 ) -> None:
-    """Every step of the ledger can be read, whole, and is what the model says; the prepared one too."""
+    """Checks that every step of the ledger, a prepared one too, can be read, whole, and is what the model says."""
     row = ledger.newest
     if row is None:
         assert not list(ledger.extents()), "rows without a step"
@@ -231,7 +231,7 @@ def verify_ledger(
 def verify_draft(
     ledger: Ledger, row: StepRow, recovered: Recovered, volumes: Mapping[int, Volume], store_uuid: bytes, state: State
 ) -> None:
-    """It has the keys of the model, no other, and their bytes; its note is on every volume."""
+    """Checks that a draft has just the keys of the model and their bytes, and its note is on every volume."""
     located = {key: found for key in KEYS if (found := ledger.at(key, DRAFT_STEP)) is not None}
     assert located.keys() == state.keys(), f"the draft has {sorted(located)}, the model {sorted(state)}"
     for key, found in located.items():
@@ -245,7 +245,7 @@ def verify_draft(
 def verify_record(
     ledger: Ledger, key: ExpertKey, located: Located, volumes: Mapping[int, Volume], store_uuid: bytes, state: State, *, step: int
 ) -> None:
-    """Header, root, chunk checksums, and the model's bytes, once the record has made the steps that it missed."""
+    """Checks header, root, chunk checksums, and the model's bytes, once the record has made the steps that it missed."""
     extent, part, namespace = located.extent, SCHEMA.stored, ledger.namespace
     place = f"volume {extent.volume}, offset {extent.offset_bytes}"
     image = memoryview(bytearray(round_up(extent.length_bytes, PAGE_BYTES)))
@@ -270,7 +270,7 @@ def verify_record(
 
 
 def verify_space(recovered: Recovered, volumes: Mapping[int, Volume], extents: Iterable[Extent]) -> None:
-    """No two rows share a byte, and free is what no row names."""
+    """Checks that no two rows share a byte, and that what no row names is free."""
     ordered = sorted(extents)
     for left, right in pairwise(ordered):
         is_apart = left.volume != right.volume or left.offset_bytes + left.length_bytes <= right.offset_bytes

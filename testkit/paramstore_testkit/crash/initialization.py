@@ -1,4 +1,4 @@
-"""The first values of a life's namespace, with drafts: put, save, stop, go on. Beside it the model of what each draft holds.
+"""Gives a life's namespace its first values, with drafts: put, save, stop, go on. Models what each draft holds.
 
 Drafts are numbered from 1 on; the model of draft n is the life's step -n, and its `extra` says n.
 """
@@ -14,7 +14,7 @@ from paramstore_testkit.oracles.experts import Expert
 from paramstore_testkit.oracles.images import initial_of
 
 SAVED_AFTER = (1, 2)
-"""How many values an attempt has put when it saves, each time."""
+"""Numbers of values after which an attempt saves."""
 
 
 def draft_extra(number: int) -> bytes:
@@ -26,8 +26,8 @@ def draft_number(extra: bytes) -> int:
 
 
 async def initialize(life: Life, *, with_drafts: bool) -> None:
-    """On return every key has its value, whatever was there before. with_drafts: some are saved, the daemon ends and comes up
-    again, and some more are saved."""
+    """Initializes the namespace, whatever was there before; on return every key has its value. with_drafts: some values are
+    saved, the daemon ends and comes up again, and some more are saved."""
     await _attempt(life, saved_after=SAVED_AFTER if with_drafts else (), stops=with_drafts)
     if with_drafts:
         await life.machine.kill()
@@ -37,7 +37,7 @@ async def initialize(life: Life, *, with_drafts: bool) -> None:
 
 
 async def _attempt(life: Life, *, saved_after: tuple[int, ...], stops: bool) -> None:
-    """Puts what is missing, and saves after so many values. stops: with one more than were saved first."""
+    """Puts missing values, and saves after the given numbers of them. stops: ends with one value more than were saved first."""
     store = life.store
     schema = replace(SCHEMA, updates=life.updates)
     life.view = await store.admission.create(NAME, schema.describe(), layers=[0], experts=len(KEYS), host_bytes=None)
@@ -57,7 +57,7 @@ async def _attempt(life: Life, *, saved_after: tuple[int, ...], stops: bool) -> 
 
 
 def _adopt(life: Life, begun: dict[str, object]) -> None:
-    """What the daemon found must be one of the drafts, as the model has it."""
+    """Takes over what the daemon found, which must be one of the drafts, as the model has it."""
     present, extra = begun["present"], begun["extra"]
     assert isinstance(present, bytes)
     bits = int.from_bytes(present, "little")

@@ -1,9 +1,9 @@
-"""A trainer's life on a journaled machine, drawn from a seed, beside a model of what every committed step must hold.
+"""Lets a trainer live on a journaled machine, as a seed decides, beside a model of what every committed step must hold.
 
-The model runs the optimizer itself (torch's, on tensors of its own) and never asks the store. In one life: creation,
+The model runs the optimizer itself (torch's, on tensors of its own) and never asks the store. One life has: creation,
 initial values, commits of some of the records, write-backs in between, commits beside training, readers on old steps,
-rollbacks, re-openings as writer, snapshots, steps in two halves, writes and flushes that fail, transactions that fail
-whose outcome is either.
+rollbacks, re-openings as writer, snapshots, steps in two halves, writes and flushes that fail, and transactions that
+fail with either outcome.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from paramstore_testkit.oracles.images import fill, gradient_of, random_values
 
 NAME = "moe"
 SCHEMA = Schema.adamw({"w": (32, 32), "v": (900,)}, param_dtype="float32")
-"""One field fills whole sectors, the other ends within one."""
+"""Schema of the records: one field fills whole sectors, the other ends within one."""
 KEYS: list[ExpertKey] = [(0, expert) for expert in range(4)]
 OPTIONS = AdamW(lr=1e-2)
 VOLUME_BYTES = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), 0)) + 2 * MIB, MIB)
 HOST_BYTES = 16 * MIB
 PIECE_BYTES = 8192
-"""A record is written in several pieces, the one with the header last."""
+"""Size of a piece: a record is written in several, the one with the header last."""
 OUTCOMES: tuple[Literal["lost", "durable"], ...] = ("lost", "durable")
 
 ACTS = {
@@ -48,19 +48,19 @@ ACTS = {
     "leave": 1, "rollback": 1, "rollback further": 1, "reopen": 1, "failing flush": 1, "failing write": 1,
     "failing transaction": 1, "snapshot": 1, "drop snapshot": 1, "prepare": 1,
 }  # fmt: skip
-"""How often each is chosen."""
+"""Weight of each act in the draw."""
 Act = str
 
 
 @lru_cache(maxsize=1 << 12)
 def image_of(expert: Expert) -> bytes:
-    """What lies behind the header of its record."""
+    """Gives the bytes after the header of the expert's record."""
     part = SCHEMA.stored
     return bytes(fill(memoryview(bytearray(part.image_bytes)), part.fields, expert.fields)[part.header_bytes :])
 
 
 class Life:
-    """One run. `journal` and `steps` are what the crash states are checked against."""
+    """One run. Crash states are checked against its `journal` and `steps`."""
 
     def __init__(self, machine: Machine, *, seed: int, steps: Mapping[int, State] | None = None, updates: str = "touched") -> None:
         self.updates = updates
@@ -69,7 +69,7 @@ class Life:
         self.journal = Journal()
         self.machine = machine
         self.steps: dict[int, State] = dict(steps or {})
-        """What each step that was ever started must hold; at -n, what draft n must."""
+        """Contents of each step that was ever started; those of draft n are at -n."""
         self.working: State = {}
         self.volumes: list[JournaledVolume] = []
         self.readers: list[View] = []
@@ -87,15 +87,15 @@ class Life:
         self.store = self.machine.start()
 
     async def begin(self, *, with_drafts: bool = False) -> None:
-        """A new namespace with initial values, committed. with_drafts: made in two attempts, with drafts."""
-        from paramstore_testkit.crash.initialization import initialize  # it is about lives, and needs this file
+        """Makes a new namespace with initial values, committed. with_drafts: in two attempts, with drafts."""
+        from paramstore_testkit.crash.initialization import initialize  # imported here, since it needs this file
 
         self.start()
         await initialize(self, with_drafts=with_drafts)
         await self.commit()
 
     async def resume(self) -> None:
-        """The daemon that comes up after a crash, and the writer who opens what it finds."""
+        """Starts the daemon after a crash, and opens as writer what it finds."""
         self.start()
         if NAME not in self.store.namespaces or self.store.namespaces[NAME].committed_step is None:
             return
@@ -103,7 +103,7 @@ class Life:
         await self.open()
 
     async def open(self) -> None:
-        """As writer; a prepared step is committed, or given up."""
+        """Opens as writer; a prepared step is committed, or given up."""
         prepared, at = self.prepared, None
         if prepared is not None:
             at = self.random.choice((prepared, self.committed_now()))
@@ -134,7 +134,7 @@ class Life:
         self.journal.events.append(Noted(what, step))
 
     async def live(self, acts: int) -> None:
-        """Any acts, so many."""
+        """Does so many acts, of any kind."""
         await self.live_through(self.random.choices(list(ACTS), list(ACTS.values()), k=acts))
 
     async def live_through(self, acts: Sequence[Act]) -> None:
@@ -193,7 +193,7 @@ class Life:
                 await self.fail_transaction("lost")
 
     def next_values(self) -> Tensors:
-        """A gradient, or an initial value, that nothing else has."""
+        """Makes a gradient, or an initial value, that nothing else has."""
         self.next_gradient += 1
         return random_values(SCHEMA, self.next_gradient)
 
@@ -215,7 +215,7 @@ class Life:
         self.note("acknowledged", step)
 
     async def prepare(self, ending: str) -> None:
-        """A commit in two halves, or the first of them. A transaction of either may fail."""
+        """Commits in two halves, or makes only the first of them. A transaction of either may fail."""
         await self.train(self.some_keys())
         if self.random.random() < 0.3:
             self.catalog.fail_next(self.random.choice(OUTCOMES))
@@ -251,7 +251,7 @@ class Life:
         self.note("acknowledged", step)
 
     async def commit_beside_training(self) -> None:
-        """The next updates and their write-backs run beside the commit's own writes."""
+        """Commits, while the next updates and their write-backs run beside the commit's own writes."""
         await self.train(self.some_keys())
         commit = asyncio.ensure_future(self.commit())
         while self.view.namespace.cut is None and not commit.done():
@@ -268,8 +268,8 @@ class Life:
         self.working = self.steps[step]
 
     async def fail(self, operation: str) -> None:
-        """A write or a flush of a commit fails; a commit that does not survive it is taken back and tried once more, by a new
-        daemon where a fence stands in the way."""
+        """Lets a write or a flush of a commit fail. A commit that does not survive this is rolled back and tried once more, by a
+        new daemon where a fence stands in the way."""
         await self.train(self.some_keys())
         volume = self.random.choice(self.volumes)
         volume.failing.append(operation)
@@ -283,7 +283,7 @@ class Life:
                 await self.rollback(self.committed_now())
                 await self.train(self.some_keys())
             await self.commit()
-        volume.failing.clear()  # a volume on which nothing was to be written
+        volume.failing.clear()  # otherwise still set on a volume to which nothing was written
         if self.must_restart():
             await self.restart()
 
@@ -297,7 +297,7 @@ class Life:
         return all(fences.is_fenced(volume.index) for volume in self.volumes)
 
     async def restart(self) -> None:
-        """The daemon ends and comes up again, the power stays on; the writer opens what it finds."""
+        """Ends the daemon and starts it again without a power cut; the writer opens what it finds."""
         await self.machine.kill()
         self.readers.clear()
         self.store = self.machine.start()
@@ -326,7 +326,7 @@ def new_machine(seed: int, *, volume_count: int) -> Machine:
 
 
 def machine_of(images: Mapping[int, memoryview], contents: Contents, *, seed: int) -> Machine:
-    """The machine whose disks and catalog a crash left like that."""
+    """Makes the machine with disks and catalog as a crash left them."""
     machine = Machine(seed=seed, volume_count=0, volume_size_bytes=VOLUME_BYTES, host_budget_bytes=HOST_BYTES)
     machine.disks = {index: MemoryVolume.of(copied(image), index=index) for index, image in images.items()}
     machine.volumes = dict(machine.disks)

@@ -1,8 +1,8 @@
-"""Every crash of a life: at each event all the states that a power cut may leave, and the crashes of those who come after.
+"""Enumerates every crash of a life: at each event all states that a power cut may leave, and the crashes of the lives after that.
 
 A state is right if the real recovery opens it, last acknowledged step <= reopened step <= last started, the acknowledged step
-before is there too, and every record of every step is the model's (`crash_check`). Of some states a daemon is started for
-real, a writer opens the store, trains and commits; its own writes are enumerated in turn: the crash during recovery.
+before is there too, and every record of every step is the model's (`crash_check`). On some states a daemon is really started;
+a writer opens the store, trains and commits; its own writes are enumerated in turn, which gives crashes during recovery.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ RESUMED_ACTS = ("train few", "commit", "train few", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is tried of one seed. resume_share: of the events, how many of their states a daemon is really started on.
+    """Extent of the tests of one seed. resume_share: share of the events at which a daemon is really started on a state.
 
-    acts: what the life does, or how many acts the seed draws.
+    acts: the acts of the life, or how many the seed draws.
     """
 
     acts: int | tuple[Act, ...] = 24
@@ -40,29 +40,29 @@ class Plan:
     resume_share: float = 0.08
     resume_levels: int = 1
     with_drafts: bool = False
-    """The namespace is initialised in two attempts."""
+    """Whether the namespace is initialised in two attempts."""
     updates: str = "touched"
     """The namespace's update rule."""
     with_creation: bool = True
-    """Crashes before the namespace exists too; of several seeds, for the first."""
+    """Whether crashes before the namespace exists are tried too; of several seeds, the first does so."""
 
 
 @dataclass(slots=True)
 class Promise:
-    """What a store may reopen with at this point of a life."""
+    """What a store may reopen with at this point of a life, as the run was told."""
 
     is_created: bool = False
     started: int | None = None
     acknowledged: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
-    """Snapshots."""
+    """Steps kept as snapshots."""
     prepared: frozenset[int | None] = frozenset((None,))
-    """What may be the prepared step."""
+    """Steps that may be the prepared one; None: there may be none."""
     finalizing: int | None = None
-    """It is prepared, or it is committed."""
+    """A step under finalize: it is prepared still, or committed."""
     drafted: int = 0
     drafting: int = 0
-    """The last draft that was acknowledged, and that was started."""
+    """Number of the last draft that was acknowledged (`drafted`), and that was started (`drafting`)."""
 
     def hear(self, event: Event) -> None:
         match event:
@@ -123,7 +123,7 @@ class Enumeration:
         self.random = Random(seed)
         self.checker = Checker()
         self.trace = hashlib.sha256()
-        """Of what happened, without uuids: the same seed gives the same."""
+        """Hash of what happened, without uuids: equal seeds give equal ones."""
 
     async def run(self) -> Figures:
         life = Life(new_machine(self.seed, volume_count=self.plan.volume_count), seed=self.seed, updates=self.plan.updates)
@@ -176,7 +176,7 @@ class Enumeration:
     async def _resume(
         self, life: Life, disk: CrashDisk, promise: Promise, state: State, verdict: Verdict, *, level: int
     ) -> None:
-        """A daemon is started on what the crash left, and goes on; everything it does is crashed in turn."""
+        """Starts a daemon on what the crash left, and goes on; everything it does is crashed in turn."""
         catalog = disk.catalog if state.is_applied else disk.before
         effect = disk.edit(state.edits)
         try:
@@ -207,16 +207,16 @@ class Enumeration:
 
 
 def enumerate_seed(seed: int, plan: Plan) -> Figures:
-    """All crashes of one seed. Raises AssertionError, or what recovery raised, with a note that says how to repeat it."""
+    """Tries all crashes of one seed. Raises AssertionError, or what recovery raised, with a note on how to repeat it."""
     return asyncio.run(asyncio.wait_for(Enumeration(seed, plan).run(), LIMIT_S))
 
 
 def enumerate_seeds(seeds: range, plan: Plan, *, tell: Callable[[str], None]) -> Figures:
-    """All crashes of all seeds, and a report."""
+    """Tries all crashes of all seeds, and tells a report."""
     figures = Figures()
     started_s, core_started_s = time.perf_counter(), time.process_time()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # records of a few KiB: more threads only wait for each other
+    torch.set_num_threads(1)  # records have a few KiB: more threads would only wait for each other
     try:
         for seed in seeds:
             figures.add(enumerate_seed(seed, replace(plan, with_creation=plan.with_creation and seed == seeds.start)))
@@ -228,7 +228,7 @@ def enumerate_seeds(seeds: range, plan: Plan, *, tell: Callable[[str], None]) ->
 
 
 def report(figures: Figures, *, seeds: range, seconds: float, core_s: float) -> str:
-    """What was tried, by kind of state. core_s: of processor time; the rest went to others on the machine."""
+    """Reports what was tried, by kind of state. core_s: processor time; the rest went to others on the machine."""
     lines = [
         f"crash states: {figures.total} states, {figures.total_distinct} distinct (image, catalog) pairs, "
         f"{figures.read} read in full; {len(seeds)} seeds ({seeds.start} to {seeds.stop - 1}), {figures.events} events",

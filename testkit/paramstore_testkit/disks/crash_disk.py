@@ -1,10 +1,10 @@
-"""Disks and catalog after some events of a run, and every image that a power cut just then may leave of them.
+"""Simulates disks and a catalog after some events of a run, and derives every image that a power cut just then may leave.
 
-What was written since a volume's last flush may be there or not, each sector for itself. What was written before a flush that
-*failed* stays in doubt for ever, whatever later flushes say, until something else is durably written there.
+Any sector written since a volume's last flush may be there or not, independent of the others. What was written before a flush
+that *failed* stays in doubt for ever, whatever later flushes say, until something else is durably written there.
 
-An image is known by its digest: the exclusive-or over its pages of the page's hash, seeded by its place. Equal images of one
-run have equal digests, whichever way they came about, so that each is checked once and counted once.
+An image is known by its digest: the exclusive-or of the hashes of its pages, each seeded by its place. Equal images of one
+run have equal digests, however they came about, so that each is checked once and counted once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paramstore_testkit.disks.journal import Applied, Event, Flushed, FlushFaile
 
 PAGE_SHIFT = PAGE_BYTES.bit_length() - 1
 VOLUME_SHIFT = 40
-"""A page's number: volume << VOLUME_SHIFT | position."""
+"""Shift in a page's number, which is volume << VOLUME_SHIFT | position."""
 BORDERS_MAX = 128
-"""Sector borders at which one long write is torn; more are drawn at random."""
+"""Most sector borders at which one long write is torn; others are drawn at random."""
 BLOCK_BYTES = 64 << 10
 _catalog_numbers = count(1)
 
@@ -45,21 +45,21 @@ Edits = Sequence[Edit]
 
 @dataclass(slots=True)
 class Pending:
-    """A write that a crash may undo. is_doubtful: since a flush failed, no later one settles it."""
+    """A write that a crash may undo. is_doubtful: a flush has failed since, so no later one settles it."""
 
     edit: Edit
     is_doubtful: bool = False
 
 
 class NumberedCatalog(NamedTuple):
-    """number: of no other contents."""
+    """Contents with a number that no other contents have."""
 
     number: int
     contents: Contents
 
 
 class State(NamedTuple):
-    """One crash. kind: what was kept of the pending writes. is_applied: whether the newest transaction is there."""
+    """One state after a crash. kind: which pending writes were kept. is_applied: whether the newest transaction is there."""
 
     kind: str
     edits: Edits
@@ -67,7 +67,7 @@ class State(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What edits make of the durable image. delta: the change of the digest of each page that differs."""
+    """Effect of edits on the durable image. delta: the change of the digest, for each page that differs."""
 
     digest: int
     delta: Mapping[int, int]
@@ -75,11 +75,11 @@ class Effect(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How many states are derived at each event. random_subsets: of writes, and as many of sectors."""
+    """Number of states derived at each event. random_subsets: of writes, and as many of sectors."""
 
     random_subsets: int = 6
     tears_everywhere: bool = True
-    """At every sector border, with garbage in the torn sector or without; else at one border per write."""
+    """Whether writes are torn at every sector border, with and without garbage in the torn sector; else at one border each."""
 
 
 FULL, SMALL = Depth(), Depth(random_subsets=2, tears_everywhere=False)
@@ -94,13 +94,13 @@ class CrashDisk:
     digest: int = 0
     pending: list[Pending] = field(default_factory=list)
     version: int = 0
-    """Counts changes of `durable`."""
+    """Number of changes of `durable`."""
     image: dict[int, memoryview] = field(init=False)
     before: NumberedCatalog = field(init=False)
     """The catalog before the newest event, if that was a transaction; else the same as `catalog`."""
     _memory: MemoryCatalog = field(init=False)
     _hashes: dict[int, int] = field(default_factory=dict)
-    """Of durable pages, as far as somebody asked."""
+    """Hashes of durable pages, as far as somebody asked for them."""
 
     def __post_init__(self) -> None:
         self.image = {index: memoryview(copied(data)) for index, data in self.durable.items()}
@@ -129,10 +129,10 @@ class CrashDisk:
                 self._memory.apply(change)
                 self.catalog = numbered(self._memory.load())
             case _:
-                pass  # told or begun: nothing reached a disk
+                pass  # a note: nothing reached a disk
 
     def _write(self, edit: Edit) -> None:
-        """A write of what is there already changes no image, kept or lost, and is forgotten."""
+        """Adds a pending write. One that writes what is there already changes no image, and is forgotten."""
         start, end = edit.offset_bytes, edit.offset_bytes + len(edit.data)
         is_idle = bytes(self.durable[edit.volume][start:end]) == bytes(edit.data)
         if not is_idle or any(overlaps(pending.edit, edit) for pending in self.pending):
@@ -183,7 +183,7 @@ class CrashDisk:
     # --- crashes
 
     def states(self, event: Event | None, source: Random, depth: Depth) -> Iterator[State]:
-        """What a crash right after `event`, the newest, may leave; some may be equal."""
+        """Derives the states that a crash right after `event`, the newest, may leave; some may be equal."""
         edits = [pending.edit for pending in self.pending]
         yield State("none kept", ())
         if isinstance(event, Applied):
@@ -194,7 +194,7 @@ class CrashDisk:
             yield from self.partly_kept(edits, event, source, depth)
 
     def partly_kept(self, edits: list[Edit], event: Event | None, source: Random, depth: Depth) -> Iterator[State]:
-        """Some of `edits`, the writes in doubt; sectors are written whole or not at all."""
+        """Derives states that keep some of `edits`, the writes in doubt; sectors are written whole or not at all."""
         for volume in {edit.volume for edit in edits} if len(self.durable) > 1 else ():
             yield State("one volume kept", [edit for edit in edits if edit.volume == volume])
         for number in range(len(edits)):
@@ -209,7 +209,7 @@ class CrashDisk:
 
     @staticmethod
     def _last_torn(edits: list[Edit], source: Random) -> Iterator[State]:
-        """The newest write stops at each border, with all or none of the others there; its next sector may hold garbage."""
+        """Stops the newest write at each border, with all or none of the others there; its next sector may hold garbage."""
         last, others = edits[-1], edits[:-1]
         for sector_bytes in (SECTOR_BYTES, PAGE_BYTES):
             borders = range(0, len(last.data), sector_bytes)
@@ -217,13 +217,13 @@ class CrashDisk:
                 head = [Edit(last.volume, last.offset_bytes, last.data[:border])] if border else []
                 garbage = Edit(last.volume, last.offset_bytes + border, source.randbytes(sector_bytes))
                 for rest in (others, ()) if others else ((),):
-                    if border and sector_bytes == SECTOR_BYTES:  # every border of pages is one of sectors
+                    if border and sector_bytes == SECTOR_BYTES:  # borders of pages are borders of sectors, too
                         yield State(f"last torn at {sector_bytes}", [*rest, *head])
                     yield State(f"garbage in a torn {sector_bytes}", [*rest, *head, garbage])
 
 
 def copied(image: bytearray | memoryview) -> bytearray:
-    """A copy that takes no memory where there are zeros, which is nearly everywhere."""
+    """Makes a copy that takes no memory where there are zeros, which is nearly everywhere."""
     copy, zeros = bytearray(len(image)), bytes(BLOCK_BYTES)
     with memoryview(image) as source:
         for start in range(0, len(image), BLOCK_BYTES):
@@ -243,7 +243,7 @@ def _page_hash(images: Mapping[int, bytearray] | Mapping[int, memoryview], page:
 
 
 def overlaps(left: Edit, right: Edit) -> bool:
-    """Whether they share a byte."""
+    """Whether two edits share a byte."""
     return (
         left.volume == right.volume
         and left.offset_bytes < right.offset_bytes + len(right.data)
@@ -252,7 +252,7 @@ def overlaps(left: Edit, right: Edit) -> bool:
 
 
 def without(pending: Pending, over: Edit) -> list[Pending]:
-    """What is left of a write in doubt once `over` is durable."""
+    """Gives what is left of a write in doubt once `over` is durable."""
     edit = pending.edit
     if not overlaps(edit, over):
         return [pending]
@@ -268,13 +268,13 @@ def without(pending: Pending, over: Edit) -> list[Pending]:
 
 
 def _head(edit: Edit, source: Random) -> Edit:
-    """The write, torn at some border."""
+    """Tears the write at some border."""
     sectors = len(edit.data) // SECTOR_BYTES
     return edit._replace(data=edit.data[: source.randrange(1, sectors) * SECTOR_BYTES])
 
 
 def _some_sectors(edit: Edit, source: Random) -> Iterator[Edit]:
-    """Any sectors of the write, in runs."""
+    """Chooses any sectors of the write, in runs."""
     share = source.choice((0.0, 0.5, 1.0))
     sectors = len(edit.data) // SECTOR_BYTES
     if share == 0.5:

@@ -1,7 +1,7 @@
 """`python -m paramstore_testkit.processes.audited_serve --dir DIR`: a daemon under an audit hook, from before its first import.
 
-Whatever could run code that came as data is written to stderr, a line that starts with `audit: `: unpickling, marshal outside an
-import, other programs and, once it listens, compiling or executing code outside an import. The hook cannot be taken off again.
+Whatever could run code that came as data is written to stderr, in a line that starts with `audit: `: unpickling, marshal outside
+an import, other programs and, once it listens, compiling or executing code outside an import. The hook cannot be taken off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FRAMES_MAX = 12
 
 
 class Auditor:
-    """The hook. is_listening: the daemon has its socket."""
+    """The audit hook. is_listening: whether the daemon has its socket."""
 
     def __init__(self) -> None:
         self.is_listening = False
@@ -45,7 +45,7 @@ def _short(arguments: tuple[object, ...]) -> str:
 
 
 def _callers() -> list[str]:
-    """Where it comes from, innermost first."""
+    """Names where an event comes from, innermost first."""
     found: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < FRAMES_MAX:
@@ -64,7 +64,7 @@ def _is_importing() -> bool:
 
 
 def _is_underlining() -> bool:
-    """A traceback for the log parses a line of our own source, to mark the place in it: nothing is executed."""
+    """Whether a traceback for the log parses a line of our own source, to mark the place in it: then nothing is executed."""
     frame = sys._getframe(2)
     caller = frame.f_back
     return frame.f_code.co_filename == ast.__file__ and caller is not None and caller.f_code.co_filename == traceback.__file__

@@ -20,7 +20,7 @@ def config(directory: Path, **settings: Any) -> Config:
 
 
 def with_store(settings: Config, use: Callable[[Store], Coroutine[Any, Any, Any]]) -> Any:
-    """What `use` makes of the store that `settings` open; closed afterwards."""
+    """Runs `use` on the store that `settings` open, and gives its result; the store is closed afterwards."""
 
     async def main() -> Any:
         lock = take_lock(settings)

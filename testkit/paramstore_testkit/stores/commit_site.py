@@ -1,4 +1,4 @@
-"""A store of which every call to a volume or the catalog is recorded, and fails where it is told to: for tests of commits."""
+"""A store that records every call to a volume or the catalog, and lets chosen ones fail: for tests of commits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Event = tuple[str, int]
 
 
 class RecordingVolume(FaultyVolume):
-    """Tells what is done to it, and fails at the stage that it is told to."""
+    """A volume that records what is done to it, and fails at the stage that it is told to."""
 
     def __init__(self, inner: Volume, events: list[Event]) -> None:
         super().__init__(inner, [])
@@ -43,7 +43,7 @@ class RecordingVolume(FaultyVolume):
 
 
 class RecordingCatalog(WrappedCatalog):
-    """Tells what is done to it; `failing` is the call that raises."""
+    """A catalog that records what is done to it; `failing` is the call that raises."""
 
     def __init__(self, inner: Catalog, events: list[Event]) -> None:
         super().__init__(inner)
@@ -79,7 +79,7 @@ class Site:
     async def prepare(self) -> None:
         self.view = await create(self.store)
         await train(self.store, self.view)
-        await self.store._transactions.apply_change(Change())  # the next commit asks for room, which a transaction may have used up
+        await self.store._transactions.apply_change(Change())  # so that the next commit asks for room anew
         self.events.clear()
 
     @property
@@ -102,7 +102,7 @@ def on_site(scenario: Callable[[Site], Coroutine[Any, Any, None]]) -> None:
 
 
 def fail(site: Site, stage: str) -> None:
-    """From here on `stage` fails; the empty one: nothing does."""
+    """Lets `stage` fail from here on; with an empty text, nothing fails."""
     fakes: list[RecordingVolume | RecordingCatalog] = [*site.volumes.values(), site.catalog]
     for fake in fakes:
         fake.failing = stage

@@ -1,6 +1,6 @@
 """A rank of a job that trains the toy model on a store, for torchrun (`-m paramstore_testkit.training.attached_rank ADDRESS MODE`).
 
-Every rank also trains the model in its own memory on all ranks' batches, and compares: what it finds unequal ends it with an error.
+Every rank also trains the model in its own memory on all ranks' batches and compares; a difference ends it with an error.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Job:
         return namespace
 
     def train(self, steps: int, *, clip: dict[str, Any] | None = None, micro_batches: int = 1) -> None:
-        """Both models, step by step; the norms of both agree."""
+        """Trains both models, step by step; checks that their norms agree."""
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.expected.zero_grad()
@@ -86,13 +86,13 @@ class Job:
             self.next_step += 1
 
     def differentiate_resident(self, number: int | None = None) -> None:
-        """The resident model's gradients of the `number`-th batch of every rank, averaged; None: of the next step."""
+        """Computes the resident model's gradients of the `number`-th batch of every rank, averaged; None: of the next step."""
         first = (self.next_step if number is None else number) * self.world_size
         for rank in range(self.world_size):
             (self.resident(batch(first + rank)) / self.world_size).backward()
 
     def check(self, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-        """Dense weights and experts are those of the resident model."""
+        """Checks that dense weights and experts are those of the resident model."""
         values = {name: _whole(value) for name, value in self.stored.named_parameters() if "sentinel" not in name}
         for layer, expert in self.namespace.space:
             record = self.namespace.read((layer, expert))
@@ -108,7 +108,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def shard(model: nn.Module) -> nn.Module:
-    """FSDP2, layer by layer as users do: nothing is said of experts."""
+    """Applies FSDP2 layer by layer, as users do, without a word about experts."""
     assert isinstance(model, ToyMoE)
     for router in model.routers:
         fully_shard(router)
@@ -129,7 +129,7 @@ class Outer(nn.Module):
 
 
 def nest(model: nn.Module) -> nn.Module:
-    """DDP around a module that has the bound one inside."""
+    """Applies DDP around a module that has the bound one inside."""
     return DistributedDataParallel(Outer(model))
 
 
@@ -138,7 +138,7 @@ def replicate(model: nn.Module) -> nn.Module:
 
 
 def train_plainly(job: Job) -> None:
-    """Without clipping bit for bit; then accumulation, whose sums come in another order, and each way of clipping."""
+    """Trains without clipping, bit for bit; then with accumulation, whose sums come in another order, and each way of clipping."""
     job.train(3)
     job.check()
     job.train(1, micro_batches=3)
@@ -149,7 +149,7 @@ def train_plainly(job: Job) -> None:
 
 
 def train_early(job: Job) -> None:
-    """Updates begin in backward: without clipping."""
+    """Trains with updates that begin in backward: without clipping."""
     job.train(3)
     job.check()
     job.train(2, micro_batches=3)
@@ -157,7 +157,7 @@ def train_early(job: Job) -> None:
 
 
 def save_and_load(job: Job) -> None:
-    """A distributed checkpoint of everything; what was trained after it is trained again, equally."""
+    """Saves a distributed checkpoint of everything; what is then trained is trained once more from it, with equal results."""
     job.train(2)
     job.experts.commit(2)
     directory = [tempfile.mkdtemp() if job.rank == 0 else ""]
@@ -181,7 +181,7 @@ def save_and_load(job: Job) -> None:
 
 
 def restart(job: Job) -> None:
-    """The first start commits a step, goes on and dies; the second goes back to that step and finishes."""
+    """Commits a step, goes on and dies in the first start; goes back to that step and finishes in the second."""
     if job.namespace.committed_step == 0:
         job.train(2)
         job.experts.commit(2).wait()
@@ -195,7 +195,7 @@ def restart(job: Job) -> None:
     saved = torch.load(Path(sys.argv[3]), weights_only=True)
     job.stored.load_state_dict(saved["model"])
     job.optimizer.load_state_dict(saved["optimizer"])
-    for step in range(2):  # the resident model alone, to where the saved one is
+    for step in range(2):  # the resident model alone catches up with the saved one
         job.expected.zero_grad()
         job.differentiate_resident(step)
         job.expected.step()
@@ -206,7 +206,7 @@ def restart(job: Job) -> None:
 
 
 def trainer(job: Job) -> None:
-    """transformers' Trainer makes the DDP around the model, splits the batches, clips and saves."""
+    """Trains with transformers' Trainer, which makes the DDP around the model, splits the batches, clips and saves."""
     import transformers
 
     steps = 4

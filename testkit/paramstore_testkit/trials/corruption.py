@@ -1,6 +1,6 @@
-"""A small store's disks and catalog, damaged in every way that disks know; and what a reader makes of each image.
+"""Damages a small store's disks and catalog in every way that disks can, and classifies what readers make of each image.
 
-Every `try_*` puts one damaged image before the code that reads it and returns what came of it: `detected` (a typed error that
+Every `try_*` gives one damaged image to the code that reads it, and returns the outcome: `detected` (a typed error that
 names the place), `fell back` (another copy served) or `harmless` (the bytes that mean something are as they were). It fails
 with an AssertionError where damage was accepted, or the error does not say where.
 """
@@ -43,13 +43,13 @@ from paramstore_testkit.trials.io_trial import HOST_BYTES, NAMES, VOLUME_COUNT, 
 PART: Part = SCHEMA.stored
 PIECES = cut_pieces(PART, 1 << 20, len(PART.fields))
 STEPS = 6
-"""Commits of each namespace: most of what they wrote is not retained, and serves as stale copies."""
+"""Commits of each namespace: most of their records are not retained, and serve as stale copies."""
 DETECTED, FELL_BACK, HARMLESS = "detected", "fell back", "harmless"
 
 
 @dataclass(frozen=True, slots=True)
 class RecordAt:
-    """One record of a retained step. image: what its extent holds."""
+    """One record of a retained step. image: the bytes of its extent."""
 
     namespace: str
     key: ExpertKey
@@ -62,7 +62,7 @@ class RecordAt:
 
 
 class Extents:
-    """A volume that is one extent: what a load reads, without a disk around it."""
+    """A volume that is one extent: enough for a load, without a disk around it."""
 
     def __init__(self, base_bytes: int) -> None:
         self.memory = bytearray(PART.image_bytes)
@@ -76,7 +76,7 @@ class Extents:
 
 
 class SmallStore:
-    """What lies on two volumes and in the catalog after some commits. stale: older images by namespace and key."""
+    """Two volumes and a catalog as some commits left them. stale: older images by namespace and key."""
 
     def __init__(self, volumes: dict[int, MemoryVolume], contents: Contents, history: list[RecordAt]) -> None:
         self.volumes = volumes
@@ -103,7 +103,7 @@ class SmallStore:
                 await train(store, view)
                 await store.commit(view, step, f"extra {step}".encode())
                 if step == 0:
-                    await store.rollback(view, step)  # notes have an epoch bound from here on
+                    await store.rollback(view, step)  # so that later notes have an epoch bound
                 for key in view.namespace.keys:
                     located = view.namespace.working_location(key)
                     assert located is not None
@@ -115,11 +115,11 @@ class SmallStore:
     # --- superblocks and notes
 
     def try_superblock(self, index: int) -> str:
-        """Reads the superblock of a volume some of whose copies are damaged."""
+        """Reads the superblock of a volume with damaged copies."""
         return self._try_copies(index, "superblock", read_superblock, self.superblocks[index])
 
     def notes(self) -> Iterator[tuple[int, CommitNote]]:
-        """(note slot, note) of every step that can be opened."""
+        """Yields (note slot, note) of every step that can be opened."""
         for found in self.contents.namespaces.values():
             for row in found.steps.values():
                 yield row.note_slot, read_note(self.volumes[0], self.superblocks[0], row.note_slot)
@@ -138,7 +138,7 @@ class SmallStore:
         return FELL_BACK
 
     def places_of_superblocks(self) -> list[tuple[int, int]]:
-        """(offset, bytes that mean something) of each copy."""
+        """Lists (offset, bytes that mean something) of each copy."""
         return [(offset_bytes, SUPERBLOCK_BYTES) for offset_bytes in SUPERBLOCK_COPIES]
 
     def places_of_note(self, index: int, slot: int) -> list[tuple[int, int]]:
@@ -184,7 +184,7 @@ class SmallStore:
     # --- the whole store
 
     def try_open(self, volumes: dict[int, Volume], index: int) -> str:
-        """Opens the store on volumes of which `index` is damaged."""
+        """Opens the store on volumes of which number `index` is damaged."""
         contents = MemoryCatalog(self.contents).load()
         try:
             open_store(contents, volumes)
@@ -194,7 +194,7 @@ class SmallStore:
 
 
 class ShortVolume:
-    """The first bytes of a volume: somebody truncated its file."""
+    """A volume whose file somebody truncated: only its first bytes are left."""
 
     def __init__(self, inner: Volume, size_bytes: int) -> None:
         self.index = inner.index
@@ -216,7 +216,7 @@ CatalogRows = list[tuple[bytes, bytes]]
 
 
 class RowsInOrder:
-    """As much of a transaction as reading the whole catalog takes."""
+    """The part of a transaction that reading the whole catalog needs."""
 
     def __init__(self, found: CatalogRows) -> None:
         self._found = found
@@ -226,7 +226,7 @@ class RowsInOrder:
 
 
 def try_rows(found: CatalogRows, expected: Contents, damaged: bytes) -> str:
-    """Reads the whole catalog, the row under the key `damaged` not being what it was."""
+    """Reads the whole catalog, in which the row under the key `damaged` was changed."""
     try:
         contents, _ = read_catalog(RowsInOrder(found))  # type: ignore[arg-type]
     except CatalogError as error:
@@ -236,7 +236,7 @@ def try_rows(found: CatalogRows, expected: Contents, damaged: bytes) -> str:
 
 
 def detected(error: ParamStoreError, *places: str) -> str:
-    """DETECTED, if the error names the places."""
+    """Gives DETECTED, if the error names the places."""
     assert all(place in str(error) for place in places), f"{error!r} does not name {places}"
     return DETECTED
 
