@@ -1,9 +1,9 @@
-"""A namespace in memory, for tests of what stands on the client: same calls, same refusals, no daemon.
+"""A namespace in memory, for tests of code that stands on the client: same calls, same refusals, no daemon.
 
 - `acquire` refuses as the service does: CapacityError above `lease_slots`, LeaseError where own leases stand in the way.
-- Every lease gets its own slots: one mapping per key, fields at the schema's offsets. A release fills them with NaN (or
-  the largest integer), so that use after release is seen, after checking that nobody wrote into them; whoever asked
-  (`before_unmap`) is told of them then.
+- Every lease gets its own slots: one mapping per key, fields at the schema's offsets. A release checks that nobody wrote into
+  them, and fills them with NaN (or the largest integer), so that use after release is seen; those who asked for it
+  (`before_unmap`) are told of them then.
 - `apply` is torch's own fused optimizer on fp32 masters and states, over the keys that were pushed; it counts their version.
 - `events` lists acquire, release, prefetch, push and apply with their keys, in the order they happened.
 """
@@ -34,7 +34,7 @@ Fields = dict[str, Tensor]
 
 @dataclass(slots=True)
 class _Moments:
-    """What the optimizer keeps of one expert: its steps, and flat states by field."""
+    """State that the optimizer keeps of one expert: its steps, and flat states by field."""
 
     count: int
     states: dict[str, tuple[Tensor, ...]]
@@ -46,7 +46,7 @@ class _Moments:
 
 
 class MemoryTicket:
-    """A prefetch. Done at once, unless the namespace holds prefetches back."""
+    """A prefetch. It is done at once, unless the namespace holds prefetches back."""
 
     def __init__(self, keys: Sequence[ExpertKey], *, is_done: bool) -> None:
         self.keys = tuple(keys)
@@ -66,7 +66,7 @@ class MemoryTicket:
 
 
 class MemoryLease:
-    """Own copies of some keys' part, spoiled at release."""
+    """A lease with its own copies of some keys' part, which are spoiled at release."""
 
     def __init__(self, namespace: MemoryNamespace, keys: tuple[ExpertKey, ...], part: Part) -> None:
         self._namespace = namespace
@@ -151,7 +151,7 @@ class MemoryNamespace:
         is_trainable: bool = True,
         seed: int = 0,
     ) -> MemoryNamespace:
-        """One with random experts of the fields `gate_up` and `down`; equal arguments give equal experts."""
+        """Makes one with random experts of the fields `gate_up` and `down`; equal arguments give equal experts."""
         shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
         if is_trainable:
             schema = Schema.adamw(shapes, param_dtype=param_dtype)
@@ -175,7 +175,7 @@ class MemoryNamespace:
         return sum(len(lease.keys()) for lease in self.leased)
 
     def initialize(self, fn: Callable[[ExpertKey], Mapping[str, Tensor]]) -> None:
-        """Sets every expert to what `fn(key)` gives, version 0."""
+        """Sets every expert to the values that `fn(key)` gives, version 0."""
         for key in self.space:
             fields = {f.name: getattr(torch, f.dtype) for f in self.schema.initial_fields()}
             given = fn(key)
@@ -187,12 +187,12 @@ class MemoryNamespace:
         return Identity(epoch=0, version=self._versions[key])
 
     def values(self, key: ExpertKey, part: str = "param") -> Fields:
-        """The part's fields as the store holds them; not a lease."""
+        """Gives the part's fields as the store holds them; not a lease."""
         fields = self.schema.part(part).fields
         return {field.name: self._masters[key][field.name].detach().to(getattr(torch, field.dtype)) for field in fields}
 
     def acquire(self, keys: Sequence[ExpertKey], part: str = "param", timeout_s: float | None = None) -> MemoryLease:
-        """As the service: all keys or none."""
+        """Leases all keys or none, as the service does."""
         wanted = tuple((layer, expert) for layer, expert in keys)
         self.space.check(wanted, namespace="memory")
         if len(wanted) > self.lease_slots:
@@ -208,7 +208,7 @@ class MemoryNamespace:
         return lease
 
     def settle_release(self, lease: MemoryLease) -> None:
-        """For MemoryLease: it is over."""
+        """Forgets a lease that MemoryLease has ended."""
         self.leased.remove(lease)
         for buffer in lease.buffers.values():
             for tell in self.watchers.values():
@@ -250,7 +250,7 @@ class MemoryNamespace:
         return MemoryTicket((), is_done=True)
 
     def before_unmap(self, fn: Callable[[int, int], None]) -> Callable[[], object]:
-        """fn(address, length_bytes) is called for each key's slot at its release. Returns the function that ends this."""
+        """Calls fn(address, length_bytes) for each key's slot at its release. Returns the function that ends this."""
         token = object()
         self.watchers[token] = fn
         return lambda: self.watchers.pop(token, None)
@@ -259,7 +259,7 @@ class MemoryNamespace:
         self.device_reports.append((list(resident), list(touched), bytes_resident))
 
     def happened(self, *kinds: str) -> Iterator[tuple[str, tuple[ExpertKey, ...]]]:
-        """The events of these kinds, in order."""
+        """Yields the events of these kinds, in order."""
         return (event for event in self.events if event[0] in kinds)
 
     def _update(self, key: ExpertKey, gradients: Fields, options: Options) -> None:
@@ -289,7 +289,7 @@ class MemoryNamespace:
 
 
 def _views(buffer: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]], part: Part) -> Fields:
-    """The part's fields over one image."""
+    """Makes the part's fields over one image."""
     image = torch.from_numpy(buffer)
     return {
         field.name: image[field.offset_bytes : field.offset_bytes + field.length_bytes]

@@ -1,4 +1,4 @@
-"""What every policy promises, as tests: a test class of a policy inherits them and gives `make`."""
+"""The contract of every policy, as tests: a policy's test class inherits them and gives `make`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PolicyContract(ABC):
 
     @abstractmethod
     def make(self, capacity: int) -> Policy:
-        """A new policy for an arena of `capacity` slots."""
+        """Makes a policy for an arena of `capacity` slots."""
 
     def filled(self, count: int) -> Policy:
         policy = self.make(count)
@@ -123,5 +123,5 @@ class PolicyContract(ABC):
 
     @abstractmethod
     def rank(self, uses: list[Hashable], *, capacity: int) -> Callable[[Hashable], tuple[float, ...]]:
-        """The policy's definition in plain, slow code: held names sorted by it after `uses` are worst
-        first."""
+        """Gives the policy's definition in plain, slow code: a sort key that puts held names after `uses` in
+        the order in which they are given up."""

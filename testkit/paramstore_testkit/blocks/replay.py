@@ -223,8 +223,7 @@ class Replay:
             raise
 
     def _check(self, edited: Iterable[int], *, may_refuse: bool) -> Verdict | None:
-        """Mounts and opens the state; gives what the store reopens with, or None if `may_refuse` and a file system cannot be
-        mounted.
+        """Mounts and opens the state; gives what the store reopens with; None if `may_refuse` and it cannot be mounted.
 
         Disks that are not edited stay mounted for the next state: opening an existing store writes nothing to them.
         """

@@ -1,4 +1,4 @@
-"""Bugs that a test plants in a daemon of its own, to show that it would find them. Each breaks one promise.
+"""Bugs that a test plants in a daemon of its own, to show that it would find them. Each breaks one promise; its docstring says how.
 
 `plant` changes the process that calls it, for good: call it in a child that serves one test's store.
 """
@@ -55,7 +55,7 @@ def lose_second_record() -> None:
     def plan(
         self: Ledger, step_row: StepRow, changed: Mapping[ExpertKey, Located], held_steps: Iterable[int]
     ) -> Publication:
-        later = step_row.sequence > 1  # a first commit without one of its records is noticed by anybody
+        later = step_row.sequence > 1  # a first commit that lacks a record would be too easy to notice
         kept = {key: located for number, (key, located) in enumerate(changed.items()) if number != 1 or not later}
         return plan_publish(self, step_row, kept, held_steps)
 
@@ -108,7 +108,7 @@ BUGS: Mapping[str, Callable[[], None]] = {
 
 
 def replace_in(owner: object, **replacements: Any) -> None:
-    """Puts these in place of the attributes of `owner`, which it has."""
+    """Replaces these attributes of `owner`, which must have them."""
     for name, replacement in replacements.items():
         assert name in vars(owner), f"{owner} has no {name}: this bug is none any more"
         setattr(owner, name, replacement)

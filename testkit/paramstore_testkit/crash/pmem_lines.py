@@ -1,9 +1,9 @@
-"""Persistent memory without any: the real PmemVolume over simulated stores, and every image that a power cut may leave of them.
+"""Simulates persistent memory: the real PmemVolume over simulated stores, and every image that a power cut may leave of them.
 
-What a mapping holds in the processor's caches reaches the media in any order of 64-byte lines, and of a line any words of 8
-bytes, until it was written back *and* that was waited for (granularity `byte`, `cache_line`), or the file was flushed (`page`).
-`Pmem` is one such module: it journals stores, persists and flushes. `LineDisk` derives the crash states, `PmemEnumeration` asks
-the real recovery about each of them, as `crash_states` does for disks.
+What a mapping holds in the processor's caches reaches the media in any order of 64-byte lines, and of a line any 8-byte
+words, until it was written back *and* that was waited for (granularity `byte`, `cache_line`), or the file was flushed (`page`).
+`Pmem` is one such module: it journals stores, persists and flushes. `LineDisk` derives the crash states, `PmemEnumeration` lets
+the real recovery open each of them, as `crash_states` does for disks.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from paramstore_testkit.stores.memory_disk import disks_of
 
 LINE_BYTES = 64
 WORD_BYTES = 8
-"""What a processor stores whole; the only thing that anybody could rely on, and nobody does."""
+"""Bytes that a processor stores as a whole: the only thing that anybody could rely on, and nobody does."""
 NEWEST_LINES = 128
-"""So many lines of the newest store are lost, kept and torn one by one: every line of 8 KiB. Of the others OLDER_LINES."""
+"""Most lines of the newest store that are lost, kept and torn one by one: every line of 8 KiB. For older ones: OLDER_LINES."""
 OLDER_LINES = 8
 
 
 class Pmem:
-    """The media of one volume and what is stored there, as every processor sees it. granularity: what a mapping of it gets.
+    """The media of one volume and what is stored there, as every processor sees it. granularity: that of a mapping of it.
 
-    It is the file and the mapping's stores at once; both are made anew with the volume.
+    It is the file and the mapping's stores at once; the volume makes both anew.
     """
 
     def __init__(
         self, index: int, journal: Journal, *, granularity: str, size_bytes: int, thread: Callable[[], int] = threading.get_ident
     ) -> None:
-        """thread: which one calls."""
+        """thread: tells which thread calls."""
         self.index = index
         self.granularity = granularity
         self.image = bytearray(size_bytes)
         self._journal = journal
         self._thread = thread
         self._flushed: dict[int, list[Persisted]] = {}
-        """Per thread, what it flushed and has not waited for."""
+        """Lines that each thread flushed and has not waited for, by thread."""
 
     def volume(self) -> PmemVolume:
-        """The product's own volume over it."""
+        """Makes the product's own volume over it."""
         make_mapping = partial(libpmem2.Mapping, make_stores=lambda *_, **__: self)
         return PmemVolume(PmemFile(self), index=self.index, granularity="page", make_mapping=make_mapping)
 
@@ -89,22 +89,22 @@ class Pmem:
             self.drain()
 
     def flush_lines(self, offset_bytes: int, length_bytes: int) -> None:
-        """The lines are on their way to the media."""
+        """Sends the lines on their way to the media."""
         start = offset_bytes // LINE_BYTES * LINE_BYTES
         lines = Persisted(self.index, start, round_up(offset_bytes + length_bytes, LINE_BYTES) - start)
         self._flushed.setdefault(self._thread(), []).append(lines)
 
     def drain(self) -> None:
-        """What this thread flushed has arrived."""
+        """Makes durable what this thread flushed."""
         self._journal.events.extend(self._flushed.pop(self._thread(), ()))
 
     def sync(self) -> None:
-        """fdatasync: the kernel knows every page that was stored to."""
+        """Does what fdatasync does: makes durable every page that was stored to."""
         self._journal.events.append(Flushed(self.index))
 
 
 class PmemFile(BackingFile):
-    """The file of a `Pmem`, without one."""
+    """The file of a `Pmem`, without a file."""
 
     def __init__(self, pmem: Pmem) -> None:
         super().__init__(Path(f"/nowhere/volume-{pmem.index}"), pmem.index, descriptor=-1)
@@ -121,18 +121,18 @@ class PmemFile(BackingFile):
         self._pmem.sync()
 
     def check_length(self, offset_bytes: int, length_bytes: int) -> None:
-        """It is never truncated."""
+        """Checks nothing: the file is never truncated."""
 
     def allocate(self, size_bytes: int) -> None:
         self._pmem.image.extend(bytes(max(0, round_up(size_bytes, ALIGNMENT_BYTES) - self.size_bytes)))
         self.size_bytes = len(self._pmem.image)
 
     def close(self) -> None:
-        """The bytes stay."""
+        """Does nothing: the bytes stay."""
 
 
 class PmemJournal(Journal):
-    """Of a machine whose volumes are persistent memory. Each call of its workers counts as a thread of its own, as it may be."""
+    """A journal of a machine whose volumes are persistent memory. It takes each call of a worker as a thread of its own."""
 
     def __init__(self, *, granularity: str) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class LineDisk(CrashDisk):
             self._persist(event)
 
     def _persist(self, lines: Persisted) -> None:
-        """What processors see in these lines is durable: the newest store to each byte."""
+        """Makes what processors see in these lines durable: the newest store to each byte."""
         data = bytearray(self.durable[lines.volume][lines.offset_bytes : lines.offset_bytes + lines.length_bytes])
         around = Edit(lines.volume, lines.offset_bytes, bytes(data))
         touched = [pending.edit for pending in self.pending if overlaps(pending.edit, around)]
@@ -190,8 +190,8 @@ class LineDisk(CrashDisk):
 
     @staticmethod
     def _chosen(edits: Edits, source: Random, *, is_new: bool) -> list[tuple[int, int]]:
-        """(number of an edit, offset in it) of the lines that are tried one by one. is_new: the newest was stored just now; else
-        its lines were tried then."""
+        """Chooses the lines that are tried one by one, as (number of an edit, offset in it). is_new: the newest was stored just
+        now; else its lines were tried then."""
         newest = [(len(edits) - 1, at) for at in range(0, len(edits[-1].data), LINE_BYTES)] if is_new else []
         older = [(number, at) for number, edit in enumerate(edits[:-1]) for at in range(0, len(edit.data), LINE_BYTES)]
         chosen = newest if len(newest) <= NEWEST_LINES else source.sample(newest, NEWEST_LINES)
@@ -199,10 +199,10 @@ class LineDisk(CrashDisk):
 
 
 class ProvingChecker(Checker):
-    """Asks fsck too, which has no catalog to go by and believes whole structures alone: a note torn anywhere must not count."""
+    """A checker that asks fsck too, which has no catalog and believes only whole structures: no torn note must count."""
 
     prove_every = 64
-    """Of one in so many states."""
+    """Number of states of which fsck is asked about one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class ProvingChecker(Checker):
 
 
 class PmemEnumeration(Enumeration):
-    """All crashes of one life on persistent memory. What comes after one lives on ordinary disks."""
+    """Tries all crashes of one life on persistent memory. What follows a crash lives on ordinary disks."""
 
     granularity = "cache_line"
 
@@ -251,7 +251,7 @@ class PmemEnumeration(Enumeration):
 
 
 class PageEnumeration(PmemEnumeration):
-    """The same on a mapping of an ordinary file: nothing is durable before the file is flushed."""
+    """Tries crashes on a mapping of an ordinary file, where nothing is durable before the file is flushed."""
 
     granularity = "page"
 
@@ -265,13 +265,13 @@ def _piece(edit: Edit, at: int, length_bytes: int) -> Edit:
 
 
 def _around(edit: Edit, at: int) -> list[Edit]:
-    """The store without the line at `at`."""
+    """Gives the store without the line at `at`."""
     parts = (_piece(edit, 0, at), _piece(edit, at + LINE_BYTES, len(edit.data)))
     return [part for part in parts if part.data]
 
 
 def _words(line: Edit, source: Random) -> Iterator[Edit]:
-    """Some words of a line, neither none nor all."""
+    """Chooses some words of a line, neither none nor all."""
     mask = source.randrange(1, (1 << LINE_BYTES // WORD_BYTES) - 1)
     for number in range(LINE_BYTES // WORD_BYTES):
         if mask >> number & 1:
@@ -279,7 +279,7 @@ def _words(line: Edit, source: Random) -> Iterator[Edit]:
 
 
 def _some(edit: Edit, grain_bytes: int, source: Random) -> Iterator[Edit]:
-    """Any lines or words of a store, in runs."""
+    """Chooses any lines or words of a store, in runs."""
     count = len(edit.data) // grain_bytes
     mask, number = source.getrandbits(count), 0
     while number < count:

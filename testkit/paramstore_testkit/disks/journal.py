@@ -1,7 +1,7 @@
-"""What a store did to its disks, in order, and the machines that a crash at any point of it would leave.
+"""Journals what a store did to its disks, in order, and makes the machine that a crash at any point of it would leave.
 
 Run a machine with `Journal.watch`, then step a `Replay` through its events: after each, `machine` gives the computer that
-comes back if the power fails just then, with whatever of the unflushed writes one says. The run happens once, however many
+comes back if the power fails just then, with any chosen part of the unflushed writes. The run happens once, however many
 crashes are tried.
 """
 
@@ -31,13 +31,13 @@ class Flushed(NamedTuple):
 
 
 class FlushFailed(NamedTuple):
-    """What was written to the volume before may be lost for good, whatever a later flush says."""
+    """A failed flush: what was written to the volume before may be lost for good, whatever a later flush says."""
 
     volume: int
 
 
 class Persisted(NamedTuple):
-    """Cache lines of a mapped volume, written back and waited for: what was stored there before is durable."""
+    """Cache lines of a mapped volume that were written back and waited for: what was stored there before is durable."""
 
     volume: int
     offset_bytes: int
@@ -66,18 +66,18 @@ class Journal:
         self.events: list[Event] = []
 
     def watch(self, machine: Machine) -> None:
-        """Before `machine.start`: everything the store does to its volumes and catalog is an event from here on."""
+        """Makes everything that the store does to its volumes and catalog an event. Call it before `machine.start`."""
         machine.volumes = {index: JournaledVolume(volume, self) for index, volume in machine.volumes.items()}
         machine.catalog = JournaledCatalog(machine.catalog, self)
 
 
 class JournaledVolume(WrappedVolume):
-    """`inner`, whose writes and flushes are written down. It does not grow: give the machine volumes of a fixed size."""
+    """`inner`, with a journal of its writes and flushes. It does not grow: give the machine volumes of a fixed size."""
 
     def __init__(self, inner: Volume, journal: Journal) -> None:
         super().__init__(inner)
         self.failing: list[str] = []
-        """`write` or `flush`: the next call of it fails, once per entry; of a write the first half reaches the disk."""
+        """Operations, `write` or `flush`, whose next call fails, once per entry; of such a write the first half is on disk."""
         self._journal = journal
 
     def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
@@ -110,7 +110,7 @@ class JournaledVolume(WrappedVolume):
 
 
 class JournaledCatalog(WrappedCatalog):
-    """`inner`, whose transactions are written down."""
+    """`inner`, with a journal of its transactions."""
 
     def __init__(self, inner: Catalog, journal: Journal) -> None:
         super().__init__(inner)
@@ -122,7 +122,7 @@ class JournaledCatalog(WrappedCatalog):
 
 
 class Replay:
-    """The disks and the catalog as they were after some of the events."""
+    """Disks and catalog as they were after some of the events."""
 
     def __init__(self, *, volume_count: int, volume_bytes: int) -> None:
         self.disks = {index: MemoryVolume(volume_bytes, index=index) for index in range(volume_count)}
@@ -142,13 +142,13 @@ class Replay:
 
     @property
     def unflushed(self) -> list[tuple[int, int, int]]:
-        """(volume, number, sectors) of every write that a crash now could undo."""
+        """Lists (volume, number, sectors) of every write that a crash now could undo."""
         return [
             (index, number, write.sectors) for index, disk in self.disks.items() for number, write in enumerate(disk.unflushed)
         ]
 
     def machine(self, keeps: Mapping[int, Keep], *, host_budget_bytes: int) -> Machine:
-        """The machine that comes back from a crash now. keeps: per volume, what survives of its unflushed writes."""
+        """Makes the machine that comes back from a crash now. keeps: by volume, what survives of its unflushed writes."""
         machine = Machine(volume_count=0, volume_size_bytes=1, host_budget_bytes=host_budget_bytes)
         machine.disks = {index: disk.after_crash(keeps[index]) for index, disk in self.disks.items()}
         machine.volumes = dict(machine.disks)

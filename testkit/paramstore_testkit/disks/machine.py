@@ -1,7 +1,7 @@
 """A whole store on simulated disks: volumes in memory, a catalog in memory, workers that a seed shuffles.
 
 `Machine` is what survives: volumes and catalog. `start` opens the store that they hold; `kill` ends it as a signal would;
-`crash` throws it away as a power cut would, and leaves of the unflushed writes what the seed says.
+`crash` throws it away as a power cut would, and keeps those unflushed writes that the seed chooses.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class PlainSegment:
         return self._memory[offset_bytes : offset_bytes + length_bytes]
 
     def touch(self) -> None:
-        """Nothing: the pages come when they are used."""
+        """Does nothing: the pages come when they are used."""
 
     def resident_bytes(self) -> int:
         return self.length_bytes
 
     def close(self) -> None:
-        """The memory goes with the last view of it."""
+        """Does nothing: the memory goes with the last view of it."""
 
 
 class PlainMemory:
@@ -67,11 +67,11 @@ class Machine:
         prefill: bool = False, retained_steps: int = RETAINED_STEPS, held_steps: int = HELD_STEPS, scrub_days: float = 0.0,
         reader_slots: int | None = None,
     ) -> None:  # fmt: skip
-        """scrub_days: with a patrol, whose timer would keep every store that a crash has left."""
+        """scrub_days: above 0 there is a patrol, whose timer would keep every store that a crash has left."""
         self.seed = seed
         self.disks = {index: MemoryVolume(volume_bytes, index=index) for index in range(volume_count)}
         self.volumes: dict[int, Volume] = dict(self.disks)
-        """What the store sees: replace one by a FaultyVolume before `start`."""
+        """Volumes as the store sees them: replace one by a FaultyVolume before `start`."""
         self.durable = MemoryCatalog()
         self.catalog: Catalog = self.durable
         self.config = Config(
@@ -99,7 +99,7 @@ class Machine:
         return self.store
 
     async def kill(self) -> None:
-        """The daemon's process ends: all tasks started since `start` stop. The disks have what they were given, and the power
+        """Ends the daemon's process: all tasks started since `start` stop. The disks have what they were given, and the power
         stays on: `start` goes on with the same volumes and catalog, faulty ones too."""
         await self._stop()
         self.catalog.reopen()
@@ -115,7 +115,7 @@ class Machine:
         self.store = None
 
     async def crash(self, *, keeps_random_writes: bool = False) -> None:
-        """The power fails: the store is gone, unflushed writes are lost (or some survive), the catalog has what it applied."""
+        """Cuts the power: the store is gone, unflushed writes are lost (or some survive), the catalog has what it applied."""
         await self._stop()
         for disk in self.disks.values():
             disk.crash(keep_random(self._random.randrange(1 << 30)) if keeps_random_writes else keep_none)

@@ -1,4 +1,4 @@
-"""What records must hold, as torch's own AdamW makes them: values that are never changed in place and know nothing of a store."""
+"""Expected contents of records, as torch's own AdamW makes them: values that never change in place and know nothing of a store."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 
 Tensors = Mapping[str, Tensor]
-"""By field or parameter; never changed in place."""
+"""Tensors by field or parameter; never changed in place."""
 MASTER = "master/"
 
 
 @dataclass(frozen=True, eq=False)
 class Expert:
-    """One record: its fields by their names in the stored part, and how often it was updated."""
+    """Contents of one record: its fields by their names in the stored part, and how often it was updated."""
 
     fields: Tensors
     updates: int = 0
 
     @classmethod
     def initial(cls, values: Tensors) -> Expert:
-        """An expert with these values and no update."""
+        """Makes an expert with these values and no update."""
         fields: dict[str, Tensor] = {}
         for name, value in values.items():
             zeros = torch.zeros_like(value)
@@ -34,11 +34,11 @@ class Expert:
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """Its parameters, by their own names."""
+        """Masters of the expert, by the names of its parameters."""
         return {name.removeprefix(MASTER): value for name, value in self.fields.items() if name.startswith(MASTER)}
 
     def after(self, gradients: Tensors, options: AdamW) -> Expert:
-        """The expert after one step of torch's fused kernel; a parameter without a gradient has one of zeros."""
+        """Makes the expert after one step of torch's fused kernel; a parameter without a gradient gets one of zeros."""
         names, fields = list(self.masters), {name: value.clone() for name, value in self.fields.items()}
         masters, averages, squares = ([fields[f"{part}/{name}"] for name in names] for part in ("master", "exp_avg", "exp_avg_sq"))
         given = [gradients[name].float() if name in gradients else torch.zeros_like(fields[MASTER + name]) for name in names]
@@ -54,12 +54,12 @@ State = Mapping[ExpertKey, Expert]
 
 
 def trained(state: State, gradients: Mapping[ExpertKey, Tensors], options: AdamW, *, is_exact: bool = False) -> State:
-    """The state after one apply. is_exact: experts without a gradient make its step too."""
+    """Makes the state after one apply. is_exact: experts without a gradient make its step too."""
     return {**state, **{key: state[key].after(gradients.get(key, {}), options) for key in (state if is_exact else gradients)}}
 
 
 def check_expert(found: Tensors, expected: Expert, *, key: ExpertKey, step: object) -> None:
-    """Returns if every stored field is the expected one to the last bit."""
+    """Asserts that every stored field is the expected one to the last bit."""
     for name, value in expected.fields.items():
         assert found[name].shape == value.shape
         wrong = int((found[name].view(torch.int32) != value.view(torch.int32)).sum())

@@ -1,4 +1,4 @@
-"""Memory that holds the values of fields: what initial values and gradients come in, and what a lease or a read gives."""
+"""Memory with the values of fields, as initial values and gradients come, and as leases and reads give them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paramstore_testkit.oracles.experts import Tensors
 
 
 def random_values(schema: Schema, seed: int) -> dict[str, Tensor]:
-    """Random fp32 values of every parameter field."""
+    """Makes random fp32 values of every parameter field."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape, _ in schema.specs}
 
 
 def filled_values(schema: Schema, value: float) -> dict[str, Tensor]:
-    """Every element of every parameter field is `value`."""
+    """Makes values in which every element of every parameter field is `value`."""
     return {name: torch.full(shape, value) for name, shape, _ in schema.specs}
 
 
@@ -39,12 +39,12 @@ def _filled(fields: Iterable[Field], values: Tensors, length_bytes: int) -> Plai
 
 
 def fill(image: memoryview, fields: Iterable[Field], values: Tensors) -> memoryview:
-    """`image`, which holds `values` now."""
+    """Writes `values` into `image`, and gives that."""
     for field in fields:
         field_tensor(image, field).copy_(values[field.name].flatten())
     return image
 
 
 def values_in(image: memoryview, fields: Iterable[Field]) -> dict[str, Tensor]:
-    """A copy of what an image holds now, in the shapes of its fields."""
+    """Copies what an image holds now, in the shapes of its fields."""
     return {field.name: field_tensor(image, field).clone().view(field.shape) for field in fields}

@@ -17,7 +17,7 @@ from paramstore_testkit.oracles.images import fill
 
 
 def buffer(length_bytes: int, fill: int = 0xA5) -> memoryview:
-    """Memory that holds rubbish."""
+    """Makes memory that holds rubbish."""
     return memoryview(bytearray([fill]) * length_bytes)
 
 
@@ -30,23 +30,23 @@ def initial_image(schema: Schema, values: Tensors) -> memoryview:
 
 
 def filled_record(schema: Schema, values: Tensors) -> memoryview:
-    """The image of a record of these initial values."""
+    """Makes the image of a record with these initial values."""
     image = buffer(schema.record_bytes)
     fill_initial(schema, initial_image(schema, values), image)
     return image
 
 
 def part_tensor(schema: Schema, part: str, image: memoryview, name: str) -> Tensor:
-    """A field of an image, where it lies."""
+    """Gives a field of an image, where it lies."""
     field = schema.part(part).field(name)
     return field_tensor(image, field).view(field.shape)
 
 
 class TorchOptimizer:
-    """torch's optimizer with these options on fp32 parameters of these values."""
+    """torch's optimizer with these options, on fp32 parameters of these values."""
 
     def __init__(self, values: Tensors, options: Options, **how: bool) -> None:
-        """how: torch's `fused`, `foreach`; fused without."""
+        """how: torch's `fused`, `foreach`; fused by default."""
         self.params = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
         self._options = options
         self.optimizer: Any = torch_optimizer(list(self.params.values()), options, **(how or {"fused": True}))
@@ -57,13 +57,13 @@ class TorchOptimizer:
         self.optimizer.step()
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """`master` and what torch keeps of the parameter, by the names of a record's fields."""
+        """Gives `master` and what torch keeps of the parameter, by the names of a record's fields."""
         kept = self.optimizer.state[self.params[name]]
         states = {state.name: kept[state.name] for state in self._options.states if kept.get(state.name) is not None}
         return {"master": self.params[name].detach(), **states}
 
 
 def torch_optimizer(params: list[torch.nn.Parameter], options: Options, **how: bool) -> torch.optim.Optimizer:
-    """torch's optimizer of the same name; ours has torch's names of options and none of its own."""
+    """Makes torch's optimizer of the same name; ours has only options that torch has, under torch's names."""
     made: torch.optim.Optimizer = getattr(torch.optim, type(options).__name__)(params, **asdict(options), **how)
     return made

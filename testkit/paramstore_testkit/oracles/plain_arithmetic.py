@@ -2,7 +2,7 @@
 
 One update: `master -= lr * (gradient * grad_scale)`, `exp_avg += gradient * grad_scale`, `exp_avg_sq = number of updates`,
 in fp32, element by element, so that the bytes are known in advance. Gradients and `param` must be fp32. `exp_avg_sq` tells
-an update that was lost or done twice, `exp_avg` a gradient.
+an update that was lost or made twice, `exp_avg` a gradient that was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = NDArray[numpy.float32]
 
 
 def install() -> None:
-    """From here on the engine of this process runs these functions, for good."""
+    """Makes the engine of this process run these functions from here on, for good."""
     replaced: dict[Any, dict[str, object]] = {
         updater: {"update": update, "square_sum": square_sum, "fill_initial": fill_initial},
         transfers: {"materialise": materialise},
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def load() -> None:
-    """There is nothing to load."""
+    """Does nothing: there is nothing to load."""
 
 
 def update(
@@ -46,7 +46,7 @@ def update(
     grad_scale: float, param: memoryview | None, missed: Sequence[Options] = (),
     spans: Sequence[tuple[int, int, int]] | None = None, key: ExpertKey = (0, 0),
 ) -> None:  # fmt: skip
-    """See this module; a missed step moves the count alone. Arguments as `paramstore.optim.update.update` has them."""
+    """Updates a record by this module's rule; a missed step only counts. Arguments as in `paramstore.optim.update.update`."""
     assert schema.kind == AdamW.kind
     stored, fields, params = schema.stored.fields, schema.gradient_fields(), schema.part("param").fields
     count = len(fields)
@@ -66,7 +66,7 @@ def update(
 
 
 def square_sum(schema: Schema, gradients: Sequence[memoryview]) -> float:
-    """The sum of the squares of a record's gradient, the ranks' summed first."""
+    """Sums the squares of a record's gradient, after summing the ranks' gradients."""
     total = 0.0
     for field in schema.gradient_fields():
         summed = numpy.zeros(field.elements, numpy.float32)
@@ -77,19 +77,19 @@ def square_sum(schema: Schema, gradients: Sequence[memoryview]) -> float:
 
 
 def fill_initial(schema: Schema, initial: memoryview, image: memoryview) -> None:
-    """Initial masters, zero moments; every other byte after the header is 0."""
+    """Writes initial masters and zero moments; every other byte after the header is 0."""
     numpy.frombuffer(image, dtype=numpy.uint8)[schema.stored.header_bytes :] = 0
     for source, target in zip(schema.initial_fields(), schema.stored.fields, strict=False):
         _array(image, target)[:] = _array(initial, source)
 
 
 def materialise(schema: Schema, image: memoryview, param: memoryview) -> None:
-    """The masters, as they are."""
+    """Copies the masters as they are."""
     for source, target in zip(schema.stored.fields, schema.part("param").fields, strict=False):
         _array(param, target)[:] = _array(image, source)
 
 
 def _array(image: memoryview, field: Field) -> Array:
-    """A field's elements where they lie."""
+    """Gives a field's elements where they lie."""
     assert field.dtype == MASTER_DTYPE, f"{field.name}: {field.dtype}; plain arithmetic is for fp32"
     return numpy.frombuffer(image, dtype=numpy.float32, count=field.elements, offset=field.offset_bytes)

@@ -1,6 +1,6 @@
 """A daemon in a process of its own, for tests: started, waited for, signalled, and never left behind.
 
-Every wait is bounded; what the daemon says goes to files, so that nothing it writes can block it.
+Every wait is bounded; the daemon's output goes to files, so that nothing it writes can block it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
 SERVE: tuple[str, ...] = (sys.executable, "-m", "paramstore", "serve")
 QUIET = {"PARAMSTORE_PREFILL": "0", "PARAMSTORE_UPDATE_WORKERS": "2", "PARAMSTORE_IO_WORKERS": "2"}
-"""Small tests want no zero-fill beside them."""
+"""Settings for small tests: few threads, and no zero-fill beside them."""
 
 
 class DaemonProcess:
     """One `paramstore serve` over `directory`. A context manager: on leaving it the process is gone.
 
-    arguments: further flags. environment: variables beside this process's own. command: what is run instead of the CLI.
+    arguments: further flags. environment: variables beside this process's own. command: run instead of the CLI.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class DaemonProcess:
         self.socket = directory / "run" / "paramstore.sock"
         self.log = directory.with_name(f"{directory.name}.log")
         self.stdout = ""
-        """What it has written to stdout so far; whole after `wait`."""
+        """Everything that it has written to stdout so far; whole after `wait`."""
         self._command = [*command, "--dir", str(directory), *arguments]
         self._environment = {**os.environ, **environment}
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,11 +51,11 @@ class DaemonProcess:
 
     @property
     def stderr(self) -> str:
-        """What all processes started by this object have logged so far."""
+        """Everything that the processes started by this object have logged so far."""
         return self.log.read_text(errors="replace")
 
     def start(self) -> DaemonProcess:
-        """Returns when it serves. Raises AssertionError with its log if it ends first, or is not ready in time."""
+        """Starts it; returns when it serves. Raises AssertionError with its log if it ends first, or is not ready in time."""
         self.launch()
         while "\n" not in self.stdout:
             if not self._read_stdout(START_TIMEOUT_S):
@@ -78,7 +78,7 @@ class DaemonProcess:
         self._process.send_signal(number)
 
     def wait(self, timeout_s: float = END_TIMEOUT_S) -> int:
-        """Its exit code (negative: the signal that ended it), once it has ended. Raises subprocess.TimeoutExpired."""
+        """Waits for its end; gives its exit code (negative: the signal that ended it). Raises subprocess.TimeoutExpired."""
         assert self._process is not None
         code = self._process.wait(timeout_s)
         assert self._process.stdout is not None
@@ -89,7 +89,7 @@ class DaemonProcess:
         return code
 
     def run(self) -> int:
-        """The exit code of a daemon that is expected to refuse to start."""
+        """Runs a daemon that is expected to refuse to start; gives its exit code."""
         self.launch()
         try:
             return self.wait()
@@ -97,12 +97,12 @@ class DaemonProcess:
             self.stop()
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Kills it with SIGKILL; returns when it is gone."""
         self.signal(signal.SIGKILL)
         self.wait()
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL where that does not help. Idempotent."""
+        """Ends it with SIGTERM, and with SIGKILL where that does not help. Idempotent."""
         if self._process is None or self._process.returncode is not None:
             return
         self.signal(signal.SIGTERM)
@@ -119,7 +119,7 @@ class DaemonProcess:
         self.stop()
 
     def _read_stdout(self, timeout_s: float) -> bool:
-        """Takes what it wrote next; False at the pipe's end. Raises AssertionError when nothing comes in time."""
+        """Takes what it wrote next; False at the pipe's end. Raises AssertionError if nothing comes in time."""
         ready, _, _ = select.select([self._descriptor], [], [], timeout_s)
         if not ready:
             self.kill_silently()
@@ -129,7 +129,7 @@ class DaemonProcess:
         return bool(data)
 
     def kill_silently(self) -> None:
-        """SIGKILL without waiting for what it still says."""
+        """Kills it with SIGKILL, without waiting for what it still says."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(END_TIMEOUT_S)

@@ -1,9 +1,9 @@
-"""`python -m paramstore_testkit.processes.dying_clients`: clients that come to a state of their work and die in it, one by one.
+"""`python -m paramstore_testkit.processes.dying_clients`: clients that come to a state of their work and then die, one after the other.
 
 Each request, a mapping {address, state, death}, makes a child that comes to the state and says `ready` and a digest of what it
-leased. At the next SIGUSR1 it ends without closing anything (`exit`), or hangs up (`shutdown`) and says so; at the one after
-that it says the digest anew, and ends at the third. Where the daemon must not get to the end of something, it says `gate`
-before it asks, and waits for a SIGUSR1 too. It imports no torch. `DyingClients` is the other end.
+leased. At the next SIGUSR1 it ends without closing anything (`exit`), or it hangs up (`shutdown`) and says so; then the next
+SIGUSR1 makes it say the digest anew, and the third ends it. Where a request must be held up in the daemon, the child says `gate`
+before it asks, and waits for a SIGUSR1 there, too. It imports no torch. `DyingClients` is the other end.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class DyingClient:
         say(f"child {child}")
 
     def waiting(self) -> None:
-        """For a lease whose load does not come to its end."""
+        """Waits for a lease whose load does not come to its end."""
         self.leased()
         until_told("gate")
         self.tickets.append(self.namespace.begin_acquire([AWAITED]))
 
     def writing(self) -> list[Range]:
-        """As writer, with a lease, and gradients of three keys in the upload area, one of which is pushed."""
+        """Opens as writer, takes a lease, puts gradients of three keys into the upload area, and pushes one of them."""
         self.namespace = self.store.open_namespace(NAME, mode="write")
         self.lease = self.namespace.acquire(LEASED)
         length_bytes = self.namespace.schema.gradient_bytes
@@ -92,7 +92,7 @@ class DyingClient:
         assert 0 < sent < len(frame)
 
     def applying(self) -> None:
-        """An apply that does not come to its end reads the upload area."""
+        """Asks for an apply that reads the upload area and does not come to its end."""
         self.writing()
         until_told("gate")
         self.tickets.append(self.namespace.apply(ps.AdamW(lr=0.5)))
@@ -101,7 +101,7 @@ class DyingClient:
         self.connection._sock.shutdown(socket.SHUT_RDWR)
 
     def digest(self) -> str:
-        """Of the leased bytes, as this process reads them now."""
+        """Digest of the leased bytes, as this process reads them now."""
         found = hashlib.sha256()
         for segment, offset_bytes, *_ in self.lease._slots if self.lease is not None else ():
             memory = memoryview(self.connection.segments.leased(segment).buffer).cast("B")  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def _live(request: dict[str, Any]) -> None:
 
 
 def until_told(said: str) -> None:
-    """Says so, and waits for the next SIGUSR1."""
+    """Says it, and waits for the next SIGUSR1."""
     say(said)
     signal.sigwait([signal.SIGUSR1])
 

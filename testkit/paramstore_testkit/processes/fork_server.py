@@ -1,7 +1,7 @@
 """Processes that are up in milliseconds: forked, one after the other, off a process that has imported all they need.
 
-`serve_forks` is that process's main loop, `ForkServer` the other end of its pipes. Every wait is bounded; what a child writes
-to stderr goes to a log, which is part of the error when it does what it should not.
+`serve_forks` is that process's main loop, `ForkServer` the other end of its pipes. Every wait is bounded. Children write stderr
+to a log, which is part of the error if a child does what it should not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ START_S = 60.0
 LINE_S = 30.0
 LOG_TAIL_BYTES = 4000
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""No threads of anybody's before a fork."""
+"""Settings by which libraries start no threads before a fork."""
 PID = "pid "
 ENDED = "ended "
 
@@ -30,7 +30,7 @@ ENDED = "ended "
 def serve_forks(live: Callable[[dict[str, Any]], None]) -> None:
     """Runs `live(request)` in a child for each line of JSON on stdin. stdout gets `pid N`, what the child says, `ended STATUS`.
 
-    Between the first and the last a further line comes in: until then the child's number is not given to another process.
+    The child is reaped only after a further line came in: until then its number is not given to another process.
     """
     for line in sys.stdin:
         request = json.loads(line)
@@ -44,12 +44,12 @@ def serve_forks(live: Callable[[dict[str, Any]], None]) -> None:
 
 
 def say(line: str) -> None:
-    """One line on stdout, whole or not at all."""
+    """Writes one line to stdout, whole or not at all."""
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def _live(live: Callable[[dict[str, Any]], None], request: dict[str, Any]) -> None:
-    """The child's whole life."""
+    """Lives the child's whole life."""
     code = 1
     try:
         live(request)
@@ -66,7 +66,7 @@ class ForkServer:
     """Owner of the process that runs `module`, and of its one child. A context manager."""
 
     statuses: tuple[int, ...] = (-signal.SIGKILL,)
-    """How a child may end."""
+    """Statuses with which a child may end."""
 
     def __init__(self, module: str, *arguments: str, log: Path) -> None:
         self._log = log
@@ -90,7 +90,7 @@ class ForkServer:
         return self._pidfd >= 0
 
     def fork(self, request: Mapping[str, Any]) -> None:
-        """A new child, which has its request; waits for nothing it does."""
+        """Makes a new child and gives it its request; waits for nothing that it does."""
         assert not self.is_running, "the child before lives"
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -113,29 +113,29 @@ class ForkServer:
         return None
 
     def signal(self, number: signal.Signals) -> None:
-        """To the child, which lives."""
+        """Sends a signal to the child, which lives."""
         signal.pidfd_send_signal(self._pidfd, number)
 
     def kill_within(self, delay_s: float) -> None:
-        """SIGKILL after `delay_s`, unless it ends before by itself. May be called from another thread than the rest."""
+        """Kills the child after `delay_s`, unless it ends before. May be called from another thread than the rest."""
         pidfd = os.dup(self._pidfd)
         try:
             if not select.select([pidfd], [], [], delay_s)[0]:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # it ended just now
+            pass  # the child ended just now
         finally:
             os.close(pidfd)
 
     def wait_ended(self) -> list[str]:
-        """Returns when the child is gone: what it had said and nobody heard."""
+        """Waits until the child is gone; gives what it had said and nobody heard."""
         lines: list[str] = []
         while self.is_running and (said := self.heard()) is not None:
             lines.append(said)
         return lines
 
     def kill(self) -> list[str]:
-        """SIGKILL, and `wait_ended`."""
+        """Kills the child, and does `wait_ended`."""
         if self.is_running:
             self.kill_within(0.0)
         return self.wait_ended()
@@ -160,7 +160,7 @@ class ForkServer:
         assert int(said.removeprefix(ENDED)) in self.statuses, f"{said}\n{self._log_tail()}"
 
     def _line(self) -> str:
-        """What is said next; the first time it takes as long as the imports do."""
+        """Waits for the next line; the first one takes as long as the imports do."""
         assert self._process.stdout is not None
         while b"\n" not in self._unread:
             ready, _, _ = select.select([self._process.stdout], [], [], LINE_S if self._is_warm else START_S)

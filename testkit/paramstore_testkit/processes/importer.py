@@ -1,10 +1,10 @@
-"""A process that imports a checkpoint, can be stopped at any record, and says what its memory grew to.
+"""A process that imports a checkpoint, can be stopped at any record, and reports how much its memory grew.
 
     python -m paramstore_testkit.processes.importer ADDRESS PATH NAMESPACE [STOP_AT [SAVE_EVERY_S]]
 
-It prints `record N` after each record. At record STOP_AT it waits for a line on stdin, for whoever wants to kill or interrupt it
-there. At the end it prints what it did as JSON, with `peak_bytes`: the highest resident memory of the import less what there was
-before it, in the kernel's figures.
+It prints `record N` after each record. At record STOP_AT it waits for a line on stdin, so that a test can kill or interrupt it
+there. At the end it prints its result as JSON, with `peak_bytes`: the highest resident memory of the import, less that before it,
+in the kernel's figures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Cycles of one store: a daemon is started, its store checked, a trainer lives beside it, and the daemon is killed.
+"""Runs cycles on one store: a daemon is started, its store checked, a trainer lives beside it, and the daemon is killed.
 
 Half of the kills come at a named point, half at a random time. After each the model says at which step the store may come
-back and what every record must hold. Everything that is drawn comes from one seed; `counts` says what happened.
+back and what every record must hold. One seed decides everything that is random; `counts` says what happened.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from paramstore_testkit.processes.trainer import Trainer, check_reopened
 
 LIFE_OPERATIONS = 24
 LIFE_S = 0.1
-"""How long a life takes, until one was seen: random kills come before that."""
+"""Assumed length of a life until one was seen: random kills come before its end."""
 VISITS = 3.0
-"""Mean of the visits that a named point lets pass before it kills."""
+"""Mean number of visits that a named point lets pass before it kills."""
 ONCE = ("load", "loaded", "recover", "format", "plan_rollback", "rollback")
-"""Points that a life comes to once or twice."""
+"""Points that a life reaches once or twice."""
 FRESH_CYCLES = 25
-"""Cycles after which a new store takes the place of the old."""
+"""Number of cycles after which a new store takes the place of the old."""
 ONLY_IN_NEW_STORES = ("format", "fill")
 CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """At the `visit`-th visit of `point`; without a point, `delay_s` after the start."""
+    """Time of a kill: at the `visit`-th visit of `point`; without a point, `delay_s` after the start."""
 
     point: str = ""
     visit: int = 0
@@ -46,7 +46,7 @@ class Kill:
 
 
 class KillCycles:
-    """Owner of the store, of its model and of the dice."""
+    """Owner of the store, its model and the random numbers."""
 
     def __init__(
         self, daemons: KillableDaemons, directory: Path, rule: Rule, *, seed: int, names: Sequence[str] = NAMES,
@@ -65,7 +65,7 @@ class KillCycles:
         self._life_s = LIFE_S
 
     def run(self, cycles: int) -> None:
-        """`cycles` kills, and then one life without. Raises AssertionError with the seed and the cycle in its notes."""
+        """Makes `cycles` kills, and then one life without. Raises AssertionError with the seed and the cycle in its notes."""
         for number in range(cycles):
             name = self._names[number // 2 % len(self._names)]
             kind = name.partition(".")[0]
@@ -106,7 +106,7 @@ class KillCycles:
         self._daemons.kill()
 
     def _live(self) -> str:
-        """How the daemon ended."""
+        """Lives until the daemon ends or the plan is over; says which it was."""
         address = self._daemons.address()
         if address is None:
             return "killed before it served"

@@ -1,8 +1,8 @@
-"""Named points of a daemon's work at which its process is killed, or held. The daemon itself knows nothing of them.
+"""Named points of a daemon's work at which its process is killed, or held up. The daemon itself knows nothing of them.
 
-Points of the disk lie before every write, in the middle of it (its first half is in the file), before every flush, before
-every transaction and after it; `instrument` adds one before and one after each function of WRAPPED. SIGKILL: nothing is
-finished, flushed, closed or said. A held point waits for whoever holds the lock of its gate's file.
+Disk points lie before every write, in the middle of it (its first half is in the file), before every flush, before
+every transaction and after it; `instrument` adds one before and one after each function of WRAPPED. After SIGKILL nothing is
+finished, flushed, closed or said. A held point waits for the process that holds the lock of its gate's file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paramstore.storage.lmdb_catalog import LmdbCatalog
 from paramstore.storage.volume import ALIGNMENT_BYTES
 
 DISK_POINTS = ("write", "write.half", "flush", "publish", "published")
-"""What a number without a name counts."""
+"""Points that are counted where no name is given."""
 READ_POINTS = ("load", "loaded", "read")
 WRAPPED: Mapping[str, tuple[Any, str]] = {
     "format": (volume_places, "format_volume"),
@@ -52,15 +52,15 @@ WRAPPED: Mapping[str, tuple[Any, str]] = {
     "rollback": (Planner, "rollback"),
     "answer": (Channel, "send"),
 }
-"""Name of a step of the daemon's work -> owner and attribute of the function that does it."""
+"""Owner and attribute of the function that does a step of the daemon's work, by the step's name."""
 NAMES = (*DISK_POINTS, *READ_POINTS, *(f"{name}.{side}" for name in WRAPPED for side in ("before", "after")))
-"""All points, in no order."""
+"""Names of all points, in no order."""
 
 
 class KillPoints:
-    """Counts points from 1 and ends the process at number `kill_at`; 0: never. name: counts those of that name alone.
+    """Counts points from 1 and ends the process at number `kill_at`; 0: never. name: counts only points of that name.
 
-    gates: name -> file; a thread that comes to such a point waits there while another process holds the file's lock.
+    gates: name -> file; a thread that reaches such a point waits there while another process holds the file's lock.
     """
 
     def __init__(self, kill_at: int = 0, name: str = "", gates: Mapping[str, Path] | None = None) -> None:
@@ -82,7 +82,7 @@ class KillPoints:
                 fcntl.flock(gate, fcntl.LOCK_SH)
 
     def is_next(self, name: str) -> bool:
-        """Whether the next point of this name is the last."""
+        """Whether the next point of this name is the one that kills."""
         return self._counts(name) and self._reached + 1 == self.kill_at
 
     def _counts(self, name: str) -> bool:
@@ -90,7 +90,7 @@ class KillPoints:
 
 
 points = KillPoints()
-"""Of this process."""
+"""Points of this process."""
 
 
 def instrument() -> None:
@@ -145,6 +145,6 @@ class KillableCatalog(LmdbCatalog):
 
 
 def _first_half(data: Sequence[memoryview]) -> list[memoryview]:
-    """Whole pages from the front: about half of the first buffer."""
+    """Takes whole pages from the front: about half of the first buffer."""
     half_bytes = data[0].nbytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     return [data[0].cast("B")[:half_bytes]]

@@ -1,8 +1,8 @@
 """`python -m paramstore_testkit.processes.killable_serve [plain]`: daemons that are killed at a point of their work, one by one.
 
 Each request, a mapping {flags, kill_at, point, gates, bugs}, makes a child that serves a store with those settings, as
-`paramstore serve` does, on volumes and a catalog with kill points, with the named bugs planted. What takes time to import is
-loaded before the first fork, so that a daemon is up in some 30 ms: torch, or with `plain` no torch but the arithmetic of
+`paramstore serve` does, on volumes and a catalog with kill points, with the named bugs planted. Slow imports are done
+before the first fork, so that a daemon is up in some 30 ms: torch, or with `plain` no torch but the arithmetic of
 `plain_arithmetic`. `KillableDaemons` is the other end.
 """
 
@@ -41,18 +41,18 @@ class KillableDaemons(ForkServer):
         self, directory: Path, *, kill_at: int = 0, point: str = "", flags: Mapping[str, Any] | None = None,
         gates: Mapping[str, Path] | None = None, bugs: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """A daemon that may not serve yet. See `kill_points.KillPoints`, `daemon_bugs`."""
+        """Starts a daemon; it may not serve yet. See `kill_points.KillPoints`, `daemon_bugs`."""
         settings = {"dir": str(directory), "volumes": [str(directory / name) for name in VOLUMES], **FLAGS, **(flags or {})}
         gate_paths = {name: str(path) for name, path in (gates or {}).items()}
         self.fork({"flags": settings, "kill_at": kill_at, "point": point, "bugs": list(bugs), "gates": gate_paths})
 
     def address(self) -> str | None:
-        """Where it serves, once it does; None if it was killed before. Raises AssertionError if it refused."""
+        """Waits until it serves; gives its address, or None if it was killed before. Raises AssertionError if it refused."""
         said = self.heard()
         return None if said is None else said.removeprefix("ready ")
 
     def start(self, directory: Path, **arguments: Any) -> str | None:
-        """`launch` and `address`."""
+        """Does `launch` and `address`."""
         self.launch(directory, **arguments)
         return self.address()
 
@@ -66,7 +66,7 @@ def main() -> None:
     kill_points.instrument()
     vars(assembly).update(LmdbCatalog=kill_points.KillableCatalog)
     vars(volume_places).update(FileVolume=kill_points.KillableVolume)
-    vars(server).update(harden=lambda: None)  # whoever tests may look into /proc/PID
+    vars(server).update(harden=lambda: None)  # tests may look into /proc/PID
     serve_forks(_serve)
 
 

@@ -1,8 +1,8 @@
 """`python -m paramstore_testkit.processes.killable_trainer`: trainers that are killed at any moment, one after the other.
 
 Each request, a mapping {address, seed, openable, count}, makes a child that connects, opens the namespace as its writer and
-lives the plan of that seed. It says `began N` before its N-th operation and `done N` after it: whoever hears that knows what
-the store may hold when it is dead. `KillableTrainers` is the other end.
+lives the plan of that seed. It says `began N` before its N-th operation and `done N` after it, so that a listener knows what
+the store may hold when the child is dead. `KillableTrainers` is the other end.
 """
 
 from __future__ import annotations

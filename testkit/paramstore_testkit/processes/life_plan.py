@@ -1,4 +1,4 @@
-"""What a trainer does in one life, drawn from a seed before it begins: whoever has the seed knows every byte it pushed.
+"""Draws what a trainer does in one life from a seed, before it begins: the seed alone tells every byte that it will push.
 
 A plan depends on nothing that happens: `plan_life` with equal arguments gives equal operations.
 """
@@ -35,12 +35,12 @@ class Operation:
 
     @property
     def extra(self) -> bytes:
-        """What a commit carries."""
+        """Makes the `extra` of the operation's commit."""
         return b"%d of %d" % (self.step, self.seed)
 
 
 def plan_life(seed: int, keys: Sequence[ExpertKey], *, openable: Sequence[int], count: int) -> Iterator[Operation]:
-    """`count` operations of a life that begins at the last of the `openable` steps, and a last `settle`.
+    """Draws `count` operations of a life that begins at the last of the `openable` steps, and a last `settle`.
 
     Steps go up from the committed one, with gaps; after a rollback numbers are used again.
     """
@@ -61,6 +61,6 @@ def plan_life(seed: int, keys: Sequence[ExpertKey], *, openable: Sequence[int], 
 
 
 def values_of(schema: Schema, seed: int, key: ExpertKey) -> Tensors:
-    """Random fp32 values for every parameter field of `key`: an initial value, or a gradient."""
+    """Draws random fp32 values for every parameter field of `key`: an initial value, or a gradient."""
     generator = numpy.random.default_rng([seed, *key])
     return {name: torch.from_numpy(generator.standard_normal(shape, dtype=numpy.float32)) for name, shape, _ in schema.specs}

@@ -1,8 +1,8 @@
-"""`python -m paramstore_testkit.processes.other_user UID serve|try`: a daemon, or what may be done to one, as another user.
+"""`python -m paramstore_testkit.processes.other_user UID serve|try`: a daemon, or attempts on one, as a process of another user.
 
-What is needed is imported before the change of user, who may not be able to read this installation. `serve` runs a daemon with
-umask 0, which is the least that may be relied on; with `--soft` without its hardening. `try` takes a list of [act, argument] as
-JSON on stdin and writes one outcome for each: "done", or the name of the error. Nothing is changed by an act that succeeds, and
+Imports come before the change of user, who may not be able to read this installation. `serve` runs a daemon with
+umask 0, the least that it may rely on; with `--soft` without its hardening. `try` takes a list of [act, argument] as
+JSON on stdin and writes one outcome for each: "done", or the name of the error. An act that succeeds changes nothing, and
 a process that is attached to is let go. `DaemonProcess` runs the one, `outcomes` the other.
 """
 
@@ -37,20 +37,20 @@ PTRACE_SEIZE = 0x4206
 SYS_PIDFD_GETFD = 438
 FDS_TRIED = 32
 CODECS = ("unicode_escape", "latin-1", "ascii")
-"""Which the daemon looks up when it meets them."""
+"""Codecs that the daemon looks up when it meets them."""
 SOMEWHERE = 4096
-"""An address at which nothing is mapped: whoever may read gets as far as finding that out."""
+"""An address at which nothing is mapped: only who may read the memory is told so."""
 
 Act = tuple[str, str | int]
 
 
 def command(uid: int, *words: str) -> tuple[str, ...]:
-    """What `DaemonProcess` runs for a daemon of user `uid`."""
+    """Command with which `DaemonProcess` runs a daemon of user `uid`."""
     return (sys.executable, "-m", MODULE, str(uid), "serve", *words)
 
 
 def outcomes(uid: int, acts: Sequence[Act]) -> list[str]:
-    """What came of each act, done by a process of user `uid`. Only root may be another user than himself."""
+    """Tries each act in a process of user `uid`; gives the outcomes. Only root may act as another user."""
     done = subprocess.run(
         [sys.executable, "-m", MODULE, str(uid), "try"], input=json.dumps(acts).encode(), capture_output=True,
         timeout=LIMIT_S, check=False,
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _serve(directory: str) -> None:
-    """As `paramstore serve`, whose reader of the command line imports too much too late; an error ends it with 1."""
+    """Serves as `paramstore serve` does, whose reader of the command line imports too much too late; an error ends it with 1."""
     logging.basicConfig(level=logging.INFO)
     try:
         server.run(load({"dir": directory}))
@@ -90,8 +90,8 @@ def _serve(directory: str) -> None:
 
 
 def become(uid: int) -> None:
-    """This process is one that user `uid` started: for the kernel a process that gave up rights is not."""
-    load({})  # what it imports only when it is called
+    """Makes this process one that user `uid` started: for the kernel a process that gave up rights is not."""
+    load({})  # so that it imports now what it would import later
     for name in CODECS:
         codecs.lookup(name)
     if os.getuid() != uid:
@@ -138,7 +138,7 @@ def _make(path: object) -> None:
 
 
 def _talk(path: object) -> None:
-    """Says hello and is welcomed. Raises ConnectionResetError if that is not the answer."""
+    """Says hello and is welcomed. Raises ConnectionResetError if the answer is anything else."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(LIMIT_S)
         sock.connect(str(path))
@@ -153,7 +153,7 @@ def _open_memory(pid: object) -> None:
 
 
 def _read_memory(pid: object) -> None:
-    """process_vm_readv: the address is looked at after the right to do so."""
+    """Calls process_vm_readv, which checks the right to read before it looks at the address."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(8)
     ours = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8)
@@ -173,7 +173,7 @@ def _attach(pid: object) -> None:
 
 
 def _take_descriptor(pid: object) -> None:
-    """Any of its descriptors. Raises the last error if there is none to be had."""
+    """Takes any of its descriptors. Raises the last error if there is none to be had."""
     libc = ctypes.CDLL(None, use_errno=True)
     process = os.pidfd_open(int(str(pid)))
     try:

@@ -21,7 +21,7 @@ MODULE = "paramstore_testkit.processes.rank_process"
 
 
 def gradient(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Values whose sum over several seeds depends on its order."""
+    """Makes values whose sum over several seeds depends on its order."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed * 7 % 5 - 2)
 
 
@@ -34,7 +34,7 @@ class RankProcess(ForkServer):
         self._commands = -1
 
     def start(self, address: str, environment: Mapping[str, str]) -> None:
-        """A new process, connected to the daemon."""
+        """Starts a new process, connected to the daemon."""
         fifo = self._directory / "commands"
         fifo.unlink(missing_ok=True)
         os.mkfifo(fifo, 0o600)
@@ -43,11 +43,11 @@ class RankProcess(ForkServer):
         self.fork({"address": address, "commands": str(fifo), "environment": dict(environment)})
 
     def tell(self, what: str, **arguments: object) -> None:
-        """A command; `answer` is what comes of it."""
+        """Sends a command; `answer` gives its result."""
         os.write(self._commands, json.dumps({"what": what, **arguments}).encode() + b"\n")
 
     def answer(self) -> Any:
-        """What the oldest unanswered command gave. Raises the error that it met."""
+        """Gives the result of the oldest unanswered command. Raises the error that it met."""
         said = self.heard()
         assert said is not None, "the rank's process ended"
         answer = json.loads(said)
@@ -70,7 +70,7 @@ class RankProcess(ForkServer):
 
 
 class _Commands:
-    """What a rank can be told. It has one namespace, `moe`, and tickets that nobody has waited for."""
+    """The commands of a rank. It has one namespace, `moe`, and tickets that nobody has waited for."""
 
     def __init__(self, address: str) -> None:
         self.store = ps.connect(address)

@@ -1,4 +1,4 @@
-"""An initialization that stops half-way: some keys have values, some of them in a draft. For tests of whoever finds it."""
+"""An initialization that stops half-way: some keys have values, some of them in a draft. For tests of those who find it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOURCE = b"where the values come from"
 
 
 async def opened(store: Store, *, is_resumed: bool = True) -> tuple[View, list[ExpertKey], bytes | None]:
-    """The writer of `moe`, new or found, in an initialization; the keys that have values, and what the draft was saved with."""
+    """Opens the writer of `moe`, new or found, in an initialization; gives it, the keys with values, and the draft's `extra`."""
     view = await store.admission.create("moe", SCHEMA.describe(), layers=[0], experts=EXPERTS, host_bytes=None)
     begun = await store.initialize_begin(view, is_resumed=is_resumed)
     present, extra = begun["present"], begun["extra"]
@@ -31,7 +31,7 @@ async def put(store: Store, view: View, keys: Iterable[ExpertKey]) -> None:
 
 
 async def drafted(store: Store, experts: Iterable[int] = (0, 2), *, step_by_step: bool = False) -> View:
-    """A namespace whose draft has these experts. step_by_step: saved after each of them."""
+    """Makes a namespace whose draft has these experts. step_by_step: saves after each of them."""
     view, _, _ = await opened(store)
     for expert in experts:
         await put(store, view, [(0, expert)])

@@ -1,4 +1,4 @@
-"""Simulated volumes as fsck reads them, and a small store with everything in it that a rebuild must tell apart."""
+"""Simulated volumes as fsck reads them, and a small store with every case that a rebuild must tell apart."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def disks_of(volumes: Mapping[int, Volume]) -> dict[int, MemoryDisk]:
 
 
 def survey_of(machine: Machine) -> Survey:
-    """What lies on the machine's volumes now."""
+    """Surveys the machine's volumes as they are now."""
     return survey(list(disks_of(machine.volumes).values()))
 
 
 async def eventful(machine: Machine) -> tuple[Store, View]:
-    """A running store with two namespaces: `moe` at step 9, with 4, 6, 7 before it, partial updates, a rollback, a new writer
+    """Makes a running store with two namespaces: `moe` at step 9, with 4, 6, 7 before it, partial updates, a rollback, a new writer
     and uncommitted write-backs; `eval` at step 3. Gives the store and a reader of `moe` that stands on step 4."""
     store = machine.start()
     view = await create(store)
@@ -79,12 +79,12 @@ async def eventful(machine: Machine) -> tuple[Store, View]:
 
 
 async def commit(store: Store, view: View, step: int, keys: Sequence[tuple[int, int]], extra: bytes = b"") -> None:
-    """One apply with gradients of `keys`, made durable."""
+    """Makes one apply with gradients of `keys`, and commits it."""
     await train(store, view, keys)
     await store.commit(view, step, extra)
 
 
 def state_at(contents: Contents, name: str, step: int) -> dict[tuple[int, int], object]:
-    """What the catalog has in force at a step."""
+    """Lists the rows of the catalog that are in force at a step."""
     rows = contents.namespaces[name].rows
     return {key: [row.located for row in own if row.first_step <= step][-1] for key, own in rows.items()}

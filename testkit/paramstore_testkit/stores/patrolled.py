@@ -1,4 +1,4 @@
-"""A patrol of a simulated machine's store, on a clock that its own pauses move on: months pass without a sleep."""
+"""A patrol of a simulated machine's store, on a clock that its own pauses advance: months pass without a sleep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Stats = dict[str, Any]
 
 
 class Patrolled:
-    """A machine's store with a patrol on a clock that a pause moves on. reads: when, and how many bytes."""
+    """A machine's store with a patrol, on a clock that its pauses advance. reads: when, and how many bytes."""
 
     def __init__(self, machine: Machine, *, scrub_days: float = 14.0, start_at: float = 0.0) -> None:
         self.machine = machine
@@ -62,12 +62,12 @@ class Patrolled:
         return stats
 
     def records_read(self) -> list[float]:
-        """When each record was read; one piece each."""
+        """Times at which records were read; each is one piece."""
         return [at_s for at_s, length_bytes in self.reads if length_bytes == RECORD_BYTES]
 
 
 class _Watched:
-    """A volume whose reads are written down, and take the clock's time."""
+    """A volume that records its reads, each of which takes time on the clock."""
 
     def __init__(self, inner: Any, patrolled: Patrolled) -> None:
         self._inner = inner

@@ -1,7 +1,7 @@
 """A tiny configuration of every family of transformers' experts registry.
 
-The families are read from the installed transformers, so that a new one is seen. A configuration is made small by the names that
-families share; what one needs beyond that is in CHANGES.
+The families are read from the installed transformers, so that a new one is noticed. A configuration is made small by the names
+that families share; CHANGES has what a family needs beyond that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 VOCABULARY = 64
 EXPERTS = 8
 
-# Three experts a token: the order in which two are summed does not show.
+# With three experts a token, a wrong order of summation shows; with two it would not.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "max_position_embeddings": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
     "position_embedding_size": 16, "projection_intermediate_size": 48, "output_channels": 8, "downsample_channels": [8, 32],
     "downsample_hidden_size": 8,
 }  # fmt: skip
-"""Attributes of configurations, of text, vision and audio alike."""
+"""Attributes of configurations, whether of text, vision or audio."""
 
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
@@ -78,14 +78,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
-"""What a family's configuration needs beside, by name; of a part of it by the part's."""
+"""Further attributes of a family's configuration, by the family's name, or of a part of it, by the part's name."""
 
 ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "Generation", "Diffusion", "Classification", "Model", "")
-"""Of names of modeling classes: the first that a family has is the one that is built."""
+"""Endings of the names of modeling classes: the first one that a family has is built."""
 
 
 def families() -> dict[str, Path]:
-    """The modeling file of each family, by its name, without importing transformers; nothing where that is not installed."""
+    """Finds the modeling file of each family, by its name, without importing transformers; none where that is not installed."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return {}
@@ -94,7 +94,7 @@ def families() -> dict[str, Path]:
 
 
 def modeling_class(file: Path) -> type[Any]:
-    """The class of a modeling file that computes a loss, else the one nearest to it."""
+    """Finds the class of a modeling file that computes a loss, else the one nearest to it."""
     modeling = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
     classes = [
         found for name, found in vars(modeling).items()
@@ -105,22 +105,22 @@ def modeling_class(file: Path) -> type[Any]:
 
 
 def tiny_config(family: str, *, sizes: Mapping[str, Any] | None = None, **changes: Any) -> Any:
-    """A config of `family` with EXPERTS experts in each of one or two layers. sizes: other ones, as far as it has them."""
+    """Makes a config of `family` with EXPERTS experts in each of one or two layers. sizes: used instead, as far as it has them."""
     given = {**CHANGES.get(family, {}), **changes}
     return small_config(modeling_class(families()[family]).config_class, sizes={**SIZES, **(sizes or {})}, **given)
 
 
 def small_config(config_class: Any, *, sizes: Mapping[str, Any] = SIZES, **changes: Any) -> Any:
-    """A small configuration of a class. changes: as in CHANGES."""
+    """Makes a small configuration of a class. changes: as in CHANGES."""
     return config_class(**_small(config_class, sizes, changes))
 
 
 def _small(config_class: Any, sizes: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     names = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
-    names -= {alias for alias, name in config_class.attribute_map.items() if name in names & sizes.keys()}  # else it would win
+    names -= {alias for alias, name in config_class.attribute_map.items() if name in names & sizes.keys()}  # else the alias wins
     small = {name: value for name, value in sizes.items() if name in names}
     if "first_k_dense_replace" in names and "layer_types" not in changes:
-        small["num_hidden_layers"] += 1  # the first has no experts
+        small["num_hidden_layers"] += 1  # the first layer has no experts
     if "kv_lora_rank" in names:
         small["num_key_value_heads"] = small["num_attention_heads"]
     parts = {name: (part, changes.get(name, {})) for name, part in config_class.sub_configs.items()}

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, and the same with stored experts over a namespace in memory.
+"""Tiny random models of transformers, and equal ones with stored experts over a namespace in memory.
 
 Their configs come without a network, their weights from a seed. `Twin` holds an unmodified model and a stored one with equal
 weights, and compares what they compute, bit for bit.
@@ -27,12 +27,12 @@ from paramstore_testkit.training.moe_families import VOCABULARY
 FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss",
 )  # fmt: skip
-"""What differs between any two families, at least one of these has: they are looked at closely, all others from outside."""
+"""Families that between them have whatever differs between families: they are tested closely, all others from outside."""
 
 
 @dataclass
 class Twin:
-    """stock: the unmodified model. stored: the same with experts in `namespace`. layout: of both."""
+    """Two equal models. stock: the unmodified one. stored: with experts in `namespace`. layout: of both."""
 
     stock: Any
     stored: Any
@@ -45,7 +45,7 @@ class Twin:
         cls, config: Any, *, kernel: str = "eager", lease_slots: int = 64, seed: int = 0, is_trained: bool = True,
         dtype: torch.dtype = torch.float32, model_class: Any = None, is_poisoned: bool = True,
     ) -> Twin:  # fmt: skip
-        """Both models of one config, from one seed. kernel: what the stock model runs, and the stored one on its weights."""
+        """Makes both models of one config, from one seed. kernel: what the stock model runs, and the stored one on its weights."""
         auto = _compat.transformers().AutoModelForCausalLM if model_class is None else model_class
         concrete = _compat.concrete_class(auto, config)
         torch.manual_seed(seed)
@@ -67,7 +67,7 @@ class Twin:
         return cls(stock, stored, namespace, layout, anchor)
 
     def expert_values(self, key: ExpertKey) -> Mapping[str, Tensor]:
-        """One expert's tensors in the unmodified model, by field."""
+        """Gives one expert's tensors in the unmodified model, by field."""
         values = self._parts(key, lambda parameter: parameter.detach())
         return {name: value for name, value in values.items() if value is not None}
 
@@ -97,7 +97,7 @@ class Twin:
                     assert torch.equal(pending[name], expected), f"expert {key}, field {name}: gradients differ"
 
     def _parts(self, key: ExpertKey, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor | None]:
-        """One expert's part of what each of its parameters in the unmodified model has."""
+        """Takes one expert's part of a tensor that belongs to each of its parameters in the unmodified model."""
         layer, expert = key
         module: nn.Module = self.stock.get_submodule(self.layout.modules[layer])
         names = [tensor.name for tensor in self.layout.tensors]
@@ -108,10 +108,10 @@ class Twin:
 
 
 def _whole(gradient: Tensor | None) -> Tensor | None:
-    """A gradient that FSDP2 may have sharded."""
+    """Gathers a gradient that FSDP2 may have sharded."""
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def tokens(*, seed: int = 1, batch: int = 2, length: int = 17) -> Tensor:
-    """Random token ids [batch, length]."""
+    """Draws random token ids [batch, length]."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

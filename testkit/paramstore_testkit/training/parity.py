@@ -1,8 +1,8 @@
-"""The same training run twice: an unmodified model of transformers in memory, and the same checkpoint with its experts in a store.
+"""Runs the same training twice: an unmodified model of transformers in memory, and one from its checkpoint with stored experts.
 
-`Trial` takes the way a user takes: a checkpoint is imported by `ps.hf.from_pretrained`, a fused AdamW is attached, a real daemon
-holds the states in a budget far below them, and the store is in debug mode, so that buffers of freed experts hold NaN and a lease
-that is used after its end raises. What the two models and their optimizers hold is compared element by element.
+`Trial` does what a user does: `ps.hf.from_pretrained` imports a checkpoint, a fused AdamW is attached, a real daemon
+holds the states in a budget far below them. The store is in debug mode, so that buffers of freed experts hold NaN and a lease
+that is used after its end raises. Weights and states of the two models are compared element by element.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from paramstore_testkit.training.saved_models import class_of
 
 EXPERTS = 16
 SHORT = (6, 10, 4, 8, 24)
-"""Bytes of text in each step, in turn: with three experts a token, most steps leave experts without any."""
+"""Bytes of text in each step, in turn. With three experts a token, most of these steps leave experts without any token."""
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
 ADOPT_EVERY = 4
 SENTINEL = "paramstore.sentinel"
 STATES = ("exp_avg", "exp_avg_sq")
 
 Records = dict[ExpertKey, dict[str, Tensor]]
-"""By key, fields as `Namespace.read` names them."""
+"""Fields by key, as `Namespace.read` names them."""
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 _SIZES = {
@@ -39,12 +39,12 @@ _SIZES = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), 256),
 }  # fmt: skip
-"""What makes a tiny config so large that its states exceed a daemon's least budget several times."""
+"""Sizes that make a tiny config so large that its states exceed a daemon's least budget several times."""
 
 
 @dataclass(slots=True)
 class Difference:
-    """How far tensors of ours are from those of the reference, over everything that was `add`ed.
+    """Distance of our tensors from those of the reference, over everything that was `add`ed.
 
     unequal: elements with other bits, of `elements`. largest: the greatest absolute difference, in `at_scale` times the greatest
     magnitude of its tensor. roundings: the same in units of the reference dtype's spacing at each element.
@@ -58,7 +58,8 @@ class Difference:
     _far: int = 0
 
     def add(self, ours: Tensor, reference: Tensor, *, spacing_of: torch.dtype | None = None) -> None:
-        """Of equal shapes and dtypes. spacing_of: whose spacing is the unit of `roundings`; default the tensors' own dtype."""
+        """Compares tensors of equal shapes and dtypes. spacing_of: dtype whose spacing is the unit of `roundings`; default
+        theirs."""
         assert (ours.shape, ours.dtype) == (reference.shape, reference.dtype), (ours.shape, ours.dtype, reference.dtype)
         unit = torch.finfo(spacing_of or reference.dtype).eps
         ours, reference = ours.detach().double(), reference.detach().double()
@@ -78,7 +79,7 @@ class Difference:
         return self.unequal == 0
 
     def figures(self) -> dict[str, float]:
-        """For a report."""
+        """Figures for a report."""
         return {
             "elements": self.elements, "unequal": self.unequal, "largest": self.largest, "largest_share": self.largest_share,
             "roundings": self.roundings, "beyond_one_rounding": self._far / max(1, self.elements),
@@ -86,7 +87,7 @@ class Difference:
 
 
 class Trained:
-    """One model in training: what both sides have in common."""
+    """One model in training: the common part of both sides."""
 
     def __init__(self, model: Any, optimizers: Sequence[torch.optim.Optimizer], *, steps: int) -> None:
         self.model = model
@@ -94,13 +95,13 @@ class Trained:
         self._rates = [torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.1, total_iters=steps) for one in optimizers]
 
     def backward(self, ids: Tensor) -> Tensor:
-        """The loss on these bytes [B, T], its gradients computed."""
+        """Computes the loss on these bytes [B, T], and its gradients."""
         loss = self.model(ids, labels=ids).loss
         loss.backward()
         return loss.detach()  # type: ignore[no-any-return]
 
     def clip(self, max_norm: float) -> float:
-        """The total norm before clipping."""
+        """Clips the gradients; gives the total norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
 
     def step(self) -> None:
@@ -116,9 +117,9 @@ class Trained:
 
 
 class Reference(Trained):
-    """The unmodified model, all in memory, dense AdamW over everything.
+    """The unmodified model, all in memory, with dense AdamW over everything.
 
-    has_masters: experts have fp32 masters in the optimizer, as a store keeps them, and the model their value in its own dtype.
+    has_masters: the optimizer has fp32 masters of experts, as a store does, and the model their values in its own dtype.
     """
 
     def __init__(self, path: Path, *, kernel: str, dtype: torch.dtype, steps: int, has_masters: bool) -> None:
@@ -148,7 +149,7 @@ class Reference(Trained):
                     self.parameters[name].copy_(master)
 
     def idle(self) -> int:
-        """How many experts the gradients that are there say nothing of."""
+        """Counts the experts whose present gradients are all zero or missing."""
         count = 0
         for path in self.layout.modules.values():
             gradients = [self.parameters[f"{path}.{tensor.name}"].grad for tensor in self.layout.tensors]
@@ -157,7 +158,7 @@ class Reference(Trained):
         return count
 
     def record(self, key: ExpertKey) -> dict[str, Tensor]:
-        """The expert's state by the names of a record's fields."""
+        """Gives the expert's state by the names of a record's fields."""
         found = {}
         for tensor in self.layout.tensors:
             name = f"{self.layout.modules[key[0]]}.{tensor.name}"
@@ -170,7 +171,7 @@ class Reference(Trained):
 
     @torch.no_grad()
     def adopt(self, ours: Stored, records: Records, *, steps: int) -> None:
-        """Goes on from our weights and states, which have had `steps` steps."""
+        """Continues from our weights and states, which have had `steps` steps."""
         theirs, mine = ours.optimizers[0], dict(self.model.named_parameters())
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -203,7 +204,7 @@ class Stored(Trained):
         super().__init__(model, [optimizer], steps=steps)
 
     def records(self) -> Records:
-        """Every expert's whole state, missed steps made good."""
+        """Reads every expert's whole state, with missed steps made."""
         self.experts.settle()
         keys = self.namespace.keys()
         return {key: dict(self.namespace.read(key)) for key in keys}
@@ -243,7 +244,7 @@ class Comparison:
         return max(abs(ours - theirs) for ours, theirs in self.losses)
 
     def coefficient_difference(self, max_norm: float) -> float:
-        """The greatest relative difference of what the gradients were multiplied with (torch.nn.utils.clip_grads_with_norm_)."""
+        """The greatest relative difference of the factors on the gradients (torch.nn.utils.clip_grads_with_norm_)."""
         pairs = [(min(1.0, max_norm / (ours + 1e-6)), min(1.0, max_norm / (theirs + 1e-6))) for ours, theirs in self.norms]
         return max(abs(ours - theirs) / theirs for ours, theirs in pairs)
 
@@ -252,8 +253,8 @@ class Comparison:
 class Trial:
     """One run of ours beside any number of references. idle: experts without a token, per step.
 
-    The reference named `adopting` makes every ADOPT_EVERY-th step only, from our weights and states before it: what differs then
-    is of that step alone.
+    The reference named `adopting` makes only every ADOPT_EVERY-th step, from our weights and states before it: so a difference
+    comes from that step alone.
     """
 
     ours: Stored
@@ -268,7 +269,7 @@ class Trial:
             beside = {name: found for name, found in self.comparisons.items() if name != self.adopting or number % ADOPT_EVERY == 0}
             if self.adopting in beside:
                 beside[self.adopting].reference.adopt(self.ours, self.ours.records(), steps=number - 1)
-            state = torch.get_rng_state()  # some gates draw
+            state = torch.get_rng_state()  # some gates draw random numbers
             loss = float(self.ours.backward(ids))
             norm = self.ours.clip(self.max_norm) if self.max_norm is not None else 0.0
             self.ours.step()
@@ -287,7 +288,7 @@ class Trial:
         self.ours.experts.settle()
 
     def compare(self, ids: Tensor) -> None:
-        """At the end: logits on `ids`, [B, T], and everything that is kept."""
+        """Compares logits on `ids`, [B, T], and all weights and states, at the end."""
         logits, records = self.ours.logits(ids), self.ours.records()
         for comparison in self.comparisons.values():
             comparison.difference("logits").add(logits, comparison.reference.logits(ids))
@@ -295,20 +296,20 @@ class Trial:
 
 
 def config_of(family: str) -> Any:
-    """A config of `family`: 48 experts with 49,152 parameters each, and bytes as its vocabulary."""
+    """Makes a config of `family`: 48 experts with 49,152 parameters each, and bytes as its vocabulary."""
     changes = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} if family == "gpt_oss" else {}
     return tiny_config(family, sizes=_SIZES, intermediate_size=128, **changes)
 
 
 def save_checkpoint(family: str, directory: Path, *, dtype: torch.dtype, seed: int) -> Path:
-    """The unmodified model with the weights that it begins with, as its own `save_pretrained` writes it."""
+    """Saves the unmodified model with the weights that it begins with, as its own `save_pretrained` writes it."""
     torch.manual_seed(seed)
     _compat.build(modeling_class(families()[family]), config_of(family), dtype=dtype).save_pretrained(directory)
     return directory
 
 
 def batches_of(text: Tensor, *, steps: int, seed: int) -> list[Tensor]:
-    """Windows of `text`, uint8, as [1, T] int64 with the lengths of SHORT."""
+    """Draws windows of `text`, uint8, as [1, T] int64 with the lengths of SHORT."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number in range(steps):
@@ -319,7 +320,7 @@ def batches_of(text: Tensor, *, steps: int, seed: int) -> list[Tensor]:
 
 
 def align(model: nn.Module) -> None:
-    """Gives the weights memory of torch's own: where a file was mapped they begin at any address, and MKL rounds by it."""
+    """Gives the weights memory of torch's own: mapped from a file they begin at any address, which changes MKL's roundings."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
@@ -329,6 +330,6 @@ def _adamw(parameters: Any) -> torch.optim.AdamW:
 
 
 def _expert_parameters(model: nn.Module, layout: ExpertLayout) -> Mapping[str, nn.Parameter]:
-    """By name, [EXPERTS, ...] each."""
+    """Finds parameters of experts by name, [EXPERTS, ...] each."""
     names = [f"{path}.{tensor.name}" for path in layout.modules.values() for tensor in layout.tensors]
     return {name: model.get_parameter(name) for name in names}

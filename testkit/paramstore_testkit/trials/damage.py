@@ -1,6 +1,6 @@
-"""Classes of damage to a small store: each gives what came of every one of its images (see `corruption`).
+"""Classes of damage to a small store. Each yields the outcome of every one of its damaged images (see `corruption`).
 
-A class that stops half-way leaves its last image in place: give it a store of its own then.
+A class that stops half-way leaves its last image in place: so give such a class a store of its own.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paramstore_testkit.trials.corruption import (
 SEED = 20
 PAYLOAD_FLIPS = 5000
 Outcomes = dict[str, Counter[str]]
-"""By class of damage, what came of its images."""
+"""Outcomes of damaged images, counted by class of damage."""
 
 
 def flips(memory: bytearray, start: int, length_bytes: int) -> Iterator[int]:
-    """Flips every bit of a range in turn; each is as it was before the next."""
+    """Flips every bit of a range in turn, and flips it back before the next."""
     for offset_bytes in range(start, start + length_bytes):
         for bit in range(8):
             memory[offset_bytes] ^= 1 << bit
@@ -47,14 +47,14 @@ def tally(found: Iterable[str]) -> Counter[str]:
 
 
 def superblock_bits(store: SmallStore) -> Iterator[str]:
-    """One bit of one copy."""
+    """Flips any bit of one copy of a superblock."""
     for index, (start, length_bytes) in itertools.product(store.volumes, store.places_of_superblocks()):
         for _ in flips(store.volumes[index]._bytes, start, length_bytes):
             yield store.try_superblock(index)
 
 
 def superblock_bits_of_all_copies(store: SmallStore) -> Iterator[str]:
-    """The same bit of every copy."""
+    """Flips any bit in every copy of a superblock at once."""
     (first, length_bytes), *others = store.places_of_superblocks()
     memory = store.volumes[0]._bytes
     for number in flips(memory, first, length_bytes):
@@ -67,7 +67,7 @@ def superblock_bits_of_all_copies(store: SmallStore) -> Iterator[str]:
 
 
 def note_bits(store: SmallStore) -> Iterator[str]:
-    """One bit of one copy of a note that a step needs."""
+    """Flips any bit of one copy of a note that a step needs."""
     for index, (slot, note) in itertools.product(store.volumes, list(store.notes())):
         for start, length_bytes in store.places_of_note(index, slot):
             for _ in flips(store.volumes[index]._bytes, start, length_bytes):
@@ -75,7 +75,7 @@ def note_bits(store: SmallStore) -> Iterator[str]:
 
 
 def note_bits_of_the_only_copy(store: SmallStore) -> Iterator[str]:
-    """The other copy is zeros."""
+    """Flips any bit of a note whose other copy is zeros."""
     slot, note = next(store.notes())
     (start, length_bytes), (other, _) = store.places_of_note(0, slot)
     memory = store.volumes[0]._bytes
@@ -87,7 +87,7 @@ def note_bits_of_the_only_copy(store: SmallStore) -> Iterator[str]:
 
 
 def bytes_behind_notes(store: SmallStore) -> Iterator[str]:
-    """Garbage between a note's end and that of its slot means nothing."""
+    """Writes garbage between a note's end and that of its slot, where nothing has a meaning."""
     random = Random(SEED)
     for slot, note in store.notes():
         for start, length_bytes in store.places_of_note(0, slot):
@@ -100,7 +100,7 @@ def bytes_behind_notes(store: SmallStore) -> Iterator[str]:
 
 
 def header_bits(store: SmallStore) -> Iterator[str]:
-    """Every bit of every header; one in 64 through a whole load."""
+    """Flips every bit of every header; puts one in 64 of these through a whole load."""
     for record in store.records:
         image = bytearray(record.image)
         for number in flips(image, 0, PART.header_bytes):
@@ -108,7 +108,7 @@ def header_bits(store: SmallStore) -> Iterator[str]:
 
 
 def payload_bits(store: SmallStore) -> Iterator[str]:
-    """Random bits of any field of any record."""
+    """Flips random bits of any field of any record."""
     random = Random(SEED)
     for _ in range(PAYLOAD_FLIPS):
         record, field = random.choice(store.records), random.choice(PART.fields)
@@ -118,7 +118,7 @@ def payload_bits(store: SmallStore) -> Iterator[str]:
 
 
 def bytes_between_fields(store: SmallStore) -> Iterator[str]:
-    """Garbage between a field's end and the next page belongs to no chunk, and reaches nobody."""
+    """Writes garbage between a field's end and the next page, which belongs to no chunk and reaches nobody."""
     random = Random(SEED)
     for record, field in itertools.product(store.records, PART.fields):
         image = bytearray(record.image)
@@ -127,7 +127,7 @@ def bytes_between_fields(store: SmallStore) -> Iterator[str]:
 
 
 def payload_bits_in_fields(store: SmallStore) -> Iterator[str]:
-    """Every bit of one record's fields."""
+    """Flips every bit of one record's fields."""
     record = store.records[0]
     image = bytearray(record.image)
     for field in PART.fields:
@@ -136,13 +136,13 @@ def payload_bits_in_fields(store: SmallStore) -> Iterator[str]:
 
 
 def swapped_extents(store: SmallStore) -> Iterator[str]:
-    """The record of another key, step or namespace lies there."""
+    """Puts the record of another key, step or namespace in the place of a record."""
     for record, other in itertools.permutations(store.records, 2):
         yield store.try_load(record, other.image)
 
 
 def stale_copies(store: SmallStore) -> Iterator[str]:
-    """An older version of the same key lies there: a write that never happened."""
+    """Puts an older version of the same key in the place of a record: a write that never happened."""
     for record in store.records:
         for older in store.stale:
             if (older.namespace, older.key) == (record.namespace, record.key):
@@ -150,7 +150,7 @@ def stale_copies(store: SmallStore) -> Iterator[str]:
 
 
 def torn_records(store: SmallStore) -> Iterator[str]:
-    """The first sectors are the record's, the others an older one's: a write that stopped half-way; and the reverse."""
+    """Joins the first sectors of the record with an older one's others, as after a write that stopped half-way; and the reverse."""
     for record in store.records:
         older = next(old for old in store.stale if (old.namespace, old.key) == (record.namespace, record.key))
         for sector in range(512, len(record.image), 512):
@@ -183,7 +183,7 @@ def _note_check(store: SmallStore, slot: int, note: CommitNote) -> Callable[[], 
 
 
 def stale_notes(store: SmallStore) -> Iterator[str]:
-    """Both copies of a slot hold another step's note, whole: the newest step is not proven, so the store is refused."""
+    """Puts another step's whole note into both copies of a slot: the newest step is not proven, so the store is refused."""
     newest = {name: max(found.steps.values(), key=lambda row: row.step) for name, found in store.contents.namespaces.items()}
     for index, row, (slot, _) in itertools.product(store.volumes, newest.values(), list(store.notes())):
         if slot == row.note_slot:
@@ -199,7 +199,7 @@ def stale_notes(store: SmallStore) -> Iterator[str]:
 
 
 def truncated_volumes(store: SmallStore) -> Iterator[str]:
-    """At every page boundary."""
+    """Truncates a volume at every page boundary."""
     for index, volume in store.volumes.items():
         for size_bytes in range(0, volume.size_bytes, ALIGNMENT_BYTES):
             short = ShortVolume(volume, size_bytes)
@@ -223,14 +223,14 @@ VOLUME_CLASSES: dict[str, tuple[Callable[[SmallStore], Iterator[str]], set[str]]
     "page of zeros": (zeroed_pages, {DETECTED, FELL_BACK, HARMLESS}),
     "volume: truncated": (truncated_volumes, {DETECTED}),
 }
-"""Each class, and what may come of its images."""
+"""Each class of damage, and the outcomes that its images may have."""
 
 
 # --- the catalog
 
 
 def rows_of(contents: Contents, directory: Path) -> tuple[LmdbCatalog, CatalogRows]:
-    """A real catalog with these contents, and its rows as they lie there."""
+    """Makes a real catalog with these contents; gives it and its rows as they lie there."""
     catalog = LmdbCatalog(directory / "catalog", store_uuid=contents.store_uuid)
     catalog.load()
     namespaces = contents.namespaces.values()

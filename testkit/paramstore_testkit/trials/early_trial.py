@@ -1,8 +1,8 @@
 """A random life of two namespaces with equal gradients: one is updated by plain applies, the other by applies that begin early.
 
-After every step all their records are equal bit for bit. While an apply is open a lease sees what that apply makes of the keys it
-has claimed, and of all others the state before. Arenas are small, pushes, micro-batches, ranks and workers come in random order,
-and applies are given up by abort, rollback and a new writer.
+After every step all their records are equal bit for bit. While an apply is open, a lease sees its result for the keys that it
+has claimed, and the state before it for all others. Arenas are small; pushes, micro-batches, ranks and workers come in random
+order; applies are given up by abort, rollback and a new writer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAYERS, EXPERTS = 3, 4
 KEYS: list[ExpertKey] = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
 PLAIN, EARLY = "plain", "early"
 Gradients = dict[tuple[int, ExpertKey], list[torch.Tensor]]
-"""By rank and key: one for each micro-batch that hit it, flat."""
+"""Gradients by rank and key: a list with one flat tensor for each micro-batch that hit the key."""
 
 
 class EarlyTrial:
@@ -60,7 +60,7 @@ class EarlyTrial:
             await self.open(name)
 
     async def open(self, name: str) -> None:
-        """Its writer, or its ranks, come anew."""
+        """Opens the namespace anew, as its writer or with its ranks."""
         self.groups += 1
         if self.ranks == 1:
             self.views[name] = [await writer(self.store, name)]
@@ -77,7 +77,7 @@ class EarlyTrial:
                 arena.stolen = getattr(arena, "stolen", 0) + 1  # type: ignore[attr-defined]
 
     def together(self, name: str, call: str, begin: Callable[[View], Any]) -> asyncio.Future[Any]:
-        """Of all ranks. What it comes to is that of the first."""
+        """Makes a call on all ranks; gives the future of the first."""
         views = self.views[name]
         if self.ranks == 1:
             return asyncio.ensure_future(_awaited(begin(views[0])))
@@ -138,16 +138,16 @@ class EarlyTrial:
         self, gradients: Gradients, places: dict[tuple[int, ExpertKey], PlainSegment], before: dict[ExpertKey, torch.Tensor],
         after: dict[ExpertKey, torch.Tensor], *, until: int,
     ) -> None:  # fmt: skip
-        """Last gradients, layer by layer backwards, ranks out of step; some keys are left for the end."""
+        """Pushes last gradients, layer by layer backwards, with ranks out of step; some keys are left for the end."""
         order = sorted(gradients, key=lambda at: (-at[1][0], self.random.random()))
         for rank, key in order[:until]:
             batches = gradients[rank, key]
-            if len(batches) > 1 and self.random.random() < 0.7:  # the last micro-batch hits it too
+            if len(batches) > 1 and self.random.random() < 0.7:  # the last micro-batch hits the key, too
                 memory = places[rank, key]
                 self.add(memory, batches[1])
                 self.push(EARLY, rank, {key: memory}, is_last=True)
             elif len(batches) > 1:
-                self.add(places[rank, key], batches[1])  # was pushed before, by a micro-batch that is over
+                self.add(places[rank, key], batches[1])  # the key was pushed before, by a micro-batch that is over
             else:
                 self.push(EARLY, rank, {key: self.segment(batches[0])}, is_last=True)
             await turns(self.random.choice((0, 0, 1, 8)))
@@ -160,7 +160,7 @@ class EarlyTrial:
             start += field.elements
 
     async def look(self, before: dict[ExpertKey, torch.Tensor], after: dict[ExpertKey, torch.Tensor]) -> None:
-        """A lease of any key; and what an open apply refuses."""
+        """Leases any key and checks what it sees; at times checks that an open apply refuses a write-back."""
         claims = self.views[EARLY][0].namespace.open_apply
         assert claims is not None
         key = self.random.choice(KEYS)
@@ -180,7 +180,7 @@ class EarlyTrial:
                 raise AssertionError("a write-back ran while an apply was under way")
 
     async def give_up(self, way: str) -> None:
-        """The early namespace drops its apply; both go back to the committed step."""
+        """Drops the apply of the early namespace; both go back to the committed step."""
         claims = self.views[EARLY][0].namespace.open_apply
         assert claims is not None
         if way == "abort":
@@ -191,7 +191,7 @@ class EarlyTrial:
                 self.figures["abort refused"] += 1
         if way == "reopen":
             for view in self.views[EARLY]:
-                if self.random.random() < 0.5:  # else the new writer fences it
+                if self.random.random() < 0.5:  # if it stays open, the new writer fences it
                     self.store.close_view(view)
             await self.open(EARLY)
         else:
@@ -230,7 +230,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def run_seed(seed: int, *, steps: int = 8) -> EarlyTrial:
-    """One run; a failure names its seed."""
+    """Runs one trial; a failure names its seed."""
     trial = EarlyTrial(seed)
 
     async def main() -> None:

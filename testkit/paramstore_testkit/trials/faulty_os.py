@@ -1,7 +1,7 @@
-"""`os` as a file's owner sees it, some calls of which fail or do less than was asked; and a store's volumes in real files.
+"""`os` as a file's owner sees it, with calls that fail or do less than was asked; and a store's volumes in real files.
 
-`FaultyOs` stands in a module for `os`: what it does not count it passes on. A short count is half of what was asked, in whole
-sectors, and no failure; `zero` is a count of nothing at all.
+`FaultyOs` takes the place of `os` in a module; calls that it does not count it passes on. A short count is half of what was
+asked, in whole sectors, and no failure; `zero` is a count of nothing at all.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OS_SITES = {
     "preadv": TRANSFER_KINDS, "pwritev": TRANSFER_KINDS, "fdatasync": OTHER_KINDS, "fsync": OTHER_KINDS,
     "posix_fallocate": OTHER_KINDS, "open": OTHER_KINDS,
 }  # fmt: skip
-"""Which calls are counted, and how each can fail."""
+"""Calls that are counted, and the ways in which each can fail."""
 
 
 class FaultyOs:
-    """Give it to a module in place of `os`."""
+    """A stand-in for `os` in a module."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -75,7 +75,7 @@ class FaultyOs:
         return os.open(path, flags, mode)
 
     def _struck(self, site: str) -> str | None:
-        """How the count of this call is wrong, if it is. Raises OSError where the call fails."""
+        """Says how the count of this call is wrong; None if it is right. Raises OSError if the call fails."""
         kind = self._script.kind_of_failure(site)
         if kind is None or kind in ("short", "zero"):
             return kind
@@ -84,7 +84,7 @@ class FaultyOs:
 
 
 def _first_half(buffers: Sequence[memoryview]) -> list[memoryview]:
-    """The first half of all bytes, in whole sectors, at least one of them."""
+    """Takes the first half of all bytes, in whole sectors, at least one of them."""
     left = max(SECTOR_BYTES, sum(buffer.nbytes for buffer in buffers) // 2 // SECTOR_BYTES * SECTOR_BYTES)
     half = []
     for buffer in buffers:
@@ -95,7 +95,7 @@ def _first_half(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 class FileDisk:
-    """A file volume that a machine's crash closes and opens again: the process is killed, the page cache stays."""
+    """A file volume that a machine's crash closes and opens again: only the process is killed, so the page cache stays."""
 
     tier = Tier.NVME
 
@@ -114,7 +114,7 @@ class FileDisk:
         return self._volume.describe()
 
     def crash(self, keep: Keep) -> None:
-        """Every write that returned is in the file: `keep` has no say."""
+        """Closes and opens the file. Every write that returned is in it: `keep` has no say."""
         self._volume.close()
         self.__init__(self._directory, self.index)  # type: ignore[misc]
 
@@ -123,7 +123,7 @@ class FileDisk:
 
 
 class FileDisks:
-    """The volumes of a simulated store, as files: what a trial starts from. `directory` is for them alone."""
+    """Volumes of a simulated store as files, from which a trial starts. `directory` is for them alone."""
 
     def __init__(self, disks: Disks, directory: Path) -> None:
         self._catalog = disks.catalog
@@ -141,7 +141,7 @@ class FileDisks:
                 for offset_bytes, page in self._pages[index]:
                     os.pwrite(file.fileno(), page, offset_bytes)
         self._open = [FileDisk(self._directory, index) for index in self._sizes]
-        machine.disks = {disk.index: disk for disk in self._open}  # type: ignore[misc]  # it crashes as a simulated one does
+        machine.disks = {disk.index: disk for disk in self._open}  # type: ignore[misc]  # these crash as simulated ones do
         machine.volumes = {disk.index: disk for disk in self._open}
         machine.durable = self._catalog.crash()
         self._catalog.reopen()

@@ -1,7 +1,7 @@
-"""Volumes and a catalog that fail at one call of a run, or from it on, in one of four ways; and a disk that forgets.
+"""Volumes and a catalog that fail at one call of a run, or from it on, in one of four ways; and a disk that loses writes.
 
-A `Script` is shared by all volumes and the catalog of one store: it counts the calls of every site, says which one fails, and
-watches what the store does afterwards. Each kind of fault leaves another mess behind, as harsh as the contract allows:
+A `Script` is shared by all volumes and the catalog of one store: it counts the calls of every site, decides which one fails, and
+watches what the store does afterwards. Each kind of fault has a different effect, as harsh as the contract allows:
 
 | kind   | a failed read leaves | a failed write leaves | a failed flush keeps | a failed transaction |
 |--------|----------------------|-----------------------|----------------------|----------------------|
@@ -38,14 +38,14 @@ REASONS = {
     "short": "a short count",
     "zero": "nothing",
 }
-"""What the message of a failure of that kind says."""
+"""Text in the message of a failure of each kind."""
 
 RECORDS_START_BYTES = extents_start_bytes(Superblock(bytes(16), bytes(16), 0))
-"""Below it lie superblock and notes, which may be written again after a failed flush: they are flushed anew."""
+"""Offset below which superblock and notes lie: these may be written again after a failed flush, since they are flushed anew."""
 
 
 class Strike(NamedTuple):
-    """The `nth` call of `site` (1 is the first) fails as `kind` says, and with `forever` every one after it."""
+    """Order that the `nth` call of `site` (1 is the first) fails as `kind` says, and with `forever` every later one as well."""
 
     site: str
     nth: int
@@ -62,9 +62,9 @@ class Range(NamedTuple):
 
 
 class Script:
-    """What fails in the run of one store, and what it did. Counts from `arm` on.
+    """Decides what fails in the run of one store, and records what the store did. Counts from `arm` on.
 
-    failed: ranges that must not be written again before the store is opened anew. reused: writes that did.
+    failed: ranges that must not be written again before the store is opened anew. reused: messages about writes to them.
     """
 
     def __init__(self, *strikes: Strike) -> None:
@@ -77,7 +77,7 @@ class Script:
 
     @property
     def lasting_sites(self) -> set[str]:
-        """Where calls keep failing. A file's owner goes on after a short count, so that one is no failure there."""
+        """Sites whose calls keep failing. A file's owner goes on after a short count, so that this is no failure there."""
         return {
             strike.site for strike in self.strikes
             if strike.forever and not (strike.kind == "short" and strike.site in ("preadv", "pwritev"))
@@ -87,11 +87,11 @@ class Script:
         self.is_armed = True
 
     def disarm(self) -> None:
-        """Everything works again; what failed is not forgotten."""
+        """Lets everything work again; what failed is not forgotten."""
         self.is_armed = False
 
     def kind_of_failure(self, site: str) -> str | None:
-        """Counts a call of `site`; how it fails, if it does."""
+        """Counts a call of `site`; says how it fails, or None."""
         if not self.is_armed:
             return None
         self.calls[site] += 1
@@ -103,25 +103,25 @@ class Script:
         return None
 
     def check_fresh(self, volume: int, start: int, end: int) -> None:
-        """Remembers a write into what failed before."""
+        """Records a write into a range that failed before."""
         for old in self.failed:
             if old.volume == volume and start < old.end and old.start < end:
                 self.reused.append(f"volume {volume}: bytes {start}..{end} were written after {old} had failed")
 
 
 class ForgetfulVolume(MemoryVolume):
-    """A disk behind a page cache: after a failed flush the pages are clean, and what they hold was never written.
+    """A disk behind a page cache: after a failed flush its pages are clean, yet their contents were never written.
 
-    `lose` is that failed flush; what was lost comes back as it was at the next `crash`, unless it was written and flushed again.
+    `lose` is such a flush; what was lost is as before after the next `crash`, unless it was written and flushed again.
     """
 
     def __init__(self, size_bytes: int, *, index: int = 0) -> None:
         super().__init__(size_bytes, index=index)
         self._lost: dict[int, bytes] = {}
-        """By page: what the disk has, where the cache pretends to have more."""
+        """Contents of the disk, by page, where the cache pretends to have newer ones."""
 
     def lose(self, *, kept_share: float) -> list[Range]:
-        """A flush failed: the first `kept_share` of the writes since the last one are durable, the others look like it."""
+        """Fails a flush: the first `kept_share` of the writes since the last one are durable, the others only look so."""
         kept = int(len(self._unflushed) * kept_share)
         lost = self._unflushed[kept:]
         for write in self._unflushed[:kept]:
@@ -160,7 +160,7 @@ class ForgetfulVolume(MemoryVolume):
 
 
 class DiskImage:
-    """What a disk holds, to be copied often: copies share the pages that they have not written to."""
+    """Contents of a disk, to be copied often: copies share the pages that they have not written to."""
 
     def __init__(self, disk: MemoryVolume) -> None:
         self.index = disk.index
@@ -169,13 +169,13 @@ class DiskImage:
         os.write(self._descriptor, disk._bytes)
 
     def copy(self) -> ForgetfulVolume:
-        """A disk with these bytes, nothing of them waiting for a flush."""
+        """Makes a disk with these bytes, none of them waiting for a flush."""
         disk = SharingVolume(0, index=self.index)
         disk._bytes = mmap.mmap(self._descriptor, self.size_bytes, flags=mmap.MAP_PRIVATE)  # type: ignore[assignment]
         return disk
 
     def pages(self) -> list[tuple[int, bytes]]:
-        """(offset, bytes) of every page that is not all zeros."""
+        """Lists (offset, bytes) of every page that is not all zeros."""
         zeros = bytes(ALIGNMENT_BYTES)
         pages = ((at, os.pread(self._descriptor, ALIGNMENT_BYTES, at)) for at in range(0, self.size_bytes, ALIGNMENT_BYTES))
         return [(at, page) for at, page in pages if page != zeros]
@@ -185,7 +185,7 @@ class DiskImage:
 
 
 class SharingVolume(ForgetfulVolume):
-    """Its bytes are a mapping until it grows."""
+    """A disk whose bytes are a mapping, until it grows."""
 
     def grow(self, size_bytes: int) -> None:
         self._bytes = bytearray(self._bytes)
@@ -193,7 +193,7 @@ class SharingVolume(ForgetfulVolume):
 
 
 class ScriptedVolume(WrappedVolume):
-    """`disk`, whose calls fail as the script says. Passes everything else on."""
+    """`disk`, with calls that fail as the script says. Everything else is passed on."""
 
     def __init__(self, disk: ForgetfulVolume, script: Script) -> None:
         super().__init__(disk)
@@ -243,7 +243,7 @@ class ScriptedVolume(WrappedVolume):
 
 
 class ScriptedCatalog(WrappedCatalog):
-    """`inner`, whose calls fail as the script says. After a failed `apply` it takes nothing until it is reopened, as LMDB."""
+    """`inner`, with calls that fail as the script says. After a failed `apply` it takes nothing until reopened, as LMDB does."""
 
     def __init__(self, inner: Catalog, script: Script) -> None:
         super().__init__(inner)
@@ -290,7 +290,7 @@ def _spoil(buffers: Sequence[memoryview], *, from_share: float) -> None:
 
 
 def _torn(data: Sequence[memoryview], *, is_garbage: bool) -> memoryview:
-    """What a failed write leaves: garbage all over, or the first half (of whole pages) of what it was given."""
+    """Makes what a failed write leaves: garbage all over, or the first half (in whole pages) of what it was given."""
     whole = b"".join(data)
     if not is_garbage:
         whole = whole[: max(ALIGNMENT_BYTES, len(whole) // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES)]

@@ -1,6 +1,6 @@
-"""What may be under way in a small store when something fails: the scenarios of the I/O error sweep.
+"""The scenarios of the I/O error sweep: what may be under way in a small store when something fails.
 
-`live` runs one of them in a `Trial`, with everything that must hold afterwards.
+`live` runs one of them in a `Trial`, and checks everything that must hold afterwards.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class StartingPoint(Protocol):
 
 
 async def format_store(trial: Trial) -> None:
-    """A new store, its first namespace and its first step."""
+    """Makes a new store, its first namespace and its first step."""
     await trial.open_store()
     await trial.create_new()
 
 
 async def create_namespace(trial: Trial) -> None:
-    """A third namespace: the volumes grow for it."""
+    """Makes a third namespace, for which the volumes grow."""
     await trial.create_new()
 
 
 async def open_all(trial: Trial) -> None:
-    """The store after a crash, its writers and a reader, and every record."""
+    """Opens the store after a crash, its writers and a reader, and reads every record."""
     trial.lives = {name: Life(1, {0: 0, 1: 1}) for name in NAMES}
     await trial.open_store()
     for name in NAMES:
@@ -47,19 +47,19 @@ async def open_all(trial: Trial) -> None:
 
 
 async def commit_steps(trial: Trial) -> None:
-    """Two steps, one after the other."""
+    """Commits two steps, one after the other."""
     for _ in range(2):
         await trial.train("moe")
         await trial.commit("moe")
 
 
 async def commit_beside_others(trial: Trial) -> None:
-    """A commit, another namespace's apply and commit and a reader, all at once."""
+    """Commits beside another namespace's apply and commit and a reader, all at once."""
     await trial.train("moe")
     calls = (trial.commit("moe"), train_and_commit(trial, "other"), trial.check_records("moe", trial.reader, 1))
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    for outcome in sorted(refused, key=lambda error: isinstance(error, ParamStoreError)):  # what is no refusal comes first
+    for outcome in sorted(refused, key=lambda error: isinstance(error, ParamStoreError)):  # errors that are no refusal come first
         raise outcome
 
 
@@ -69,14 +69,14 @@ async def train_and_commit(trial: Trial, name: str) -> None:
 
 
 async def evict_all(trial: Trial) -> None:
-    """Dirty records leave memory, and come back."""
+    """Evicts dirty records from memory, and loads them again."""
     await trial.train("moe")
     await trial.ask("evict moe", trial.store.evict(trial.writers["moe"], None, None))
     await trial.check_params("moe", trial.writers["moe"], trial.lives["moe"].applies)
 
 
 async def load_all(trial: Trial) -> None:
-    """Every record is leased and read, one key after the other: what fails is told to who asked for it, and to nobody else."""
+    """Leases and reads every record, one key after the other: a failure is told to who asked for it, and to nobody else."""
     view, store = trial.writers["moe"], trial.store
     is_lasting = bool(trial.script.lasting_sites)
     refused: ParamStoreError | None = None
@@ -96,7 +96,7 @@ async def load_all(trial: Trial) -> None:
 
 
 async def roll_back_and_commit(trial: Trial) -> None:
-    """Uncommitted records on the volume are dropped, and the step is made again."""
+    """Drops uncommitted records that are on the volume, and makes the step again."""
     await trial.train("moe")
     await trial.ask("write back moe", trial.store.write_back(trial.writers["moe"], None))
     await trial.roll_back("moe")
@@ -105,7 +105,7 @@ async def roll_back_and_commit(trial: Trial) -> None:
 
 
 async def keep_a_step(trial: Trial) -> None:
-    """A snapshot, a step after it, and the end of the snapshot."""
+    """Makes a snapshot and a step after it, then drops the snapshot."""
     store, writer = trial.store, trial.writers["moe"]
     await trial.ask("snapshot of moe", store.snapshot(writer, 1))
     await train_and_commit(trial, "moe")
@@ -113,7 +113,7 @@ async def keep_a_step(trial: Trial) -> None:
 
 
 async def scrub_all(trial: Trial) -> None:
-    """Every record of every step is read where it lies: what fails is a finding, and names its record; the scrub goes on."""
+    """Reads every record of every step where it lies: a failure is a finding that names its record; the scrub goes on."""
     scrub = trial.store.verify(None, None, None)
     result: Any = await trial.ask("scrub", trial.store.scrubber.wait(scrub))
     assert result["records"] == result["records_total"]
@@ -138,7 +138,7 @@ STARTS_THE_STORE = ("format", "open")
 
 
 async def live(name: str, disks: StartingPoint, script: Script, images: Images, *, seed: int, variant: int) -> str:
-    """One trial of a scenario; gives what became of the caller: `unharmed`, `repaired` or `refused: error class`.
+    """Runs one trial of a scenario; gives the fate of the caller: `unharmed`, `repaired` or `refused: error class`.
 
     seed: equal ones make the calls of the scenario in equal order. variant: chooses the way on, and what a crash keeps.
     """
@@ -152,7 +152,7 @@ async def live(name: str, disks: StartingPoint, script: Script, images: Images, 
     except ParamStoreError as error:
         outcome = f"refused: {type(error).__name__}"
     if not script.strikes:
-        script.disarm()  # its calls are those of the scenario alone
+        script.disarm()  # so that only the scenario's calls are counted
     else:
         assert script.fired, f"{script.strikes} struck nothing: {dict(script.calls)}"
         assert trial.refusals or outcome == "repaired"

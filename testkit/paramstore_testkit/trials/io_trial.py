@@ -1,4 +1,4 @@
-"""One life of a small store in which something fails, and what must hold afterwards.
+"""Runs one life of a small store in which something fails, and checks what must hold afterwards.
 
 The store has two namespaces, `moe` and `other`, each committed at steps 0 and 1. A trial makes the script's calls fail during
 one scenario, lets everybody else go on, finds the way on, cuts the power and opens the store again. It fails with an
@@ -23,24 +23,24 @@ from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, first
 from paramstore_testkit.trials.io_faults import REASONS, DiskImage, Script, ScriptedCatalog, ScriptedVolume
 
 LIMIT_S = 10.0
-"""For a call of the store: beyond it, it hangs."""
+"""Longest time for a call of the store: beyond it, the store counts as hung."""
 VOLUME_COUNT = 2
 BLANK_BYTES = 12 << 20
 HOST_BYTES = 16 << 20
-"""For each namespace, so that a third still fits."""
+"""Host memory of each namespace: little enough that a third still fits."""
 NAMES = ("moe", "other")
 KEYS = [(0, expert) for expert in range(EXPERTS)]
 READ_SITES = {"read", "preadv"}
 COMMIT_SITES = {"write", "flush", "reserve", "apply", "pwritev", "fdatasync"}
-"""What a commit cannot do without; an apply to resident records can."""
+"""Sites without which no commit can be made; an apply to resident records can."""
 NOT_READ_BACK = {"an earlier transaction failed", "not loaded since it was opened"}
-"""What a catalog says that could not be opened again after a failure."""
+"""Messages of a catalog that could not be opened again after a failure."""
 Images = list[dict[ExpertKey, bytes]]
-"""By the number of applies: every record without its header, which tells epoch and sequence."""
+"""Bytes of every record by the number of applies, without its header, which tells epoch and sequence."""
 
 
 class Disks:
-    """A store that nobody has open: what a trial starts from."""
+    """A store that nobody has open, from which trials start."""
 
     def __init__(self, disks: dict[int, MemoryVolume], catalog: MemoryCatalog) -> None:
         self.images = {index: DiskImage(disk) for index, disk in disks.items()}
@@ -52,7 +52,7 @@ class Disks:
 
     @classmethod
     async def prepared(cls) -> Disks:
-        """With both namespaces, committed at steps 0 (no apply) and 1 (one apply)."""
+        """Makes a store with both namespaces, committed at steps 0 (no apply) and 1 (one apply)."""
         blank = cls.blank()
         machine = blank.machine(0, Script())
         store = machine.start()
@@ -65,7 +65,7 @@ class Disks:
         return cls(dict(machine.disks), machine.durable)
 
     def machine(self, seed: int, script: Script) -> Machine:
-        """A machine on a copy of these disks, whose calls fail as `script` says until its first crash."""
+        """Makes a machine on a copy of these disks, whose calls fail as `script` says until its first crash."""
         machine = Machine(seed=seed, volume_count=0, host_budget_bytes=4 * HOST_BYTES, wait_timeout_s=LIMIT_S)
         disks = {index: image.copy() for index, image in self.images.items()}
         machine.disks = dict(disks)
@@ -77,7 +77,7 @@ class Disks:
 
 
 async def images_after(applies: int) -> Images:
-    """What every record is after 0 to `applies` applies: the same for every namespace, since all begin alike."""
+    """Gives the bytes of every record after 0 to `applies` applies: equal for every namespace, since all begin alike."""
     machine = Disks.blank().machine(0, Script())
     store = machine.start()
     view = await create(store, "model", host_bytes=HOST_BYTES, step=None)
@@ -99,22 +99,22 @@ async def read_all(store: Store, view: View) -> dict[ExpertKey, bytes]:
 
 
 def fields_of(image: memoryview | bytes | bytearray) -> bytes:
-    """The bytes that mean something: all fields, one after the other."""
+    """Joins the bytes that mean something: all fields, one after the other."""
     return b"".join(image[field.offset_bytes : field.offset_bytes + field.length_bytes] for field in SCHEMA.stored.fields)
 
 
 class Life:
-    """One namespace's steps as its writer was told of them. applies: what the working view holds."""
+    """One namespace's steps, as its writer was told of them. applies: the number of applies in the working view."""
 
     def __init__(self, applies: int, committed: dict[int, int]) -> None:
         self.applies = applies
         self.started = dict(committed)
-        """By step, the applies it covers."""
+        """Number of applies that each step covers, by step."""
         self.acknowledged = max(committed, default=None)
 
 
 class Trial:
-    """Everything one run holds. refusals: (what was asked, the error) of every call that was refused."""
+    """One run, with all it holds. refusals: (what was asked, the error) of every call that was refused."""
 
     def __init__(self, machine: Machine, script: Script, images: Images) -> None:
         self.machine = machine
@@ -130,7 +130,7 @@ class Trial:
     # --- calls
 
     async def ask(self, what: str, call: Awaitable[Any]) -> Any:
-        """The answer within LIMIT_S. A refusal is noted and raised; it must be typed, and say where and why."""
+        """Awaits the answer for at most LIMIT_S. A refusal is noted and raised; it must be typed, and say where and why."""
         try:
             return await asyncio.wait_for(asyncio.ensure_future(call), LIMIT_S)
         except ParamStoreError as error:
@@ -197,12 +197,12 @@ class Trial:
         self.roll_back_life(name)
 
     async def check_records(self, name: str, view: View, applies: int) -> None:
-        """Every record as `view` sees it is whole and of that many applies."""
+        """Checks that every record, as `view` sees it, is whole and has had that many applies."""
         found = await self.ask(f"records of {name}", read_all(self.store, view))
         assert found == self.images[applies], f"records of {name} are not those of {applies} applies"
 
     async def check_params(self, name: str, view: View, applies: int) -> None:
-        """The same of `param`, through leases."""
+        """Checks through leases that every `param` has had that many applies."""
         values = await self.ask(f"leases of {name}", first_values(self.store, view))
         assert values == self.first_params(applies), f"leases of {name} are not those of {applies} applies"
 
@@ -210,7 +210,7 @@ class Trial:
         return [memoryview(self.images[applies][key])[:4].cast("f")[0] for key in KEYS]
 
     async def create_new(self) -> None:
-        """The namespace `new`, committed at step 0."""
+        """Makes the namespace `new`, committed at step 0."""
         self.lives.setdefault("new", Life(0, {}))
         opening = self.store.admission.create("new", SCHEMA.describe(), layers=[0], experts=EXPERTS, host_bytes=HOST_BYTES)
         self.writers["new"] = await self.ask("create new", opening)
@@ -221,7 +221,7 @@ class Trial:
     # --- before and after
 
     async def begin(self) -> None:
-        """Everything is open; `other` has an apply in memory, its records on the volume, `moe` nothing in memory."""
+        """Opens everything; `other` has an apply in memory and its records on the volume, `moe` has nothing in memory."""
         await self.open_store()
         for name in NAMES:
             self.lives[name] = Life(1, {0: 0, 1: 1})
@@ -234,7 +234,7 @@ class Trial:
         return self.store._transactions.stopped is not None
 
     async def others_go_on(self) -> None:
-        """While a fault that lasts goes on, whatever does not need what fails; after one that is over, everything."""
+        """Checks that others go on: while a fault lasts, with whatever does not need what fails; after it, with everything."""
         sites = self.script.lasting_sites
         self.was_fenced = self.is_fenced
         if not sites & READ_SITES:
@@ -270,7 +270,7 @@ class Trial:
         return any("flush failed" in str(error) for _, error in self.refusals)
 
     async def check_fence(self) -> None:
-        """No step is committed, whoever asks; no new extent is on the volume whose flush failed."""
+        """Checks that no commit succeeds, whoever asks, and no new extent is on the volume whose flush failed."""
         fences = self.store._planner.space.fences
         step = self.writers["other"].namespace.committed_step
         assert not await self.tries("commit other", self.commit("other")), "a step was committed after a failed flush"
@@ -284,7 +284,7 @@ class Trial:
             assert not fences.is_fenced(copy.uncommitted.extent.volume), "a record was written to a fenced volume"
 
     async def restart(self) -> None:
-        """The daemon ends, the power stays on, and a new one serves: it may use again what failed before."""
+        """Ends the daemon without a power cut, and starts a new one, which may use again what failed before."""
         await self.machine.kill()
         self.script.failed.clear()
         await self.open_store()
@@ -299,7 +299,7 @@ class Trial:
         return not self.is_stopped and await self.tries(f"roll back {name}", self.roll_back(name))
 
     async def find_way_on(self, *, rolls_back: bool) -> None:
-        """The fault is over: `moe` and a new namespace are made to work by the documented calls alone."""
+        """Makes `moe` and a new namespace work by the documented calls alone, once the fault is over."""
         if self.is_stopped:
             return
         if self.is_fenced:
@@ -315,7 +315,7 @@ class Trial:
             await self.check_records("new", self.writers["new"], 0)
 
     async def crash_and_check(self, *, keeps_random_writes: bool, goes_on: bool) -> None:
-        """The power fails; what was acknowledged is there, and what is there is whole. goes_on: and is trained on."""
+        """Cuts the power; checks that all that was acknowledged is there, and all that is there is whole. goes_on: trains on it."""
         self.script.disarm()
         await self.machine.crash(keeps_random_writes=keeps_random_writes)
         await self.open_store()

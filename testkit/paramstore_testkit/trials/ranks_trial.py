@@ -1,7 +1,7 @@
 """The trial of `store_trial` with two ranks that write together, in an order of visits that they declare, and that get lost.
 
-The bits of torch's optimizer hold whichever rank pushes, leases or calls; after a rank is gone they hold of every step that is
-there, once all have opened the namespace again.
+The bits of torch's optimizer hold whichever rank pushes, leases or calls. After a rank is lost, every step that is left has
+them once all ranks have opened the namespace again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from paramstore_testkit.trials.store_trial import NAME, Gradients, StoreTrial
 
 RANKS = 2
 LOSES = 0.04
-"""How often an act is the loss of a rank."""
+"""Chance that an act is the loss of a rank."""
 LOST = (RankLost, WriterFenced, StepFailed, LeaseError, TicketCancelled, asyncio.CancelledError)
-"""What calls under way may end with when a rank is gone."""
+"""Errors with which calls under way may end when a rank is lost."""
 
 
 class RanksTrial(StoreTrial):
@@ -58,7 +58,7 @@ class RanksTrial(StoreTrial):
         return self.writers[self.random.randrange(RANKS)]
 
     def push(self, share: float) -> Gradients:
-        """Ranks push in any order, and are summed in rank order, in the gradient dtype."""
+        """Lets ranks push in any order; sums them in rank order, in the gradient dtype."""
         order = self.random.sample(range(RANKS), RANKS)
         pushed = {rank: self.push_as(self.writers[rank], share / RANKS) for rank in order}
         total = Gradients()
@@ -68,7 +68,7 @@ class RanksTrial(StoreTrial):
         return total
 
     async def read(self, view: View, key: ExpertKey, expected: State) -> None:
-        """Where an apply was given up a record is read as it stands before that; its identity says so."""
+        """Reads a record and checks its bits. Where an apply was given up these may be those before it, as its identity says."""
         try:
             await super().read(view, key, expected)
         except AssertionError:
@@ -83,13 +83,13 @@ class RanksTrial(StoreTrial):
             await super().act()
 
     async def lose_a_rank(self) -> None:
-        """In the middle of whatever is under way; then all ranks open the namespace again."""
+        """Loses a rank in the middle of whatever is under way; then all ranks open the namespace again."""
         for _ in range(self.random.choice((0, 0, 1, 5, 20))):
             await asyncio.sleep(0)
         gone = self.writers.pop(self.random.randrange(RANKS))
         if self.random.random() < 0.5:
             self.store.close_view(gone)
-        else:  # its process lives on, and may read what it leased
+        else:  # the rank's process lives on, and may read what it leased
             self.store.end_writing(gone, reason="is gone")
         if self.random.random() < 0.5:
             self.tasks, tasks = [], self.tasks
@@ -105,7 +105,7 @@ class RanksTrial(StoreTrial):
 
 
 def check_outcomes(found: list[Any]) -> None:
-    """Nothing but results, and what a lost rank brings with it."""
+    """Checks that there are only results, and errors that a lost rank brings with it."""
     wrong = [error for error in found if isinstance(error, BaseException) and not isinstance(error, LOST)]
     if wrong:
         raise wrong[0]

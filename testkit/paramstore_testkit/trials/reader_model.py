@@ -1,4 +1,4 @@
-"""What a reader may see: every record by the updates that it has been through, and its bytes as torch's own optimizer makes them.
+"""A model of what a reader may see: every record by the updates it has had, its bytes as torch's own optimizer makes them.
 
 `tests/properties/test_reader_model.py` holds the whole store against it.
 """
@@ -17,13 +17,13 @@ from paramstore_testkit.oracles.experts import Expert
 from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA
 
 Updates = tuple[tuple[int, int], ...]
-"""What a record has been through: the gradient of each update, and its number, so that no two are taken for one."""
+"""Updates that a record has had: the gradient of each, and its number, so that no two are taken for one."""
 State = dict[ExpertKey, Updates]
 
 
 @lru_cache(maxsize=4096)
 def expert_after(number: int, gradients: tuple[int, ...]) -> Expert:
-    """A record after these gradients, as torch's own optimizer makes it."""
+    """Makes a record after these gradients, with torch's own optimizer."""
     if not gradients:
         return Expert.initial({name: torch.full(shape, float(number)) for name, shape, _ in SCHEMA.specs})
     before = expert_after(number, gradients[:-1])
@@ -36,7 +36,7 @@ def expected(key: ExpertKey, updates: Updates, name: str) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Lease:
-    """What was leased, and what must be seen there for as long as it is."""
+    """A lease, and the state that must be seen there for as long as it lasts."""
 
     request: LeaseRequest
     state: State

@@ -1,4 +1,4 @@
-"""What a planner's callers do, each call made of the planner and of the model of it: `tests/properties/test_residency_model.py`
+"""Acts of a planner's callers, each made on the planner and on the model of it: `tests/properties/test_residency_model.py`
 chooses which, and in which order.
 """
 
@@ -28,10 +28,10 @@ def chosen(items: Sequence[T], pick: int) -> T:
 
 
 class ResidencyActs(ResidencyChecks):
-    """Everybody who calls the planner: views, whoever reads slots, one apply and one commit at a time."""
+    """Plays everybody who calls the planner: views, readers of slots, one apply and one commit at a time."""
 
     def begin(self, small: SmallPlanner, *, dirty: Sequence[ExpertKey]) -> None:
-        """A writer and a reader have opened the namespace; the keys of `dirty` were updated and not written."""
+        """Opens the namespace for a writer and a reader; the keys of `dirty` were updated and not written."""
         self.small, self.planner, self.namespace = small, small.planner, small.namespace
         self.model = ResidencyModel(small.keys, FIRST)
         self.holds, self.claimed, self.updating = [], [], []
@@ -43,7 +43,7 @@ class ResidencyActs(ResidencyChecks):
         self.model.views += [ModelView(self.small.writer(), None), ModelView(self.small.reader(), 0)]
 
     def _begin_dirty(self, key: ExpertKey) -> None:
-        """The record has been updated; those before it were written if they had to give their slot."""
+        """Updates the record; writes those before it if they have to give up their slot."""
         for other in list(self.namespace.resident):
             self.small.write(other)
         self.small.update(key)
@@ -56,7 +56,7 @@ class ResidencyActs(ResidencyChecks):
         self.model.views.append(ModelView(self.small.reader(step), step))
 
     def open_writer(self, pick: int) -> None:
-        """Fences the writer there is and takes back what it has not committed."""
+        """Opens a writer, which fences the present one and takes back what that has not committed."""
         if self.model.writer() and pick:
             return
         writer = self.model.writer()
@@ -74,7 +74,7 @@ class ResidencyActs(ResidencyChecks):
         self.planner.leases.close_view(view.view)
 
     def end_writing(self, pick: int) -> None:
-        """The writer's connection is gone, its process is not."""
+        """Ends the writer's connection, but not its process."""
         writer = self.model.writer()
         if pick or writer is None:
             return
@@ -92,20 +92,20 @@ class ResidencyActs(ResidencyChecks):
     # --- leases
 
     def release(self, pick: int) -> None:
-        """Of whatever was asked for last, even if it is over; what still waits is cancelled instead, as a session does."""
+        """Releases the lease last asked for, even if it is over; one that still waits is cancelled instead, as a session does."""
         lease = chosen(self.model.leases[-6:], pick)
         if lease.is_ended or lease.request.is_finished:
             self.ended(lease)
             self.small.release(lease.request)
 
     def cancel(self, pick: int) -> None:
-        """The client gives it up, or its time is over."""
+        """Cancels a lease: the client gives it up, or its time is over."""
         lease = chosen(self.running(), pick)
         self.ended(lease)
         self.planner.leases.cancel_lease(lease.request, WaitTimeout("enough"))
 
     def ask(self, owner: ModelView, keys: Sequence[ExpertKey]) -> None:
-        """A lease request: given, queued, or refused as the model says, and then nothing has changed."""
+        """Asks for a lease, which is given, queued, or refused as the model says; a refusal changes nothing."""
         waiting = [
             key for lease in self.running() if lease.owner is owner and lease.is_waiting
             and not self.model.is_never_made(owner, lease.keys, self.found(owner, lease.keys)) for key in lease.keys
@@ -123,7 +123,7 @@ class ResidencyActs(ResidencyChecks):
         self.model.leases.append(ModelLease(request, owner, tuple(keys)))
 
     def crowd(self, first: ModelView, second: ModelView, *, spare: int) -> None:
-        """Loads that have not landed leave `spare` slots: `first` asks for one more and waits, `second` for one and waits too."""
+        """Leaves `spare` slots beside loads that have not landed: `first` asks for one more and waits, `second` waits for one."""
         absent = [key for key in self.model.keys if self.found(second, [key]) == [None]]
         for key in absent[: max(0, len(absent) - spare - 1)]:
             if self._slots_left() > spare:
@@ -145,7 +145,7 @@ class ResidencyActs(ResidencyChecks):
         self.holds.append((self.small.hold(key), working))
 
     def let_go(self, pick: int) -> None:
-        """Whoever held it is done; whoever still waits gives up, as the loader does."""
+        """Lets go of a slot: a holder is done; one that still waits gives up, as the loader does."""
         request, working = self.holds.pop(pick % len(self.holds))
         if request.is_finished:
             if request.error is None:
@@ -181,7 +181,7 @@ class ResidencyActs(ResidencyChecks):
         self.planner.mark_broken(self.namespace, "an apply failed")
 
     def go_on_with_the_apply(self, key: ExpertKey) -> None:
-        """Begins it if need be; then holds one of its records, begins its update if it is held alone."""
+        """Goes on with the apply, or begins it: holds one of its records, and begins the update if nobody else holds that."""
         keys = self.claimed[0]
         try:
             if not self.is_applying:
@@ -205,7 +205,7 @@ class ResidencyActs(ResidencyChecks):
             self.small.land(working.move)
         mine = self._hold_of(key)
         if mine is None:
-            return  # it waits for a slot
+            return  # the request waits for a slot
         if not self.planner.working.may_update(working):
             return
         self.planner.reserve_extents(self.namespace, [key])
@@ -240,7 +240,7 @@ class ResidencyActs(ResidencyChecks):
         return any(not working.is_orphan for working, _ in self.updating)
 
     def go_on_with_the_commit(self, pick: int) -> None:
-        """Writes what is to be written, publishes when all is; one in twelve fails."""
+        """Writes a record that the commit needs, publishes when all are written; one in twelve fails."""
         assert self.cut is not None
         for key in sorted(self.cut.unwritten):
             working = self.namespace.working[key]
@@ -274,13 +274,13 @@ class ResidencyActs(ResidencyChecks):
     # --- the end
 
     def end(self) -> None:
-        """Once everybody has gone and everything has landed, nobody waits and only what is resident has a slot."""
+        """Lets all go and everything land; then nobody waits, and only what is resident has a slot."""
         while self.updating:
             self.settle_update(0, 0)
             self.drain()
         if self.cut is not None:
             self._fail_commit()
-        self._roll_back(max(self.model.steps))  # what an apply was to make is not waited for any more
+        self._roll_back(max(self.model.steps))  # so that nobody waits for the results of an apply any more
         for view in self.model.open_views():
             self.close_view(self.model.open_views().index(view))
         self.check_all()

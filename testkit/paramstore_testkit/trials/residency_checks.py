@@ -1,4 +1,4 @@
-"""What holds of a planner and the model of it after every call: `tests/properties/test_residency_model.py` drives both."""
+"""Checks that hold of a planner and its model after every call: `tests/properties/test_residency_model.py` drives both."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paramstore_testkit.trials.residency_model import ModelLease, ModelView, Res
 
 
 class ResidencyChecks:
-    """`small` is the real planner with its tables, `model` what is expected of it; holders and updates are kept here."""
+    """Checks of `small`, the real planner with its tables, against `model`; holders and updates are kept here."""
 
     small: SmallPlanner
     planner: Planner
     namespace: NamespaceState
     model: ResidencyModel
     holds: list[tuple[SlotRequest, WorkingCopy]]
-    """Asked for by whoever reads a slot, or gone to `updating`."""
+    """Holds of readers of slots, asked for or given; one that is updated moves to `updating`."""
     claimed: list[dict[ExpertKey, None]]
-    """Applies that were called: the first runs if `is_applying`."""
+    """Keys of applies that were called: the first apply runs if `is_applying`."""
     is_applying: bool
     updating: list[tuple[WorkingCopy, ParamCopy | None]]
     cut: Cut | None
@@ -34,7 +34,7 @@ class ResidencyChecks:
     prefetches: list[PrefetchRequest]
     finished: set[Request]
     known: set[ParamCopy]
-    """Copies that there were after the last rule."""
+    """Copies that existed after the last rule."""
 
     def check_all(self) -> None:
         self.drain()
@@ -49,7 +49,7 @@ class ResidencyChecks:
     # --- looking
 
     def found(self, owner: ModelView, keys: Sequence[ExpertKey]) -> list[ParamCopy | None]:
-        """The copies that there are of what the view sees."""
+        """Finds the existing copies of what the view sees."""
         identities = [self.model.seen_by(owner, key) for key in keys]
         return [self.namespace.find_copy(key, seen) if seen else None for key, seen in zip(keys, identities, strict=True)]
 
@@ -60,7 +60,7 @@ class ResidencyChecks:
         lease.is_ended, lease.held = True, []
 
     def room_for(self, request: LeaseRequest) -> int:
-        """Slots that are left once the request has taken what it lacks."""
+        """Counts the slots that are left once the request has taken what it lacks."""
         owner = next(lease.owner for lease in self.model.leases if lease.request is request)
         found = self.found(owner, request.keys)
         lacking = len({key for key, copy in zip(request.keys, found, strict=True) if copy is None})
@@ -73,7 +73,7 @@ class ResidencyChecks:
     # --- what holds
 
     def drain(self) -> None:
-        """What was decided is carried out; each request is told once that it is finished."""
+        """Carries out what was decided; checks that each request is told only once that it is finished."""
         self.small.start()
         outbox = self.planner.outbox
         told, outbox.finished = outbox.finished, []
@@ -101,7 +101,7 @@ class ResidencyChecks:
         assert set(self.namespace.changed) == self.model.changed().keys()
 
     def check_slots(self) -> None:
-        """Each taken slot has one owner, each free slot none; who reads a slot is counted."""
+        """Checks that each taken slot has one owner and each free slot none, and that readers of slots are counted."""
         copies = [copy for found in self.namespace.copies.values() for copy in found]
         assert sorted(copy.slot for copy in copies) == taken(self.small.param_arena)
         self.orphans = [working for working in self.orphans if working.is_orphan and working.slot is not None]
@@ -123,7 +123,7 @@ class ResidencyChecks:
             assert copy.state is not Copy.RETIRED or copy.leases or copy.move is not None
 
     def check_leases(self) -> None:
-        """All or nothing, of what the view sees; and nothing of a leased copy changes."""
+        """Checks that a lease has all or nothing of what the view sees, and that nothing of a leased copy changes."""
         counts: dict[ParamCopy, int] = {}
         for lease in self.running():
             request = lease.request
@@ -150,7 +150,7 @@ class ResidencyChecks:
         copies = lease.request.copies
         assert tuple(copy.key for copy in copies) == lease.keys
         assert [copy.identity for copy in copies] == [self.model.seen_by(lease.owner, key) for key in lease.keys]
-        if not self.known.issuperset(copies):  # it took slots: those who came before it have theirs
+        if not self.known.issuperset(copies):  # it took slots, so those who came before it have theirs
             earlier = self.model.leases[: self.model.leases.index(lease)]
             assert not [other for other in earlier if other.is_waiting and not other.request.copies and not other.request.error]
         before = self.model.leased(lease.owner)
@@ -158,7 +158,7 @@ class ResidencyChecks:
         assert before.issuperset(copies) or len(self.model.leased(lease.owner)) <= lease.owner.view.lease_slots
 
     def check_queues(self) -> None:
-        """In order of coming, and whoever stands first cannot be given what is asked for."""
+        """Checks that requests wait in order of coming, and the first one cannot be given what it asks for."""
         waiting = [lease.request for lease in self.running() if lease.is_waiting]
         assert list(self.small.param_arena.waiting) == waiting
         if waiting:
@@ -178,7 +178,7 @@ class ResidencyChecks:
         return is_worth_it and self.small.space.missing_bytes(1, self.namespace.schema.record_bytes, owner="moe") == 0
 
     def check_cut(self) -> None:
-        """What was dirty at the cut is not updated before it is written, and is written as it was."""
+        """Checks that what was dirty at the cut is not updated before it is written, and is written as it was."""
         if self.cut is None:
             assert self.namespace.cut is None
             return
@@ -193,7 +193,7 @@ class ResidencyChecks:
             assert located.identity == self.model.cut[key]
 
     def check_extents(self) -> None:
-        """No extent has two owners; what is held is rows, uncommitted and reserved extents, the cut's, and those of moves."""
+        """Checks that no extent has two owners: rows, uncommitted and reserved extents, the cut's, and those of moves."""
         own = held_extents(self.namespace)
         assert len(set(own)) == len(own)
         writes = [move.located.extent for move in self.small.under_way if move.located and move.kind is MoveKind.WRITE]

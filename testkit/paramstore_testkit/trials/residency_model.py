@@ -1,5 +1,5 @@
-"""What a planner's callers may expect, kept apart from the planner: who sees which identity of a key, who may lease how much,
-which steps stay. `tests/properties/test_residency_model.py` holds the real planner against it.
+"""A model of what a planner's callers may expect, kept apart from the planner: who sees which identity of a key, who may lease
+how much, which steps stay. `tests/properties/test_residency_model.py` tests the real planner against it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ModelView:
 
     view: View
     step: int | None
-    """None: the writer's."""
+    """Step that the view stands on; None: it is the writer's."""
     is_fenced: bool = False
     is_dropped: bool = False
     is_closed: bool = False
@@ -29,7 +29,7 @@ class ModelView:
 
 @dataclass(eq=False)
 class ModelLease:
-    """One request. held: the copies it was given, with what must not change of them while it has them."""
+    """One lease request. held: the copies it was given, with what must not change of them while it has them."""
 
     request: LeaseRequest
     owner: ModelView
@@ -49,9 +49,9 @@ class ResidencyModel:
         self.keys = list(keys)
         self.epoch = first.epoch
         self.newest = dict.fromkeys(self.keys, first)
-        """Of the bytes that exist."""
+        """Identity of each key's existing bytes."""
         self.target = dict(self.newest)
-        """Of the bytes that exist once every apply called so far has run."""
+        """Identity of each key's bytes once every apply called so far has run."""
         self.steps = {0: dict(self.newest)}
         self.cut: dict[ExpertKey, Identity] | None = None
         self.is_broken = False
@@ -77,7 +77,7 @@ class ResidencyModel:
         return self.target[key] == identity or any(self.seen_by(view, key) == identity for view in readers)
 
     def changed(self) -> dict[ExpertKey, Identity]:
-        """What no step has, and no cut under way will give it."""
+        """Identities that no step has, and that no cut under way will give to one."""
         known = {**self.steps[max(self.steps)], **(self.cut or {})}
         return {key: identity for key, identity in self.newest.items() if known[key] != identity}
 
@@ -109,7 +109,7 @@ class ResidencyModel:
         return {held[0] for lease in self.leases if lease.owner is owner and not lease.is_ended for held in lease.held}
 
     def is_never_made(self, owner: ModelView, keys: Iterable[ExpertKey], found: list[ParamCopy | None]) -> bool:
-        """Whether the owner sees bytes of `keys` that an apply was to make, and failed."""
+        """Whether the owner sees bytes of `keys` that an apply was to make, and that apply failed."""
         return owner.step is None and self.is_broken and any(
             copy is None and self.newest[key] != self.target[key] for key, copy in zip(keys, found, strict=True)
         )  # fmt: skip
@@ -117,9 +117,9 @@ class ResidencyModel:
     def refusal(
         self, owner: ModelView, keys: Iterable[ExpertKey], found: list[ParamCopy | None], awaited: set[ExpertKey]
     ) -> type[ParamStoreError] | None:
-        """What a lease request of `keys` ends with at once; None if it is given, or waits.
+        """Gives the error that a lease request of `keys` ends with at once; None if it is given, or waits.
 
-        found: the copies that there are. awaited: keys that the owner waits for and has no lease of.
+        found: the existing copies. awaited: keys that the owner waits for and has no lease of.
         """
         if owner.is_closed:
             return LeaseError
@@ -133,4 +133,4 @@ class ResidencyModel:
         new = {key for key, copy in zip(keys, found, strict=True) if copy not in leased} - awaited
         if not new or len(new | awaited) + len(leased) <= promised:
             return None
-        return CapacityError if len(set(keys)) > promised else LeaseError  # the latter where releasing helps
+        return CapacityError if len(set(keys)) > promised else LeaseError  # LeaseError where releasing helps

@@ -58,7 +58,7 @@ class FakeSession:
 class FakeDaemon:
     """Serves `path` from `start` to `stop`; a context manager. Every public call is safe from the test's thread.
 
-    lease_slots, wait_timeout_s, upload_budget_bytes: what clients are told, and held to.
+    lease_slots, wait_timeout_s, upload_budget_bytes: limits that clients are told and held to.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FakeDaemon:
         return self
 
     def stop(self) -> None:
-        """Drops every connection, as a killed daemon would, and ends. Idempotent."""
+        """Drops every connection, as a killed daemon would, and ends the thread. Idempotent."""
         if self._is_stopping:
             return
         self._is_stopping = True
@@ -112,16 +112,16 @@ class FakeDaemon:
         self.stop()
 
     def script(self, kind: type[m.Message], handler: Callable[[FakeSession, Any], None]) -> None:
-        """`handler` takes every request of `kind` from here on, instead of the daemon."""
+        """Gives every request of `kind` to `handler` from here on, instead of the daemon."""
         with self._changed:
             self._scripts[kind] = handler
 
     def hold(self, kind: type[m.Message]) -> None:
-        """Requests of `kind` stay unanswered until `let_go`."""
+        """Leaves requests of `kind` unanswered until `let_go`."""
         self.script(kind, lambda session, request: session.held.append(request))
 
     def let_go(self, kind: type[m.Message]) -> None:
-        """Handles what was held, in order, and holds no more."""
+        """Handles the held requests, in order, and holds no more."""
         with self._changed:
             self._scripts.pop(kind, None)
             for session in self.sessions:
@@ -130,7 +130,7 @@ class FakeDaemon:
                     self._handle(session, request)
 
     def fail(self, kind: type[m.Message], error: ParamStoreError) -> None:
-        """The next request of `kind` is refused with `error`."""
+        """Refuses the next request of `kind` with `error`."""
 
         def refuse(session: FakeSession, request: Any) -> None:
             self._scripts.pop(kind, None)
@@ -139,7 +139,7 @@ class FakeDaemon:
         self.script(kind, refuse)
 
     def pause(self) -> None:
-        """Reads nothing more until `resume`: sockets fill up."""
+        """Reads nothing more until `resume`, so that sockets fill up."""
         with self._changed:
             self._is_paused = True
         self._wake_writer.send(b"x")
@@ -159,12 +159,12 @@ class FakeDaemon:
                 session.send(m.Unmap(list(segments)))
 
     def wait_until(self, is_so: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
-        """Returns once `is_so`, looked at after every request and every end of a connection."""
+        """Waits until `is_so`, which is asked after every request and every end of a connection."""
         with self._changed:
             assert self._changed.wait_for(is_so, timeout_s), f"not so after {timeout_s} s; received {self.received}"
 
     def wait_for(self, kind: type[m.Message], count: int = 1) -> list[Any]:
-        """The requests of `kind` so far, as soon as there are `count` of them."""
+        """Waits until there are `count` requests of `kind`; gives all of that kind so far."""
         self.wait_until(lambda: len(self.requests(kind)) >= count)
         return self.requests(kind)
 
@@ -233,7 +233,7 @@ class FakeDaemon:
     # --- answers ---
 
     def _answer(self, session: FakeSession, request: m.Request) -> m.Answer | None:
-        """The answer of a daemon that keeps everything in memory; None for one-way messages."""
+        """Makes the answer of a daemon that keeps everything in memory; None for one-way messages."""
         match request:
             case m.Hello():
                 return m.Done(request.id, {"minor": self.minor, "store_uuid": STORE_UUID, "wait_timeout_s": self.wait_timeout_s})
@@ -259,14 +259,14 @@ class FakeDaemon:
                     self.memory.drop(segment)
             case m.DeviceReport():
                 pass
-            case m.BeginApply():  # answered with its end
+            case m.BeginApply():  # answered when the apply ends
                 session.handles[request.handle].opened = request
             case _:
                 return m.Done(request.id, self._result(session, request))
         return None
 
     def _result(self, session: FakeSession, request: Any) -> object:
-        """Results of requests on a handle."""
+        """Makes the results of requests on a handle."""
         namespace = session.handles[request.handle]
         match request:
             case m.InitializePut():
@@ -274,7 +274,7 @@ class FakeDaemon:
             case m.Prefetch():
                 return {"loaded": 0, "resident": len(request.keys), "skipped": 0, "bytes": 0}
             case m.AwaitRoom():
-                return []  # what is applied is read at the end
+                return []  # gradients are read when the apply ends
             case m.Push():
                 places = {(layer, expert): (segment, at) for layer, expert, segment, at in request.entries}
                 known = {key: place for key, place in namespace.pending.items() if key in places}

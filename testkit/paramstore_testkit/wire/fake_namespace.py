@@ -1,6 +1,6 @@
 """The namespaces of `FakeDaemon`: whole experts in memory, an update that is plain gradient descent, no disk.
 
-Good enough to lease, initialise, push, apply, commit and read; wrong on purpose wherever a client must not look.
+It is good enough to lease, initialise, push, apply, commit and read, and wrong on purpose wherever a client must not look.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Values = dict[str, Tensor]
 
 
 def segment_bytes(size_bytes: int) -> int:
-    """`size_bytes` rounded up to what a segment may have."""
+    """Rounds `size_bytes` up to a size that a segment may have."""
     return -(-size_bytes // SEGMENT_ALIGNMENT_BYTES) * SEGMENT_ALIGNMENT_BYTES
 
 
 def read_fields(segment: Segment, offset_bytes: int, fields: tuple[Field, ...]) -> Values:
-    """Copies of `fields` of the image at `offset_bytes`."""
+    """Copies `fields` of the image at `offset_bytes`."""
     return {entry.name: _view(segment, offset_bytes, entry).clone() for entry in fields}
 
 
@@ -102,7 +102,7 @@ class FakeNamespace:
         self.versions[key] = 0
 
     def slot(self, key: ExpertKey) -> tuple[int, int, int, int]:
-        """Where the key's param lies, written on first use."""
+        """Place of the key's param, which is written on first use."""
         if key not in self.values:
             raise UnknownKey(f"key {key} was never put into {self.name!r}")
         version = self.versions[key]
@@ -121,7 +121,7 @@ class FakeNamespace:
         return self.arena, offset_bytes
 
     def forget_segment(self, segment: int) -> None:
-        """Slots in it are written anew, elsewhere, when they are next asked for."""
+        """Lets slots in that segment be written anew, elsewhere, when they are next asked for."""
         self.slots = {copy: place for copy, place in self.slots.items() if place[0] != segment}
         if self.arena == segment:
             self.used_slots = SLOTS_PER_SEGMENT
@@ -135,7 +135,7 @@ class FakeNamespace:
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     def apply(self, lr: float, grad_scale: float) -> int:
-        """value -= lr * grad_scale * gradient. Returns how many records changed."""
+        """Sets value -= lr * grad_scale * gradient. Returns how many records changed."""
         count = len(self.pending)
         for key in self.pending:
             gradient = self.gradient(key)
@@ -147,7 +147,7 @@ class FakeNamespace:
         return count
 
     def write_record(self, key: ExpertKey, segment: int, offset_bytes: int) -> int:
-        """Its stored image; moments are zero. Returns the version."""
+        """Writes the record's stored image, with moments of zero. Returns its version."""
         stored = self.schema.stored
         zeros = {entry.name: torch.zeros(entry.shape) for entry in stored.fields}
         named = {f"master/{name}": value for name, value in self.values[key].items()}

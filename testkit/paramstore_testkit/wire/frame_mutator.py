@@ -1,8 +1,8 @@
-"""Frames that no correct peer sends, made from those that one does. Everything random comes from one `Random`.
+"""Makes frames that no correct peer sends, from correct ones. Everything random comes from one `Random`.
 
-`FrameMaker` makes messages of every class by their field types, so a new message is mutated without a word here. `mutated` does
-to a frame what broken peers and wires do: bits and bytes, cuts, doubled and exchanged pieces, other frames' pieces, msgpack heads
-that promise more than comes, and lengths that lie.
+`FrameMaker` makes messages of every class by their field types, so that new messages are mutated without a change here. `mutated`
+does to a frame what broken peers and wires do: bits and bytes, cuts, doubled and exchanged pieces, other frames' pieces, msgpack
+heads that promise more than comes, and lengths that lie.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADS = (
     b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x01",
     b"\xdd\x00\x10\x00\x00", b"\xdc\xff\xff", b"\xc1", b"\x91" * 300, b"\x81\xa1a" * 200, b"\xd8\x05" + b"\0" * 16, b"\xc0",
 )  # fmt: skip
-"""Starts of msgpack values that promise much, nest deep, or are none."""
+"""Starts of msgpack values that promise too much, nest deep, or are invalid."""
 LENGTHS = (0, 1, 3, 1 << 12, 1 << 20, (8 << 20) + 1, 1 << 31, (1 << 32) - 1)
 LIST_MAX = 4
 DEPTH_MAX = 3
@@ -40,7 +40,7 @@ class FrameMaker:
         self._fields = {cls: msgspec.structs.fields(cls) for cls in self.classes}
 
     def message(self, cls: type[m.Message] | None = None) -> m.Message:
-        """One of `cls`, or of any class."""
+        """Makes a message of `cls`, or of any class."""
         cls = cls or self._random.choice(self.classes)
         return cls(*(self._value(field.type, 0) for field in self._fields[cls]))
 
@@ -88,14 +88,14 @@ class FrameMaker:
 
 
 class Mutator:
-    """Breaks frames of a fixed set of correct ones."""
+    """Breaks frames, chosen from a fixed set of correct ones."""
 
     def __init__(self, random: Random, frames: Iterable[bytes]) -> None:
         self._random = random
         self._bodies = [frame[LENGTH.size :] for frame in frames]
 
     def mutated(self) -> bytes:
-        """A frame: mostly one whose length is that of its broken body, sometimes one whose length lies."""
+        """Makes a broken frame: mostly its length is that of its broken body, sometimes the length lies."""
         random = self._random
         body = bytearray(random.choice(self._bodies))
         for _ in range(1 + (random.random() < 0.3)):
@@ -128,7 +128,7 @@ class Mutator:
 
 
 def cut(stream: bytes, random: Random, piece_bytes_max: int) -> Iterable[bytes]:
-    """The stream in pieces as a socket may bring them."""
+    """Cuts the stream into pieces, as a socket may bring them."""
     start = 0
     while start < len(stream):
         end = start + random.randrange(1, piece_bytes_max + 1)

@@ -1,4 +1,4 @@
-"""A client that speaks single frames, correct ones or not: what the daemon's own tests hold against it.
+"""A client that speaks single frames, correct ones or not, for the daemon's own tests.
 
 Runs on the event loop, so that it can sit beside the session it talks to. No tickets, no mappings: a frame goes out, the
 answers come in the order the daemon sent them, each with the file descriptors that came before it was whole. Every wait
@@ -45,7 +45,7 @@ class RawClient:
 
     @classmethod
     def connect(cls, path: Path) -> RawClient:
-        """Raises OSError if nobody listens there."""
+        """Connects. Raises OSError if nobody listens there."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect(str(path))
@@ -58,7 +58,7 @@ class RawClient:
         return next(self._ids)
 
     async def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
-        """Raises OSError if the daemon has closed its end."""
+        """Sends bytes. Raises OSError if the daemon has closed its end."""
         async with asyncio.timeout(WAIT_S):
             await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
@@ -66,19 +66,19 @@ class RawClient:
         await self.send_bytes(encode(message))
 
     async def answer(self) -> m.Message:
-        """The next answer. Raises ConnectionEnded."""
+        """Waits for the next answer. Raises ConnectionEnded."""
         async with asyncio.timeout(WAIT_S):
             while not self._answers:
                 await self._read()
         return self._answers.pop(0)
 
     async def ask(self, message: Any) -> Any:
-        """The result of a request (of Granted and Uploaded: the message). Raises the daemon's error, ConnectionEnded."""
+        """Gives the result of a request (of Granted and Uploaded: the message). Raises the daemon's error, ConnectionEnded."""
         await self.send(message)
         return await self.result(message.id)
 
     async def result(self, request_id: int) -> Any:
-        """What `ask` gives, of a request sent before. Other answers that come first go to `unasked`."""
+        """Gives the result, as `ask` does, of a request sent before. Other answers that come first go to `unasked`."""
         for kept in self.unasked:
             if getattr(kept, "id", None) == request_id:
                 self.unasked.remove(kept)
@@ -90,16 +90,16 @@ class RawClient:
             self.unasked.append(answer)
 
     async def request(self, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """`ask` of `make(id, *arguments)` with an id of its own."""
+        """Does `ask` of `make(id, *arguments)`, with a new id."""
         return await self.ask(make(self.next_id(), *arguments, **named))
 
     async def hello(self) -> dict[str, Any]:
-        """The daemon's welcome."""
+        """Says hello; gives the daemon's welcome."""
         welcome: dict[str, Any] = await self.request(m.Hello, m.MAGIC, m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR, os.getpid())
         return welcome
 
     async def end(self) -> list[m.Message]:
-        """Waits until the daemon closes the connection; the answers that came before."""
+        """Waits until the daemon closes the connection; gives the answers that came before."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 try:
