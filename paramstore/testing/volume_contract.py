@@ -1,4 +1,4 @@
-"""What every volume does, as tests: each implementation's test module subclasses VolumeContract.
+"""The contract of every volume, as tests: each implementation's test module subclasses VolumeContract.
 
 It needs no test framework, so it can also run in a bare process (`run_contract`).
 """
@@ -14,7 +14,7 @@ from paramstore.testing.volumes import page_aligned
 
 
 class VolumeContract:
-    """What every volume does. A test module subclasses it and provides the fixture `volume`: fresh, at least 8 MiB, zeros."""
+    """Tests of any volume. A test module subclasses it and provides the fixture `volume`: fresh, at least 8 MiB, zeros."""
 
     def test_new_volume_reads_zeros(self, volume: Volume) -> None:
         found = page_aligned(1 << 20, seed=1)
@@ -140,7 +140,7 @@ def _refuses(call: Callable[[], None]) -> bool:
 
 
 def run_contract(make: Callable[[str], Volume]) -> list[str]:
-    """Runs every test of the contract on a volume of its own and returns their names. make: from the test's name."""
+    """Runs every test of the contract on a volume of its own; gives their names. make: makes a volume from the test's name."""
     contract = VolumeContract()
     names = [name for name in dir(contract) if name.startswith("test_")]
     for name in names:

@@ -23,7 +23,7 @@ from paramstore.storage.volume import ALIGNMENT_BYTES, Volume, check_range
 logger = logging.getLogger(__name__)
 
 SECTOR_BYTES = 512
-"""What a simulated power cut writes whole or not at all."""
+"""Size of what a simulated power cut writes whole or not at all."""
 
 
 class Unflushed(NamedTuple):
@@ -39,31 +39,31 @@ class Unflushed(NamedTuple):
 
 
 Keep = Callable[[int, int], Collection[int]]
-"""(number of the write since the last flush, how many sectors it has) -> the sectors of it that survive."""
+"""Function from (number of a write since the last flush, its count of sectors) to the sectors that survive."""
 
 
 def keep_none(write: int, sectors: int) -> Collection[int]:
-    """Everything since the last flush is lost."""
+    """Loses everything since the last flush."""
     return ()
 
 
 def keep_all(write: int, sectors: int) -> Collection[int]:
-    """Everything had reached the disk, flushed or not."""
+    """Keeps everything, flushed or not."""
     return range(sectors)
 
 
 def drop_write(number: int) -> Keep:
-    """Only write `number` is lost: those after it got there first."""
+    """Loses only write `number`: those after it got to the disk first."""
     return lambda write, sectors: () if write == number else range(sectors)
 
 
 def tear_write(number: int, kept_sectors: int) -> Keep:
-    """Write `number` stops after `kept_sectors`; later ones are lost."""
+    """Stops write `number` after `kept_sectors`; later ones are lost."""
     return lambda write, sectors: range(sectors) if write < number else range(kept_sectors if write == number else 0)
 
 
 def keep_random(seed: int) -> Keep:
-    """Any subset of sectors of any subset of writes; logs its seed, so that a failure can be repeated."""
+    """Keeps any subset of sectors of any subset of writes; logs its seed, so that a failure can be repeated."""
     logger.warning("crash with seed %d", seed)
     source = random.Random(seed)
 
@@ -87,7 +87,7 @@ class MemoryVolume:
 
     @classmethod
     def of(cls, image: bytearray, *, index: int) -> MemoryVolume:
-        """A disk that holds `image`, durably; it is the disk's own from here on."""
+        """Makes a disk that holds `image`, durably; the image belongs to the disk from here on."""
         volume = cls(0, index=index)
         volume._bytes = image
         return volume
@@ -136,10 +136,10 @@ class MemoryVolume:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Nothing to give back: the bytes stay, so that a test can open the store again."""
+        """Does nothing: the bytes stay, so that a test can open the store again."""
 
     def crash(self, keep: Keep = keep_none) -> None:
-        """The power fails and comes back: of the writes since the last flush, only what `keep` names has reached the disk."""
+        """Cuts the power: of the writes since the last flush, only what `keep` names has reached the disk."""
         with self._lock:
             for write in reversed(self._unflushed):
                 self._bytes[write.offset_bytes : write.offset_bytes + len(write.before)] = write.before
@@ -151,7 +151,7 @@ class MemoryVolume:
             self._unflushed.clear()
 
     def after_crash(self, keep: Keep) -> MemoryVolume:
-        """The disk that a crash now would leave; this one goes on as it is."""
+        """Makes the disk that a crash now would leave; this one goes on as it is."""
         successor = MemoryVolume(0, index=self.index, tier=self.tier, capacity_bytes=self._capacity_bytes)
         with self._lock:
             successor._bytes = bytearray(self._bytes)
@@ -172,7 +172,7 @@ Operation = Literal["read", "write", "flush", "grow"]
 
 
 class Fault(NamedTuple):
-    """The `nth` call of `operation` (1 is the first) fails, and with `forever` every one after it."""
+    """Order that the `nth` call of `operation` (1 is the first) fails, and with `forever` every later one as well."""
 
     operation: Operation
     nth: int
@@ -183,7 +183,7 @@ class Fault(NamedTuple):
 
 
 class WrappedVolume:
-    """`inner` as it is: what a volume begins with that does one thing otherwise."""
+    """`inner` as it is: a base for volumes that do one thing differently."""
 
     def __init__(self, inner: Volume) -> None:
         self.inner = inner
@@ -214,7 +214,7 @@ class WrappedVolume:
 
 
 class ReadOnly:
-    """What whoever opens a store may not do to its volumes."""
+    """Forbids what the opening of a store must not do to its volumes."""
 
     def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
         raise AssertionError("opening a store writes nothing")
@@ -227,7 +227,7 @@ class ReadOnly:
 
 
 class FaultyVolume(WrappedVolume):
-    """`inner`, some calls of which fail, leaving garbage in a read's buffers and in the first half of a write's range.
+    """`inner`, with calls that fail and leave garbage in a read's buffers and in the first half of a write's range.
 
     calls: how often each operation was called, so that a test can sweep over every site; fired: how many
     failed.
@@ -282,7 +282,7 @@ class FaultyVolume(WrappedVolume):
 
 
 def page_aligned(length_bytes: int, seed: int | None = None) -> memoryview:
-    """A writable buffer that any volume takes: zeros, or the random bytes of `seed`."""
+    """Makes a writable buffer that any volume takes: zeros, or the random bytes of `seed`."""
     buffer = memoryview(mmap.mmap(-1, length_bytes))
     if seed is not None:
         buffer[:] = random.Random(seed).randbytes(length_bytes)

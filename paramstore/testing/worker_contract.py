@@ -1,4 +1,4 @@
-"""What every `Workers` promises, as tests: a test class of an implementation inherits them and gives `make`."""
+"""The contract of every `Workers`, as tests: an implementation's test class inherits them and gives `make`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class WorkersContract(ABC):
 
     @abstractmethod
     def make(self, loop: asyncio.AbstractEventLoop) -> Workers:
-        """New workers without lanes."""
+        """Makes new workers without lanes."""
 
     def outcomes(self, *calls: Callable[[Any], Any], prepare: Callable[[], None] | None = None) -> list[Outcome]:
-        """What `done` was told of each call, all of them made at once in one lane of two threads with the argument 21."""
+        """Gives what `done` was told of each call, all of them made at once in one lane of two threads with the argument 21."""
 
         async def scenario() -> list[Outcome]:
             loop = asyncio.get_running_loop()

@@ -42,7 +42,7 @@ class InlineWorkers:
             self._calls.pop(index)()
 
     def pause(self) -> None:
-        """Calls pile up from here on: transfers stay under way until `resume`."""
+        """Lets calls pile up from here on: transfers stay under way until `resume`."""
         self._is_paused = True
 
     def resume(self) -> None:

@@ -1,5 +1,5 @@
-"""`make soak`: crash states of new seeds for hours; one, two and three volumes in turn, and crashes of those who recover twice.
-Beside each seed of them, SIMULATED_SEEDS new seeds of the simulation of the daemon.
+"""`make soak`: tries crash states of new seeds for hours; one, two and three volumes in turn, and crashes of lives that recover
+twice. Beside each seed it runs SIMULATED_SEEDS new seeds of the simulation of the daemon.
 
 Every seed's line and every hour's tables go to stdout. Ends at the first violation with exit code 1, the seed and what to run.
 """
@@ -23,17 +23,17 @@ from paramstore_testkit.sim import run as sim_run
 
 TABLE_EVERY_S = 3600.0
 SIMULATED_SEEDS = 40
-"""About as long as one seed of the crash states takes."""
+"""Seeds of the simulation that take about as long as one seed of the crash states."""
 PLAN = Plan(acts=40, depth=Depth(random_subsets=24), resume_share=0.1, resume_levels=2)
 
 
 def plan_of(seed: int) -> Plan:
-    """The same for the same seed."""
+    """Makes the plan of a seed; equal for equal seeds."""
     return replace(PLAN, volume_count=1 + seed % 3, with_creation=seed % 16 == 0)
 
 
 def simulated_seeds(seed: int) -> range:
-    """Those that run beside `seed`; other ones for every other, and none that every test run has."""
+    """Seeds of the simulation beside `seed`: different for each, and none that every test run has."""
     return range(seed * SIMULATED_SEEDS, (seed + 1) * SIMULATED_SEEDS)
 
 
@@ -44,7 +44,7 @@ def soak(*, first_seed: int, hours: float) -> int:
         try:
             figures.add(enumerate_seed(seed, plan_of(seed)))
             sim_run.soak(simulated_seeds(seed), simulated)
-        except BaseException:  # noqa: BLE001 - whatever it was, the seed is said
+        except BaseException:  # noqa: BLE001 - whatever it was, the seed must be told
             tell(f"seed {seed} fails; repeat it with: python -m paramstore_testkit.soak --seed {seed} --hours 0")
             tell(traceback.format_exc())
             return 1
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hours", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=1000, help="the first one")
     given = parser.parse_args(arguments)
-    logging.disable(logging.CRITICAL)  # thousands of crashes; a failure is printed
+    logging.disable(logging.CRITICAL)  # there are thousands of crashes; a failure is printed
     torch.set_num_threads(1)
     pytest_configure()  # a bug that PARAMSTORE_BUG names
     return soak(first_seed=given.seed, hours=given.hours)

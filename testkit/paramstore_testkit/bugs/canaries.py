@@ -72,7 +72,7 @@ class _Volume(WrappedVolume):
 
 
 def nothing(*_: object, **__: object) -> None:
-    """Takes the place of a function that should do something."""
+    """Does nothing, in the place of a function that should do something."""
 
 
 def _committer_sees(flush_of: Callable[[int, int], Callable[[Any], None] | None]) -> list[Patch]:

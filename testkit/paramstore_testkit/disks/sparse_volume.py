@@ -1,6 +1,6 @@
-"""Volumes and memory of any size that take room for what is not zero: records of gigabytes, tested in megabytes.
+"""Volumes and memory of any size that take room only for what is not zero: records of gigabytes, tested in megabytes.
 
-A zero page is not kept, and where a read finds zeros in memory that is zero already it writes nothing, so that pages which nobody
+A zero page is not kept. A read that finds zeros writes nothing into memory that is zero already, so that pages which nobody
 ever touched stay so. `HoleSegment` is such memory: private, and read as zeros without taking any.
 """
 
@@ -16,14 +16,14 @@ from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
 from paramstore_testkit.disks.machine import PlainSegment
 
 BLOCK_BYTES = 256 << 10
-"""Compared with zeros at once."""
+"""Size of the blocks that are compared with zeros."""
 MAP_NORESERVE = 0x4000
-"""From the kernel's headers; Python has no name for it."""
+"""Flag of mmap in the kernel's headers, for which Python has no name."""
 _ZEROS = bytes(BLOCK_BYTES)
 
 
 class SparseVolume:
-    """Owner of its pages. What is written is there at once; nothing is ever lost."""
+    """Owner of its pages. A write is there at once; nothing is ever lost."""
 
     tier = Tier.NVME
 
@@ -31,7 +31,7 @@ class SparseVolume:
         self.index = index
         self.size_bytes = size_bytes
         self.pages: dict[int, bytes] = {}
-        """By offset; those that are not zero."""
+        """Pages that are not zero, by offset."""
 
     def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
         check_range(offset_bytes, into, size_bytes=self.size_bytes, place=self._place)
@@ -61,7 +61,7 @@ class SparseVolume:
                 self.pages[offset_bytes + at] = bytes(page)
 
     def flush(self) -> None:
-        """Nothing is ever lost."""
+        """Does nothing: nothing is ever lost."""
 
     def grow(self, size_bytes: int) -> None:
         if size_bytes > 1 << 62:
@@ -74,7 +74,7 @@ class SparseVolume:
         }  # fmt: skip
 
     def close(self) -> None:
-        """The pages stay."""
+        """Does nothing: the pages stay."""
 
     def corrupt(self, offset_bytes: int) -> None:
         """Flips a bit of one byte, behind everybody's back."""
@@ -94,7 +94,7 @@ class HoleSegment(PlainSegment):
     def __init__(self, length_bytes: int) -> None:
         self.length_bytes, self.fd = length_bytes, None
         mapping = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-        mapping.madvise(mmap.MADV_HUGEPAGE)  # all zeros are one page then, mapped 2 MiB at a time
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # then all zeros are one page, mapped 2 MiB at a time
         self._memory = memoryview(mapping)
 
     def resident_bytes(self) -> int:
@@ -102,14 +102,14 @@ class HoleSegment(PlainSegment):
 
 
 def clear(view: memoryview) -> None:
-    """All zeros; nothing is written where they are."""
+    """Fills with zeros; writes nothing where they are."""
     for _, block in _blocks(view):
         if not _is_zero(block):
             block[:] = _ZEROS[: block.nbytes]
 
 
 def copy(source: memoryview, target: memoryview) -> None:
-    """As `target[:] = source`; nothing is written where zeros meet zeros."""
+    """Does `target[:] = source`, but writes nothing where zeros meet zeros."""
     for start, block in _blocks(source):
         under = target[start : start + block.nbytes]
         if not _is_zero(block) or not _is_zero(under):

@@ -1,6 +1,6 @@
-"""What every step of a namespace must hold, and which steps its trainer was promised: a model without a daemon.
+"""A model, without a daemon, of what every step of a namespace must hold, and which steps its trainer was promised.
 
-It is told each thing before the trainer asks for it, and again when the answer came. After a death `reopen` takes the step
+It hears of each request before the trainer sends it, and again when the answer came. After a death `reopen` takes the step
 at which the store came back: *last acknowledged <= step <= last started*, or AssertionError.
 """
 
@@ -13,18 +13,18 @@ from paramstore.core.key import ExpertKey
 from paramstore_testkit.oracles.experts import Expert, State, Tensors
 
 Rule = Callable[[Expert, Tensors], Expert]
-"""An expert and its gradients -> the expert after the update."""
+"""Function from an expert and its gradients to the expert after the update."""
 
 
 class StepChain:
-    """Owner of the model. working: what the writer sees. committed: steps known to be durable, oldest first. openable: those
-    of them that must be open to readers: the newest `retained` of each time."""
+    """Owner of the model. working: the writer's view. committed: steps known to be durable, oldest first. openable: the committed
+    steps that must be open to readers: at any time the newest `retained`."""
 
     def __init__(self, rule: Rule, *, retained: int = RETAINED_STEPS) -> None:
         self._rule = rule
         self._retained = retained
         self.states: dict[int, State] = {}
-        """Of every step that was ever started, as last started."""
+        """Contents of every step that was ever started, as last started."""
         self.extras: dict[int, bytes] = {}
         self.working: State = {}
         self.committed: list[int] = []
@@ -44,31 +44,31 @@ class StepChain:
         self.working = {**self.working, **{key: self._rule(self.working[key], value) for key, value in gradients.items()}}
 
     def start(self, step: int, extra: bytes) -> None:
-        """A commit is about to be sent."""
+        """Hears that a commit is about to be sent."""
         self.started.append(step)
         self.states[step] = self.working
         self.extras[step] = extra
 
     def acknowledge(self, step: int) -> None:
-        """It was answered, and with it those sent before."""
+        """Hears that a commit was answered, and with it those sent before."""
         position = self.started.index(step) + 1
         self.committed += self.started[:position]
         self.openable = [*self.openable, *self.started[:position]][-self._retained :]
         del self.started[:position]
 
     def start_rollback(self, step: int) -> None:
-        """A rollback is about to be sent; no commit is under way."""
+        """Hears that a rollback is about to be sent; no commit is under way."""
         assert not self.started
         assert step in self.openable
         self.rolling_to = step
 
     def acknowledge_rollback(self) -> None:
-        """It was answered."""
+        """Hears that the rollback was answered."""
         assert self.rolling_to is not None
         self._roll_back(self.rolling_to)
 
     def reopen(self, found: int | None) -> None:
-        """The store came back at step `found`. On return nothing is under way. Raises AssertionError if it broke its promise."""
+        """Hears that the store came back at step `found`. On return nothing is under way. Raises AssertionError if it may not."""
         allowed = {self.acknowledged, *self.started, *(() if self.rolling_to is None else (self.rolling_to,))}
         assert found in allowed, (
             f"came back at step {found}; acknowledged {self.acknowledged}, started {self.started}, rollback to {self.rolling_to}"
@@ -82,7 +82,7 @@ class StepChain:
         self.working = {} if found is None else self.states[found]
 
     def check_steps(self, found: list[int]) -> None:
-        """`found` are the steps that can be opened: what was promised at least, and none that is not committed."""
+        """Checks `found`, the steps that can be opened: all that were promised, and none that is not committed."""
         assert found == sorted(found)
         assert set(self.openable) <= set(found) <= set(self.committed), (found, self.openable, self.committed)
 

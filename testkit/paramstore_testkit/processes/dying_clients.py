@@ -66,7 +66,7 @@ class DyingClient:
         say(f"child {child}")
 
     def waiting(self) -> None:
-        """Waits for a lease whose load does not come to its end."""
+        """Asks for a lease whose load does not come to its end."""
         self.leased()
         until_told("gate")
         self.tickets.append(self.namespace.begin_acquire([AWAITED]))

@@ -1,4 +1,4 @@
-"""A trainer that does what its plan says and holds every answer against the model: what tests kill, and what they kill beside.
+"""A trainer that does what its plan says and checks every answer against the model: tests kill it, or a daemon beside it.
 
 Whatever it finds wrong is an AssertionError; a daemon that died is StoreUnavailable, as for any client.
 """
@@ -27,7 +27,7 @@ FIRST_STEP = 1
 
 
 def plain_rule(expert: Expert, gradients: Tensors) -> Expert:
-    """What `plain_arithmetic.update` promises."""
+    """Updates an expert as `plain_arithmetic.update` promises to."""
     fields: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
         fields[f"master/{name}"] = expert.fields[f"master/{name}"] - LEARNING_RATE * gradient
@@ -37,13 +37,13 @@ def plain_rule(expert: Expert, gradients: Tensors) -> Expert:
 
 
 def adamw_rule(expert: Expert, gradients: Tensors) -> Expert:
-    """What torch's own AdamW makes of it."""
+    """Updates an expert with torch's own AdamW."""
     return expert.after(gradients, OPTIONS)
 
 
 def check_reopened(store: ps.Store, chain: StepChain, counts: Counter[str]) -> None:
-    """Returns once the step at which the store came back is one it may come back at, and every record of every step that can
-    be opened is as it must be."""
+    """Checks that the store came back at a step at which it may, and that every record of every step that can be opened is as it
+    must be."""
     found: int | None = next((entry["committed_step"] for entry in store.namespaces() if entry["name"] == NAME), None)
     counts["reopened beyond the last acknowledged step"] += found in chain.started
     counts["reopened at the last acknowledged step, a later one started"] += bool(chain.started) and found == chain.acknowledged
@@ -61,7 +61,7 @@ def check_reopened(store: ps.Store, chain: StepChain, counts: Counter[str]) -> N
 
 
 def check_records(namespace: ps.Namespace, state: State, *, step: object) -> None:
-    """Returns if every record that the handle sees is as `state` has it, its `param` too."""
+    """Checks that every record that the handle sees is as `state` has it, its `param` too."""
     for key in namespace.space:
         check_record(namespace, key, state[key], step=step)
 
@@ -89,7 +89,7 @@ def end(chain: StepChain, operation: Operation) -> None:
 
 
 def adopt(store: ps.Store, chain: StepChain) -> None:
-    """Takes what the store holds for what it should: for a trainer that was not there before."""
+    """Takes what the store holds for right: for a trainer that was not there before."""
     for step in open_steps(store):
         with store.open_namespace(NAME, at=step) as reader:
             chain.working = {key: _as_found(reader, key) for key in reader.space}
@@ -118,14 +118,14 @@ class Trainer:
         self.namespace = self._open()
 
     def run(self, operation: Operation) -> None:
-        """Does it, and tells the model before and after. Raises AssertionError, StoreUnavailable."""
+        """Does the operation, and tells the model before and after. Raises AssertionError, StoreUnavailable."""
         begin(self._chain, operation)
         getattr(self, f"_{operation.kind}")(operation)
         end(self._chain, operation)
         self._counts[operation.kind] += 1
 
     def close(self) -> None:
-        """Nobody waits for what is under way any more."""
+        """Abandons what is under way: nobody waits for it any more."""
         for ticket in self._flying:
             ticket.abandon()
 
@@ -149,7 +149,7 @@ class Trainer:
         self._chain.acknowledge(FIRST_STEP)
 
     def _check_params(self, namespace: ps.Namespace, keys: Sequence[ExpertKey]) -> None:
-        """A lease of `keys`, in parts, shows the model's masters."""
+        """Checks that a lease of `keys`, in parts, shows the model's masters."""
         room = namespace.lease_slots
         for part in (keys[start : start + room] for start in range(0, len(keys), room)):
             with namespace.acquire(part) as lease:
@@ -200,7 +200,7 @@ class Trainer:
         check_record(self.namespace, key, self._chain.working[key], step="working")
 
     def _reader(self, operation: Operation) -> None:
-        """Beside the writer, another view: it sees a committed step, never the working state."""
+        """Reads beside the writer, in another view: it sees a committed step, never the working state."""
         with self._store.open_namespace(NAME) as reader:
             step = reader.view_step
             assert step is not None

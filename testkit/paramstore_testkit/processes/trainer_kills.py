@@ -1,4 +1,4 @@
-"""Cycles of one daemon: a trainer in a process of its own lives its plan and is killed at any moment; the next one begins at
+"""Runs cycles on one daemon: a trainer in a process of its own lives its plan and is killed at any moment; the next one begins at
 the committed step, and nothing else of the dead one counts.
 
 The trainer says what it begins and what was answered; the rest is known from its seed. `counts` says what happened.
@@ -21,7 +21,7 @@ NEXT_LIFE_OPERATIONS = 3
 
 
 class TrainerKills:
-    """Owner of the model and of the dice. store: a client of the daemon beside which the trainers live."""
+    """Owner of the model and the random numbers. store: a client of the daemon beside which the trainers live."""
 
     def __init__(self, trainers: KillableTrainers, store: ps.Store, *, seed: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -32,7 +32,7 @@ class TrainerKills:
         self._chain = StepChain(plain_rule)
 
     def run(self, cycles: int) -> None:
-        """`cycles` kills. Raises AssertionError with the seed and the cycle in its notes."""
+        """Makes `cycles` kills. Raises AssertionError with the seed and the cycle in its notes."""
         for number in range(cycles):
             try:
                 self._next_life()
@@ -44,7 +44,7 @@ class TrainerKills:
         self._next_life()
 
     def _next_life(self) -> None:
-        """The next writer: it begins where it should, and goes on from there."""
+        """Lets the next writer begin where it should, and go on from there."""
         trainer = Trainer(self._store, self._chain, self.counts)
         for operation in self._plan(self._dice.getrandbits(40), NEXT_LIFE_OPERATIONS):
             trainer.run(operation)
@@ -59,7 +59,7 @@ class TrainerKills:
         plan = self._plan(seed, operations)
         request = {"address": self._store.address, "seed": seed, "openable": self._chain.openable, "count": operations}
         self._trainers.fork(request)
-        self._chain.reopen(self._chain.acknowledged)  # it begins there, whatever the life before left uncommitted
+        self._chain.reopen(self._chain.acknowledged)  # a life begins there, whatever the one before left uncommitted
         for _ in range(self._dice.randint(1, 2 * len(plan))):
             said = self._trainers.heard()
             assert said is not None, "the trainer died before it was killed"
@@ -77,6 +77,6 @@ class TrainerKills:
                 self.counts[plan[int(number)].kind] += 1
 
     def _check(self) -> None:
-        """Opening as writer waits for a commit that the dead one has under way: then the committed step stands."""
+        """Opens as writer, which waits for a commit that the dead one has under way, then checks that the committed step stands."""
         self._store.open_namespace(NAME, mode="write").close()
         check_reopened(self._store, self._chain, self.counts)

@@ -1,4 +1,4 @@
-"""Invariants of a running daemon, looked at from outside: extents, slots, leases, and that nothing is left when all have gone."""
+"""Checks invariants of a running daemon from outside: extents, slots, leases, and that nothing is left when all have gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_tables(store: Store) -> None:
-    """At any moment between two callbacks."""
+    """Checks what holds at any moment between two callbacks."""
     _check_space(store)
     for namespace in store.namespaces.values():
         _check_copies(namespace)
@@ -80,7 +80,7 @@ def _check_copies(namespace: NamespaceState) -> None:
 
 
 def check_baseline(machine: SimMachine) -> None:
-    """All clients have gone and nothing moves: nothing of them is left."""
+    """Checks that nothing is left of clients when all have gone and nothing moves."""
     store, server = machine.store, machine.server
     space, host = store._planner.space, store.host
     left = {
@@ -120,9 +120,9 @@ def _left_in(namespace: NamespaceState) -> dict[str, int]:
 
 
 def check_disks(machine: SimMachine, namespace: NamespaceState, model: NamespaceModel) -> int:
-    """After a start: every record of every step that can be opened lies on the disks, whole, with the model's bytes.
+    """Checks after a start that every record of every step that can be opened lies on the disks, whole, with the model's bytes.
 
-    Gives how many it looked at."""
+    Gives the number of records that it looked at."""
     part, ledger = machine.schema.stored, namespace.ledger
     per_part = len(part.fields) // 3
     seen: set[Extent] = set()

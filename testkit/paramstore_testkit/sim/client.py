@@ -1,6 +1,6 @@
 """A client of the simulation: its process, its connection, its requests under way, what it has open and leased.
 
-Whatever it asks is answered once, within a bound, by a result or an error that the request may meet; whatever bytes it is given are
+Every request must be answered once, in time, by a result or by an error that it may meet. The bytes that a client is given are
 compared with the model when they come, and again when it gives them back.
 """
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096
 HANG_S = 3600.0
-"""No request may take longer, however slow the disks are."""
+"""Longest time that a request may take, however slow the disks are."""
 LATE_S = 1.0
-"""How much later than its timeout a lease may be answered."""
+"""Longest time after its timeout at which a lease may be answered."""
 
 
 @dataclass(slots=True)
@@ -37,13 +37,13 @@ class Asked:
     view: ClientView | None
     is_exclusive: bool
     turn: int = -1
-    """Of the loop, when it reached the core."""
+    """Turn of the loop in which it reached the core."""
 
 
 @dataclass(slots=True, eq=False)
 class ClientView:
-    """One opening of a namespace. steps: where a reader stood, one after the other; none for a writer. openings: how many writers'
-    openings had reached the core when this one was answered; has_rivals: another one was under way then."""
+    """One opening of a namespace. steps: the steps on which a reader has stood; none for a writer. openings: number of writers'
+    openings that had reached the core when this one was answered; has_rivals: whether another one was under way then."""
 
     handle: int
     model: NamespaceModel
@@ -52,7 +52,7 @@ class ClientView:
     openings: int
     has_rivals: bool
     is_lost: bool = False
-    """Closed, fenced or refused: only its leases count."""
+    """Whether it was closed, fenced or refused: then only its leases count."""
 
     @property
     def is_writer(self) -> bool:
@@ -70,7 +70,7 @@ class ClientView:
 
 @dataclass(slots=True)
 class Lease:
-    """Granted bytes: per key where they are, and what they must stay."""
+    """Granted bytes: for each key the memory, and the bytes that it must keep."""
 
     view: ClientView
     copies: list[tuple[Key, memoryview, bytes]]
@@ -79,7 +79,7 @@ class Lease:
 
 @dataclass(slots=True)
 class Upload:
-    """The session's writable memory, in pages. free: page numbers nobody uses."""
+    """The session's writable memory, in pages. free: numbers of the pages that nobody uses."""
 
     segment: int
     memory: SimSegment
@@ -87,7 +87,7 @@ class Upload:
 
 
 class SimClient:
-    """See the module. The world lets it `act`; `operations` says what it does then."""
+    """One client. The world lets it `act`; `operations` decides what it does then."""
 
     def __init__(self, world: World, number: int, role: str) -> None:
         self.world = world
@@ -98,7 +98,7 @@ class SimClient:
         self.sock: SimSocket | None = None
         self.is_welcome = False
         self.is_exclusive = False
-        """A request is under way beside which it asks for nothing else."""
+        """Whether a request is under way beside which it asks for nothing else."""
         self.asked: dict[int, Asked] = {}
         self.next_id = 1
         self.views: dict[int, ClientView] = {}
@@ -109,13 +109,13 @@ class SimClient:
         self.pushed: dict[Key, int] = {}
         """First page of each pending gradient."""
         self.lingering: list[tuple[SimProcess, list[Lease]]] = []
-        """Processes of connections that ended, and what they still read."""
+        """Processes of connections that ended, and their leases, which they still read."""
         self.wants_rollback = False
         self.wants_refresh = False
         self.opens_at: int | None = None
-        """Where it opens as writer next: a step is prepared."""
+        """Step at which it opens as writer next, since a step is prepared."""
         self.wants_commit = False
-        """What it initialized is not committed yet."""
+        """Whether the values that it initialized are not committed yet."""
 
     def __repr__(self) -> str:
         return f"{self.role}{self.number}"
@@ -135,12 +135,12 @@ class SimClient:
         self.is_welcome = True
 
     def _closed(self) -> None:
-        """The daemon hung up."""
+        """Ends the client's side after the daemon hung up."""
         if self.sock is not None and self.sock.is_closed:
             self.disconnect(is_dead=False)
 
     def disconnect(self, *, is_dead: bool, tail: bytes = b"") -> None:
-        """The connection is over: by the client's death (its process ends too), or because somebody hung up."""
+        """Ends the connection: by the client's death (its process ends too), or because somebody hung up."""
         sock, process = self.sock, self.process
         if sock is None or process is None:
             return
@@ -165,14 +165,14 @@ class SimClient:
         self.upload = None
 
     def end_lingering(self) -> None:
-        """Processes whose connection ended before end now."""
+        """Ends processes whose connection ended before."""
         for process, leases in self.lingering:
             self.check_leases(leases)
             process.kill()
         self.lingering.clear()
 
     def daemon_gone(self) -> None:
-        """The machine went down: leased bytes stay as they were, nothing else is left."""
+        """Forgets everything, since the machine went down; leased bytes must be as they were."""
         for _, leases in self.lingering:
             self.check_leases(leases)
         self.lingering.clear()
@@ -190,8 +190,8 @@ class SimClient:
         arrived: Callable[[], None] | None = None, allowed: Iterable[str] = (), view: ClientView | None = None,
         timeout_s: float | None = None, is_exclusive: bool = False,
     ) -> int:  # fmt: skip
-        """Sends a request. arrived: called right before the core handles it; done, failed: with its result, or its error's class
-        name, in the moment in which the core answers. allowed: errors it may meet beside those of its view and of faults."""
+        """Sends a request. arrived: called right before the core handles it; done, failed: called when the core answers, with the
+        result or the error's class name. allowed: errors that it may meet beside those of its view and of faults."""
         world = self.world
         due_s = world.loop.time() + (HANG_S if timeout_s is None else timeout_s + LATE_S)
         asked = Asked(type(message).__name__, done, failed, frozenset(allowed), due_s, view, is_exclusive)
@@ -223,7 +223,7 @@ class SimClient:
     def _received(self, data: memoryview, fds: Sequence[int]) -> None:
         try:
             self._answered(decode_answer(data[LENGTH.size :]), fds)
-        except BaseException as error:  # noqa: BLE001 - we are within a call of the core, which would take it for its own
+        except BaseException as error:  # noqa: BLE001 - the core, which called us, would take it for its own
             self.world.loop.fail(error)
 
     def _answered(self, answer: Any, fds: Sequence[int]) -> None:
@@ -275,7 +275,7 @@ class SimClient:
         return Lease(view, copies, frozenset(slot[0] for slot in answer.slots))
 
     def check_leases(self, leases: Iterable[Lease]) -> None:
-        """Leased bytes never change."""
+        """Checks that leased bytes have not changed."""
         for lease in leases:
             for key, memory, expected in lease.copies:
                 if memory[: len(expected)] != expected:
@@ -303,7 +303,7 @@ class SimClient:
     # --- upload memory
 
     def pages(self, count: int) -> int | None:
-        """The first of `count` pages in a row that nobody uses; they are taken."""
+        """Takes `count` pages in a row that nobody uses; gives the first."""
         if self.upload is None:
             return None
         free = self.upload.free

@@ -2,9 +2,9 @@
 
 - Time stands while callbacks are ready (each turn takes TURN_S) and jumps to the next timer when none is.
 - There is no selector: simulated sockets say when they can be read or written (`tell_readable`, `tell_writable`).
-- With `shuffles`, callbacks that are ready in one turn run in random order, but for first steps of tasks, which keep theirs:
-  whoever starts tasks may rely on that; on the order of what worker, timer and socket bring, nobody may.
-- Tasks are numbered, and are equal in no set: sets of them are iterated in the same order in every process.
+- With `shuffles`, callbacks that are ready in one turn run in random order. Only first steps of tasks keep their order: code
+  that starts tasks may rely on that, and nobody on the order of what workers, timers and sockets bring.
+- Tasks are numbered, and no two are equal: sets of them are iterated in the same order in every process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from random import Random
 from typing import Any
 
 TURN_S = 1e-6
-"""What one turn of the loop takes."""
+"""Time that one turn of the loop takes."""
 
 
 class Stalled(Exception):
-    """Nothing is ready, and no timer is set: whoever waits, waits for ever."""
+    """Nothing is ready and no timer is set, so whoever waits would wait for ever."""
 
 
 class SimTask(asyncio.Task[Any]):
@@ -55,7 +55,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.alive: dict[int, asyncio.Task[Any]] = {}
         """Tasks that are not done, by number, oldest first."""
         self.failure: BaseException | None = None
-        """What ends the run at the next turn: a check that failed within a callback of the product, which would swallow it."""
+        """Error that ends the run at the next turn, of a check that failed within a callback: the product would swallow it."""
         self.turns = 0
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
         self.set_exception_handler(self._unhandled)
@@ -64,7 +64,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def fail(self, error: BaseException) -> None:
-        """The run ends with `error`, unless something failed before."""
+        """Ends the run with `error`, unless something failed before."""
         if self.failure is None:
             self.failure = error
 
@@ -89,7 +89,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # --- turns
 
     def _run_once(self) -> None:
-        """One turn, as `BaseEventLoop._run_once`."""
+        """Runs one turn, as `BaseEventLoop._run_once` does."""
         if self.failure is not None:
             raise self.failure
         ready, scheduled = self._ready, self._scheduled
@@ -112,7 +112,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _shuffle(self, ready: deque[asyncio.Handle]) -> None:
-        """Random order; steps of tasks that nothing woke keep theirs among each other."""
+        """Puts callbacks into random order; steps of tasks that nothing woke keep theirs among each other."""
         handles = list(ready)
         steps = [handle for handle in handles if _is_step(handle)]
         self._random.shuffle(handles)
@@ -123,13 +123,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         ready.extend(handles)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers leave when their time comes."""
+        """Does nothing: cancelled timers leave when their time comes."""
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps in a selector."""
+        """Does nothing: nobody sleeps in a selector."""
 
     def forget_timers(self) -> None:
-        """No timer that is set now goes off."""
+        """Forgets the timers that are set now."""
         for handle in self._scheduled:
             handle.cancel()
         self._scheduled.clear()
@@ -137,7 +137,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # --- simulated sockets
 
     def watch_sockets(self, can_read: Callable[[int], bool]) -> None:
-        """can_read: whether a descriptor has something to read now."""
+        """Registers `can_read`, which says whether a descriptor has something to read now."""
         self._can_read = can_read
 
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:  # type: ignore[override]
@@ -155,7 +155,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._writers.pop(fd, None) is not None
 
     def tell_readable(self, fd: int) -> None:
-        """Whoever reads `fd` is called in the next turn, and again while there is more."""
+        """Calls the reader of `fd` in the next turn, and again while there is more."""
         if fd in self._readers:
             self.call_soon(self._read, fd)
 
@@ -168,7 +168,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self.tell_readable(fd)
 
     def tell_writable(self, fd: int) -> None:
-        """Whoever waits to write to `fd` is called in the next turn."""
+        """Calls whoever waits to write to `fd` in the next turn."""
         if fd in self._writers:
             self.call_soon(self._write, fd)
 
@@ -180,7 +180,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _next_timer(scheduled: list[asyncio.TimerHandle]) -> asyncio.TimerHandle:
-    """The next one, which is in the heap no more."""
+    """Takes the next timer out of the heap."""
     handle = heapq.heappop(scheduled)
     handle._scheduled = False  # type: ignore[attr-defined]
     return handle

@@ -1,7 +1,7 @@
 """The daemon's machine in the simulation: disks, catalog, workers and clock that a seed drives, and the daemon that runs on them.
 
-Disks and catalog outlive the daemon; `crash` is a power cut, `stop` a SIGTERM. What the product takes from the operating system
-(threads, clock, random numbers, addresses as hashes) is replaced within `installed`, and nothing else.
+Disks and catalog outlive the daemon; `crash` is a power cut, `stop` a SIGTERM. Within `installed`, what the product takes from
+the operating system (threads, clock, random numbers, addresses as hashes) is replaced, and nothing else.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from paramstore_testkit.sim.net import Network, SimListener, SimMemory, SimPeer
 from paramstore_testkit.sim.plan import Faults, Plan
 
 SEGMENT_ALIGNMENT_BYTES = 4096
-"""Of segments here: budgets of a few slots instead of a few hundred."""
+"""Alignment of segments in the simulation, which allows budgets of a few slots instead of a few hundred."""
 SEGMENT_BYTES = 64 << 10
-"""Arenas of several segments, at this size."""
+"""Size of a segment: so small that arenas have several."""
 PREFILL_PIECE_BYTES = 256 << 10
 
 
@@ -88,7 +88,7 @@ class SimVolume(MemoryVolume):
         super().flush()
 
     def keep_some(self, write: int, sectors: int) -> Collection[int]:
-        """Any subset of sectors of any subset of writes."""
+        """Keeps any subset of sectors of any subset of writes."""
         share = self._random.choice((0.0, 0.5, 1.0))
         if share in (0.0, 1.0):
             return range(sectors) if share else ()
@@ -125,7 +125,7 @@ class SimCatalog(FaultyCatalog):
 
 
 class SimWorkers:
-    """Each call takes simulated time, by its lane; when in that time it runs is random, so calls overtake each other."""
+    """Workers whose calls take simulated time, by lane. When in that time a call runs is random, so calls overtake each other."""
 
     def __init__(self, loop: VirtualLoop, random: Random, plan: Plan, fired: Counter[str]) -> None:
         self._loop = loop
@@ -137,7 +137,7 @@ class SimWorkers:
         self.running = 0
 
     def add_lane(self, lane: Hashable, threads: int, *, prepare: Callable[[], None] | None = None) -> None:
-        """Lanes need nothing: there are no threads."""
+        """Does nothing: there are no threads."""
 
     def run(
         self, lane: Hashable, function: Callable[[Any], Any], argument: Any, done: Callable[[Any, ParamStoreError | None], None]
@@ -173,7 +173,7 @@ class SimWorkers:
 
 
 class SimMachine:
-    """Owner of what survives: disks and catalog. `store`, `server`, `listener` and `memory` are of the daemon that runs now."""
+    """Owner of what survives: disks and catalog. `store`, `server`, `listener` and `memory` belong to the daemon that runs now."""
 
     store: Store
     server: Server
@@ -205,7 +205,7 @@ class SimMachine:
         return self.plan.layers * self.plan.experts
 
     def host_bytes(self) -> int:
-        """Of one namespace: staging and the slots that the plan names."""
+        """Host memory of one namespace: staging and the slots that the plan names."""
         plan, part = self.plan, self.schema.part("param")
         staging = plan.io_workers * plan.volume_count * self.schema.stored.header_bytes
         return staging + plan.working_slots * self.schema.record_bytes + plan.param_slots * part.image_bytes
@@ -225,7 +225,7 @@ class SimMachine:
     # --- lives
 
     def start(self) -> None:
-        """A daemon comes up on what lies on disks and in the catalog. Raises what a real one would raise."""
+        """Starts a daemon on what lies on disks and in the catalog. Raises what a real one would raise."""
         self.memory = SimMemory()
         self.listener = SimListener(self.network)
         self.catalog = SimCatalog(self.durable, self.random, self.fired)
@@ -245,13 +245,13 @@ class SimMachine:
         self.is_up = True
 
     def arm(self, faults: Faults | None) -> None:
-        """Faults fire from here on; None: no more."""
+        """Lets faults happen from here on; with None, no more."""
         for disk in self.disks.values():
             disk.faults = faults
         self.catalog.faults = self.workers.faults = faults
 
     async def crash(self, keep: Callable[[SimVolume], Callable[[int, int], Collection[int]]]) -> None:
-        """The power fails. keep: of each disk, which unflushed sectors had got there."""
+        """Cuts the power. keep: decides for each disk which unflushed sectors are there."""
         self.workers.close()
         await self._end()
         for disk in self.disks.values():
@@ -259,7 +259,7 @@ class SimMachine:
         self.durable = self.durable.crash()
 
     async def stop(self) -> None:
-        """As after SIGTERM."""
+        """Stops the daemon as SIGTERM would."""
         self.arm(None)
         self.server.close()
         await self.store.close()
@@ -267,10 +267,10 @@ class SimMachine:
         self.durable = self.durable.crash()
 
     async def _end(self) -> None:
-        """No task and no timer of this life is left."""
+        """Ends all tasks and timers of this life."""
         self.is_up = False
         self.arm(None)
-        self.network.sockets.clear()  # nothing more arrives
+        self.network.sockets.clear()  # so that nothing more arrives
         me = asyncio.current_task()
         while tasks := [task for task in self.loop.alive.values() if task is not me]:
             for task in tasks:
@@ -286,7 +286,7 @@ def nothing_kept(_: SimVolume) -> Callable[[int, int], Collection[int]]:
 
 @contextmanager
 def installed(loop: VirtualLoop, random: Random) -> Iterator[None]:
-    """Within the block the engine of this process runs on simulated time, memory and arithmetic, in an order that repeats."""
+    """Runs the engine of this process, within the block, on simulated time, memory and arithmetic, in an order that repeats."""
     uuids = SimpleNamespace(uuid4=lambda: SimpleNamespace(bytes=random.randbytes(16)))
     clock = SimpleNamespace(now_s=loop.time)
     functions = {name: getattr(plain_arithmetic, name) for name in ("update", "square_sum", "fill_initial", "materialise", "load")}
@@ -312,7 +312,7 @@ def installed(loop: VirtualLoop, random: Random) -> Iterator[None]:
 
 
 def _with_order(init: Callable[..., None], attribute: str) -> Callable[..., None]:
-    """`init`, after which the set `attribute` is one that keeps its order."""
+    """Wraps `init` so that the set `attribute` that it makes keeps its order."""
 
     def make(self: Any, *arguments: Any, **named: Any) -> None:
         init(self, *arguments, **named)

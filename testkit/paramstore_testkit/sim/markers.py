@@ -1,6 +1,6 @@
 """Rare situations that a simulation must have met ("sometimes" markers), and the probes that see them from outside.
 
-A probe wraps a method of the engine, looks, and calls it; it changes nothing. Others are marked by clients and by the world.
+A probe wraps a method of the engine, looks, and calls it; it changes nothing. Clients and the world set the other markers.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ MARKERS = (
     "verify beside a commit", "all clients left", "step prepared and finalized", "writer died with a prepared step",
     "writer met a prepared step", "prepared step committed by the next writer",
 )  # fmt: skip
-"""Each must be met LEAST times in a run, or the run proves too little."""
+"""Names of all markers. Each must be met LEAST times in a run, or the run proves too little."""
 LEAST = 20
 
 
 @contextmanager
 def probed(mark: Mark) -> Iterator[None]:
-    """Within the block probes call `mark` with a marker's name."""
+    """Lets probes call `mark` with a marker's name, within the block."""
     with ExitStack() as stack:
         for owner, name, probe in _probes(mark):
             original = vars(owner)[name]

@@ -1,9 +1,9 @@
-"""What a namespace must contain: the reference model of the simulation. Plain values, no engine.
+"""The reference model of the simulation: what a namespace must contain. Plain values, no engine.
 
 A record's value is its identity and three numbers, by the rule of `plain_arithmetic`: every element of a field is the same number,
-and all numbers are multiples of 1/8 far below 2**20, so that fp32 holds them exactly. Requests are told when they reach the core,
-answers when the core gives them. The model says which bytes a writer may see, which a reader must, and which steps may or must be
-there.
+and all numbers are multiples of 1/8 far below 2**20, so that fp32 holds them exactly. The model hears of requests when they reach
+the core, and of answers when the core gives them. It says which bytes a writer may see, which a reader must, and which steps may
+or must exist.
 """
 
 from __future__ import annotations
@@ -36,50 +36,50 @@ State = Mapping[Key, Value]
 
 @lru_cache(maxsize=1 << 14)
 def pattern(number: float, elements: int) -> bytes:
-    """A field of equal fp32 elements."""
+    """Makes a field of equal fp32 elements."""
     return struct.pack("<f", number) * elements
 
 
 class NamespaceModel:
-    """One namespace. Owner of what is known of its steps, of the writer's state, and of every identity ever seen."""
+    """One namespace. Owner of all that is known of its steps, of the writer's state, and of every identity ever seen."""
 
     def __init__(self, name: str, keys: Sequence[Key], *, retained_steps: int) -> None:
         self.name = name
         self.keys = list(keys)
         self.retained_steps = retained_steps
         self.states: dict[int, State] = {}
-        """Every step whose commit was ever asked for. Numbers are never used twice."""
+        """Records of every step whose commit was ever asked for. Step numbers are never used twice."""
         self.steps: list[int] = []
-        """Those that are committed and not rolled back, in order."""
+        """Steps that are committed and not rolled back, in order."""
         self.kept: list[int] = []
-        """Those of them that retention keeps: what a commit dropped does not come back with a rollback."""
+        """Steps of those that retention keeps: what a commit dropped does not come back with a rollback."""
         self.started: dict[int, None] = {}
-        """Commits asked for and not answered: they may be there."""
+        """Steps of commits asked for and not answered: they may exist."""
         self.targets: dict[int, None] = {}
-        """Rollbacks asked for and not answered."""
+        """Steps of rollbacks asked for and not answered."""
         self.leaving: set[int] = set()
-        """Steps above such a target: a reader does not come to them any more, and they are listed until the rollback is over."""
+        """Steps above the target of such a rollback: readers do not reach them any more, and they are listed until it is over."""
         self.prepared: dict[int, None] = {}
-        """Steps that may be prepared and not committed: one at most is."""
+        """Steps that may be prepared and not committed; at most one of them is."""
         self.is_prepared_dropped = False
-        """A writer's opening may have dropped it."""
+        """Whether a writer's opening may have dropped the prepared step."""
         self.is_surely_prepared = False
         self.snapshots: dict[int, None] = {}
         self.unsure_snapshots: dict[int, None] = {}
-        """Asked for or given up without an answer."""
+        """Snapshots that were asked for or given up without an answer."""
         self.epoch = 0
         self.history: list[State] = []
-        """What the writer's view meant, over time."""
+        """Successive states of the writer's view."""
         self.pending: dict[Key, float] = {}
         self.identities: dict[tuple[Key, int, int], Value] = {}
         self.is_broken = False
-        """An apply failed, or may have: identities that were claimed may never be made."""
+        """Whether an apply failed, or may have: then identities that were claimed may never be made."""
         self.writer: object = None
-        """The client's view that writes now, if any."""
+        """View of the client that writes now, if any."""
         self.openings = 0
-        """How many openings of writers reached the core: each fences those before it."""
+        """Number of writers' openings that reached the core: each fences those before it."""
         self.opening: dict[int, int | None] = {}
-        """Those of them that are not answered, and the step to which they go back, if they name one."""
+        """Openings of those that are not answered, by number, with the step to which they go back, if they name one."""
         self.next_step = 0
 
     # --- the writer
@@ -93,18 +93,18 @@ class NamespaceModel:
         return self.steps[-1] if self.steps else None
 
     def nothing_prepared(self) -> None:
-        """It was committed, or dropped."""
+        """Forgets the prepared step, which was committed or dropped."""
         self.prepared = {}
         self.is_surely_prepared = self.is_prepared_dropped = False
 
     def opening_asked(self, at: int | None) -> int:
-        """Gives its number."""
+        """Counts a writer's opening; gives its number."""
         self.openings += 1
         self.opening[self.openings] = at
         return self.openings
 
     def stand_at(self, state: State, epoch: int) -> None:
-        """A writer begins at `state` in a new epoch: nothing is pending."""
+        """Lets a writer begin at `state` in a new epoch, with nothing pending."""
         if epoch <= self.epoch:
             raise Broken(f"{self.name}: epoch {epoch} comes after {self.epoch}")
         self.epoch = epoch
@@ -113,7 +113,7 @@ class NamespaceModel:
         self.history.append(state)
 
     def initial(self, key: Key) -> Value:
-        """Different for every key, and for every epoch in which it is set."""
+        """Makes an initial value: different for every key, and for every epoch in which it is set."""
         number = 1.0 + self.keys.index(key) + 64.0 * (self.epoch % 64)
         return Value(self.epoch, 0, number, 0.0, 0)
 
@@ -123,7 +123,7 @@ class NamespaceModel:
         self.history.append({**self.working, key: value})
 
     def claim(self, grad_scale: float, lr: float) -> tuple[dict[Key, float], int]:
-        """An apply takes what is pending. Gives that, and where the history stood, for `unclaim`."""
+        """Lets an apply take what is pending. Gives that, and the apply's place in the history, for `unclaim`."""
         taken, self.pending = self.pending, {}
         state = dict(self.working)
         for key, gradient in taken.items():
@@ -136,7 +136,7 @@ class NamespaceModel:
         return taken, len(self.history) - 1
 
     def unclaim(self, taken: dict[Key, float], index: int) -> None:
-        """The apply was refused in the moment in which it was called: nothing happened."""
+        """Takes an apply back that was refused in the moment in which it was called: nothing happened."""
         if index != len(self.history) - 1:
             raise Broken(f"{self.name}: something came between an apply and its refusal")
         self.history.pop()
@@ -168,7 +168,7 @@ class NamespaceModel:
         self.prepared[step] = None
 
     def check_prepared(self, found: int | None) -> None:
-        """After a start. What was prepared is there, unless it was committed, or who asked was not answered."""
+        """Checks the prepared step after a start: it is there, unless it was committed, or its request was not answered."""
         if found is not None and found not in self.prepared:
             raise Broken(f"{self.name}: step {found} is prepared; only {list(self.prepared)} may be")
         if found is None and self.is_surely_prepared and not self.is_prepared_dropped and self.committed not in self.prepared:
@@ -184,16 +184,16 @@ class NamespaceModel:
             raise Broken(f"{self.name}: rolled back to {step} over snapshot {gone}")
 
     def _truncate(self, step: int) -> None:
-        """`step` is the newest, whether it was committed before or was prepared."""
+        """Makes `step` the newest, whether it was committed before or was prepared."""
         self.steps = [other for other in self.steps if other < step] + [step]
         self.kept = ([other for other in self.kept if other < step] + [step])[-self.retained_steps :]
 
     def observe_committed(self, step: int | None, *, is_resolved: bool) -> None:
-        """The core says that `step` is the newest. is_resolved: nothing that was asked for before can change that any more."""
+        """Hears from the core that `step` is the newest. is_resolved: no earlier request can change that any more."""
         allowed = {self.committed, *self.started, *self.targets, *self.leaving}
         if step not in allowed:
             raise Broken(f"{self.name}: step {step} is the newest; it may be {allowed}: last acknowledged <= found <= last started")
-        if step in self.leaving:  # some say where readers stand, others what is committed
+        if step in self.leaving:  # some answers say where readers stand, others what is committed
             for other in sorted(self.leaving):
                 self._add_step(other)
             self.leaving = set()
@@ -213,10 +213,10 @@ class NamespaceModel:
             self.targets = {at: None for at in self.opening.values() if at is not None}
 
     def must_have(self) -> set[int]:
-        """Steps that can be opened now, whatever else can. While a rollback's outcome is open, only its target's past.
+        """Lists steps that can surely be opened now. While a rollback's outcome is open, these are only steps up to its target.
 
-        What is being published may drop one each, before a rollback behind it begins: commits under way, and the prepared step at
-        which a writer opens.
+        Each step that is being published may drop another one, before a rollback behind it begins: commits under way, and the
+        prepared step at which a writer opens.
         """
         published = {*self.started, *self.targets} - set(self.steps)
         count = max(0, self.retained_steps - len(published))
@@ -225,7 +225,7 @@ class NamespaceModel:
         return {step for step in self.snapshots if step not in self.unsure_snapshots} | set(steps)
 
     def check_steps(self, found: Sequence[int]) -> None:
-        """`found` is what the core says can be opened."""
+        """Checks `found`, the steps that can be opened according to the core."""
         known = {*self.steps, *self.started, *self.leaving, *(self.prepared.keys() & self.targets.keys())}
         if list(found) != sorted(set(found)) or not set(found) <= known or not self.must_have() <= set(found):
             raise Broken(f"{self.name}: steps {list(found)}; must have {sorted(self.must_have())}, may have {sorted(known)}")
@@ -238,7 +238,7 @@ class NamespaceModel:
     # --- what is seen
 
     def known(self, key: Key, identity: tuple[int, int]) -> Value:
-        """The value of an identity, whoever sees it."""
+        """Gives the value of an identity, whoever sees it."""
         value = self.identities.get((key, *identity))
         if value is None:
             raise Broken(f"{self.name}: {key} in {identity}: nobody ever made that")
@@ -247,7 +247,7 @@ class NamespaceModel:
     # --- the end of a life
 
     def daemon_gone(self) -> None:
-        """Whatever was asked for and not answered may have happened, or not; nothing is pending."""
+        """Ends a life: whatever was asked for and not answered may have happened, or not; nothing is pending."""
         self.writer = None
         self.opening.clear()
         self.pending = {}

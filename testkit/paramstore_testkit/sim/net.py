@@ -1,8 +1,8 @@
-"""Simulated sockets, client processes and shared memory: what a session sees of its client, without a descriptor of the kernel.
+"""Simulates sockets, client processes and shared memory: what a session sees of its client, without a descriptor of the kernel.
 
 The daemon's own `Server`, `Session` and `Channel` run on these. A frame that a client sends can arrive in parts; what the
 daemon sends reaches the client at once, unless the client does not read (`is_reading`): then it waits in the daemon.
-Descriptors are numbers that name segments; a segment that is closed is overwritten, so that whoever still looks at it finds out.
+Descriptors are numbers that name segments; a closed segment is overwritten, so that whoever still reads it finds out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Network:
         self._fds = itertools.count(1000)
         self.sockets: dict[int, Any] = {}
         self.frames_read = 0
-        """Requests that reached the core."""
+        """Number of requests that reached the core."""
         loop.watch_sockets(self._can_read)
 
     def add(self, sock: Any) -> int:
@@ -43,7 +43,7 @@ class Network:
 
 
 class SimProcess:
-    """A client process. What connected from it learns its end."""
+    """A client process. Those who watch it are told of its end."""
 
     def __init__(self, loop: VirtualLoop, pid: int) -> None:
         self._loop = loop
@@ -61,7 +61,7 @@ class SimProcess:
         self._watchers.pop(number, None)
 
     def kill(self) -> None:
-        """Its watchers are told in a later turn."""
+        """Ends the process; its watchers are told in a later turn."""
         self.is_alive = False
         for number in list(self._watchers):
             self._loop.call_soon(self._tell, number)
@@ -90,13 +90,13 @@ class SimSocket:
     # --- the client's side
 
     def deliver(self, data: bytes, arrived: Callable[[], None] | None) -> None:
-        """`data` has arrived: it is read in one piece, after what came before. arrived: called right before the core sees the
+        """Delivers `data`, which is read in one piece, after what came before. arrived: called right before the core sees the
         end of a frame; None where none ends."""
         self._inbox.append((data, arrived))
         self._network.loop.tell_readable(self.fd)
 
     def hang_up(self, tail: bytes = b"") -> None:
-        """What has not been read is lost, and nothing comes after `tail`, the beginning of a frame."""
+        """Hangs up: what has not been read is lost, and nothing comes after `tail`, the beginning of a frame."""
         self._inbox.clear()
         if tail:
             self._inbox.append((tail, None))
@@ -113,7 +113,7 @@ class SimSocket:
         return not self.is_closed and (bool(self._inbox) or self._is_over)
 
     def setblocking(self, flag: bool) -> None:
-        """It never blocks."""
+        """Does nothing: this socket never blocks."""
 
     def fileno(self) -> int:
         return -1 if self.is_closed else self.fd
@@ -193,7 +193,7 @@ class SimListener:
 
 
 class SimPeer:
-    """`paramstore.daemon.peer.Peer` of a simulated process."""
+    """Takes the place of `paramstore.daemon.peer.Peer` for a simulated process."""
 
     def __init__(self, loop: VirtualLoop, sock: SimSocket, *, on_ended: Callable[[], None]) -> None:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
@@ -219,7 +219,7 @@ class SimPeer:
 
 
 class SimSegment:
-    """Memory with a number as its descriptor. A closed one is overwritten."""
+    """Memory with a number as its descriptor. It is overwritten when it is closed."""
 
     def __init__(self, memory: SimMemory, length_bytes: int) -> None:
         self._memory = memory
@@ -232,7 +232,7 @@ class SimSegment:
         return self._view[offset_bytes : offset_bytes + length_bytes]
 
     def touch(self) -> None:
-        """Its pages are there."""
+        """Does nothing: its pages are there."""
 
     def resident_bytes(self) -> int:
         return self.length_bytes

@@ -1,4 +1,4 @@
-"""How clients of the simulation come and go: namespaces are made, opened for writing or reading at whatever step, and closed."""
+"""How clients of the simulation come and go: they make namespaces, open them for writing or reading at any step, close them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UPLOAD_PAGES = 96
 
 
 def open_upload(c: SimClient, then: Callable[[], None] | None = None) -> None:
-    """A new upload segment; a session has room for one only while a namespace is open in it."""
+    """Asks for a new upload segment; a session has room for one only while a namespace is open in it."""
 
     def done(answer: Any) -> None:
         segment, memory = answer
@@ -23,7 +23,7 @@ def open_upload(c: SimClient, then: Callable[[], None] | None = None) -> None:
             then()
 
     def failed(_: str) -> None:
-        """It has had too many: they go with the connection."""
+        """Dies, since it has had too many segments: they go with the connection."""
         c.world.loop.call_soon(lambda: c.disconnect(is_dead=True))
 
     message = m.OpenUpload(c._id(), UPLOAD_PAGES * PAGE_BYTES)
@@ -55,7 +55,7 @@ def opened(c: SimClient, model: NamespaceModel, result: Any) -> ClientView:
 
 
 def create(c: SimClient, model: NamespaceModel) -> None:
-    """The namespace, and its initial values, one after the other, and its first step."""
+    """Makes the namespace, puts its initial values, one after the other, and commits its first step."""
     world, plan, opening = c.world, c.world.plan, Opening(model)
 
     def done(result: Any) -> None:
@@ -65,7 +65,7 @@ def create(c: SimClient, model: NamespaceModel) -> None:
         if step is None:
             model.stand_at({}, result["epoch"])
             open_upload(c, lambda: begin(view))
-        else:  # a commit of who was here before was still under way
+        else:  # a commit of the writer before was still under way
             model.observe_committed(step, is_resolved=True)
             model.stand_at(model.states[step], result["epoch"])
 
@@ -107,7 +107,7 @@ def create(c: SimClient, model: NamespaceModel) -> None:
 
 
 def open_writer(c: SimClient, model: NamespaceModel) -> None:
-    """Where it was told that a step is prepared: at that, which commits it, or at the one before, which drops it."""
+    """Opens as writer. If a step is prepared: at that step, which commits it, or at the one before, which drops it."""
     at, c.opens_at = c.opens_at, None
     opening = Opening(model, at)
 
@@ -117,11 +117,11 @@ def open_writer(c: SimClient, model: NamespaceModel) -> None:
         opening.arrived()
         if at is not None:
             model.targets[at] = None
-            model.is_prepared_dropped |= at not in model.prepared  # even if one that drops it fails: it may have been done
+            model.is_prepared_dropped |= at not in model.prepared  # even if a drop fails: it may have happened
 
     def failed(error: str) -> None:
         opening.over()
-        if at is not None and error in ("StepDropped", "StepFailed", "StepPrepared"):  # else it may have come half-way
+        if at is not None and error in ("StepDropped", "StepFailed", "StepPrepared"):  # any other may have come half-way
             model.targets.pop(at, None)
         if error == "StepPrepared":
             c.opens_at = c.random.choice((*model.prepared, model.committed))
@@ -172,20 +172,20 @@ def open_reader(c: SimClient, model: NamespaceModel) -> None:
 
 @operation("close", 0.8)
 def close(c: SimClient, view: ClientView) -> None:
-    """Its leases end with it."""
+    """Closes a view; its leases end with it."""
     mine = [lease_id for lease_id, lease in c.leases.items() if lease.view is view]
     c.check_leases([c.leases[lease_id] for lease_id in mine])
     for lease_id in mine:
         del c.leases[lease_id]
     if view.is_writer:
         c.pushed.clear()
-        c.upload = None  # what it pushed may be read until its applies are answered: so a new one is opened
+        c.upload = None  # a new one is opened, since applies may read what it pushed until they are answered
     view.is_lost = True
 
     def done(_: object) -> None:
         c.views.pop(view.handle, None)
         for lease_id in [lease_id for lease_id, lease in c.leases.items() if lease.view is view]:
-            del c.leases[lease_id]  # granted when the close was on its way
+            del c.leases[lease_id]  # granted while the close was on its way
 
     message = m.CloseNamespace(c._id(), view.handle)
     c.ask(message, arrived=lambda: c.world.writer_gone(c, view), done=done, view=view, is_exclusive=True)

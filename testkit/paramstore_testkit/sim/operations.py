@@ -1,7 +1,7 @@
-"""What clients of the simulation do: one function for each kind of request, in a table by name, share and role.
+"""The acts of the simulation's clients: one function for each kind of request, in a table by name, share and role.
 
-To add a request: write a function of (client, view) that asks for it, says in `arrived` and `done` what it means to the model,
-names the errors it may meet, and decorate it with `operation`.
+To add a request: write a function of (client, view) that sends it, tells the model in `arrived` and `done` what it means,
+names the errors that it may meet, and decorate it with `operation`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EVERYBODY = (TRAINER, READER, STRANGER)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """share: of what its roles do, beside the shares of the others."""
+    """A kind of request. share: its weight among all that its roles do."""
 
     name: str
     share: float
@@ -31,7 +31,7 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
-"""By name."""
+"""All kinds of requests, by name."""
 
 
 def operation(name: str, share: float, *roles: str) -> Callable[[Act], Act]:
@@ -43,12 +43,12 @@ def operation(name: str, share: float, *roles: str) -> Callable[[Act], Act]:
 
 
 def now_in(view: ClientView) -> int:
-    """How many moments there were of what the view sees."""
+    """Counts the moments so far of what the view sees."""
     return len(view.model.history) if view.is_writer else len(view.steps)
 
 
 def states_since(view: ClientView, moment: int) -> list[State]:
-    """What the view may see of what was asked for at `moment`: as it was then, or later."""
+    """Lists what the view may see of a request made at `moment`: the state of then, and all later ones."""
     if view.is_writer:
         return view.model.history[moment - 1 :]
     return [view.model.states[step] for step in view.steps[moment - 1 :]]
@@ -71,7 +71,7 @@ def acquire(c: SimClient, view: ClientView) -> None:
 
 @operation("acquire_much", 1.5, READER, STRANGER)
 def acquire_much(c: SimClient, view: ClientView) -> None:
-    """Up to and above the cap."""
+    """Asks for a lease up to and above the cap."""
     ask_lease(c, view, some_keys(c, view, view.slots + 2), timeout_s=c.random.choice((5.0, 0.01)))
 
 
@@ -113,7 +113,7 @@ def prefetch(c: SimClient, view: ClientView) -> None:
 
     deadline_s = c.random.choice((None, 0.001, 1.0))
     message = m.Prefetch(c._id(), view.handle, keys, part, deadline_s)
-    c.ask(message, done=done, view=view, allowed=("TicketCancelled", "StepFailed"))  # StepFailed: rolled back
+    c.ask(message, done=done, view=view, allowed=("TicketCancelled", "StepFailed"))  # StepFailed: after a rollback
 
 
 @operation("cancel", 4)
@@ -212,7 +212,7 @@ def push(c: SimClient, view: ClientView) -> None:
 
 
 class Taken:
-    """The pages of what was pushed, from the request that consumes them to its answer."""
+    """Pages of pushed gradients, from the request that consumes them to its answer."""
 
     def __init__(self, c: SimClient) -> None:
         self._client = c
@@ -220,13 +220,13 @@ class Taken:
         self._pages, c.pushed = c.pushed, {}
 
     def free(self) -> None:
-        """They were consumed."""
+        """Frees the pages, which were consumed."""
         if self._client.upload is self._upload:
             for page in self._pages.values():
                 self._client.free_pages(page, self._client.world.gradient_bytes // PAGE_BYTES)
 
     def give_back(self) -> None:
-        """The request was refused: what was pushed is still pending."""
+        """Gives the pages back: the request was refused, so what was pushed is still pending."""
         if self._client.upload is self._upload:
             self._client.pushed.update(self._pages)
 

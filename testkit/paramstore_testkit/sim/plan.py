@@ -1,4 +1,4 @@
-"""What a seed draws: sizes, budgets, disks, fault rates, clients and how often each does what. Swarm testing: every seed is
+"""Draws a seed's plan: sizes, budgets, disks, fault rates, clients and how often each does what. Swarm testing: every seed is
 another store under other pressure, and most leave most things out.
 """
 
@@ -10,22 +10,22 @@ from random import Random
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Chances, per call."""
+    """Chances of faults, per call."""
 
     read: float = 0.0
     write: float = 0.0
     flush: float = 0.0
     transaction: float = 0.0
-    """A transaction raises; half of them took effect."""
+    """Chance that a transaction raises; half of those took effect."""
     catalog_lost: float = 0.0
-    """And it cannot be read back."""
+    """Chance that the catalog then cannot be read back."""
     stall: float = 0.0
-    """A call of a volume takes longer than whoever waits for it."""
+    """Chance that a call of a volume takes longer than anybody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One seed's store and clients."""
+    """The store and the clients of one seed."""
 
     seed: int
     fields: dict[str, tuple[int, ...]]
@@ -48,7 +48,7 @@ class Plan:
     trainers: int
     readers: int
     strangers: int
-    """Hostile, and legal."""
+    """Number of clients that are hostile, though legal."""
     think_s: float
     """Mean time between two acts of a client."""
     burst: float
@@ -59,7 +59,7 @@ class Plan:
     life_requests: int
     """Mean number of requests between two ends of the daemon."""
     weights: dict[str, float] = field(default_factory=dict)
-    """By kind of request: a factor of its usual share."""
+    """Factors of the usual shares, by kind of request."""
 
 
 FIELDS: tuple[dict[str, tuple[int, ...]], ...] = ({"w": (2, 2)}, {"w": (2, 2)}, {"w": (2, 2), "v": (3,)})
@@ -68,11 +68,11 @@ OPERATIONS = (
     "acquire", "release", "prefetch", "push", "apply", "commit", "rollback", "evict", "write_back", "read", "refresh", "snapshot",
     "protect", "close", "verify", "cancel", "die", "norm", "abort",
 )  # fmt: skip
-"""Those whose share a seed draws."""
+"""Kinds of requests whose share a seed draws."""
 
 
 def plan_of(seed: int) -> Plan:
-    """The same for the same seed, in every process."""
+    """Draws the plan of a seed: the same in every process."""
     random = Random(seed * 2 + 1)
     choice = random.choice
     weights = {name: choice((0.0, 0.3, 1.0, 1.0, 1.0, 3.0)) for name in OPERATIONS}

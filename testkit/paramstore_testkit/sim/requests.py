@@ -44,7 +44,7 @@ def read(c: SimClient, view: ClientView) -> None:
 
 
 def check_record(c: SimClient, upload: Upload, page: int, value: Any) -> None:
-    """A whole record lies there, and it is `value`."""
+    """Checks that a whole record lies there, and that it is `value`."""
     memory = upload.memory.view(page * PAGE_BYTES, c.world.record_bytes)
     numbers = (value.master, value.exp_avg, float(value.updates))
     per_part = len(c.world.stored_fields) // 3
@@ -107,7 +107,7 @@ def verify(c: SimClient, view: ClientView) -> None:
 
 @operation("die", 0.4)
 def die(c: SimClient, view: ClientView) -> None:
-    """In the middle of a frame, or between two; with what it had under way and leased."""
+    """Dies, in the middle of a frame or between two, with requests under way and leases."""
     if c.leases:
         c.world.mark("client died with leases")
     if any(asked.kind == "Apply" for asked in c.asked.values()):
@@ -122,7 +122,7 @@ def die(c: SimClient, view: ClientView) -> None:
 
 @operation("hang_up", 0.3)
 def hang_up(c: SimClient, view: ClientView) -> None:
-    """Its process lives on, and reads what it leased."""
+    """Hangs up, while its process lives on and reads what it leased."""
     if c.leases:
         c.world.mark("lease outlived its connection")
     c.disconnect(is_dead=False)
@@ -130,7 +130,7 @@ def hang_up(c: SimClient, view: ClientView) -> None:
 
 
 def refused(c: SimClient, message: Any, *errors: str) -> None:
-    """`message` must be refused with one of `errors`."""
+    """Sends `message`, which must be refused with one of `errors`."""
 
     def done(result: Any) -> None:
         raise Broken(f"{c}: {message} must be refused with {errors}, it came to {result}")
@@ -141,7 +141,7 @@ def refused(c: SimClient, message: Any, *errors: str) -> None:
 
 @operation("nonsense", 1.5, STRANGER)
 def nonsense(c: SimClient, view: ClientView) -> None:
-    """Well-formed, and wrong."""
+    """Sends a request that is well-formed and wrong."""
     number, handle, key = c._id(), view.handle, view.model.keys[0]
     tries: tuple[tuple[Any, ...], ...] = (
         (m.Acquire(number, handle, [(99, 0)], "param", 1.0), "UnknownKey", "WriterFenced", "StepDropped"),

@@ -1,4 +1,4 @@
-"""Runs seeds of the simulation and says what they met. See `sim_world` for what one is."""
+"""Runs seeds of the simulation and reports what they met. `sim_world` says what a seed is."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paramstore_testkit.sim.plan import Plan, plan_of
 from paramstore_testkit.sim.world import World
 
 REQUESTS = 2000
-"""Of one seed."""
+"""Number of requests of one seed."""
 
 
 @dataclass(slots=True)
 class Figures:
-    """What a run has done, added up over seeds."""
+    """Counts of what a run has done, added up over seeds."""
 
     seeds: int = 0
     requests: int = 0
@@ -49,12 +49,12 @@ class Figures:
         self.trace_hashes[world.plan.seed] = world.trace_hash
 
     def missed(self) -> dict[str, int]:
-        """Markers that were met too rarely."""
+        """Lists markers that were met too rarely."""
         return {name: self.markers[name] for name in MARKERS if self.markers[name] < LEAST}
 
 
 def run_seed(seed: int, figures: Figures, *, requests: int = REQUESTS, plan: Plan | None = None) -> World:
-    """Raises what the simulation found, with the seed, the request's number and the end of the trace."""
+    """Runs one seed. Raises what the simulation found, with the seed, the request's number and the end of the trace."""
     chosen = plan or plan_of(seed)
     random = Random(seed * 2)
     loop = VirtualLoop(random, shuffles=chosen.shuffles)
@@ -86,7 +86,7 @@ def soak(seeds: Iterable[int], figures: Figures) -> None:
 
 
 def report(figures: Figures) -> str:
-    """For people."""
+    """Makes a report for people."""
     rate = figures.requests / figures.core_s if figures.core_s else 0.0
     lines = [
         f"{figures.seeds} seeds, {figures.requests} requests, {figures.virtual_s / 3600:.1f} virtual hours, {figures.lives} lives, "

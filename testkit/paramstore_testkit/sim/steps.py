@@ -1,4 +1,4 @@
-"""What clients of the simulation do with steps: commits at once and in two halves, rollbacks, snapshots, questions for them."""
+"""Acts of the simulation's clients that concern steps: commits at once and in two halves, rollbacks, snapshots, questions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def commit(c: SimClient, view: ClientView) -> None:
 
 @operation("commit_again", 0.3, TRAINER)
 def commit_again(c: SimClient, view: ClientView) -> None:
-    """The committed step once more, with nothing between."""
+    """Commits the committed step once more, with nothing between."""
     model = view.model
     if c.asked or c.pushed or model.committed is None or model.working != model.states[model.committed]:
         return
@@ -80,7 +80,7 @@ def rollback(c: SimClient, view: ClientView) -> None:
 
     def failed(error: str) -> None:
         taken.give_back()
-        if is_target and not world.is_unsure and step not in model.opening.values():  # else somebody else goes back there
+        if is_target and not world.is_unsure and step not in model.opening.values():  # unless somebody else goes back there
             model.targets.pop(step, None)
         if error == "StepDropped" and was_there and step in model.must_have() and not model.started and not model.opening:
             raise Broken(f"{c}: rollback to {step} is refused, and it must be there")
@@ -94,7 +94,7 @@ def rollback(c: SimClient, view: ClientView) -> None:
 
 @operation("regret", 0.7, TRAINER)
 def regret(c: SimClient, view: ClientView) -> None:
-    """An apply of many records, and a rollback before it is over."""
+    """Starts an apply of many records, and a rollback before it is over."""
     for _ in range(4):
         push(c, view)
     apply(c, view)
@@ -111,7 +111,7 @@ def regret(c: SimClient, view: ClientView) -> None:
 
 @operation("prepare", 0.6, TRAINER)
 def prepare(c: SimClient, view: ClientView) -> None:
-    """A step in two halves; now and then its writer dies between them."""
+    """Makes a step in two halves; now and then its writer dies between them."""
     if c.asked or not view.is_writer or view.model.writer is not view:
         return
     model, world = view.model, c.world
@@ -146,7 +146,7 @@ def finalize(c: SimClient, view: ClientView, step: int) -> None:
         c.world.mark("step prepared and finalized")
 
     def failed(_: str) -> None:
-        """It stays prepared; another writer may go on from there."""
+        """Dies: the step stays prepared, and another writer may go on from there."""
         if not c.world.is_unsure:
             model.started.pop(step, None)
         c.world.loop.call_soon(lambda: c.disconnect(is_dead=True))

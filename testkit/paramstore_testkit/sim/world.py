@@ -1,7 +1,7 @@
-"""One seed of the simulation: a machine, its clients, the model of its namespaces, and how they meet.
+"""One seed of the simulation: a machine, its clients, the model of its namespaces, and what joins them.
 
-Lives of the daemon follow each other: clients come and ask; then the power fails, or the daemon is stopped in order; what lies on
-the disks is compared with the model, and a new daemon starts. At the end all clients leave, and nothing may be left of them.
+Lives of the daemon follow each other: clients come and ask; then the power fails, or the daemon is stopped in order; the contents
+of the disks are compared with the model, and a new daemon starts. At the end all clients leave, and nothing may be left of them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from paramstore_testkit.sim.net import SimProcess
 from paramstore_testkit.sim.operations import OPERATIONS, READER, STRANGER, TRAINER, refresh
 from paramstore_testkit.sim.plan import Plan
 
-BACKGROUND = frozenset({"prefill", "patrol"})  # the store's own
-SOURCES = (openings, steps, requests)  # each adds operations when it is imported
+BACKGROUND = frozenset({"prefill", "patrol"})  # names of the store's own tasks
+SOURCES = (sim_openings, sim_steps, sim_requests)  # each adds operations when it is imported
 TRACE_LINES = 50
 REQUESTS_MAX = 12
-"""Of one client under way."""
+"""Most requests of one client under way."""
 FAULT_ERRORS = frozenset({"VolumeError", "CorruptRecord", "CatalogError", "WaitTimeout", "CapacityError", "StepFailed"})
-"""What a request may meet once a fault has fired in this life of the daemon."""
+"""Errors that a request may meet once a fault has happened in this life of the daemon."""
 ACQUIRE_MARKERS = {
     "WaitTimeout": "lease wait timed out", "CapacityError": "lease above the cap", "LeaseError": "own leases in the way",
     "TicketCancelled": "lease cancelled", "VolumeError": "read error reached who asked",
 }  # fmt: skip
 RIVAL_CHANCE = 0.03
-"""That one who would write takes over from one who does, at an act."""
+"""Chance, at an act, that a client takes over from the present writer."""
 QUIET_S = 4 * 3600.0
 
 
@@ -78,7 +78,7 @@ class World:
 
     @property
     def done_requests(self) -> int:
-        """Requests that reached the core."""
+        """Number of requests that reached the core."""
         return self.machine.network.frames_read
 
     def mark(self, name: str) -> None:
@@ -103,7 +103,7 @@ class World:
         return model.next_step
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Calls `act` then, if this life of the daemon lasts so long and clients still act."""
+        """Calls `act` after `seconds`, if this life of the daemon lasts so long and clients still act."""
 
         def run() -> None:
             try:
@@ -127,14 +127,14 @@ class World:
 
     @property
     def has_faults(self) -> bool:
-        """Whether a fault has fired in this life."""
+        """Whether a fault has happened in this life."""
         return self.machine.fired != self._fired_before
 
     def fired_now(self, kind: str) -> bool:
         return self.machine.fired[kind] > self._fired_before[kind]
 
     def check_error(self, client: SimClient, asked: Asked, error: str, message: str) -> None:
-        """Whether this request may meet that error now."""
+        """Checks that this request may meet that error now."""
         self.errors[error] += 1
         view = asked.view
         if "internal error" in message or not self._may_meet(asked, view, error):
@@ -184,7 +184,7 @@ class World:
         self.loop.call_later(self.random.expovariate(1.0) * self.plan.think_s * pace, self._act, client)
 
     def _act_once(self, client: SimClient) -> bool:
-        """Whether it may go on at once."""
+        """Does one act. Gives whether the client may go on at once."""
         if client.sock is None:
             client.connect()
             return False
@@ -227,7 +227,7 @@ class World:
     # --- lives
 
     async def run(self, requests: int) -> None:
-        """Until so many requests have reached the core, and all have left."""
+        """Runs lives until so many requests have reached the core, and all clients have left."""
         self.machine.start()
         self._begin()
         while True:
@@ -277,7 +277,7 @@ class World:
                     raise Broken(f"{client}: {asked.kind} {number} has no answer; it was due {now_s - asked.due_s:.3f} s ago")
 
     async def _all_leave(self) -> None:
-        """All requests are answered, all clients go, and nothing is left of them."""
+        """Waits until all requests are answered, lets all clients go, and checks that nothing is left of them."""
         self.machine.arm(None)
         self._is_quiet = True
         deadline_s = self.loop.time() + QUIET_S
@@ -290,7 +290,7 @@ class World:
             client.end_lingering()
             client.disconnect(is_dead=True)
             if client.process is not None:
-                client.process.kill()  # of one that had hung up: it may have been granted what it never heard of
+                client.process.kill()  # it had hung up, and may have been granted what it never heard of
         store = self.machine.store
         while not store._runner.is_idle or any(namespace.turn.locked() for namespace in store.namespaces.values()):
             await asyncio.sleep(1.0)
@@ -299,7 +299,7 @@ class World:
         await asyncio.sleep(1.0)
         check_tables(store)
         if self.is_unsure:
-            return  # what an unknown commit may need stays where it is until the daemon is started anew
+            return  # what a commit of unknown outcome may need stays until the daemon is started anew
         check_baseline(self.machine)
         me = asyncio.current_task()
         if left := [task for task in self.loop.alive.values() if task.get_name() not in BACKGROUND and task is not me]:
@@ -326,7 +326,7 @@ class World:
         await self.machine.crash(_keeps(self.random))
 
     async def _until_commit(self) -> None:
-        """The power is to fail during a commit, if there is one soon."""
+        """Waits until a commit is under way, if there is one soon, so that the power fails during it."""
         store, is_late = self.machine.store, self.random.random() < 0.5
         for _ in range(600):
             if any(namespace.cut is not None for namespace in store.namespaces.values()):
@@ -346,7 +346,7 @@ class World:
         return found is not None and known is not None and max(found.steps, default=-1) > max(known.ledger.steps(), default=-1)
 
     def _recover(self) -> None:
-        """A new daemon, and what it found is what the model allows."""
+        """Starts a new daemon, and checks that what it found is what the model allows."""
         for client in self.clients:
             client.daemon_gone()
         self.creators.clear()
@@ -378,7 +378,7 @@ def _places(fields: Any) -> list[tuple[int, int]]:
 
 
 def _menu(plan: Plan, role: str) -> tuple[list[Any], list[float]]:
-    """Operations of a role and their shares, added up."""
+    """Lists the operations of a role, and their shares, added up."""
     chosen = [operation for operation in OPERATIONS.values() if role in operation.roles]
     weights, total = [], 0.0
     for operation in chosen:
@@ -388,7 +388,7 @@ def _menu(plan: Plan, role: str) -> tuple[list[Any], list[float]]:
 
 
 def _keeps(random: Random) -> Any:
-    """Of each disk: nothing, everything or any sectors of what was not flushed."""
+    """Draws what each disk keeps: nothing, everything or any sectors of what was not flushed."""
 
     def keep(disk: SimVolume) -> Any:
         how = random.randrange(4)

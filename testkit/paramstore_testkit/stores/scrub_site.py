@@ -1,4 +1,4 @@
-"""What tests of the scrubber share: a scrub of all, records that are too large for its buffer, damage at a place."""
+"""Shared by tests of the scrubber: a scrub of all, records that are too large for its buffer, damage at a place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paramstore_testkit.stores.small_store import SCHEMA
 
 RECORD_BYTES = SCHEMA.record_bytes
 LARGE = Schema.adamw({"w": (1024, 512)}, param_dtype="float32")
-"""Records of 6 MiB: more than the buffer holds."""
+"""Schema of records of 6 MiB: more than the buffer holds."""
 KEY, OTHER = (0, 1), (0, 2)
 Result = dict[str, Any]
 

@@ -20,12 +20,12 @@ from paramstore_testkit.disks.machine import PlainMemory, PlainSegment
 MIB = 1 << 20
 SMALL = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
 LARGE = Schema.adamw({"w": (256, 1024)}, param_dtype="bfloat16")
-"""Records of 3 MiB, `param` of half a MiB."""
+"""Schema of records of 3 MiB, with a `param` of half a MiB."""
 OPAQUE = Schema.param({"w": ((512, 1024), "uint8")})
 
 
 class CountingMemory(PlainMemory):
-    """Plain memory that counts what is open, and runs out when told to."""
+    """Plain memory that counts its open segments, and runs out when told to."""
 
     def __init__(self) -> None:
         self.open: list[CountedSegment] = []

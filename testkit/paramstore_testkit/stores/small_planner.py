@@ -1,4 +1,4 @@
-"""A planner over one small namespace, without loop, volume or worker: the test plays the workers.
+"""A planner over one small namespace, without loop, volume or worker: the test does the workers' part.
 
 `start` takes what the planner decided, `land` settles a move as `engine.transfers` would. Every key but those of an empty
 namespace is committed at step 0 with version 0 of epoch 1.
@@ -33,7 +33,7 @@ OPTIONS = AdamW()
 
 
 class SmallPlanner(PlannerAlone):
-    """Owner of the moves under way."""
+    """A planner whose test carries out its moves. Owner of the moves under way."""
 
     def __init__(
         self, *, experts: int = 4, param_slots: int = 3, working_slots: int = 2, extents: int = 32, schema: Schema = SCHEMA,
@@ -51,11 +51,11 @@ class SmallPlanner(PlannerAlone):
     # --- calls
 
     def writer(self, *, slots: int | None = None) -> View:
-        """slots: what the view is promised; None: all but one, as most tests are about one view."""
+        """Opens a writer. slots: the promise of the view; None: all but one, since most tests are about one view."""
         return self._promised(self.planner.leases.open_view(self.namespace, is_writer=True, step=None), slots)
 
     def reader(self, step: int = 0, *, slots: int | None = None) -> View:
-        """slots: as of `writer`."""
+        """Opens a reader of `step`. slots: as for `writer`."""
         return self._promised(self.planner.leases.open_view(self.namespace, is_writer=False, step=step), slots)
 
     def _promised(self, view: View, slots: int | None) -> View:
@@ -68,7 +68,7 @@ class SmallPlanner(PlannerAlone):
         return request
 
     def leased(self, view: View, *keys: ExpertKey) -> LeaseRequest:
-        """A lease whose copies have landed."""
+        """Leases keys, and lands their copies."""
         request = self.lease(view, *keys)
         self.land_all()
         assert request.is_finished
@@ -89,7 +89,7 @@ class SmallPlanner(PlannerAlone):
         return request
 
     def held(self, key: ExpertKey) -> WorkingCopy:
-        """The key's working copy, loaded and held once more."""
+        """Holds the key's working copy once more, loaded."""
         request = self.hold(key)
         self.land_all()
         assert request.is_finished
@@ -101,19 +101,19 @@ class SmallPlanner(PlannerAlone):
         self.planner.after_working(self.namespace, working)
 
     def begin_apply(self, *keys: ExpertKey) -> None:
-        """An apply is called with gradients of `keys`; nothing of it has run."""
+        """Calls an apply with gradients of `keys`; nothing of it has run."""
         memory = PlainSegment(4096)
         self.namespace.pending = {key: (GradientRange(memory, 0, 4096),) for key in keys}
         claimed = self.planner.begin_apply(self.namespace, OPTIONS)
         self.planner.reserve_extents(self.namespace, claimed)
 
     def begin_update(self, key: ExpertKey) -> tuple[WorkingCopy, ParamCopy | None]:
-        """The update of `key` is in a worker; the `param` copy that it makes, if any."""
+        """Begins the update of `key` in a worker; gives its working copy and the `param` copy that the update makes, if any."""
         working = self.held(key)
         return working, self.planner.plan_update(self.namespace, working)
 
     def update(self, *keys: ExpertKey, error: ParamStoreError | None = None) -> None:
-        """An apply of `keys`, from its call to its end."""
+        """Makes an apply of `keys`, from its call to its end."""
         self.begin_apply(*keys)
         self.namespace.applies += 1
         for key in keys:
@@ -125,7 +125,7 @@ class SmallPlanner(PlannerAlone):
         return self.planner.cut(self.namespace)
 
     def commit(self, step: int) -> None:
-        """A commit of everything so far, from its cut to its end."""
+        """Makes a commit of everything so far, from its cut to its end."""
         self.publish(self.cut(), step)
 
     def publish(self, cut: Cut, step: int) -> None:
@@ -140,7 +140,7 @@ class SmallPlanner(PlannerAlone):
         self.planner.settle_cut(self.namespace, is_published=True)
 
     def begin_write(self, key: ExpertKey, *, urgency: Urgency = Urgency.WRITE_BACK) -> Move:
-        """The write of a dirty record is in a worker."""
+        """Begins the write of a dirty record in a worker."""
         working = self.namespace.working[key]
         assert self.planner.working.begin_write(self.namespace, working, urgency)
         self.start()
@@ -153,7 +153,7 @@ class SmallPlanner(PlannerAlone):
         self.land_all()
 
     def rollback(self, step: int | None = None) -> None:
-        """To `step` (None: the committed one), in a new epoch. Readers of later steps have lost them."""
+        """Goes back to `step` (None: the committed one), in a new epoch. Readers of later steps have lost them."""
         publication = self.namespace.ledger.plan_rollback(self.namespace.committed_step if step is None else step)
         self.planner.drop_readers(self.namespace, [dropped for _, dropped in publication.drop_steps])
         self.namespace.ledger.settle(publication)
@@ -173,7 +173,7 @@ class SmallPlanner(PlannerAlone):
         return moves
 
     def land(self, move: Move, error: ParamStoreError | None = None) -> None:
-        """A worker is done with `move`: settles it."""
+        """Settles `move`, with which a worker is done."""
         self.start()
         self.under_way.remove(move)
         if move.located is not None:
@@ -193,7 +193,7 @@ class SmallPlanner(PlannerAlone):
         return [(move.kind, move.subject.key) for move in moves]
 
     def picture(self) -> object:
-        """Every table as plain values: equal pictures mean that nothing changed."""
+        """Gives every table as plain values: equal pictures mean that nothing changed."""
         namespace, outbox = self.namespace, self.planner.outbox
         copies = {
             key: [(c.identity, c.state, c.slot, c.leases, c.is_prefetched, len(c.waiters)) for c in found]
@@ -212,7 +212,7 @@ class SmallPlanner(PlannerAlone):
         return copies, working, arenas, views, decided, self.space.stats(), sorted(namespace.changed), repr(namespace.stats)
 
     def check(self) -> None:
-        """Every taken slot and extent has exactly one owner. Nothing is under way."""
+        """Checks that every taken slot and extent has exactly one owner. Nothing may be under way."""
         namespace = self.namespace
         assert not self.under_way
         copies = [copy.slot for found in namespace.copies.values() for copy in found]
@@ -229,7 +229,7 @@ class SmallPlanner(PlannerAlone):
 
 
 def held_extents(namespace: NamespaceState) -> list[Extent]:
-    """The extents that belong to the namespace: of its rows, and of what is uncommitted or reserved."""
+    """Lists the extents that belong to the namespace: those of its rows, and those uncommitted or reserved."""
     copies = namespace.working.values()
     uncommitted = [working.uncommitted.extent for working in copies if working.uncommitted is not None]
     return [*namespace.ledger.extents(), *uncommitted, *(copy.reserved for copy in copies if copy.reserved is not None)]
@@ -241,15 +241,15 @@ def taken(arena: Arena) -> list[int]:
 
 A, B, C, D = ((0, expert) for expert in range(4))
 lease_desk = partial(SmallPlanner, param_slots=5)
-"""With slots for every key beside the reserve: for tests of leases."""
+"""Makes a planner with slots for every key beside the reserve: for tests of leases."""
 working_desk = partial(SmallPlanner, param_slots=4)
-"""With fewer working slots than keys: for tests of working copies."""
+"""Makes a planner with fewer working slots than keys: for tests of working copies."""
 cut_desk = partial(SmallPlanner, param_slots=6, working_slots=3)
-"""With slots to spare: for tests of cuts and rollbacks."""
+"""Makes a planner with slots to spare: for tests of cuts and rollbacks."""
 
 
 def in_state(state: Working) -> tuple[SmallPlanner, WorkingCopy]:
-    """A desk whose key A is in `state`."""
+    """Makes a planner whose key A is in `state`."""
     small = working_desk(working_slots=3)
     if state in (Working.DIRTY, Working.WRITING):
         small.update(A)

@@ -1,4 +1,4 @@
-"""Several ranks of a small store, in a few calls: opening together, calling together, gradients of their own.
+"""Several ranks of a small store, in a few calls: they open together, call together, and have gradients of their own.
 
 The loop's time is simulated, so that a deadline passes at once where nothing else can happen.
 """
@@ -27,7 +27,7 @@ NAME = "moe"
 
 
 def run_ranks(scenario: Callable[[Store], Coroutine[Any, Any, None]], *, is_new: bool = False, **machine: Any) -> None:
-    """Runs a scenario in simulated time, with a store whose namespace is committed at step 0 (is_new: not there yet)."""
+    """Runs a scenario in simulated time, on a store with a namespace committed at step 0 (is_new: without one)."""
 
     async def main() -> None:
         store = Machine(seed=1, **machine).start()
@@ -43,7 +43,7 @@ def run_ranks(scenario: Callable[[Store], Coroutine[Any, Any, None]], *, is_new:
 def arrive(
     store: Store, rank: int, size: int, *, group: str = "g", at: int | None = None, name: str = NAME
 ) -> asyncio.Future[dict[int, View]]:
-    """Rank `rank` of `size` comes to open the namespace."""
+    """Lets rank `rank` of `size` come to open the namespace."""
 
     def open_first(formed: WriterGroup) -> Coroutine[Any, Any, View]:
         return store.admission.open(name, mode="write", at=at, host_bytes=None, group=formed)
@@ -53,13 +53,13 @@ def arrive(
 
 
 async def open_ranks(store: Store, size: int, *, group: str = "g", at: int | None = None, name: str = NAME) -> list[View]:
-    """All ranks, opened together."""
+    """Opens the namespace for all ranks together."""
     arrivals = [arrive(store, rank, size, group=group, at=at, name=name) for rank in range(size)]
     return [(await arrival)[rank] for rank, arrival in enumerate(arrivals)]
 
 
 def call(store: Store, view: View, name: str, begin: Callable[[View], object], **arguments: object) -> asyncio.Future[Any]:
-    """One rank's collective call."""
+    """Makes one rank's collective call."""
     return store.ranks.call(view, Call(name, tuple(Argument(*item) for item in arguments.items())), begin)
 
 
@@ -80,12 +80,12 @@ def rollback(store: Store, view: View, step: int) -> asyncio.Future[Any]:
 
 
 async def outcomes(futures: Iterable[asyncio.Future[Any]]) -> list[Any]:
-    """What each comes to, its error if it fails."""
+    """Awaits all; gives each result, or the error of a call that fails."""
     return await asyncio.gather(*futures, return_exceptions=True)
 
 
 def push_values(store: Store, view: View, gradients: Mapping[ExpertKey, torch.Tensor]) -> None:
-    """One rank's gradients: key -> all elements of all fields, flat and in order."""
+    """Pushes one rank's gradients: key -> all elements of all fields, flat and in order."""
     schema = view.namespace.schema
     entries = []
     for key, values in gradients.items():
@@ -98,7 +98,7 @@ def push_values(store: Store, view: View, gradients: Mapping[ExpertKey, torch.Te
 
 
 async def record(store: Store, view: View, key: ExpertKey) -> torch.Tensor:
-    """All stored fields of a key as `view` sees them, flat."""
+    """Reads all stored fields of a key as `view` sees them, flat."""
     schema = view.namespace.schema
     target = PlainSegment(schema.record_bytes).view(0, schema.record_bytes)
     await store.read(view, key, target)

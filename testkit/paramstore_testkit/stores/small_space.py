@@ -9,7 +9,7 @@ PAGE = 4096
 
 
 def space(pages: int = 16, *, written: int = 0, volumes: int = 1, start: int = 0) -> Space:
-    """Volumes of `pages` pages; sizes in pages."""
+    """Makes volumes of `pages` pages; sizes in pages."""
     made = Space()
     for index in range(volumes):
         made.add_volume(index, start_bytes=start * PAGE, size_bytes=(start + pages) * PAGE, written_bytes=written * PAGE)

@@ -1,4 +1,4 @@
-"""One small namespace on a simulated machine, in a few calls: what the tests of the engine's parts share.
+"""One small namespace on a simulated machine, in a few calls, for tests of the engine's parts.
 
 Every initial value is the number of its key, every gradient 1, so that the bytes of a record tell its version.
 """
@@ -34,7 +34,7 @@ Values = dict[ExpertKey, dict[str, Tensor]]
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs a scenario; one that hangs fails, and one in which a callback raises."""
+    """Runs a scenario; fails if it hangs, or if a callback raises."""
     raised: list[dict[str, Any]] = []
 
     async def watched() -> None:
@@ -53,7 +53,7 @@ async def create(
     store: Store, name: str = "moe", *, schema: Schema = SCHEMA, experts: int = EXPERTS, host_bytes: int | None = None,
     step: int | None = 0, layers: Sequence[int] = (0,), values_of: Callable[[ExpertKey], Tensors] | None = None,
 ) -> View:  # fmt: skip
-    """The writer of a new namespace in which every key has its initial value; committed as `step`, unless None."""
+    """Makes a namespace in which every key has its initial value, committed as `step` unless None; gives its writer."""
     view = await store.admission.create(name, schema.describe(), layers=layers, experts=experts, host_bytes=host_bytes)
     await initialize(store, view, values_of)
     if step is not None:
@@ -62,7 +62,7 @@ async def create(
 
 
 async def initialize(store: Store, view: View, values_of: Callable[[ExpertKey], Tensors] | None = None) -> None:
-    """values_of: the initial values of a key; its number everywhere if None."""
+    """Initializes every key. values_of: makes the initial values of a key; None: its number everywhere."""
     schema = view.namespace.schema
     await store.initialize_begin(view)
     for number, key in enumerate(keys_of(view)):
@@ -90,13 +90,13 @@ def push(store: Store, view: View, keys: Sequence[ExpertKey]) -> None:
 
 
 async def train(store: Store, view: View, keys: Sequence[ExpertKey] | None = None) -> dict[str, int]:
-    """One apply with gradients of `keys` (None: all)."""
+    """Makes one apply with gradients of `keys` (None: all)."""
     push(store, view, keys_of(view) if keys is None else keys)
     return await store.apply(view, OPTIONS, 1.0)
 
 
 async def prepared(machine: Machine, *, steps: int = 1) -> tuple[Store, View]:
-    """Committed at 0 to `steps`, and the next step prepared; every record has the version of its step."""
+    """Commits steps 0 to `steps`, and prepares the next; every record has the version of its step."""
     store, view = await committed(machine, steps)
     await train(store, view)
     await store.prepare(view, steps + 1, b"extra of %d" % (steps + 1))
@@ -109,7 +109,7 @@ async def restarted(machine: Machine) -> Store:
 
 
 async def committed(machine: Machine, steps: int) -> tuple[Store, View]:
-    """Committed at 0 to `steps`; every record has the version of its step."""
+    """Commits steps 0 to `steps`; every record has the version of its step."""
     store = machine.start()
     view = await create(store)
     for step in range(1, steps + 1):
@@ -119,14 +119,14 @@ async def committed(machine: Machine, steps: int) -> tuple[Store, View]:
 
 
 async def lease(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_s: float = 5.0) -> LeaseRequest:
-    """A granted lease; its end is the caller's."""
+    """Waits for a lease; the caller must end it."""
     request = store.acquire(view, next(lease_ids), keys, "param")
     await store.wait_lease(request, timeout_s)
     return request
 
 
 async def leased(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_s: float = 5.0) -> Values:
-    """The `param` values of `keys` as `view` sees them."""
+    """Reads the `param` values of `keys` as `view` sees them."""
     request = await lease(store, view, keys, timeout_s=timeout_s)
     arena, fields = view.namespace.param_arena, view.namespace.schema.part("param").fields
     assert arena is not None
@@ -136,7 +136,7 @@ async def leased(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout
 
 
 async def first_values(store: Store, view: View, keys: Sequence[ExpertKey] | None = None) -> list[float]:
-    """The first `param` of each key, as `view` sees it."""
+    """Reads the first `param` of each key, as `view` sees it."""
     arena, part = view.namespace.param_arena, view.namespace.schema.part("param")
     assert arena is not None
     values = []
@@ -148,7 +148,7 @@ async def first_values(store: Store, view: View, keys: Sequence[ExpertKey] | Non
 
 
 async def versions(store: Store, view: View) -> list[int]:
-    """The version of each key's record, as it is read back, verified, for `view`."""
+    """Reads each key's record, verified, for `view`; gives the versions."""
     length_bytes = view.namespace.schema.record_bytes
     target = PlainSegment(length_bytes).view(0, length_bytes)
     return [(await store.read(view, key, target)).version for key in keys_of(view)]

@@ -1,4 +1,4 @@
-"""A store trained with random gradients beside the model of what its calls mean."""
+"""A store trained with random gradients, beside the model of what its calls mean."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def push(store: Store, view: View, keys: list[ExpertKey], seed: int) -> None:
 
 
 class Model:
-    """What the calls mean. state: every record after the applies so far."""
+    """Model of what the calls mean. state: every record after the applies so far."""
 
     def __init__(self) -> None:
         self.state: State = {key: Expert.initial(value_of(key)) for key in KEYS}

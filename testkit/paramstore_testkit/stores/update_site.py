@@ -1,4 +1,4 @@
-"""A store with nothing resident, which notes the updates that start: for tests of applies."""
+"""A store with nothing resident, which records the updates that start: for tests of applies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paramstore_testkit.stores.small_store import SCHEMA, create, run
 
 
 class Site:
-    """A store with nothing resident; `updated` are the keys in the order in which their updates started."""
+    """A store with nothing resident. updated: keys in the order in which their updates started."""
 
     def __init__(self, **machine: Any) -> None:
         self.machine = Machine(**machine)
@@ -23,7 +23,7 @@ class Site:
         self.updated: list[ExpertKey] = []
         self.in_slots: list[int] = []
         self.writing: list[int] = []
-        """At the start of each update, how many records were being written."""
+        """Number of records being written at the start of each update."""
         planner = self.store._planner
         plan_update = planner.plan_update
 
@@ -51,7 +51,7 @@ class Site:
         await self.store.evict(self.view, keys or None, None)
 
     def leave_slots(self, count: int) -> None:
-        """The working arena has only so many slots; nothing is resident."""
+        """Leaves the working arena only so many slots; nothing is resident."""
         assert self.namespace.working_arena is not None
         while self.namespace.working_arena.slots.free_count > count:
             self.namespace.working_arena.slots.take()

@@ -1,4 +1,4 @@
-"""A set of volumes with everything around it, and small namespaces that want room on it."""
+"""A set of volumes with all that it needs, and small namespaces that want room on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ START = extents_start_bytes(SUPERBLOCK)
 
 
 class Shelf:
-    """Volumes of `free_mib` beyond what they need for themselves, and everything around them."""
+    """Volumes of `free_mib` beyond what they need for themselves, with all that a volume set needs."""
 
     def __init__(
         self, *, volumes: Sequence[Volume] | None = None, count: int = 1, free_mib: int = 1, may_grow: bool = True,

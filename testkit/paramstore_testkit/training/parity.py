@@ -58,8 +58,7 @@ class Difference:
     _far: int = 0
 
     def add(self, ours: Tensor, reference: Tensor, *, spacing_of: torch.dtype | None = None) -> None:
-        """Compares tensors of equal shapes and dtypes. spacing_of: dtype whose spacing is the unit of `roundings`; default
-        theirs."""
+        """Compares tensors of equal shapes and dtypes. spacing_of: dtype whose spacing `roundings` count; default their own."""
         assert (ours.shape, ours.dtype) == (reference.shape, reference.dtype), (ours.shape, ours.dtype, reference.dtype)
         unit = torch.finfo(spacing_of or reference.dtype).eps
         ours, reference = ours.detach().double(), reference.detach().double()

@@ -16,7 +16,7 @@ from paramstore_client.hf.safetensors_file import read_header
 from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
 
 SHARD_BYTES_MAX = 40_000
-"""Several shards for a tiny model."""
+"""Size of a shard: small enough that a tiny model has several."""
 
 
 def save_stock(
@@ -34,17 +34,17 @@ def save_stock(
 
 
 def class_of(directory: Path) -> Any:
-    """The modeling class that a checkpoint was saved from."""
+    """Finds the modeling class that a checkpoint was saved from."""
     return getattr(_compat.transformers(), json.loads((directory / "config.json").read_text())["architectures"][0])
 
 
 def load_stock(directory: Path) -> Any:
-    """The unmodified model of a checkpoint, in the checkpoint's dtype."""
+    """Loads the unmodified model of a checkpoint, in the checkpoint's dtype."""
     return class_of(directory).from_pretrained(directory, dtype="auto")
 
 
 def expert_values(model: Any, layout: ExpertLayout, key: ExpertKey) -> dict[str, Tensor]:
-    """One expert's tensors in an unmodified model, by name."""
+    """Gives one expert's tensors in an unmodified model, by name."""
     module = model.get_submodule(layout.modules[key[0]])
     return {tensor.name: getattr(module, tensor.name).detach()[key[1]] for tensor in layout.tensors}
 
@@ -58,7 +58,7 @@ def check_equal_files(expected: Path, found: Path) -> None:
 
 
 def tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every tensor of a checkpoint, in whichever files: dtype, shape and bytes."""
+    """Reads every tensor of a checkpoint, from whichever files: dtype, shape and bytes."""
     found = {}
     for file in directory.glob("*.safetensors"):
         data = file.read_bytes()
@@ -69,6 +69,6 @@ def tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """Which file each tensor is in, by the index."""
+    """Reads the file that each tensor is in, from the index."""
     found: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     return found

@@ -1,4 +1,4 @@
-"""Small layers of stored experts, and the same resident: what tests of `StoredExperts` compare."""
+"""Small layers of stored experts, and equal resident ones, for tests of `StoredExperts`."""
 
 # T tokens, K experts per token, D model
 # ruff: noqa: N803, N806 - shape suffixes, as the legend says
@@ -53,7 +53,7 @@ def make_tokens(dtype: torch.dtype = torch.float32, *, seed: int = 2) -> Tensor:
 
 
 def run(model: Model, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and the gradient of the tokens, after a backward."""
+    """Runs forward and backward; gives the loss and the gradient of the tokens."""
     loss: Tensor = model(x_TD).float().square().sum()
     loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
     assert x_TD.grad is not None

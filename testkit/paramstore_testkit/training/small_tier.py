@@ -1,4 +1,4 @@
-"""A device tier of a few slots on the CPU, and what is done with it."""
+"""A device tier of a few slots on the CPU, and calls on it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A small model with routers and experts, stored or resident, from equal values: what tests of training loops run side by side.
+"""A small model with routers and experts, stored or resident, with equal values, so that tests can compare training loops.
 
 A test writes its loop once, as a user would, and runs it on both. The resident experts are parameters of their own, so that one
 without tokens has no gradient and torch's optimizer leaves it alone: the rule `touched`.
@@ -27,7 +27,7 @@ FIELDS = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 Loop = Callable[[nn.Module, torch.optim.Optimizer], Any]
-"""(model, optimizer) -> what must be equal: losses, norms."""
+"""Function of (model, optimizer) whose results must be equal: losses, norms."""
 
 
 def initial_value(key: ExpertKey) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ class ToyMoE(nn.Module):
         self.wrap: Callable[..., Tensor] = lambda fn, *inputs: fn(*inputs)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
-        """The loss of predicting each token from itself, shifted by one in the vocabulary."""
+        """Computes the loss of predicting each token from itself, shifted by one in the vocabulary."""
         x_TD = self.embedding(tokens_T)
         for index in range(len(self.layers)):
             x_TD = self.wrap(self._layer, index, x_TD)
@@ -62,7 +62,7 @@ class ToyMoE(nn.Module):
 
 
 def batch(step: int) -> Tensor:
-    """The tokens of a step: so few that some experts get none."""
+    """Draws the tokens of a step: so few that some experts get none."""
     return torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(step))
 
 
@@ -72,7 +72,7 @@ def make_resident() -> ToyMoE:
 
 
 def make_namespace(store: ps.Store, name: str, make_schema: Callable[..., ps.Schema] = ps.adamw_schema) -> ps.Namespace:
-    """A namespace of the model's experts, committed as step 0."""
+    """Makes a namespace of the model's experts, committed as step 0."""
     made = make_schema(FIELDS, param_dtype="float32")
     namespace = store.create_namespace(name, made, layers=LAYERS, experts=EXPERTS)
     namespace.initialize(initial_value)
@@ -102,7 +102,7 @@ class Pair:
 
     @classmethod
     def make(cls, namespace: ps.Namespace, make_optimizer: MakeOptimizer = adamw, **attach: Any) -> Pair:
-        """Both models and optimizers, the stored one attached."""
+        """Makes both models and optimizers, the stored one attached."""
         stored, resident = make_stored(namespace), make_resident()
         experts = bind(stored, namespace)
         pair = cls(
@@ -112,24 +112,24 @@ class Pair:
         return pair
 
     def run(self, loop: Loop) -> tuple[Any, Any]:
-        """The same loop on both; what it returned of (stored, resident)."""
+        """Runs the loop on both models; gives the results of (stored, resident)."""
         return loop(self.stored, self.stored_optimizer), loop(self.resident, self.resident_optimizer)
 
     def run_equal(self, loop: Loop) -> None:
-        """The same loop on both: equal results, and equal weights bit for bit."""
+        """Runs the loop on both models; checks that results are equal, and weights bit for bit."""
         seen, expected = self.run(loop)
         assert seen == expected
         assert self.differences() == []
 
     def differences(self, *, rtol: float = 0.0, atol: float = 0.0) -> list[str]:
-        """The names of the weights that are not equal; dense and experts'."""
+        """Names the weights that are not equal, dense ones and experts'."""
         return different_weights(self.stored, self.resident, self.namespace, rtol=rtol, atol=atol)
 
 
 def different_weights(
     stored: nn.Module, resident: nn.Module, namespace: ps.Namespace, *, rtol: float = 0.0, atol: float = 0.0
 ) -> list[str]:
-    """As `Pair.differences`."""
+    """Names the weights that differ, as `Pair.differences` does."""
     values = {name: value.detach() for name, value in stored.named_parameters() if not name.endswith("paramstore.sentinel")}
     for layer, expert in namespace.space:
         record = namespace.read((layer, expert))
@@ -142,7 +142,7 @@ def different_weights(
 
 
 def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 3) -> list[str]:
-    """The loop of every tutorial; losses as exact text."""
+    """Runs the loop of every tutorial; gives losses as exact text."""
     losses = []
     for step in range(steps):
         optimizer.zero_grad()

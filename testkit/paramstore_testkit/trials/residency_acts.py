@@ -240,7 +240,7 @@ class ResidencyActs(ResidencyChecks):
         return any(not working.is_orphan for working, _ in self.updating)
 
     def go_on_with_the_commit(self, pick: int) -> None:
-        """Writes a record that the commit needs, publishes when all are written; one in twelve fails."""
+        """Writes the records that the commit needs; publishes when all are written. One in twelve fails."""
         assert self.cut is not None
         for key in sorted(self.cut.unwritten):
             working = self.namespace.working[key]

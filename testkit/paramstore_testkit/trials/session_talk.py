@@ -1,4 +1,4 @@
-"""Sessions over socket pairs, and what each client should hear: `tests/properties/test_session_model.py` chooses who says what."""
+"""Sessions over socket pairs, and what each client must hear: `tests/properties/test_session_model.py` chooses who says what."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Place = tuple[int, int, int, int]
 
 @dataclass(eq=False)
 class Party:
-    """One client: what it has said, what it was told, what it has. handles: the mode, and how many slots it may lease."""
+    """One client: what it has said, what it was told, what it has. handles: the mode of each; caps: slots that each may lease."""
 
     raw: RawClient
     session: Session
@@ -48,10 +48,10 @@ class Party:
 
 
 class SessionTalk:
-    """`good` is a reader who does only what is right; `parties` are everybody else. Owner of store, loop and sessions."""
+    """Owner of store, loop and sessions. `good` is a reader that makes no mistakes; `parties` are all other clients."""
 
     def begin(self) -> None:
-        """A store with one namespace, which `good` reads."""
+        """Makes a store with one namespace, which `good` reads."""
         self.loop = asyncio.new_event_loop()
         self.unseen: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: self.unseen.append(context))
@@ -60,7 +60,7 @@ class SessionTalk:
         self.gone: list[Session] = []
         self.step = 0
         self.prepared: int | None = None
-        """A step that is durable and not committed."""
+        """Step that is durable and not committed, if any."""
         self.pending: set[ExpertKey] = set()
         self.writer: tuple[Party, int] | None = None
         self.run(self._open())
@@ -71,7 +71,7 @@ class SessionTalk:
     async def _open(self) -> None:
         self.machine = Machine(seed=1, volume_size_bytes=14 << 20)
         self.store = self.machine.start()
-        self.store.host.memory = HostMemory(SMALL_PAGES)  # what a client maps must be a memfd
+        self.store.host.memory = HostMemory(SMALL_PAGES)  # a client can map only memfds
         self.store.close_view(await create(self.store))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -89,7 +89,7 @@ class SessionTalk:
         return self.run(connect())
 
     async def say(self, party: Party, make: Any, *arguments: Any, request_id: int | None = None) -> m.Message:
-        """Sends a request; its answer. Whatever else comes meanwhile is noted."""
+        """Sends a request and gives its answer. Whatever else comes meanwhile is noted."""
         message = make(party.raw.next_id() if request_id is None else request_id, *arguments)
         party.sent[message.id] += 1
         await party.raw.send(message)
@@ -108,7 +108,7 @@ class SessionTalk:
             assert party.answered[answer.id] <= party.sent[answer.id], f"{answer} answers nothing"
 
     def ask(self, party: Party, make: Any, *arguments: Any, expected: str = "", request_id: int | None = None) -> Any:
-        """The answer, which must be the error `expected` (several: any of them), or, if that is empty, none."""
+        """Sends a request. Its answer must be the error `expected` (several: any of them), or no error if that is empty."""
         answer = self.run(self.say(party, make, *arguments, request_id=request_id))
         if expected:
             assert isinstance(answer, m.Failed), answer
@@ -124,11 +124,11 @@ class SessionTalk:
         return self.known()[pick % len(self.known())]
 
     def handle_of(self, party: Party, pick: int) -> int:
-        """One of its own; at times one that it has not."""
+        """Gives one of its own handles; at times one that it does not have."""
         return sorted(party.handles)[pick % len(party.handles)] if party.handles and pick else UNKNOWN_ID
 
     def writing_error(self, party: Party, handle: int) -> str:
-        """Why this handle may not write."""
+        """Gives the error that this handle must get when it writes; empty if it may write."""
         if handle not in party.handles:
             return "LeaseError"
         if self.writer == (party, handle):
@@ -147,7 +147,7 @@ class SessionTalk:
         return sum(len(party.handles) for party in (*self.parties, *self.ended))
 
     def steps(self) -> list[int]:
-        """Those that can be opened, as `good` is told."""
+        """Lists the steps that can be opened, as `good` is told."""
         (handle,) = self.good.handles
         found: list[int] = self.ask(self.good, m.Steps, handle)
         assert found[-1] == self.step
@@ -155,7 +155,7 @@ class SessionTalk:
         return found
 
     def granted(self, party: Party, handle: int, answer: m.Granted, keys: Sequence[ExpertKey], part: str) -> None:
-        """Nobody had to refuse it, and it is within the cap."""
+        """Checks that a granted lease need not have been refused, and is within the cap."""
         assert handle in party.handles
         assert part == "param"
         assert is_known_keys(keys)
@@ -166,7 +166,7 @@ class SessionTalk:
         assert held.issuperset(answer.slots) or len(party.held(handle)) <= party.caps.get(handle, 0)
 
     def refused(self, party: Party, handle: int, answer: m.Message, keys: Sequence[ExpertKey], part: str) -> None:
-        """With the reason that there is."""
+        """Checks that a lease was refused for a reason that exists."""
         held, cap = party.held(handle), party.caps.get(handle, 0)
         assert isinstance(answer, m.Failed)
         if handle not in party.handles:
@@ -190,7 +190,7 @@ class SessionTalk:
         return any(copy.leases for key in keys for copy in copies.get(key, ()))
 
     async def cancelled(self, party: Party, handle: int, keys: Sequence[ExpertKey]) -> m.Message:
-        """The answer to a lease request that is cancelled at once, while nothing that it lacks can come."""
+        """Asks for a lease and cancels it at once, while nothing that it lacks can come; gives the answer."""
         number = party.raw.next_id()
         party.sent[number] += 1
         assert self.machine.workers is not None
@@ -205,7 +205,7 @@ class SessionTalk:
     # --- the end of connections and processes
 
     def left(self, party: Party) -> None:
-        """Its pending gradients are gone; its leases stay until its process ends."""
+        """Ends a client's connection: its pending gradients are gone; its leases stay until its process ends."""
         self.parties.remove(party)
         party.is_ended = True
         party.raw.close()
@@ -241,12 +241,12 @@ class SessionTalk:
         assert (row["committed_step"], row["prepared_step"]) == (self.step, self.prepared)
 
     def check_counts(self) -> None:
-        """Every request is answered once, and what a session holds is counted."""
+        """Checks that every request is answered once, and that all that a session holds is counted."""
         namespace = self.store.namespaces["moe"]
         for party in (self.good, *self.parties):
             assert party.answered == party.sent
             assert self.store.host.upload_bytes_of(party.session) == sum(party.uploads.values())
-        self.run(turns(3))  # one-way messages arrive
+        self.run(turns(3))  # one-way messages arrive meanwhile
         assert len(namespace.views) == 1 + self.views_open()
         assert namespace.pending.keys() == self.pending
         held = sum(len(party.held(handle)) for party in (*self.parties, *self.ended) for handle in party.handles)
@@ -255,7 +255,7 @@ class SessionTalk:
             assert party.session._leases.keys() == party.leases.keys()
 
     def end(self) -> None:
-        """All go: nothing is left of any of them."""
+        """Lets all clients go; checks that nothing is left of any of them."""
         for party in [*self.parties]:
             party.raw.close()
             self.left(party)

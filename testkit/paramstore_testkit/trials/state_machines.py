@@ -1,6 +1,6 @@
-"""How every state machine of the property tests is run: many lives that are the same in each run, then some of a new seed.
+"""Runs the state machines of the property tests: many lives that are the same in each run, then some of a new seed.
 
-The new seed is told before its lives begin, and by whatever fails; `run_seed(Machine, seed, examples=NEW_EXAMPLES)` does the
+The new seed is told before its lives begin, and with every failure; `run_seed(Machine, seed, examples=NEW_EXAMPLES)` does the
 same again.
 """
 
@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 EXAMPLES = 300
 STEPS = 50
-"""Rules in one example."""
+"""Number of rules in one example."""
 NEW_EXAMPLES = 30
-"""Examples of the seed that nobody has seen yet."""
+"""Number of examples of the new seed."""
 FIXED_SEED = 1
 
 
@@ -36,12 +36,12 @@ def run_seed(machine: type[RuleBasedStateMachine], number: int, *, examples: int
 
 
 def run_fixed(machine: type[RuleBasedStateMachine]) -> None:
-    """The lives of every test run."""
+    """Runs the lives of every test run."""
     run_seed(machine, FIXED_SEED)
 
 
 def run_new(machine: type[RuleBasedStateMachine], capsys: pytest.CaptureFixture[str]) -> None:
-    """Lives that no run had before; their seed stands in the output, so that a run that is killed names it too."""
+    """Runs lives that no run had before; their seed stands in the output, so that a run that is killed names it too."""
     number = secrets.randbelow(1 << 32)
     with capsys.disabled():
         sys.stdout.write(f"\n{machine.__name__}: seed {number}\n")

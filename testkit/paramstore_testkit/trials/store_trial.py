@@ -1,9 +1,9 @@
-"""Random calls, faults and crashes on a namespace beside the model of what the calls mean. Everything comes from one seed.
+"""Makes random calls, faults and crashes on a namespace beside the model of what the calls mean. One seed decides everything.
 
 Checked, whatever the interleaving, in small arenas:
-- each lease and each record read has the bits that torch's optimizer gives: for the writer those of all applies called before, for
-  a reader those of its step;
-- after a crash: last acknowledged step <= reopened step <= last started, and the same holds of every step there is;
+- each lease and each record read has the bits that torch's optimizer gives: for the writer those of all applies called before,
+  for a reader those of its step;
+- after a crash: last acknowledged step <= reopened step <= last started, and every step that exists has its own bits;
 - nothing hangs, and no slot, lease, buffer or extent leaks.
 """
 
@@ -40,7 +40,7 @@ ACTS = {
     "reader read": 3, "refresh": 2, "prefetch": 5, "reader prefetch": 2, "evict": 2, "write back": 2, "read": 4, "settle": 3,
     "rollback": 1, "reopen": 1, "close": 1, "snapshot": 1, "drop snapshot": 1,
 }  # fmt: skip
-"""How often each is chosen."""
+"""Weight of each act in the draw."""
 ALONE = ("settle", "rollback", "reopen", "prepare", "snapshot")
 """Acts for which everything under way must have ended."""
 Gradients = dict[ExpertKey, Tensors]
@@ -63,7 +63,7 @@ class StoreTrial:
         )  # fmt: skip
         self.working: State = {key: Expert.initial(random_values(self.schema, number)) for number, key in enumerate(KEYS)}
         self.history: list[State] = []
-        """What every apply made, in call order."""
+        """States after every apply, in the order of the calls."""
         self.steps: dict[int, State] = {}
         self.snapshots: set[int] = set()
         self.acknowledged = self.started = -1
@@ -71,9 +71,9 @@ class StoreTrial:
         self.tasks: list[asyncio.Future[Any]] = []
         self.readers: list[View] = []
         self.calls: list[tuple[View, asyncio.Future[Any]]] = []
-        """Reads and prefetches of readers."""
+        """Reads and prefetches of readers that are under way."""
         self.figures = Counter[str]()
-        """Each act by its name; `checked`: copies leased and records read that were compared; the rest as the store names them."""
+        """Counts of acts by name; `checked`: compared copies and records, leased or read; the others have the store's names."""
         self.store: Store
         self.writer: View
 
@@ -90,7 +90,7 @@ class StoreTrial:
         self.shrink_arenas()
 
     async def open_writer(self, *, is_new: bool = False) -> View:
-        """The view that writes from now on."""
+        """Opens the view that writes from now on."""
         if not is_new:
             return await self.store.admission.open(NAME, mode="write", at=None, host_bytes=None)
         return await self.store.admission.create(NAME, self.schema.describe(), layers=range(2), experts=5, host_bytes=None)
@@ -108,7 +108,7 @@ class StoreTrial:
     # --- the writer's calls
 
     def apply(self, *, share: float | None = None) -> asyncio.Future[Any]:
-        """share: of the keys, those with a gradient; drawn if None."""
+        """Makes an apply. share: of the keys, those with a gradient; drawn if None."""
         gradients = self.push(self.random.choice((0.2, 0.2, 0.4, 1.0)) if share is None else share)
         options = self.options()
         applying = self.store.apply(self.writer, options, 1.0)
@@ -117,7 +117,7 @@ class StoreTrial:
         return self.task(applying)
 
     def push(self, share: float) -> Gradients:
-        """What the apply sums them to."""
+        """Pushes gradients; gives what the apply sums them to."""
         return self.push_as(self.writer, share)
 
     def push_as(self, view: View, share: float) -> Gradients:
@@ -130,7 +130,7 @@ class StoreTrial:
         return gradients
 
     def options(self) -> AdamW:
-        """A schedule's: the rate changes often, the rest now and then."""
+        """Draws options as a schedule has them: the rate changes often, the rest now and then."""
         if self.random.random() < 0.3:
             return AdamW(lr=1e-2)
         if self.random.random() < 0.7:
@@ -139,7 +139,7 @@ class StoreTrial:
         return AdamW(lr=0.05, betas=betas, eps=1e-6, weight_decay=self.random.choice((0.0, 0.1)))
 
     def take_step(self) -> int:
-        """The number of a step that is begun now."""
+        """Takes the number of a step that begins now."""
         step = self.next_step
         self.next_step += self.random.randint(1, 3)
         self.steps[step] = self.working
@@ -154,7 +154,7 @@ class StoreTrial:
         self.acknowledged = max(step, self.acknowledged)
 
     async def prepare(self) -> None:
-        """A step in two halves; what is leased in between has missed steps all the same."""
+        """Makes a step in two halves; leases in between have missed steps all the same."""
         step = self.take_step()
         await self.store.prepare(self.writer, step, extra_of(step))
         for _ in range(3):
@@ -168,7 +168,7 @@ class StoreTrial:
             await self.rollback(self.acknowledged)
 
     async def rollback(self, step: int) -> None:
-        """Refused before a snapshot; readers of later steps have lost them."""
+        """Rolls back, which is refused before a snapshot; readers of later steps have lost them."""
         if any(snapshot > step for snapshot in self.snapshots):
             with pytest.raises(StepFailed, match="is a snapshot"):
                 await self.store.rollback(self.writer, step)
@@ -179,7 +179,7 @@ class StoreTrial:
     # --- looking
 
     def lease(self, view: View, expected: State, keys: Sequence[ExpertKey] = ()) -> None:
-        """Asks for `keys`, or some; their bits are checked twice with others' work in between, then released."""
+        """Leases `keys`, or some; checks their bits twice with others' work in between, then releases them."""
         keys = keys or self.random.sample(KEYS, self.random.randint(1, 3))
         lease_id, self.next_lease = self.next_lease, self.next_lease + 1
         try:
@@ -193,7 +193,7 @@ class StoreTrial:
             await self.store.wait_lease(request, 10.0)
         except (StepDropped, TicketCancelled, WriterFenced):
             return
-        # a writer's lease that had to wait for slots sees what was called until it got them
+        # A writer's lease that had to wait for slots sees the applies that were called until it got them.
         states = [expected] if request.view.step is not None else [expected, *self.history[called_at:]]
         self.check_lease(request, states)
         for _ in range(self.random.randint(0, 30)):
@@ -202,7 +202,7 @@ class StoreTrial:
         self.store.release(request.view, request.lease_id)
 
     def check_lease(self, request: LeaseRequest, states: list[State]) -> None:
-        """The lease's bits are those of one of `states`, all of them of the same."""
+        """Checks that the lease's bits are those of one of `states`, the same for all keys."""
         assert any(all(self.is_of_expert(copy, state[copy.key]) for copy in request.copies) for state in states), (
             [(copy.key, copy.identity, copy.base, [state[copy.key].updates for state in states]) for copy in request.copies],
             request.view.step,
@@ -239,7 +239,7 @@ class StoreTrial:
         await asyncio.gather(*tasks)
 
     async def act(self) -> None:
-        """One random call."""
+        """Makes one random call."""
         name = self.random.choices(list(ACTS), list(ACTS.values()))[0]
         keys = self.random.sample(KEYS, self.random.randint(1, 6))
         self.figures[name] += 1
@@ -304,7 +304,7 @@ class StoreTrial:
             assert step != self.acknowledged  # a commit under way drops it
 
     def move_reader(self, name: str) -> None:
-        """One that has no lease, and of which no call is under way."""
+        """Moves a reader that has no lease, and of which no call is under way."""
         view = self.random.choice(self.readers)
         if view.leases or any(caller is view and not call.done() for caller, call in self.calls):
             return
@@ -315,7 +315,7 @@ class StoreTrial:
             self.store.close_view(view)
 
     async def act_alone(self, name: str) -> None:
-        """Nothing else is under way."""
+        """Does an act beside which nothing else is under way."""
         steps = self.store.steps(self.writer)
         if name == "rollback":
             await self.rollback(self.random.choice(steps))
@@ -333,7 +333,7 @@ class StoreTrial:
     # --- the ends
 
     async def crash(self) -> None:
-        """The power fails; then every step there is has its own bits, and training goes on from the newest."""
+        """Cuts the power; then every step that exists has its own bits, and training goes on from the newest."""
         stats = self.writer.namespace.stats
         for name in ("records_updated", "records_caught_up", "records_advanced", "missed_steps_made", "commits"):
             self.figures[name] += getattr(stats, name)
@@ -346,7 +346,7 @@ class StoreTrial:
         self.shrink_arenas()
 
     async def check_reopened(self) -> None:
-        """A new writer stands at a step that it may stand at, and goes on from it."""
+        """Checks that a new writer stands at a step that it may stand at, and goes on from there."""
         step = self.writer.namespace.committed_step
         assert step is not None
         assert self.acknowledged <= step <= self.started
@@ -355,7 +355,7 @@ class StoreTrial:
         await self.check_all()
 
     async def check_all(self) -> None:
-        """Every record, of the writer and of every step."""
+        """Checks every record, of the writer and of every step."""
         for key in KEYS:
             await self.read(self.writer, key, self.working)
         for step in self.store.steps(self.writer):
@@ -363,13 +363,13 @@ class StoreTrial:
             assert self.store.extra(view, step) == extra_of(step)
             for key in KEYS:
                 await self.read(view, key, self.steps[step])
-                if view.lease_slots:  # readers that are open may have been promised all
+                if view.lease_slots:  # 0 if other open readers were promised all
                     self.lease(view, self.steps[step], [key])
                 await self.settle()
             self.store.close_view(view)
 
     def check_nothing_leaked(self) -> None:
-        """Every slot, buffer and extent is accounted for once nobody uses anything."""
+        """Checks that every slot, buffer and extent is accounted for once nobody uses anything."""
         namespace = self.writer.namespace
         assert namespace.param_arena is not None
         assert namespace.working_arena is not None

@@ -30,9 +30,9 @@ async def live(trial: StoreTrial, *, rounds: int, acts: int) -> None:
 def run_seed(
     seed: int, *, updates: str, rounds: int = 4, acts: int = 40, timeout_s: float = 60.0, kind: type[StoreTrial] = StoreTrial
 ) -> StoreTrial:
-    """The trial of `seed`, whose checks all passed. Whatever it raises tells the seed."""
+    """Runs the trial of `seed`; gives it when all checks have passed. Whatever it raises tells the seed."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # records of a few hundred bytes: more threads only wait for each other
+    torch.set_num_threads(1)  # records have some hundred bytes: more threads would only wait for each other
     trial = kind(seed, updates=updates)
     try:
         asyncio.run(asyncio.wait_for(live(trial, rounds=rounds, acts=acts), timeout_s))
