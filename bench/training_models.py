@@ -112,7 +112,7 @@ class InMemory:
 
 
 class Stored:
-    """The same model as a user has it: three lines of `ps.hf`.
+    """The checkpoint's model as a user has it, in three lines of `ps.hf`.
 
     name: the namespace's; it is made from the checkpoint where it is not there yet. updates: the rule for idle experts.
     """

@@ -25,8 +25,8 @@ class FoundNote:
 
 @dataclass(slots=True)
 class Survey:
-    """Everything found on the volumes. disks, superblocks: by volume. bad_superblocks: (volume, copy) of torn copies whose other
-    copy is whole. store: None without any superblock. findings: what is wrong with the volumes alone."""
+    """Everything found on the volumes. disks, superblocks: by volume. bad_superblocks: (volume, copy) of copies that are not
+    whole while the other one is. store: None without any superblock. findings: what is wrong with the volumes alone."""
 
     disks: Mapping[int, Disk]
     superblocks: dict[int, Superblock] = field(default_factory=dict)

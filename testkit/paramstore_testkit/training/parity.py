@@ -189,7 +189,7 @@ class Reference(Trained):
 
 
 class Stored(Trained):
-    """The same checkpoint through `ps.hf`."""
+    """The model of the checkpoint with its experts in a store, through `ps.hf`."""
 
     def __init__(self, path: Path, *, store: ps.Store, name: str, kernel: str, dtype: torch.dtype, steps: int) -> None:
         model = ps.hf.from_pretrained(
