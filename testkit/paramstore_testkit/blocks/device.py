@@ -5,7 +5,7 @@ before it is answered, and a line that somebody writes to the file `notes` comes
 waits in a cache of this kernel on the way (FOPEN_DIRECT_IO). When the server ends, every request ends with an error, so that
 nobody waits for it for ever.
 
-`python -m paramstore_testkit.blocks.device FUSE LOG DISK...` is the server; its arguments are descriptors. `BlockDevices` starts it.
+`python -m paramstore_testkit.blocks.device FUSE LOG DISK...` is the server, given descriptors; `BlockDevices` starts it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m paramstore_testkit.processes.dying_clients`: clients that come to a state of their work and then die, one after the other.
+"""`python -m paramstore_testkit.processes.dying_clients`: clients that come to a state of their work and die, one by one.
 
 Each request, a mapping {address, state, death}, makes a child that comes to the state and says `ready` and a digest of what it
 leased. At the next SIGUSR1 it ends without closing anything (`exit`), or it hangs up (`shutdown`) and says so; then the next

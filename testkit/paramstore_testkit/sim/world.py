@@ -24,7 +24,7 @@ from paramstore_testkit.sim.operations import OPERATIONS, READER, STRANGER, TRAI
 from paramstore_testkit.sim.plan import Plan
 
 BACKGROUND = frozenset({"prefill", "patrol"})  # names of the store's own tasks
-SOURCES = (sim_openings, sim_steps, sim_requests)  # each adds operations when it is imported
+SOURCES = (openings, steps, requests)  # each adds operations when it is imported
 TRACE_LINES = 50
 REQUESTS_MAX = 12
 """Most requests of one client under way."""
