@@ -18,9 +18,6 @@ KNOWN = frozenset({
     "paramstore.engine.promises", "paramstore.engine.ranks", "paramstore.engine.requests", "paramstore.engine.runner",
     "paramstore.engine.scheduler", "paramstore.engine.schedules", "paramstore.engine.slot_requests",
     "paramstore.engine.transfer_log", "paramstore.engine.transfers", "paramstore.engine.working",
-    "paramstore_testkit.crash.initialization", "paramstore_testkit.crash.life",
-    "paramstore_testkit.sim.client", "paramstore_testkit.sim.openings", "paramstore_testkit.sim.operations",
-    "paramstore_testkit.sim.requests", "paramstore_testkit.sim.steps", "paramstore_testkit.sim.world",
 })  # fmt: skip
 """Rooms that are in a circle still. The list may only get shorter."""
 

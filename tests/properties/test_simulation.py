@@ -1,6 +1,6 @@
 """The whole daemon core under simulated time, disks, sockets and clients, against a model of what it must do.
 
-One seed draws everything; the same seed does the same in every process. See `paramstore_testkit/sim/world.py`.
+One seed draws everything; the same seed does the same in every process. See `paramstore_testkit/sim/lives.py`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from paramstore.config import Config, PolicyConfig
 from paramstore.daemon import assembly
 from paramstore.storage.lock import StoreLock
 from paramstore_testkit.blocks.mounts import disk_at
+from paramstore_testkit.crash.initialization import begin
 from paramstore_testkit.crash.life import HOST_BYTES, NAME, PIECE_BYTES, Act, Life
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.oracles.experts import State
@@ -63,19 +64,8 @@ class DiskLife(Life):
         self._tell = tell
         self._lock: StoreLock | None = None
 
-    def start(self) -> None:
-        """Does nothing: the store is open already, since opening files takes an await."""
-
     def note(self, what: str, step: int = 0) -> None:
         self._tell(what, step)
-
-    async def begin(self, *, with_drafts: bool = False) -> None:
-        await self._assemble()
-        await super().begin(with_drafts=with_drafts)
-
-    async def resume(self) -> None:
-        await self._assemble()
-        await super().resume()
 
     async def act(self, name: Act) -> None:
         if name != "restart":
@@ -102,7 +92,7 @@ class DiskLife(Life):
         assert self._lock is not None
         self._lock.release()
 
-    async def _assemble(self) -> None:
+    async def start(self) -> None:
         self._lock = assembly.take_lock(self.config)
         try:
             self.store = await assembly.assemble(self.config)
@@ -117,7 +107,7 @@ def live(config: Config, acts: Sequence[Act], *, seed: int, tell: Tell) -> Life:
     async def run() -> Life:
         life = DiskLife(config, seed=seed, tell=tell)
         try:
-            await life.begin()
+            await begin(life)
             assert life.modes == {"direct"}, f"the file systems take no O_DIRECT: {life.modes}"
             smallest = life.smallest_bytes
             await life.live_through(acts)

@@ -22,6 +22,7 @@ from paramstore_testkit.blocks.mounts import DISK_BYTES, detach, disk_at, mount,
 from paramstore_testkit.bugs.block_bugs import plant
 from paramstore_testkit.crash import check as crash_check
 from paramstore_testkit.crash import life as crash_life
+from paramstore_testkit.crash.initialization import begin
 from paramstore_testkit.crash.life import KEYS
 
 KIND = "ext4"
@@ -86,7 +87,7 @@ def thin_files(root: Path, thin: int) -> Iterator[tuple[list[Path], Path]]:
 
 async def _live_until_full(life: DiskLife, hog: Path) -> str:
     """Commits until one fails, then checks that no other is acknowledged either."""
-    await life.begin()
+    await begin(life)
     await life.live_through(("train", "commit", "train few", "commit"))
     take_all(hog)
     said = ""

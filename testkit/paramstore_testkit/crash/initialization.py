@@ -25,6 +25,13 @@ def draft_number(extra: bytes) -> int:
     return int(extra.split()[1])
 
 
+async def begin(life: Life, *, with_drafts: bool = False) -> None:
+    """Begins a life: makes a new namespace with initial values, committed. with_drafts: in two attempts, with drafts."""
+    await life.start()
+    await initialize(life, with_drafts=with_drafts)
+    await life.commit()
+
+
 async def initialize(life: Life, *, with_drafts: bool) -> None:
     """Initializes the namespace, whatever was there before; on return every key has its value. with_drafts: some values are
     saved, the daemon ends and comes up again, and some more are saved."""

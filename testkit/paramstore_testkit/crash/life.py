@@ -79,24 +79,17 @@ class Life:
         self.store: Store
         self.view: View
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        """Starts the daemon."""
         self.journal.watch(self.machine)
         self.volumes = [volume for volume in self.machine.volumes.values() if isinstance(volume, JournaledVolume)]
         self.catalog = FaultyCatalog(self.machine.catalog, fail_at=0, outcome="lost")
         self.machine.catalog = self.catalog
         self.store = self.machine.start()
 
-    async def begin(self, *, with_drafts: bool = False) -> None:
-        """Makes a new namespace with initial values, committed. with_drafts: in two attempts, with drafts."""
-        from paramstore_testkit.crash.initialization import initialize  # imported here, since it needs this file
-
-        self.start()
-        await initialize(self, with_drafts=with_drafts)
-        await self.commit()
-
     async def resume(self) -> None:
         """Starts the daemon after a crash, and opens as writer what it finds."""
-        self.start()
+        await self.start()
         if NAME not in self.store.namespaces or self.store.namespaces[NAME].committed_step is None:
             return
         self.next_step = max(self.committed or 0, self.prepared or 0) + 1

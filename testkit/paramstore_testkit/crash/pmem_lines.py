@@ -23,6 +23,7 @@ from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
 from paramstore_native import libpmem2
 from paramstore_native.libpmem2 import NO_DRAIN, NO_FLUSH
 from paramstore_testkit.crash.check import Checker, Figures, ReadVolume, Verdict
+from paramstore_testkit.crash.initialization import begin
 from paramstore_testkit.crash.life import NAME, SCHEMA, VOLUME_BYTES, Life, extra_of, image_of, new_machine
 from paramstore_testkit.crash.states import Enumeration, Plan, Promise
 from paramstore_testkit.disks.crash_disk import (
@@ -240,7 +241,7 @@ class PmemEnumeration(Enumeration):
         disk = LineDisk.blank(volume_count=self.plan.volume_count, volume_bytes=VOLUME_BYTES)
         assert isinstance(self.plan.acts, tuple), "a life on persistent memory says what it does: no device fails there"
         try:
-            await life.begin()
+            await begin(life)
             await life.live_through(self.plan.acts)
             self.checker.figures.acts.update(life.acts)
             await self._crash_everywhere(life, disk, Promise(), self.plan.depth, level=0)

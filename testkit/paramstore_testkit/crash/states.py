@@ -17,7 +17,7 @@ from random import Random
 import torch
 
 from paramstore_testkit.crash.check import Checker, Figures, Verdict
-from paramstore_testkit.crash.initialization import initialize
+from paramstore_testkit.crash.initialization import begin, initialize
 from paramstore_testkit.crash.life import VOLUME_BYTES, Act, Life, machine_of, new_machine
 from paramstore_testkit.disks.crash_disk import FULL, SMALL, CrashDisk, Depth, NumberedCatalog, State, copied
 from paramstore_testkit.disks.journal import Event, Noted
@@ -129,7 +129,7 @@ class Enumeration:
         life = Life(new_machine(self.seed, volume_count=self.plan.volume_count), seed=self.seed, updates=self.plan.updates)
         disk = CrashDisk.blank(volume_count=self.plan.volume_count, volume_bytes=VOLUME_BYTES)
         try:
-            await life.begin(with_drafts=self.plan.with_drafts)
+            await begin(life, with_drafts=self.plan.with_drafts)
             await (life.live(self.plan.acts) if isinstance(self.plan.acts, int) else life.live_through(self.plan.acts))
             self.checker.figures.acts.update(life.acts)
             await self._crash_everywhere(life, disk, Promise(), self.plan.depth, level=0)

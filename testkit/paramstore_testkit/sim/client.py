@@ -7,83 +7,20 @@ compared with the model when they come, and again when it gives them back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paramstore.wire import messages as m
 from paramstore.wire.codec import LENGTH, decode_answer, encode
-from paramstore_testkit.sim.model import Broken, Key, NamespaceModel, State, pattern
+from paramstore_testkit.sim.holdings import Asked, ClientView, Lease, Upload
+from paramstore_testkit.sim.model import Broken, Key, State, pattern
 from paramstore_testkit.sim.net import SimProcess, SimSegment, SimSocket
-
-if TYPE_CHECKING:
-    from paramstore_testkit.sim.world import World
+from paramstore_testkit.sim.world import World
 
 PAGE_BYTES = 4096
 HANG_S = 3600.0
 """Longest time that a request may take, however slow the disks are."""
 LATE_S = 1.0
 """Longest time after its timeout at which a lease may be answered."""
-
-
-@dataclass(slots=True)
-class Asked:
-    """A request under way."""
-
-    kind: str
-    done: Callable[[Any], None] | None
-    failed: Callable[[str], None] | None
-    allowed: frozenset[str]
-    due_s: float
-    view: ClientView | None
-    is_exclusive: bool
-    turn: int = -1
-    """Turn of the loop in which it reached the core."""
-
-
-@dataclass(slots=True, eq=False)
-class ClientView:
-    """One opening of a namespace. steps: the steps on which a reader has stood; none for a writer. openings: number of writers'
-    openings that had reached the core when this one was answered; has_rivals: whether another one was under way then."""
-
-    handle: int
-    model: NamespaceModel
-    steps: list[int]
-    slots: int
-    openings: int
-    has_rivals: bool
-    is_lost: bool = False
-    """Whether it was closed, fenced or refused: then only its leases count."""
-
-    @property
-    def is_writer(self) -> bool:
-        return not self.steps
-
-    @property
-    def step(self) -> int | None:
-        return self.steps[-1] if self.steps else None
-
-    @property
-    def is_fenced(self) -> bool:
-        """Whether another writer may have taken over."""
-        return self.is_writer and (self.has_rivals or self.model.openings > self.openings)
-
-
-@dataclass(slots=True)
-class Lease:
-    """Granted bytes: for each key the memory, and the bytes that it must keep."""
-
-    view: ClientView
-    copies: list[tuple[Key, memoryview, bytes]]
-    segments: frozenset[int]
-
-
-@dataclass(slots=True)
-class Upload:
-    """The session's writable memory, in pages. free: numbers of the pages that nobody uses."""
-
-    segment: int
-    memory: SimSegment
-    free: list[int] = field(default_factory=list)
 
 
 class SimClient:
@@ -139,6 +76,13 @@ class SimClient:
         if self.sock is not None and self.sock.is_closed:
             self.disconnect(is_dead=False)
 
+    def stops_writing(self, view: ClientView) -> None:
+        """Tells the model that this opening, if it is the writer's, ends."""
+        if view.model.writer is view:
+            view.model.pending, view.model.writer = {}, None
+        if self.world.creators.get(view.model.name) is self:
+            del self.world.creators[view.model.name]
+
     def disconnect(self, *, is_dead: bool, tail: bytes = b"") -> None:
         """Ends the connection: by the client's death (its process ends too), or because somebody hung up."""
         sock, process = self.sock, self.process
@@ -146,7 +90,7 @@ class SimClient:
             return
         self.sock, self.is_welcome, self.is_exclusive, self.wants_rollback = None, False, False, False
         for view in self.views.values():
-            self.world.writer_gone(self, view)
+            self.stops_writing(view)
         sock.on_sent, sock.on_closed = (lambda data, fds: None), (lambda: None)
         sock.hang_up(tail)
         leases = list(self.leases.values())
@@ -238,7 +182,9 @@ class SimClient:
             raise Broken(f"{self}: an answer to {answer.id}, which nobody asked: {answer}")
         if kind is m.Failed:
             self.world.trace(self, "!", answer.error)
-            self.world.check_error(self, asked, answer.error, answer.message)
+            self.world.check_error(str(self), asked, answer.error, answer.message)
+            if answer.error == "StepDropped" and asked.view is not None and not asked.view.is_writer:
+                self.wants_refresh = True
             if asked.failed is not None:
                 asked.failed(answer.error)
             return

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from paramstore.wire import messages as m
-from paramstore_testkit.sim.client import PAGE_BYTES, ClientView, SimClient, Upload
+from paramstore_testkit.sim.client import PAGE_BYTES, SimClient
+from paramstore_testkit.sim.holdings import ClientView, Upload
 from paramstore_testkit.sim.model import Broken, NamespaceModel, pattern
 from paramstore_testkit.sim.operations import operation
 
@@ -188,4 +189,4 @@ def close(c: SimClient, view: ClientView) -> None:
             del c.leases[lease_id]  # granted while the close was on its way
 
     message = m.CloseNamespace(c._id(), view.handle)
-    c.ask(message, arrived=lambda: c.world.writer_gone(c, view), done=done, view=view, is_exclusive=True)
+    c.ask(message, arrived=lambda: c.stops_writing(view), done=done, view=view, is_exclusive=True)

@@ -12,7 +12,8 @@ from math import sqrt
 from typing import Any
 
 from paramstore.wire import messages as m
-from paramstore_testkit.sim.client import PAGE_BYTES, ClientView, SimClient
+from paramstore_testkit.sim.client import PAGE_BYTES, SimClient
+from paramstore_testkit.sim.holdings import ClientView
 from paramstore_testkit.sim.model import Broken, Key, State, pattern
 
 Act = Callable[[SimClient, ClientView], None]

@@ -6,7 +6,8 @@ from typing import Any
 
 from paramstore.wire import messages as m
 from paramstore.wire.codec import encode
-from paramstore_testkit.sim.client import PAGE_BYTES, ClientView, SimClient, Upload
+from paramstore_testkit.sim.client import PAGE_BYTES, SimClient
+from paramstore_testkit.sim.holdings import ClientView, Upload
 from paramstore_testkit.sim.model import Broken, pattern
 from paramstore_testkit.sim.operations import READER, STRANGER, now_in, operation, some_keys, states_since
 

@@ -1,4 +1,4 @@
-"""Runs seeds of the simulation and reports what they met. `sim_world` says what a seed is."""
+"""Runs seeds of the simulation and reports what they met. `lives` says what a seed is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
+from paramstore_testkit.sim.lives import Lives
 from paramstore_testkit.sim.loop import VirtualLoop
 from paramstore_testkit.sim.machine import installed
 from paramstore_testkit.sim.markers import LEAST, MARKERS, probed
@@ -35,13 +36,14 @@ class Figures:
     errors: Counter[str] = field(default_factory=Counter)
     trace_hashes: dict[int, int] = field(default_factory=dict)
 
-    def add(self, world: World, core_s: float) -> None:
+    def add(self, lives: Lives, core_s: float) -> None:
+        world = lives.world
         self.seeds += 1
         self.requests += world.done_requests
         self.virtual_s += world.loop.time()
         self.core_s += core_s
-        self.lives += world.lives
-        self.records_checked += world.records_checked
+        self.lives += lives.lives
+        self.records_checked += lives.records_checked
         self.kinds += world.requests
         self.fired += world.machine.fired
         self.markers += world.markers
@@ -61,14 +63,15 @@ def run_seed(seed: int, figures: Figures, *, requests: int = REQUESTS, plan: Pla
     started_s = time.process_time()
     with installed(loop, random):
         world = World(chosen, loop, random)
+        lives = Lives(world)
         try:
             with probed(world.mark), asyncio.Runner(loop_factory=lambda: loop) as runner:
-                runner.run(world.run(requests))
+                runner.run(lives.run(requests))
         except BaseException as error:
             error.add_note("\n".join(world.trace_lines()))
             error.add_note(f"seed {seed}, request {world.done_requests}, {loop.time():.6f} s: repeat it with run_seed({seed})")
             raise
-    figures.add(world, time.process_time() - started_s)
+    figures.add(lives, time.process_time() - started_s)
     return world
 
 

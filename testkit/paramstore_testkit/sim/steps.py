@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from paramstore.wire import messages as m
-from paramstore_testkit.sim.client import ClientView, SimClient
+from paramstore_testkit.sim.client import SimClient
+from paramstore_testkit.sim.holdings import ClientView
 from paramstore_testkit.sim.model import Broken
 from paramstore_testkit.sim.operations import STRANGER, TRAINER, Taken, apply, operation, push
 

@@ -10,6 +10,7 @@ import pytest
 from paramstore.errors import CorruptRecord
 from paramstore_testkit.blocks.check import reopen
 from paramstore_testkit.blocks.life import ACTS, SHORT_ACTS, DiskLife, config_of, full_acts, live_on
+from paramstore_testkit.crash.initialization import begin
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +21,7 @@ def lived(root: Path, *acts: str) -> tuple[DiskLife, list[tuple[str, int]]]:
 
     async def run() -> DiskLife:
         life = DiskLife(config_of(root, volume_count=1), seed=1, tell=lambda what, step: told.append((what, step)))
-        await life.begin()
+        await begin(life)
         await life.live_through(acts)
         await life.end()
         return life

@@ -9,6 +9,7 @@ import pytest
 
 from paramstore.errors import ParamStoreError
 from paramstore_testkit.crash.check import Checker, Verdict
+from paramstore_testkit.crash.initialization import begin
 from paramstore_testkit.crash.life import KEYS, NAME, SCHEMA, VOLUME_BYTES, Life, new_machine
 from paramstore_testkit.crash.states import Promise
 from paramstore_testkit.disks.crash_disk import CrashDisk, Edit
@@ -21,7 +22,7 @@ def lived() -> tuple[Life, CrashDisk]:
 
     async def live() -> Life:
         life = Life(new_machine(1, volume_count=1), seed=1)
-        await life.begin()
+        await begin(life)
         await life.live_through(("train few", "commit"))
         return life
 

@@ -7,12 +7,13 @@ import re
 
 import pytest
 
-from paramstore_testkit.sim import world as sim_world
+from paramstore_testkit.sim import lives
 from paramstore_testkit.sim.markers import LEAST, MARKERS
 from paramstore_testkit.sim.model import Broken
 from paramstore_testkit.sim.operations import OPERATIONS
 from paramstore_testkit.sim.plan import OPERATIONS as DRAWN
 from paramstore_testkit.sim.run import Figures, report, run_seed
+from paramstore_testkit.sim.world import TRACE_LINES
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +41,12 @@ def test_a_failure_says_its_seed_its_request_and_the_end_of_the_trace(monkeypatc
     def fail(*_: object) -> None:
         raise Broken("planted")
 
-    monkeypatch.setattr(sim_world, "check_tables", fail)
+    monkeypatch.setattr(lives, "check_tables", fail)
     with pytest.raises(Broken) as found:
         run_seed(3, Figures(), requests=200)
     trace, where = found.value.__notes__
     lines = trace.splitlines()
-    assert 0 < len(lines) <= sim_world.TRACE_LINES
+    assert 0 < len(lines) <= TRACE_LINES
     assert all(re.match(r"\d+\.\d{6} \w+ ", line) for line in lines)
     assert "run_seed(3)" in where
 
