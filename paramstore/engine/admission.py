@@ -1,6 +1,7 @@
 """Who may open which namespace: creation, writers and readers, and the memory and volume space that they need.
 
-Serialised by one lock: two that come at once cannot both be given the same bytes. Whatever is refused leaves nothing behind.
+One lock serialises what takes memory or space, so that two openings at once are never given the same bytes. An opening that is
+refused leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from paramstore.storage.format import pack_description
 from paramstore.storage.ledger import Ledger
 
 UNMAP_TIMEOUT_S = 1.0
-"""How long clients are waited for that are asked to unmap memory: one that reads its socket answers in a millisecond."""
+"""How long to wait for clients that were asked to unmap memory; one that reads its socket answers in a millisecond."""
 IDLE_TIMEOUT_S = 10.0
-"""How long the last transfers of a namespace that nobody has open are waited for, before its memory is left alone."""
+"""How long to wait for the last transfers of a namespace that nobody has open, before its memory is left alone."""
 IDLE_PAUSE_S = 0.002
 
 
 class Admission:
-    """Owner of the table of namespaces."""
+    """Opens namespaces; owns the table of them."""
 
     def __init__(
         self, planner: Planner, transfers: Transfers, host: HostTier, volumes: VolumeSet, cleaner: Cleaner,
@@ -59,9 +60,9 @@ class Admission:
         self._retained_steps = retained_steps
         self._lock = asyncio.Lock()
         self._snapshot_lock = asyncio.Lock()
-        """Apart from the other: a snapshot waits for a commit under way, and others open theirs meanwhile."""
+        """Serialises snapshots; not `_lock`, since a snapshot waits for a commit under way and must not hold up openings."""
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By namespace: held by the writer that opens it."""
+        """One lock for each namespace, by name; the writer that is opening it holds it."""
         self._growing: set[asyncio.Task[None]] = set()
 
     def list_namespaces(self) -> list[dict[str, object]]:
@@ -78,8 +79,9 @@ class Admission:
         self, name: str, description: dict[str, Any], *, layers: Sequence[int], experts: int, host_bytes: int | None,
         group: WriterGroup | None = None,
     ) -> View:  # fmt: skip
-        """A writer's view of a new namespace, or of an uncommitted one of equal schema; of `group`, where several ranks come.
-        Raises NamespaceExists, SchemaMismatch, CapacityError naming what is missing; nothing is left behind then."""
+        """Returns a writer's view of a new namespace, or of an existing one with equal schema and no commit yet. group: given where
+        several ranks open together. Raises NamespaceExists, SchemaMismatch, CapacityError naming what is missing; nothing is left
+        behind then."""
         check_name(name)
         schema = Schema.from_description(description)
         keys = KeySpace.of(tuple(layers), experts)
@@ -95,7 +97,7 @@ class Admission:
         self, name: str, schema: Schema, keys: KeySpace, host_bytes: int | None, group: WriterGroup | None
     ) -> View:
         self._host.check_least(name, schema, len(keys), host_bytes)
-        pack_description(schema, keys)  # refused now, not at the first commit
+        pack_description(schema, keys)  # what does not fit a commit note is refused now, not at the first commit
         row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
         namespace = make_namespace(Ledger(NamespaceContents(row), retained_steps=self._retained_steps))
         try:
@@ -124,10 +126,10 @@ class Admission:
         self, name: str, *, mode: str, at: int | None, host_bytes: int | None, min_lease_slots: int = 0,
         group: WriterGroup | None = None,
     ) -> View:  # fmt: skip
-        """A view of `name`. mode "write" fences the writers before it and rolls back to `at`, or to the committed step; a prepared
-        step is committed if it is `at`. "read" stands on `at`, or on the committed step. Raises UnknownNamespace, StepDropped,
-        StepFailed before the first commit, StepPrepared to a writer without `at` while a step is prepared, CapacityError where
-        `min_lease_slots` are not left."""
+        """Returns a view of `name`. Mode "write" fences earlier writers and rolls back to `at`, or to the committed step; a
+        prepared step is committed if it is `at`. Mode "read" stands on `at`, or on the committed step. Raises UnknownNamespace,
+        StepDropped, StepFailed before the first commit, StepPrepared to a writer without `at` while a step is prepared,
+        CapacityError where `min_lease_slots` are not left."""
         if mode not in ("read", "write"):
             raise ConfigError(f"mode={mode!r}: use 'read' or 'write'")
         namespace = self._namespaces.get(name)
@@ -137,7 +139,7 @@ class Admission:
         if mode == "write":
             if min_lease_slots:
                 await self._check_slots(namespace, host_bytes, group=group, least=min_lease_slots)
-            prepared = namespace.prepared_step  # or about to be
+            prepared = namespace.prepared_step  # this includes a step that is still being prepared
             if at is not None and at != prepared:
                 namespace.ledger.check_rollback(at)  # refused before anybody is fenced
             elif at is None and prepared is not None:
@@ -164,9 +166,9 @@ class Admission:
         self, namespace: NamespaceState, host_bytes: int | None, *, at: int | None, group: WriterGroup | None,
         min_lease_slots: int = 0,
     ) -> View:  # fmt: skip
-        """Fences the writer there is and rolls back, which waits for a commit of this namespace: outside the lock, so that
-        others open theirs meanwhile. Writers that come at once open one after the other, and each fences the one before."""
-        _fence(namespace)  # from this moment on; where slots are asked for they were looked at just now
+        """Fences the present writer and rolls back. The rollback waits for a commit of this namespace, so it runs outside the lock:
+        other namespaces can be opened meanwhile. Writers that come at once open in turn, and each fences the one before."""
+        _fence(namespace)  # at once; the caller has checked just before that the slots asked for are left
         async with self._opening[namespace.name]:
             if min_lease_slots:
                 await self._check_slots(namespace, host_bytes, group=group, least=min_lease_slots)
@@ -180,7 +182,7 @@ class Admission:
     async def _check_slots(
         self, namespace: NamespaceState, host_bytes: int | None, *, group: WriterGroup | None, least: int
     ) -> None:
-        """Raises CapacityError where a writer that opens now cannot be promised `least` slots; then nobody was fenced."""
+        """Raises CapacityError where a writer that opens now cannot be promised `least` slots; it fences nobody."""
         async with self._lock:
             await self._open_memory(namespace, host_bytes)
             world_size = 1 if group is None else group.world_size
@@ -200,13 +202,13 @@ class Admission:
                 self._volumes.entitle(namespace)  # to what there is now, whatever came of it
 
     async def drop_snapshot(self, namespace: NamespaceState, step: int) -> None:
-        """`step` stays as long as any other would. Raises StepDropped if it is no snapshot."""
+        """Makes the snapshot `step` an ordinary step, which stays as long as any other would. Raises StepDropped if it is none."""
         async with self._snapshot_lock:
             await self._chain.snapshot(namespace, step, is_kept=False)
             self._volumes.entitle(namespace)
 
     async def _open_memory(self, namespace: NamespaceState, host_bytes: int | None) -> None:
-        """The namespace's arenas, taking back those of namespaces that nobody has open if need be."""
+        """Opens the namespace's arenas; where memory is short, takes back that of namespaces that nobody has open."""
         try:
             await self._open_arenas(namespace, host_bytes)
         except CapacityError:
@@ -220,7 +222,7 @@ class Admission:
             await self._open_arenas(namespace, host_bytes)
 
     async def _open_arenas(self, namespace: NamespaceState, host_bytes: int | None) -> None:
-        """Returns with the first segment of each arena; the others come up in the background."""
+        """Opens the arenas and returns when the first segment of each is there; the others follow in the background."""
         await self._host.open_arenas(namespace, host_bytes)
         if namespace.is_trainable():
             await self._transfers.runner.call(CPU_LANE, load)
@@ -235,18 +237,18 @@ class Admission:
                 self._transfers.drain()
 
     async def keep_catalog_room(self) -> None:
-        """Once, when the store is open. See `VolumeSet.keep_catalog_room`."""
+        """Makes room in the catalog; to be called once, when the store is open. See `VolumeSet.keep_catalog_room`."""
         await self._volumes.keep_catalog_room(self._namespaces.values())
 
     async def close(self) -> None:
-        """Ends what still grows."""
+        """Stops the tasks that still add segments to arenas."""
         for task in self._growing:
             task.cancel()
         await asyncio.gather(*self._growing, return_exceptions=True)
 
     async def _give_up_memory(self, namespace: NamespaceState) -> None:
-        """Nobody has it open, so what is not committed is lost at the next opening anyway: its memory is free to go, once no
-        worker reads into it or writes from it any more."""
+        """Takes back the memory of a namespace that nobody has open, once no worker reads into it or writes from it. What it held
+        uncommitted is lost, as it would be at the next opening anyway."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + IDLE_TIMEOUT_S
         await self._chain.rollback(namespace)
@@ -262,7 +264,7 @@ class Admission:
 
 
 def make_namespace(ledger: Ledger) -> NamespaceState:
-    """The state of a namespace as its ledger has it, without memory."""
+    """Makes the state of a namespace from its ledger; it has no arenas yet."""
     row = ledger.namespace
     schema = Schema.from_description(row.schema)
     keys = KeySpace.of(row.layers, row.experts)
@@ -281,7 +283,7 @@ def _fence(namespace: NamespaceState) -> None:
 
 
 def _shape(schema: Schema, keys: KeySpace) -> dict[str, object]:
-    """What two namespaces differ in, by the words of whoever creates them."""
+    """The properties by which two namespaces are compared, named as the arguments of whoever creates one."""
     return {
         "kind": schema.kind, "fields": schema.specs, "gradient_dtype": schema.gradient_dtype, "updates": schema.updates,
         "state_dtype": schema.state_dtype, "layers": keys.layers, "experts": keys.experts,

@@ -1,7 +1,7 @@
-"""The advancer: makes the missed steps of a record on a private copy, and `param` from that. Nothing becomes dirty by it.
+"""The advancer: makes the missed steps of a record on a private copy, and `param` from that copy; the record stays as it is.
 
-A record lies whole in a buffer of its namespace while its steps are made: read from its extent, or copied from its working slot,
-which is held meanwhile. Buffers are few and go to the most urgent; who waits for one keeps the extent pinned, or the slot held.
+The copy lies in a buffer of the namespace: read from the record's extent, or copied from its working slot, which is held meanwhile.
+Buffers are few and go to the most urgent move first. A move that waits for one keeps its extent pinned, or its slot held.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 ADVANCE_LOOKAHEAD_RECORDS = 2
-"""Buffers of a namespace beside one for each worker that makes steps: read into meanwhile."""
+"""Buffers of a namespace beside one for each worker that makes steps: records are read into these meanwhile."""
 
 
 class Advances:
@@ -39,10 +39,11 @@ class Advances:
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self.free = deque(buffers)
         self.waiting: dict[Move, int] = {}
-        """At most one for each slot of the `param` arena, a copy's; with its number in the order in which they came."""
+        """Moves that wait for a buffer, each with its number in order of arrival; at most one a slot of the `param` arena."""
         self.running: list[Move] = []
         self._queue: list[tuple[Urgency, float, int, Move]] = []
-        """Who waits, the most urgent first; one that became more urgent is there twice, and who waits no more is passed over."""
+        """Heap of the moves that wait, the most urgent first. A move that became more urgent is in it twice; entries of moves that
+        wait no more are skipped."""
         self._numbers = count()
 
     def add(self, move: Move) -> None:
@@ -50,7 +51,7 @@ class Advances:
         self._push(move)
 
     def raise_urgency(self, move: Move) -> None:
-        """`move` has become more urgent; nothing to do if it does not wait."""
+        """Queues `move` by its new, higher urgency; does nothing if it does not wait."""
         if move in self.waiting:
             self._push(move)
 
@@ -59,7 +60,7 @@ class Advances:
         heappush(self._queue, (move.urgency, deadline_s, self.waiting[move], move))
 
     def head(self) -> Move | None:
-        """The most urgent of those who wait, of equals the first that came."""
+        """The most urgent move that waits, the first that came among equals; None if none waits."""
         while self._queue and self._queue[0][3] not in self.waiting:
             heappop(self._queue)
         return self._queue[0][3] if self._queue else None
@@ -72,20 +73,20 @@ class Advancer:
         self._transfers = transfers
 
     def start(self, move: Move) -> None:
-        """The move ends in one settle of its copy, as every move does."""
+        """Starts the move, or queues it for a buffer. It ends in one settle of its copy, as every move does."""
         if move.located is not None:
             self._transfers.planner.space.pin(move.located.extent)
         _advances(move.namespace).add(move)
         self._give_buffers(move.namespace)
 
     def promote(self, move: Move) -> None:
-        """Somebody waits for it now."""
+        """Raises the move to DEMAND, because somebody waits for it now."""
         move.urgency = Urgency.DEMAND
         _advances(move.namespace).raise_urgency(move)
         self._hurry(move.namespace)
 
     def give_up(self, move: Move, error: ParamStoreError) -> None:
-        """Its copy's load ends with `error`, if it waits for a buffer still; else nothing happens."""
+        """Ends the move with `error` if it still waits for a buffer; else does nothing."""
         if _advances(move.namespace).waiting.pop(move, None) is None:
             return
         if move.located is not None:
@@ -106,7 +107,7 @@ class Advancer:
         self._hurry(namespace)
 
     def _hurry(self, namespace: NamespaceState) -> None:
-        """Who has a buffer that demand waits for takes its class."""
+        """Raises moves that have a buffer to DEMAND while a move of that class waits for one."""
         advances = _advances(namespace)
         head = advances.head()
         if head is not None and head.urgency is Urgency.DEMAND:
@@ -186,7 +187,7 @@ def advance(
     schema: Schema, buffer: memoryview, *, key: ExpertKey, missed: Sequence[Options], optimizer_step: int,
     source: memoryview | None = None, param: memoryview | None = None,
 ) -> None:  # fmt: skip
-    """In a worker: `buffer` (the image of `key`'s record) makes the steps `missed`, and `param`, where given, is made from that.
+    """Makes the steps `missed` on `buffer`, the image of `key`'s record, and then `param` from it, where given. Runs in a worker.
 
     optimizer_step: torch's `step` of the record before them. source: the record's image, copied into `buffer` first; None: it is
     there already. The header stays as it is.
@@ -200,7 +201,7 @@ def advance(
 
 
 def count_advance(namespace: NamespaceState, steps: int) -> None:
-    """A record made so many missed steps for somebody who looks at it."""
+    """Counts one record that was advanced by `steps` missed steps."""
     namespace.stats.records_advanced += 1
     namespace.stats.missed_steps_made += steps
 

@@ -1,8 +1,8 @@
 """The writer's gradients, and the applies that consume them: plain ones, and *open* ones, which begin before these are there.
 
-An open apply claims a key when every rank has pushed its last gradient of it, and the rest when it is closed; from its first claim
-on it has the namespace's turn. Its records are bit for bit those of a plain apply of the same gradients. What it has claimed
-cannot be undone one by one: given up half-way it leaves the namespace broken.
+An open apply claims a key when every rank has pushed its last gradient of it, and all other keys when it is closed; from its first
+claim on it has the namespace's turn. It makes bit for bit the records that a plain apply of the same gradients makes. A claim
+cannot be undone: an open apply that is given up after one leaves the namespace broken.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from paramstore.errors import ParamStoreError, ProtocolError, SchemaMismatch, St
 
 
 class Applies:
-    """Part of the store, on the event loop."""
+    """Takes pushed gradients and starts applies; part of the store, on the event loop."""
 
     def __init__(self, updater: Updater) -> None:
         self._updater = updater
 
     def push(self, view: View, entries: Sequence[tuple[ExpertKey, UploadMemory, int]], *, is_last: bool = False) -> None:
-        """Makes the gradients at these places pending. All of them, or none and an error.
+        """Makes the gradients at these places pending: all of them, or none and an error.
 
-        is_last: an apply is open, and the view's rank pushes no more for these keys before it is closed; one that has a pending
-        gradient is named with its place. When all ranks have, the apply claims it.
+        is_last: an apply is open, and the view's rank pushes no more for these keys before it is closed. A key that has a pending
+        gradient of this rank is given with that gradient's place. The apply claims a key when all ranks have pushed their last.
         """
         namespace = check_pushing(view)
         if not namespace.is_trainable():
@@ -53,8 +53,8 @@ class Applies:
             self._updater.claim(namespace, claims, _complete_keys(view, claims, ranges))
 
     def end_layers(self, view: View, layers: Iterable[int]) -> None:
-        """The view's rank pushes no more gradients of `layers` before the open apply is closed, which claims what waited for that.
-        Raises UnknownKey, StepOutOfOrder where none is open; then nothing has changed."""
+        """Notes that the view's rank pushes no more gradients of `layers` before the open apply is closed; the apply claims the
+        pending keys that waited for that. Raises UnknownKey, StepOutOfOrder where none is open; then nothing has changed."""
         namespace = check_pushing(view)
         claims = _open_claims(namespace, "end_layers")
         ended = dict.fromkeys(layers)
@@ -70,8 +70,8 @@ class Applies:
             self._updater.claim(namespace, claims, [key for key in pushed if len(claims.done_ranks(key)) == world_size])
 
     def note_call(self, view: View, what: str) -> None:
-        """The view's rank has made a collective call: it pushes nothing before all ranks have. Who waits for its gradients to have
-        room is told; where it ends the apply they are all there."""
+        """Notes that the view's rank has made the collective call `what`: it pushes nothing before all ranks have made it. Wakes
+        those who wait for room, which may depend on this rank's pushes. "end_apply" also ends every layer for this rank."""
         claims = view.namespace.open_apply
         if claims is None:
             return
@@ -80,11 +80,11 @@ class Applies:
         self._updater.wake(view.namespace)
 
     async def await_room(self, view: View, keys: Sequence[ExpertKey], timeout_s: float) -> list[ExpertKey]:
-        """Gives those of `keys`, which the view's rank has pushed, whose gradients the open apply has read for the last time, as
-        soon as there is one. timeout_s: 0 gives what there is.
+        """Waits until the open apply has read the gradients of at least one of `keys`, which this rank has pushed, for the last
+        time. Returns all such keys: their places in the upload area are free. timeout_s: 0 returns what there is without waiting.
 
-        Raises WaitTimeout naming who keeps the others from being read, StepMismatch where they have called something that waits for
-        this rank, StepOutOfOrder where no apply is open, and what it met.
+        Raises WaitTimeout naming what keeps the gradients from being read, StepMismatch where that is a rank whose collective call
+        waits for this one, StepOutOfOrder where no apply is open, and the error with which the open apply ended.
         """
         claims = _open_claims(check_writer(view), "await_room")
         loop = asyncio.get_running_loop()
@@ -102,13 +102,14 @@ class Applies:
         return read
 
     def norm(self, view: View) -> Coroutine[Any, Any, float]:
-        """Of what is pending at the moment of the call."""
+        """Returns a coroutine of the L2 norm over the gradients that are pending at the moment of the call."""
         namespace = check_writer(view)
         check_unclaimed(namespace, what="gradient_norm")
         return self._updater.norm(namespace, dict(namespace.pending))
 
     def apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
-        """Takes what is pending now; the rest happens in turn. Raises StepPrepared, SchemaMismatch; then all is pending still."""
+        """Claims what is pending now; the coroutine then updates it in the namespace's turn. Raises StepPrepared, SchemaMismatch;
+        then all is still pending."""
         namespace = check_changing(view)
         namespace.schema.check_options(options)
         pending, epoch = self._updater.begin(namespace, options), namespace.epoch
@@ -127,8 +128,8 @@ class Applies:
         return run()
 
     def begin(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
-        """Opens an apply before its gradients are there: it updates a key as soon as all ranks have pushed their last gradient of
-        it, and is over some time after `end_apply`. Raises StepPrepared, SchemaMismatch, StepOutOfOrder where one is open."""
+        """Opens an apply before its gradients are there. It updates a key as soon as all ranks have pushed their last gradient of
+        it, and ends some time after `end_apply`. Raises StepPrepared, SchemaMismatch, StepOutOfOrder where one is open."""
         namespace = check_changing(view)
         namespace.schema.check_options(options)
         claims, epoch = self._updater.open(namespace, options, grad_scale), namespace.epoch
@@ -148,7 +149,8 @@ class Applies:
         return run()
 
     def end(self, view: View) -> Coroutine[Any, Any, dict[str, int]]:
-        """The open apply takes what is pending now; gives its result. Raises StepOutOfOrder if none is open, StepFailed."""
+        """Closes the open apply, which claims what is pending now; returns a coroutine of the apply's result. Raises StepOutOfOrder
+        if none is open, StepFailed."""
         namespace = check_writer(view)
         claims = _open_claims(namespace, "end_apply")
         self._updater.close(namespace, claims)
@@ -164,7 +166,8 @@ class Applies:
         return wait()
 
     def abort(self, view: View) -> int:
-        """Drops what is pending, and an apply that is open. Raises StepFailed if that has claimed a key: rollback is the way on."""
+        """Drops pending gradients and gives up the open apply, if there is one; returns how many keys had gradients pending. Raises
+        StepFailed if that apply had claimed a key: rollback is the way on."""
         namespace = check_writer(view)
         count = len(namespace.pending)
         namespace.pending.clear()
@@ -173,13 +176,13 @@ class Applies:
         return count
 
     def leave(self, view: View, reason: str) -> None:
-        """An apply that was begun with the view's gradients comes to no end."""
+        """Gives up the open apply, if there is one: the view is leaving, and its gradients go with it."""
         if view.group is not None and view.group is view.namespace.group:
             self._updater.drop(view.namespace, f"rank {view.rank} {reason}" if view.is_ranked else f"its writer {reason}")
 
 
 def _open_claims(namespace: NamespaceState, what: str) -> Claims:
-    """The open apply. Raises StepOutOfOrder where there is none."""
+    """Returns the open apply. Raises StepOutOfOrder where there is none."""
     if namespace.open_apply is None:
         raise StepOutOfOrder(f"{what} on {namespace.name!r}: no apply is open: begin_apply opens one")
     return namespace.open_apply
@@ -192,8 +195,8 @@ def _rank_of(gradient: GradientRange) -> int:
 def _check_entries(
     namespace: NamespaceState, entries: Sequence[object], ranges: Mapping[ExpertKey, GradientRange], *, rank: int, is_last: bool
 ) -> None:
-    """Raises ProtocolError for a key that is named twice, or has a gradient of this rank elsewhere; StepFailed for one without a
-    value."""
+    """Raises ProtocolError for a key that is named twice or already has a pending gradient of this rank (a last gradient may be
+    that same one), StepFailed for a key without a value."""
     pending = namespace.pending
     has_some = (
         key for key, pushed in ranges.items()
@@ -219,7 +222,7 @@ def _check_last(namespace: NamespaceState, keys: Iterable[ExpertKey], *, rank: i
 
 
 def _complete_keys(view: View, claims: Claims, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-    """The view's rank has pushed its last gradients of `keys`; gives those of which no rank pushes more."""
+    """Notes that the view's rank has pushed its last gradients of `keys`; returns those for which all ranks have."""
     assert view.group is not None
     complete = []
     for key in keys:
@@ -230,7 +233,7 @@ def _complete_keys(view: View, claims: Claims, keys: Iterable[ExpertKey]) -> lis
 
 
 def _no_room(view: View, claims: Claims, keys: Sequence[ExpertKey]) -> str:
-    """Why none of `keys` was read in time."""
+    """The message that says why none of `keys` was read in time."""
     due, what = _due(view, claims, keys), f"push on {view.namespace.name!r}: no room in time"
     if not due:
         return f"{what}: {len(keys)} updates are under way, from {keys[0]} on; raise wait_timeout_s"
@@ -239,14 +242,14 @@ def _no_room(view: View, claims: Claims, keys: Sequence[ExpertKey]) -> str:
 
 
 def _due(view: View, claims: Claims, keys: Iterable[ExpertKey]) -> dict[ExpertKey, set[int]]:
-    """The ranks that may still push gradients of `keys`, of those that wait for that."""
+    """For each of `keys` that the open apply has not claimed, the ranks that may still push gradients of it."""
     assert view.group is not None
     everyone = set(range(view.group.world_size))
     return {key: everyone - claims.done_ranks(key) for key in keys if key not in claims.gradients}
 
 
 def _check_awaitable(view: View, claims: Claims, keys: Sequence[ExpertKey]) -> None:
-    """Raises StepMismatch where every one of `keys` waits for a rank that pushes no more before this one has called as it did."""
+    """Raises StepMismatch where waiting would be for ever: each of `keys` waits for a rank whose call waits for this one."""
     group = view.group
     assert group is not None
     if not group.waiting:

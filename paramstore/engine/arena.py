@@ -15,11 +15,11 @@ from paramstore.policy.base import Policy
 
 SEGMENT_BYTES = 1 << 30
 SEGMENTS_MAX = 48
-"""Of one arena: a lease may name all of them at once, and one message carries 64 descriptors."""
+"""Segments of one arena at most: a lease may name all of them at once, and one message carries 64 descriptors."""
 
 
 class SegmentMemory(Protocol):
-    """What an arena needs of memory: `paramstore.memory.arena.Segment` is the real one."""
+    """The memory of one segment, as an arena needs it; `paramstore.memory.arena.Segment` is the real one."""
 
     @property
     def length_bytes(self) -> int: ...
@@ -42,19 +42,19 @@ class Arena:
     def __init__(self, *, slot_bytes: int, planned_slots: int, policy: Policy) -> None:
         self.slot_bytes = slot_bytes
         self.planned_slots = planned_slots
-        """What the arena will have once all its segments are touched; caps count in these."""
+        """Slots that the arena will have once all its segments are touched; limits on leases and prefetches count in these."""
         self.policy = policy
         self.dirty_limit_bytes: int | None = None
         """Dirty bytes above which the cleaner writes early; None: as many as fit."""
         self.planned_segments: deque[tuple[int, SegmentMemory, int]] = deque()
-        """(segment id, memory, slots) of those whose pages are not touched yet; the host tier's."""
+        """(segment id, memory, slots) of segments whose pages are not touched yet; written by the host tier."""
         self.waiting: deque[Any] = deque()
-        """Requests that wait for slots, first come first served; the planner's."""
+        """Requests that wait for slots, first come first served; written by the planner."""
         self.slots = SlotTable()
         self.segments: list[tuple[int, SegmentMemory, int]] = []
-        """(segment id, memory, number of its first slot)."""
+        """(segment id, memory, number of its first slot) of each segment in use."""
         self._homes: list[tuple[SegmentMemory, int, int]] = []
-        """Per slot (memory, segment id, offset in it)."""
+        """(memory, segment id, offset in the segment) of each slot."""
 
     def add_segment(self, segment_id: int, memory: SegmentMemory, *, slots: int) -> None:
         """Makes `slots` slots of the segment available. Its pages are touched already."""
@@ -63,19 +63,19 @@ class Arena:
         self._homes.extend((memory, segment_id, index * self.slot_bytes) for index in range(slots))
 
     def view(self, slot: int) -> memoryview:
-        """The slot's bytes, writable."""
+        """Returns the slot's bytes, writable."""
         memory, _, offset_bytes = self._homes[slot]
         return memory.view(offset_bytes, self.slot_bytes)
 
     def place(self, slot: int) -> tuple[int, int]:
-        """(segment id, offset in bytes): how a client finds the slot."""
+        """Returns (segment id, offset in bytes), by which a client finds the slot."""
         _, segment_id, offset_bytes = self._homes[slot]
         return segment_id, offset_bytes
 
 
 def segment_lengths(slot_count: int, slot_bytes: int) -> list[int]:
-    """Lengths of the segments that hold `slot_count` slots, whole slots in each: of SEGMENT_BYTES, or larger where there
-    would be too many to name in one message."""
+    """Lengths of the segments that hold `slot_count` slots, whole slots in each. They are of about SEGMENT_BYTES, or larger where
+    they would be too many to name in one message."""
     segment_bytes = max(SEGMENT_BYTES, slot_count * slot_bytes // SEGMENTS_MAX)
     per_segment = max(1, -(-segment_bytes // slot_bytes))
     lengths = []

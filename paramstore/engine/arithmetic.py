@@ -1,4 +1,4 @@
-"""The optimizer's functions as jobs for workers. Importing them costs torch, two seconds in which Python runs little else:
+"""The optimizer's functions as jobs for workers. They need torch, whose import takes two seconds in which Python runs little else:
 so they are imported where they run, in a worker, and never on the loop's thread.
 """
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 UPDATE_PIECE_ELEMENTS = 1 << 21
-"""One piece of an update: 2 ms of a core. The last records of an apply go in pieces, so that no worker is left idle."""
+"""Elements in one piece of an update: 2 ms of a core. The last records of an apply go in pieces, so that no worker is left idle."""
 SPAN_ALIGNMENT_ELEMENTS = 1 << 12
-"""Where a field may be cut: whole vectors and whole pages, whatever the dtype."""
+"""A field is cut at multiples of this only, so that pieces have whole vectors and whole pages, whatever the dtype."""
 
 
 class Span(NamedTuple):
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 @lru_cache(maxsize=256)
 def cut_update(schema: Schema, piece_elements: int = UPDATE_PIECE_ELEMENTS) -> tuple[tuple[Span, ...], ...]:
-    """All elements of a record, in about equal pieces of at most about `piece_elements`, at least one."""
+    """Cuts all elements of a record into about equal pieces of at most about `piece_elements`; at least one piece."""
     total = sum(field.elements for field in schema.gradient_fields())
     target = -(-total // max(1, -(-total // piece_elements)))
     pieces: list[tuple[Span, ...]] = []
@@ -51,10 +51,10 @@ def cut_update(schema: Schema, piece_elements: int = UPDATE_PIECE_ELEMENTS) -> t
 
 
 def load() -> None:
-    """Imports what the others need, ahead of use.
+    """Imports what the other functions need, ahead of use.
 
-    After the first time the collector of garbage leaves torch's half a million objects alone: looking at them all held the loop for
-    0.1 s, in one of eight commits of 1,000 records. Only then: garbage that is frozen with the rest is never freed.
+    The first call freezes torch's half a million objects, so that the garbage collector leaves them alone: looking at them all held
+    the loop for 0.1 s in one of eight commits of 1,000 records. Only the first: garbage that is frozen is never freed.
     """
     is_first = "torch" not in sys.modules
     import paramstore.optim.cast

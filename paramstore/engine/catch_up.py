@@ -1,8 +1,8 @@
-"""Who catches up: the records of an exact namespace that an apply updates although they have no gradient. Pure.
+"""Chooses the records of an exact namespace that an apply updates although they have no gradient: they catch up. Pure functions.
 
-Every apply looks at a few keys, in turn, such that each is looked at once in MISSED_MAX / 2 applies, and takes those along that
-have missed half of MISSED_MAX by then. So no record ever misses more than MISSED_MAX, no apply has a burst of them, and what is
-updated more often than that is never taken.
+Each apply looks at a few keys in turn, so that every key is looked at once in MISSED_MAX / 2 applies, and includes those that have
+missed more than MISSED_MAX / 2 steps. So no record ever misses more than MISSED_MAX, no apply gets a burst of such records, and a
+record that is updated more often is never included.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from paramstore.core.optimizers import Options
 from paramstore.engine.namespace import NamespaceState, WorkingCopy
 
 LATE_AFTER = MISSED_MAX // 2
-"""Missed steps above which an apply that looks at a record takes it along."""
+"""An apply that looks at a record includes it if it has missed more steps than this."""
 
 
 def due_keys(namespace: NamespaceState) -> list[ExpertKey]:
-    """The keys that the apply called last takes along, if they have no gradient."""
+    """The keys that the newest apply includes even where they have no gradient."""
     keys, apply = namespace.keys, namespace.log.last
     count = -(-len(keys) // LATE_AFTER)
     due = []
@@ -31,8 +31,8 @@ def due_keys(namespace: NamespaceState) -> list[ExpertKey]:
 
 
 def missed_steps(namespace: NamespaceState, working: WorkingCopy, *, has_gradient: bool) -> tuple[Options, ...]:
-    """The options of the steps with a gradient of zeros that the apply under way makes of a record: those that it missed, and
-    without a gradient the apply's own."""
+    """Options of the zero-gradient steps that the apply under way makes on a record: one for each step that the record missed, and
+    for a record without a gradient one for the apply itself."""
     if not namespace.is_exact:
         return ()
     assert working.identity is not None

@@ -1,7 +1,7 @@
-"""The chain of a namespace's steps: what becomes the newest, what goes with it, going back, keeping a step for good.
+"""The chain of a namespace's steps: a new step and the old ones it replaces, finalize, rollback, snapshots.
 
-Every change is one catalog transaction, planned by the ledger; on its return the planner and the note slots follow. All of
-them are serial with the commits of their namespace.
+Every change is one catalog transaction, planned by the ledger; when it has succeeded, the planner and the note slots follow. A
+change never runs beside a commit of its namespace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paramstore.storage.publication import Publication
 
 
 class Chain:
-    """Steps of all namespaces. Whoever calls `publish_newest` has the turn, or the cut."""
+    """Changes the steps of all namespaces. Whoever calls `publish_newest` has the namespace's turn, or its cut."""
 
     def __init__(
         self, planner: Planner, transfers: Transfers, runner: Runner, transactions: Transactions, note_slots: NoteSlots, *,
@@ -40,9 +40,9 @@ class Chain:
     async def publish_newest(
         self, namespace: NamespaceState, step: int, plan: Callable[[frozenset[int]], Publication], *, room_rows: int = 0
     ) -> Publication:
-        """The transaction that makes `step` the committed one. plan: of the steps that readers hold.
+        """Runs the transaction that makes `step` the committed one. plan: makes its publication, given the steps that readers hold.
 
-        Which steps go is fixed here first; nobody can open one of them any more.
+        The steps that go are fixed here first, so that nobody can open one of them any more.
         """
         dropped = self._planner.drop_oldest_readers(namespace, step)
         held = frozenset(namespace.held_steps())
@@ -55,6 +55,7 @@ class Chain:
             raise
 
     def settle(self, namespace: NamespaceState, publication: Publication) -> None:
+        """Brings what is in memory (ledger, space, note slots) in line with a publication that has succeeded."""
         namespace.ledger.settle(publication)
         namespace.closing_steps = frozenset()
         for extent in publication.freed:
@@ -63,10 +64,10 @@ class Chain:
             self._note_slots.free(slot)
 
     async def finalize(self, namespace: NamespaceState, step: int, *, check: Callable[[], object]) -> None:
-        """On return `step`, which was prepared, is committed; if it is already, nothing happens.
+        """Commits the prepared `step`; does nothing if it is committed already.
 
-        check: raises what keeps the caller from it, when its turn has come. Raises StepOutOfOrder if another step, or none, is
-        prepared. If it raises CatalogError, the step is prepared as before.
+        check: called when its turn has come; raises what keeps the caller from it. Raises StepOutOfOrder if another step, or none,
+        is prepared. If it raises CatalogError, the step is prepared as before.
         """
         async with namespace.turn:
             await self.until_no_cut(namespace)
@@ -81,7 +82,7 @@ class Chain:
                 )
 
     async def _finalize(self, namespace: NamespaceState, *, for_writer: bool) -> None:
-        """The prepared step is committed; for_writer: in a new epoch. The caller has the turn, and no commit is under way."""
+        """Commits the prepared step; for_writer: in a new epoch. The caller has the turn, and no commit is under way."""
         self._transactions.check_accepting()
         step = namespace.ledger.prepared_step
         assert step is not None
@@ -104,7 +105,7 @@ class Chain:
             await until_woken(future, self._runner, stall_s=self._stall_s, what=what)
 
     async def rollback(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
-        """To `to_step`, or (None) to the newest step when the calls before this one are through; a prepared one stays so.
+        """Rolls back to `to_step`, or (None) to the newest step when earlier calls are through, which may be a prepared one.
 
         An apply under way stops at its next record. Raises StepDropped if there is no such step, StepPrepared if it is not
         committed, StepFailed if a later one is a snapshot; then nothing has changed.
@@ -117,14 +118,14 @@ class Chain:
             await self._roll_back_to(namespace, _newest_step(namespace) if to_step is None else to_step)
 
     async def start_over(self, namespace: NamespaceState) -> None:
-        """To before any value, the draft included. Raises StepOutOfOrder once a step is committed; then nothing has changed."""
+        """Drops all values, those of the draft too. Raises StepOutOfOrder once a step is committed; nothing has changed then."""
         async with self._stopped(namespace):
             check_uncommitted(namespace)
             await self._roll_back_to(namespace, None)
 
     async def reopen(self, namespace: NamespaceState, *, at: int | None) -> None:
-        """What a new writer starts from: `at`, any step that can be opened, or the prepared one, which it commits; None: the
-        committed one. Raises StepPrepared where None would drop a prepared step, else as `rollback`."""
+        """Takes the namespace to where a new writer starts: to `at`, a step that can be opened or the prepared one, which is then
+        committed; None: to the committed step. Raises StepPrepared where None would drop a prepared step, else as `rollback`."""
         async with self._stopped(namespace):
             prepared = namespace.ledger.prepared_step
             if prepared is not None and at is None:
@@ -139,7 +140,7 @@ class Chain:
 
     @asynccontextmanager
     async def _stopped(self, namespace: NamespaceState) -> AsyncIterator[None]:
-        """Within the block the caller has the turn, and no commit is under way. An apply before it stops at its next record."""
+        """A context in which the caller has the turn and no commit is under way. An apply under way stops at its next record."""
         namespace.stop_requests += 1
         self._planner.wake_open(namespace)
         self._transfers.drain()
@@ -154,9 +155,9 @@ class Chain:
             namespace.turn.release()
 
     async def _roll_back_to(self, namespace: NamespaceState, step: int | None) -> None:
-        """On return the namespace stands at `step` (None: before any commit) in a new, durable epoch, and is not broken.
+        """Rolls back to `step` (None: before any commit): the namespace is then in a new, durable epoch, and not broken.
 
-        No commit is under way. Readers of later steps have lost them.
+        To be called while no commit is under way. Readers of later steps lose them.
         """
         self._transactions.check_accepting()
         assert namespace.cut is None
@@ -178,7 +179,7 @@ class Chain:
         self._begin_epoch(namespace, freed=publication.freed)
 
     def _begin_epoch(self, namespace: NamespaceState, *, freed: Iterable[Extent]) -> None:
-        """The ledger stands in a new epoch: so does all that is in memory."""
+        """Takes all that is in memory to the new epoch, in which the ledger stands already."""
         row = namespace.ledger.namespace
         namespace.applies = row.applies
         if namespace.is_exact:
@@ -189,9 +190,9 @@ class Chain:
     # --- snapshots
 
     async def snapshot(self, namespace: NamespaceState, step: int, *, is_kept: bool) -> None:
-        """On return it is durable that `step` stays (`is_kept`), or that it stays no longer than any other.
+        """Makes `step` a snapshot (`is_kept`), or an ordinary step again; on return that is durable.
 
-        Serial with commits and rollbacks of the namespace. Raises StepDropped; then nothing has changed.
+        Waits for its turn behind commits and rollbacks of the namespace. Raises StepDropped; then nothing has changed.
         """
         async with namespace.turn:
             await self.until_no_cut(namespace)
@@ -207,7 +208,7 @@ class Chain:
             self._see_less(namespace)
 
     def _see_less(self, namespace: NamespaceState) -> None:
-        """Steps are gone: copies that nobody sees any more retire, and whoever waits for their slots goes on."""
+        """After steps were dropped: retires copies that nobody sees any more, and lets whoever waits for their slots go on."""
         self._planner.copies.retire_unseen(namespace)
         self._planner.leases.pump(namespace)
         self._transfers.drain()
@@ -219,13 +220,13 @@ def _newest_step(namespace: NamespaceState) -> int | None:
 
 
 def check_uncommitted(namespace: NamespaceState) -> None:
-    """Raises StepOutOfOrder once there is a committed step: values of keys are not given any more, they are trained."""
+    """Raises StepOutOfOrder once there is a committed step: from then on values are trained, not given."""
     if namespace.committed_step is not None:
         raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")
 
 
 def prepared_error(namespace: NamespaceState, *, what: str) -> StepPrepared:
-    """Why `what` is refused while a step is prepared, or is being prepared."""
+    """Makes the error that says why `what` is refused while a step is prepared, or is being prepared."""
     return StepPrepared(
         f"{what} on {namespace.name!r}: step {namespace.prepared_step} is prepared: finalize it, or go back to "
         f"{namespace.committed_step}, first (a new writer does either with at=)"

@@ -1,7 +1,8 @@
 """The cleaner: keeps slots clean, so that eviction never writes; and write-back and eviction on request.
 
-It writes what eviction will need soon and no more: a record written early is written again at its next update. Above the
-limit on dirty bytes it writes early all the same, so that a commit never waits for more than the limit and what is under way.
+It writes what eviction will need soon and no more, because a record written early must be written again after its next update.
+Above the limit on dirty bytes it writes early all the same, so that a commit never waits for more than the limit and what is
+under way.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Cleaner:
         self._loader = loader
 
     def clean_ahead(self, namespace: NamespaceState, wanted_slots: int, *, spared: Collection[ExpertKey] = ()) -> None:
-        """Starts the writes that make `wanted_slots` slots evictable, counting those free, clean or being written, and those
-        that bring what is dirty, and not being written, below the limit. spared: not evictable for whoever wants the slots."""
+        """Starts as many writes as are needed until `wanted_slots` slots are free, clean or being written, and until the dirty
+        records that nobody writes are below the limit. spared: keys that whoever wants the slots may not evict."""
         arena = namespace.working_arena
         assert arena is not None
         self._planner.working.clean(namespace, slots_to_clean(namespace, wanted_slots, spared), Urgency.WRITE_BACK, spared=spared)
@@ -41,8 +42,8 @@ class Cleaner:
         self._transfers.drain()
 
     async def write(self, namespace: NamespaceState, key: ExpertKey, urgency: Urgency) -> bool:
-        """On return `key` is not dirty. True if it was written here or by a write it joined. Raises what the write met: a write
-        that failed is repeated once, elsewhere, whoever began it."""
+        """Writes `key` back: on return it is not dirty. True if this call wrote it, or joined a write that did. A write that failed
+        is repeated once, on another extent, whoever began it; raises what the second one met."""
         working = namespace.working[key]
         identity = working.identity
         is_written = False
@@ -66,8 +67,8 @@ class Cleaner:
         return is_written
 
     async def _until_written(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        """Returns when another write of the namespace is over, which may have freed an extent, or when space may have come.
-        Raises CapacityError if there is no hope of either."""
+        """Waits until another write of the namespace is over, which may have freed an extent, or until space may have come free.
+        Raises CapacityError if neither is to be expected."""
         writing = next(iter(namespace.in_state[Working.WRITING].values()), None)
         if writing is not None:
             await self._loader.changed(namespace, writing)
@@ -80,8 +81,8 @@ class Cleaner:
             )
 
     async def until_space(self, namespace: NamespaceState, *, for_cut: bool = False) -> bool:
-        """True when space that is on its way back has come: a commit's, a zero-fill's, that of reads and writes under way.
-        False, at once, if there is none: waiting would be for nothing.
+        """Waits until space that is about to come free (a commit's, a zero-fill's, that of reads and writes under way) may have
+        come: then True. False, at once, if there is none: waiting would be for nothing.
 
         for_cut: the commit under way waits for the caller. Raises WaitTimeout, StepFailed on a broken namespace.
         """
@@ -96,7 +97,7 @@ class Cleaner:
         return True
 
     async def write_back(self, namespace: NamespaceState, keys: Sequence[ExpertKey] | None) -> dict[str, int]:
-        """Writes what is dirty among `keys` (None: all). Figures: records and bytes written."""
+        """Writes what is dirty among `keys` (None: all). Returns the records and bytes written."""
         dirty = [working for working in self._chosen(namespace, keys) if working.state in (Working.DIRTY, Working.WRITING)]
         for working in dirty:  # all are queued first, so that the volumes see them at once
             if working.state is Working.DIRTY:
@@ -116,7 +117,8 @@ class Cleaner:
         return [namespace.working[key] for key in dict.fromkeys(keys)]
 
     async def evict(self, namespace: NamespaceState, keys: Sequence[ExpertKey] | None, part: str | None) -> dict[str, object]:
-        """Evicts `keys` (None: all) from host memory, dirty ones after writing them. Figures: evicted, skipped keys."""
+        """Evicts `keys` (None: all) from host memory, dirty ones after writing them. part: "optim", "param" or None for both.
+        Returns how many copies were evicted, and the keys that had one in use."""
         chosen = list(namespace.keys) if keys is None else list(dict.fromkeys(keys))
         namespace.keys.check(chosen, namespace=namespace.name)
         if part is not None:

@@ -1,13 +1,13 @@
 """Calls that the ranks of one group make together: which of them match, what is refused, and who is missing.
 
-Plain decisions: no clock, no future, no I/O. Whoever owns a `Collective` says when the deadline has passed and which rank is gone,
-runs what begins, and tells the ranks what became of the calls that a decision settles.
+Everything here is a plain decision, without clock, future or I/O. The owner of a `Collective` tells it when the deadline has passed
+and which rank is gone, runs the calls that begin, and tells the ranks how their calls ended.
 
-- A rank has at most one call that waits; its owner holds back what the rank asks for after it. So the n-th call of one rank
+- A rank has at most one call that waits; its session holds back what the rank asks for after it. So the n-th call of one rank
   always meets the n-th calls of the others.
 - A call begins once, when all ranks have made it with equal arguments (floats bit for bit); else nothing runs.
-- After a call that was refused the ranks are *out of step*: what one of them had sent behind it must not run as if it had been
-  made. Every call is refused until all have made one that starts over (rollback, initialize) and that has succeeded.
+- After a refused call the ranks are *out of step*: what a rank had already sent behind that call must not run as if it had
+  succeeded. Every call is refused until all have made one that starts over (rollback, initialize) and that has succeeded.
 - A rank that is gone ends the group for good.
 """
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from paramstore.errors import ConfigError, ParamStoreError, RankLost, StepMismatch
 
 WORLD_SIZE_MAX = 256
-"""Ranks of one group: no daemon serves more sessions."""
+"""The most ranks of one group: no daemon serves more sessions."""
 GROUP_NAME_MAX = 256
 SHOWN_MAX = 60
 """Characters of an argument that an error shows."""
@@ -36,7 +36,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one rank called. Two match if they have one name and their arguments the same bits."""
+    """One call of a rank. Two calls match if they have the same name and their arguments the same bits."""
 
     name: str
     arguments: tuple[Argument, ...] = ()
@@ -45,13 +45,13 @@ class Call:
         return self.name == other.name and bits_of(self.arguments) == bits_of(other.arguments)
 
     def shown(self, names: Iterable[str]) -> str:
-        """The call with these of its arguments, for people."""
+        """The call as text for people, with only the arguments in `names`."""
         chosen = set(names)
         return f"{self.name}({', '.join(f'{name}={_short(value)}' for name, value in self.arguments if name in chosen)})"
 
 
 def bits_of(value: object) -> object:
-    """Equals another's exactly where both are made of the same types and the same bits: nan is itself, -0.0 is not 0.0."""
+    """A form of `value` to compare by: equal exactly for equal types and bits, so nan equals itself and -0.0 is not 0.0."""
     if isinstance(value, float):
         return struct.pack("<d", value)
     if isinstance(value, Mapping):
@@ -62,7 +62,7 @@ def bits_of(value: object) -> object:
 
 
 def check_rank(rank: int, world_size: int, group: str) -> None:
-    """Raises ConfigError on what no rank of a group may say."""
+    """Raises ConfigError where no rank of a group may come with these."""
     if not 1 <= world_size <= WORLD_SIZE_MAX or not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank}, world_size={world_size}: ranks are 0 to world_size - 1, and at most {WORLD_SIZE_MAX}")
     if len(group) > GROUP_NAME_MAX:
@@ -71,14 +71,14 @@ def check_rank(rank: int, world_size: int, group: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """These ranks' calls wait no longer. error: None if the call begins now, else what each of them is told."""
+    """A decision about ranks whose calls wait no longer. error: None if the call begins now, else the error for each of them."""
 
     ranks: tuple[int, ...]
     error: ParamStoreError | None = None
 
 
 class Collective:
-    """Owner of the calls of one group that wait. what: names the group in errors; way_on: what helps after a refusal."""
+    """Decides about the calls of one group; owns those that wait. what: its name in errors; way_on: what helps after a refusal."""
 
     def __init__(self, world_size: int, *, what: str, way_on: str) -> None:
         self.world_size = world_size
@@ -88,9 +88,9 @@ class Collective:
         self._refusal: str | None = None
         """Why the ranks are out of step."""
         self._loss: str | None = None
-        """Why the group is at its end."""
+        """Why the group is broken for good; None while it is whole."""
 
-    # --- what it is
+    # --- state
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class Collective:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that the waiting calls wait for; all while none waits."""
+        """Ranks without a waiting call, for which the others wait; all ranks while none waits."""
         return tuple(rank for rank in range(self.world_size) if rank not in self._waiting)
 
     @property
@@ -126,13 +126,13 @@ class Collective:
         if self._refusal is not None:
             raise StepMismatch(self._refusal)
 
-    # --- what happens
+    # --- events
 
     def arrive(self, rank: int, call: Call) -> Settled | None:
-        """`rank` has made `call`: it waits (None), begins with all others, or is refused with them.
+        """Takes a call of `rank`: it waits (None), begins with all others, or is refused with them.
 
-        Raises RankLost, StepMismatch while the ranks are out of step and `call` does not start over, or if the rank has a call
-        that waits; then nothing has changed.
+        Raises RankLost; StepMismatch while the ranks are out of step and `call` does not start over, or if the rank already has a
+        call that waits. Then nothing has changed.
         """
         self.check_whole()
         if call.name not in MENDING:
@@ -148,29 +148,29 @@ class Collective:
         return Settled(self._taken())
 
     def expire(self) -> Settled:
-        """The deadline of the calls that wait has passed: they are refused, with the names of those who are missing."""
+        """Refuses the calls that wait, because their deadline has passed; the error names the ranks that are missing."""
         assert self._waiting
         name = next(iter(self._waiting.values())).name
         missing, waited = ranks_named(self.missing), ranks_named(self.waiting)
         return self._refuse(f"{self._what}: {name} of {waited}: {missing} did not call in time: nothing ran. {self._way_on}")
 
     def lose(self, rank: int, reason: str) -> Settled:
-        """`rank` is gone, for `reason`: calls that wait fail, and so does every later one."""
+        """Breaks the group, because `rank` is gone for `reason`: calls that wait fail, and so does every later one."""
         if self._loss is None:
             self._loss = f"{self._what}: rank {rank} {reason}: the group is broken. All ranks open the namespace again"
         return Settled(self._taken(), RankLost(self._loss))
 
     def withdraw(self, rank: int) -> bool:
-        """`rank` waits no longer, as if it had never called; False if it does not wait."""
+        """Takes back the waiting call of `rank`, as if it had never called; False if it has none."""
         return self._waiting.pop(rank, None) is not None
 
     def end(self, error: ParamStoreError) -> Settled:
-        """Calls that wait fail with `error`; whoever ends them sees to it that no other comes."""
+        """Fails the calls that wait with `error`; the caller sees to it that no other comes."""
         return Settled(self._taken(), error)
 
     def mend(self, refusal: str | None) -> None:
-        """A call that starts over has succeeded, which had begun when `refusal` was in force: the ranks are in step, unless
-        another call of theirs was refused since."""
+        """Brings the ranks in step again after a call that starts over has succeeded. refusal: the one in force when that call
+        began; where another call was refused since, the ranks stay out of step."""
         if self._refusal is refusal:
             self._refusal = None
 
@@ -184,7 +184,7 @@ class Collective:
         return ranks
 
     def _differences(self) -> str:
-        """Who called what, as far as it differs."""
+        """Text that says which rank called what, with the arguments that differ."""
         calls = list(self._waiting.values())
         if len({call.name for call in calls}) > 1:
             names: set[str] = set()
@@ -196,7 +196,7 @@ class Collective:
 
 
 def ranks_named(ranks: tuple[int, ...]) -> str:
-    """Ranks, for people."""
+    """The ranks as text for people: "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

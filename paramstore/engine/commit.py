@@ -1,12 +1,12 @@
-"""The committer: fixes what a step has, and makes it durable.
+"""The committer: fixes which records a step consists of, and makes them durable.
 
 A commit: cut → write what the cut found dirty → a commit note on every volume → flush every volume, all at once → one catalog
-transaction → settle. Whatever fails before the transaction changes nothing durable. It gives the namespace's turn back at its
-cut: later applies run beside its writes. A prepared step takes the same way, and is committed by `finalize`; so does a draft, of
-an initialization that is not over.
+transaction → settle. A failure before the transaction changes nothing durable. The commit gives the namespace's turn back at its
+cut, so that later applies run beside its writes. A prepared step is made the same way, and committed by `finalize`; so is the draft
+of an initialization that is not over.
 
-After a failed flush nothing written to that volume since its last good flush can be trusted, in memory-only extents of any
-namespace: those namespaces are broken until rollback. A failed write or flush is never repeated on the same extent.
+After a failed flush nothing written to that volume since its last good flush can be trusted: namespaces that have records there
+which no step has published are broken until rollback. A failed write or flush is never repeated on the same extent.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from paramstore.storage.volume import Volume
 from paramstore.wire.messages import EXTRA_BYTES_MAX
 
 FIXED_ROWS = 16
-"""What a commit changes in the catalog beside the rows of its records, at most: steps, the namespace."""
+"""Rows of the catalog that a commit changes at most beside those of its records: steps, the namespace."""
 NO_SLOT = -1
 STEP_END = 1 << 62
 QUEUED_AT_ONCE = 64
-"""Writes of a commit that are begun before the event loop turns again: a millisecond's."""
+"""Writes of a commit that are begun before the event loop turns again: this takes a millisecond."""
 NOTED_ON_LOOP_MAX = 256
-"""Up to so many changed records their note is made at once: that takes less time (0.1 ms) than handing it over."""
+"""Changed records up to which the commit note is made on the loop: that takes less time (0.1 ms) than handing it to a worker."""
 
 
 class Committer:
@@ -71,15 +71,15 @@ class Committer:
         self._clock = clock
         self._stall_s = stall_s
         self._bad_note_slots: set[int] = set()
-        """Slots whose note could not be written: not tried again before a restart."""
+        """Note slots that a note could not be written to; they are not tried again before a restart."""
 
     async def commit(
         self, namespace: NamespaceState, step: int, extra: bytes, *, check: Callable[[], object], is_prepared: bool = False
     ) -> dict[str, object]:
-        """Makes what has changed up to its turn durable as `step`; on return it is. Gives the figures for the caller.
+        """Makes everything that has changed up to its turn durable as `step`, and returns figures for the caller.
 
-        check: raises what keeps the caller from committing, when its turn has come. is_prepared: the step is not committed
-        before `finalize`. Raises StepOutOfOrder, StepFailed, CapacityError, what a volume or the catalog raised; then the
+        check: called when its turn has come; raises what keeps the caller from committing. is_prepared: the step is not committed
+        before `finalize`. Raises StepOutOfOrder, StepFailed, CapacityError, and what a volume or the catalog raised; then the
         committed step is as before, and the records are still the newest uncommitted ones.
         """
         _check_extra(extra)
@@ -97,10 +97,10 @@ class Committer:
         return {"step": step, "records": len(cut.keys), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
 
     async def save_draft(self, namespace: NamespaceState, extra: bytes, *, check: Callable[[], object]) -> dict[str, object]:
-        """Makes the first values taken up to its turn durable, as the namespace's draft: an initialization that resumes finds
-        them, and nobody else. extra: kept with it, in place of an earlier one's. Gives the figures for the caller.
+        """Makes the initial values taken up to its turn durable, as the namespace's draft: an initialization that resumes finds
+        them, and nobody else. extra: kept with the draft, in place of an earlier one's. Returns figures for the caller.
 
-        check: as of `commit`. Raises StepOutOfOrder outside of an initialization, and as `commit`; then the draft is as before.
+        check: as in `commit`. Raises StepOutOfOrder outside of an initialization, and as `commit`; then the draft is as before.
         """
         _check_extra(extra)
         started_s = self._clock.now_s()
@@ -116,14 +116,15 @@ class Committer:
         return {"records": len(cut.keys), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
 
     def _cut(self, namespace: NamespaceState, step: int) -> Cut:
-        """Fixes what `step` has. The caller has the turn, and no commit is under way."""
+        """Fixes which records `step` consists of. The caller has the turn, and no commit is under way."""
         cut = self._planner.cut(namespace)
         cut.progress = CommitProgress(step, self._clock.now_s(), namespace.stats.bytes_written)
         self._transfers.drain()
         return cut
 
     async def _make_durable(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> int:
-        """row: of the step, without its note slot. Gives the bytes that were written meanwhile."""
+        """Writes, notes and publishes what `cut` fixed. row: the step's, without its note slot. Returns the bytes that the
+        namespace wrote since the cut."""
         assert cut.progress is not None
         note_slot: int | None = None
         try:
@@ -149,7 +150,7 @@ class Committer:
         return namespace.stats.bytes_written - cut.progress.bytes_written
 
     async def _prove(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> None:
-        """Everything the step needs is durable on every volume; what remains is the transaction."""
+        """Makes everything that the step needs durable on every volume, with its commit note; what remains is the transaction."""
         await self._transactions.reserve(_changed_rows(cut))
         await self._write_unwritten(namespace, cut)
         kept = namespace.ledger.visible_steps(namespace.held_steps(), published=row.step)
@@ -171,10 +172,10 @@ class Committer:
         return await self._chain.publish_newest(namespace, row.step, plan, room_rows=_changed_rows(cut))
 
     async def _write_unwritten(self, namespace: NamespaceState, cut: Cut) -> None:
-        """Writes the records that were dirty at the cut, at DEMAND: all are queued, then waited for together. What met no
-        space, or failed, is seen to one by one."""
+        """Writes the records that were dirty at the cut, at DEMAND: all are queued, then waited for together. Those that found no
+        space, or failed, are then written one by one."""
         for number, key in enumerate(list(cut.unwritten), start=1):
-            if number % QUEUED_AT_ONCE == 0:  # workers that are done have something new to do meanwhile
+            if number % QUEUED_AT_ONCE == 0:  # workers that are done get something new to do meanwhile
                 self._transfers.drain()
                 await asyncio.sleep(0)
             if key not in cut.unwritten:
@@ -206,7 +207,7 @@ class Committer:
         volume, superblock = self._volumes[index], self._superblocks[index]
 
         def prove() -> tuple[int, VolumeError | None]:
-            """In a worker: the note, then the flush; how many bytes the note took, and what the flush met."""
+            """Writes the note, then flushes; returns the note's bytes, and the flush's error. Runs in a worker."""
             note_bytes = write_note(volume, superblock, note_slot, note)
             try:
                 volume.flush()
@@ -227,8 +228,8 @@ class Committer:
             raise failed_flush
 
     def _distrust(self, volume: int, error: VolumeError) -> None:
-        """A flush failed, and no later one will say so again: the volume is fenced, no further step is begun, and every
-        namespace is broken that has an unpublished record there, has one on its way there, or has a commit under way."""
+        """Fences a volume whose flush failed, since no later flush would report that again: no further step is begun, and every
+        namespace is broken that has an unpublished record there, one on its way there, or a commit under way."""
         self._planner.space.fences.fail_flush(volume, error)
         for namespace in self._namespaces.values():
             lost = list(_unpublished_on(namespace, volume))
@@ -242,8 +243,8 @@ class Committer:
 
 
 def is_made(namespace: NamespaceState, step: int, *, is_prepared: bool) -> bool:
-    """Whether `step` is committed and nothing happened since. Raises StepOutOfOrder, StepFailed, StepPrepared where it cannot
-    be the next."""
+    """Whether `step` is committed already and nothing has changed since. Raises StepOutOfOrder, StepFailed, StepPrepared where it
+    can neither be that nor the next step."""
     committed, what = namespace.committed_step, "prepare" if is_prepared else "commit"
     if namespace.ledger.prepared_step is not None:
         raise prepared_error(namespace, what=f"{what}({step})")
@@ -274,13 +275,14 @@ def _has_stepped(namespace: NamespaceState) -> bool:
 
 
 def _changed_rows(cut: Cut) -> int:
-    """Rows of the catalog that the commit of `cut` changes, at most."""
+    """How many rows of the catalog the commit of `cut` changes at most."""
     return 2 * len(cut.keys) + FIXED_ROWS
 
 
 def _note(namespace: NamespaceState, cut: Cut, row: StepRow, kept: frozenset[int]) -> CommitNote:
-    """What proves the step, and describes it to whoever lost the catalog. It hashes a row of every changed key and only reads;
-    nothing settles in the ledger while a commit is under way. kept: the steps that stay with this one."""
+    """Makes the commit note, which proves the step and describes it to whoever lost the catalog. It hashes a row of every changed
+    key. It only reads, and nothing settles in the ledger while a commit is under way, so it may run on another thread. kept: the
+    steps that stay with this one."""
     ledger, parent = namespace.ledger, namespace.committed_step
     older = (ledger.step(step) for step in ledger.steps() if step in kept)
     roots = [(key, located.root) for key, located in cut.located.items()]

@@ -1,8 +1,8 @@
 """The planner's rules for `param` copies: finding, making room, feeding a load from the right source, retiring.
 
-Sources of a copy, first that applies: the working slot, if it holds exactly these bytes; the working load, update or
-earlier apply that will make them (then the copy waits); the extent that holds exactly them. Where the record has missed steps,
-the same of its bytes as they stand: the steps are made on the way.
+A copy is made from the first of these that applies: the working slot, if it holds exactly these bytes; the working load, update or
+earlier apply that will make them (then the copy waits); the extent that holds exactly them. Where the record has missed steps, the
+source is looked for in the same way by the bytes without them, and the steps are made on the way.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class CopyPlanner:
         self, namespace: NamespaceState, count: int, *, keep: Container[ExpertKey], needed: Container[ParamCopy] | None = None,
         is_prefetch: bool = False, made: ExpertKey | None = None,
     ) -> list[int] | None:  # fmt: skip
-        """`count` free slots, evicting what the policy gives up; or None, and nothing has changed.
+        """Takes `count` free slots, after evicting what the policy gives up; or None, and nothing has changed.
 
-        made: whose new copy the slot is for, if nobody asked for it yet: None too if the policy would give that up first.
+        made: the key whose new copy the slot is for, if nobody asked for it yet: None too if the policy would give that up first.
 
-        keep: keys that must stay; of them only the copies `needed`, if these are given. A prefetch evicts neither protected
+        keep: keys that must stay; where `needed` is given, only these copies of them must. A prefetch evicts neither protected
         keys nor other unused prefetches; demand spares them, and other versions of what it wants, as long as it can.
         """
         arena = namespace.param_arena
@@ -84,9 +84,9 @@ class CopyPlanner:
         self, namespace: NamespaceState, key: ExpertKey, identity: Identity, located: Located | None, slot: int, *,
         urgency: Urgency, deadline_s: float | None = None, log: ApplyLog | None = None,
     ) -> ParamCopy:  # fmt: skip
-        """A new LOADING copy in `slot`; its move is in the outbox, unless it waits for the working copy.
+        """Makes a LOADING copy in `slot` and puts its move into the outbox, unless it waits for the working copy.
 
-        log: of the view that asks, where the record may have missed steps.
+        log: the apply log of the view that asks, where the record may have missed steps.
         """
         assert namespace.param_arena is not None
         segment, offset_bytes = namespace.param_arena.place(slot)
@@ -140,13 +140,13 @@ class CopyPlanner:
         self._outbox.moves.append(move)
 
     def feed_waiting(self, namespace: NamespaceState, key: ExpertKey) -> None:
-        """After any change of the working copy: copies that waited for it look for their source again."""
+        """Lets copies that wait for the working copy look for their source again; to be called after any change of it."""
         for copy in namespace.copies.get(key, ()):
             if copy.is_waiting:
                 self.feed(namespace, copy)
 
     def settle(self, namespace: NamespaceState, copy: ParamCopy, error: ParamStoreError | None) -> None:
-        """The copy's bytes landed, or failed to: whoever waits is finished or one nearer to it."""
+        """Settles a load: the copy's bytes have landed, or failed to. Requests that waited are finished, or miss one copy less."""
         waiters, copy.waiters = copy.waiters, []
         if error is not None:
             for request in waiters:  # all who lease a copy that has not landed wait for it
@@ -211,8 +211,8 @@ class CopyPlanner:
         request.view.leases.pop(request.lease_id, None)
 
     def retire_stale(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
-        """In an exact namespace every apply leaves every copy behind; what the writer saw of `keys` goes when it asks for them
-        again, or for their room."""
+        """Retires copies of `keys` that the writer saw before the last apply. In an exact namespace every apply makes every copy
+        stale; a stale one goes only when the writer asks for its key again, or needs its slot."""
         if not namespace.is_exact:
             return
         for key in keys:
@@ -223,8 +223,8 @@ class CopyPlanner:
                 self.supersede(namespace, older)
 
     def evict_left_behind(self, namespace: NamespaceState) -> None:
-        """An apply of an exact namespace was called: what was loaded ahead of it and not used is waste, unless a reader sees it.
-        It would stand in the way of other prefetches."""
+        """Evicts unused prefetches that no view sees any more after an apply of an exact namespace was called: they are wasted, and
+        would stand in the way of other prefetches."""
         if not namespace.unused_prefetches:
             return
         for copies in list(namespace.copies.values()):
@@ -233,12 +233,12 @@ class CopyPlanner:
                     self.evict(namespace, copy)
 
     def supersede(self, namespace: NamespaceState, copy: ParamCopy) -> None:
-        """The working view has moved on from `copy`: it retires, unless a reader's step still sees it."""
+        """Retires `copy`, which the writer may have moved on from, unless the writer or a reader's step still sees it."""
         if copy.state in (Copy.LOADING, Copy.READY) and not namespace.is_seen(copy.key, copy.identity):
             self.retire(namespace, copy)
 
     def retire_unseen(self, namespace: NamespaceState) -> None:
-        """After a view, the step or the epoch moved: copies that nobody sees any more retire."""
+        """Retires copies that nobody sees any more; to be called after a view, the step or the epoch moved."""
         for key, copies in list(namespace.copies.items()):
             if len(copies) == 1 and namespace.working[key].current is copies[0]:
                 continue  # the usual case, kept cheap: nothing but what the writer sees
@@ -246,12 +246,13 @@ class CopyPlanner:
                 self.supersede(namespace, copy)
 
     def retire(self, namespace: NamespaceState, copy: ParamCopy) -> None:
+        """Makes the copy RETIRED: nobody new gets it, and it is freed when its last lease ends and nothing moves it."""
         copy.state = next_copy(copy.state, CopyEvent.RETIRE)
         if copy.leases == 0 and copy.move is None:
             self._free_retired(namespace, copy)
 
     def _free_retired(self, namespace: NamespaceState, copy: ParamCopy) -> None:
-        """Frees a retired copy that nobody leases and nothing moves; whoever prefetched it has skipped it."""
+        """Frees a retired copy that nobody leases and nothing moves; prefetches that waited for it count it as skipped."""
         waiters, copy.waiters = copy.waiters, []
         for request in waiters:  # prefetches all: a lease would hold the copy
             assert isinstance(request, PrefetchRequest)
@@ -278,7 +279,7 @@ class CopyPlanner:
 
 
 def _evictable(namespace: NamespaceState, name: object, is_prefetch: bool) -> ParamCopy | None:
-    """The oldest copy of the key that can go now."""
+    """The oldest copy of the key that can be evicted now; None if there is none."""
     for copy in namespace.copies.get(name, ()):  # type: ignore[call-overload]
         if copy.state is Copy.READY and copy.leases == 0 and not (is_prefetch and copy.is_prefetched):
             return copy  # type: ignore[no-any-return]
@@ -286,7 +287,7 @@ def _evictable(namespace: NamespaceState, name: object, is_prefetch: bool) -> Pa
 
 
 def _any_idle(namespace: NamespaceState, count: int, needed: Container[ParamCopy]) -> list[ParamCopy] | None:
-    """`count` copies that nobody uses, whatever their keys: the policy gives one of each key at most."""
+    """`count` copies that nobody uses, whatever their keys, or None. (The policy's victims have at most one copy of each key.)"""
     idle = [
         copy for copies in namespace.copies.values() for copy in copies
         if copy.state is Copy.READY and copy.leases == 0 and copy not in needed

@@ -1,4 +1,4 @@
-"""What is counted of a namespace since the daemon started: by the planner, and by those who carry out what it decides."""
+"""Counters of a namespace since the daemon started; the planner counts, and so do those who carry out what it decides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CommitProgress:
-    """Where a commit began: its step, when by the store's clock, and the namespace's count of bytes written then."""
+    """Start of a commit: its step, the time by the store's clock, and the namespace's count of bytes written then."""
 
     step: int
     started_s: float
@@ -30,21 +30,23 @@ class PartStats:
 
 @dataclass(slots=True)
 class NamespaceStats:
+    """Counters of one namespace."""
+
     param: PartStats = field(default_factory=PartStats)
     optim: PartStats = field(default_factory=PartStats)
     bytes_read: int = 0
     bytes_written: int = 0
     records_updated: int = 0
     records_caught_up: int = 0
-    """Of those updated, the ones without a gradient."""
+    """Updates in `records_updated` that had no gradient: the record made missed steps only."""
     records_advanced: int = 0
-    """`param` copies, and records read, that were made of a record with missed steps."""
+    """`param` copies and whole records read for which missed steps were made on a private copy."""
     missed_steps_made: int = 0
-    """Missed steps that were made, for these and in updates."""
+    """Missed steps that were made, on private copies and in updates."""
     records_written: int = 0
     commits: int = 0
     bytes_committed: int = 0
-    """Of the records that commits published: what had to be written, once each."""
+    """Bytes of the records that commits published: what had to be written, counted once for each record."""
     note_bytes: int = 0
-    """Of the commit notes, in all copies on all volumes."""
+    """Bytes of the commit notes that were written, in all copies on all volumes."""
     applies: int = 0

@@ -1,4 +1,4 @@
-"""What a namespace of a schema takes of volumes and host memory, before there is one: the engine's own rules, asked ahead."""
+"""Says how much volume space and host memory a namespace will take, before there is one, by the engine's own rules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from paramstore.engine.volumes import volume_size_bytes_of
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Sizes in bytes. record_bytes: of one expert's state with header and padding. volume_size_bytes: of each volume at
-    the least, with what it takes before its first record, the retained and the held steps, and what a commit and its successor need
-    at once; volume_bytes: of all together. gradient_bytes: all experts' at once, the
-    default of `gradient_budget`. least_host_bytes: the smallest host budget that works. split: how `host_budget_bytes` is used;
-    None where it is too small."""
+    """Sizes in bytes. record_bytes: one expert's state with header and padding. volume_size_bytes: the least size of each volume,
+    with what it takes before its first record, the retained and the held steps, and what a commit and its successor need at once;
+    volume_bytes: that of all volumes together. gradient_bytes: all experts' gradients at once, the default of `gradient_budget`.
+    least_host_bytes: the smallest host budget that works. split: how `host_budget_bytes` is used; None where it is too small."""
 
     key_count: int
     parameter_elements: int
@@ -35,7 +34,7 @@ class Estimate:
 
 
 def estimate(schema: Schema, key_count: int, config: Config, *, volume_count: int, core_count: int) -> Estimate:
-    """For a namespace alone on a daemon of these settings. config: `update_workers` 0 means one for each of `core_count`."""
+    """Estimates a namespace that is alone on a daemon with these settings. config: `update_workers` 0 means `core_count`."""
     update_workers = config.update_workers or core_count
     staging_bytes = staging_bytes_of(
         schema, io_threads=config.io_workers * volume_count, piece_bytes=config.piece_bytes,

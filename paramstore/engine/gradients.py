@@ -1,4 +1,4 @@
-"""Where gradients lie that were pushed, and what an apply takes of them."""
+"""Places of pushed gradients, and the form in which an apply takes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class UploadMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradientRange:
-    """Where a rank's pending gradient of one key lies: in its session's upload area, `length_bytes` from `offset_bytes`."""
+    """The place of a rank's pending gradient of one key: `length_bytes` at `offset_bytes` of its session's upload area."""
 
     memory: UploadMemory
     offset_bytes: int
@@ -28,4 +28,4 @@ class GradientRange:
 
 
 Claimed = dict[ExpertKey, tuple[GradientRange, ...]]
-"""What an apply updates, and with which gradients, summed in this order: none for zeros."""
+"""The keys that an apply updates, each with its gradients, which are summed in this order; an empty tuple stands for zeros."""

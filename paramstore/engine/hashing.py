@@ -1,7 +1,7 @@
-"""Whose turn it is to hash: a few workers at a time.
+"""Lets only a few workers hash at a time.
 
-Reads that were queued together end together. If all their workers hash at once, they let the interpreter's lock go and want
-it back every 30 us, and two cores that stream from memory slow each other down: on two cores one at a time needs a quarter
+Reads that were queued together end together. If all their workers hash at once, they release the interpreter's lock and want it
+back every 30 us, and two cores that stream from memory slow each other down: on two cores, one worker at a time needs a quarter
 less CPU for the same bytes (35 instead of 46 ms/GB, eight threads of 8 MiB, xxh3 at 37 GB/s a core).
 """
 
@@ -15,7 +15,7 @@ from paramstore.storage.format import chunk_checksums
 
 
 class Hashing:
-    """Checksums for workers. A turn lasts for one piece, so a wait for it is bounded by the workers there are."""
+    """Computes checksums for workers, in turns. A turn lasts for one piece, so the number of workers bounds the wait for it."""
 
     def __init__(self, at_once: int) -> None:
         """at_once: how many may hash at the same time, 1 or more."""
@@ -25,7 +25,7 @@ class Hashing:
             self._turns.put(None)
 
     def checksums(self, image: memoryview, chunks: Sequence[Chunk], base_bytes: int = 0) -> list[int]:
-        """As `storage.format.chunk_checksums`, in turn."""
+        """Waits for a turn, then returns what `storage.format.chunk_checksums` does."""
         turn = self._turns.get()
         try:
             return chunk_checksums(image, chunks, base_bytes)

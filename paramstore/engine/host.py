@@ -1,7 +1,7 @@
 """The host tier: which arena gets how much of the budget, segments and their clients, upload areas, the kernel's figures.
 
-Exact: a segment's whole length counts against the budget from before it is allocated until it is closed, which is only
-after every client that was given it has acknowledged its unmapping. Upload areas have a budget of their own.
+The budget is exact: a segment's whole length counts from before it is allocated until it is closed, which happens only after every
+client that was given it has acknowledged its unmapping. Upload areas have a budget of their own.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paramstore.policy.base import Policy
 logger = logging.getLogger(__name__)
 
 CUT_BYTES_MAX = 1 << 30
-"""A larger record is not cut to find its largest piece: it has thousands."""
+"""A record larger than this is not cut into pieces to find the largest one: there would be thousands."""
 SLOTS_MIN = 2
-"""Of each part: one in use and one that can change."""
+"""The fewest slots of each part: one in use and one that can change."""
 
 UNMAP_PAUSE_S = 0.002
 
@@ -42,7 +42,7 @@ class Memory(Protocol):
     def upload(self, length_bytes: int) -> SegmentMemory: ...
 
     def describe(self) -> dict[str, object]:
-        """Page kinds, and the command that would give better ones."""
+        """Returns page kinds, and the command that would give better ones."""
         ...
 
 
@@ -58,10 +58,11 @@ class Split:
 def split_budget(
     schema: Schema, *, key_count: int, budget_bytes: int, pipeline_slots: int, staging_bytes: int
 ) -> Split | None:
-    """How a namespace uses `budget_bytes`; None if it cannot hold the least that works.
+    """Splits `budget_bytes` between a namespace's parts; None if that cannot hold the least that works.
 
-    Training: first the working slots that the update pipeline needs, then `param` all the writer can use (about 4 bytes
-    of I/O a step saved per byte held), then the working copies (about 2), last `param` copies for readers of older steps.
+    A training namespace gets, in this order: the working slots that the update pipeline needs; `param` slots for all the writer can
+    use (each byte held saves about 4 bytes of I/O a step); slots for all working copies (about 2 bytes); last, slots for `param`
+    copies that readers of older steps see.
     """
     left = budget_bytes - staging_bytes
     param_bytes = schema.part("param").image_bytes
@@ -92,7 +93,7 @@ def least_bytes(schema: Schema, key_count: int, staging_bytes: int) -> int:
 
 
 def staging_bytes_of(schema: Schema, *, io_threads: int, piece_bytes: int, advance_buffers: int = 0) -> int:
-    """What a namespace takes beside its arenas: a staging buffer for each worker thread of all volumes, and advance buffers."""
+    """Memory beside a namespace's arenas: a staging buffer for each worker thread of all volumes, and advance buffers."""
     if not schema.is_trainable:
         return 0
     advance_bytes = advance_buffers * schema.record_bytes if schema.updates == "exact" else 0
@@ -101,12 +102,12 @@ def staging_bytes_of(schema: Schema, *, io_threads: int, piece_bytes: int, advan
 
 
 def _buffer_bytes(schema: Schema, piece_bytes: int) -> int:
-    """One worker's buffer: the header where master and param agree byte for byte, else what no piece exceeds."""
+    """Size of one worker's staging buffer: the header's where master and `param` have the same bytes, else the largest piece's."""
     stored = schema.stored
     if schema.part("param").fields[0].dtype == stored.fields[0].dtype:
         return stored.header_bytes
     if stored.image_bytes > CUT_BYTES_MAX:
-        return piece_bytes + CHUNK_BYTES + stored.header_bytes  # it ends at the first chunk that begins behind its share
+        return piece_bytes + CHUNK_BYTES + stored.header_bytes  # a piece ends where the first chunk behind its share begins
     return max(piece.end - piece.start for piece in cut_pieces(stored, piece_bytes, len(schema.specs)))
 
 
@@ -120,13 +121,13 @@ class _Segment:
 
 
 class HostTier:
-    """Owner of every segment and of both budgets."""
+    """Allocates host memory; owns every segment and both budgets."""
 
     def __init__(
         self, runner: Runner, memory: Memory, *, budget_bytes: int, io_threads: int, piece_bytes: int, pipeline_slots: int,
         make_policy: Callable[[int], Policy], dirty_limit_bytes: int | None = None, advance_buffers: int = 2,
     ) -> None:  # fmt: skip
-        """dirty_limit_bytes: of every namespace's working arena. advance_buffers: of a record each, for an exact namespace."""
+        """dirty_limit_bytes: of every namespace's working arena. advance_buffers: record-sized buffers of each exact namespace."""
         self.budget_bytes = budget_bytes
         self.memory = memory
         self._runner = runner
@@ -158,8 +159,8 @@ class HostTier:
             )
 
     async def open_arenas(self, namespace: NamespaceState, host_bytes: int | None) -> None:
-        """Gives `namespace` its arenas: all that is left of the budget, or `host_bytes` of it. Its slots come up as their
-        pages are touched; the first segment of each is there on return. Raises CapacityError, and nothing is taken."""
+        """Gives `namespace` its arenas, of all that is left of the budget or of `host_bytes` of it. Slots become available as their
+        pages are touched; the first segment of each arena is there on return. Raises CapacityError, and nothing is taken."""
         if namespace.param_arena is not None:
             return
         schema, key_count = namespace.schema, len(namespace.keys)
@@ -209,7 +210,7 @@ class HostTier:
                 await self.grow(namespace, arena)
 
     def _plan_segments(self, namespace: NamespaceState, arena: Arena, slot_count: int, *, is_shared: bool) -> None:
-        """Maps the arena's segments, so that their bytes are taken; none is touched yet."""
+        """Maps the arena's segments, so that their bytes are taken from the budget; no page is touched yet."""
         for length_bytes in segment_lengths(slot_count, arena.slot_bytes):
             segment_id, memory = self._new_segment(namespace, length_bytes, is_shared=is_shared)
             slots = min(slot_count, length_bytes // arena.slot_bytes)
@@ -217,7 +218,7 @@ class HostTier:
             slot_count -= slots
 
     async def stop_growing(self, namespace: NamespaceState) -> None:
-        """On return no page of the namespace's memory is being touched, and none will be."""
+        """Stops adding segments: on return no page of the namespace's memory is being touched, and none will be."""
         for arena in namespace.arenas():
             arena.planned_segments.clear()
         await self._runner.behind(BACKGROUND_LANE)  # its thread may touch one now
@@ -267,8 +268,8 @@ class HostTier:
         return staging
 
     def close_arenas(self, namespace: NamespaceState) -> dict[object, list[int]]:
-        """Gives up a namespace's memory; nothing in it is in use. Clients that mapped a segment are returned with the ids
-        they must unmap; its bytes come back to the budget when they have."""
+        """Gives up a namespace's memory, of which nothing may be in use. Returns the clients that mapped a segment, with the ids
+        that they must unmap; the segments' bytes come back to the budget when they have."""
         namespace.param_arena = namespace.working_arena = None
         namespace.staging = namespace.advances = None
         to_unmap: dict[object, list[int]] = {}
@@ -283,7 +284,7 @@ class HostTier:
     # --- clients
 
     def give(self, client: object, segment_ids: Iterable[int]) -> list[tuple[int, int, int]]:
-        """Records that `client` gets these segments: (id, length, fd) of those it had not yet."""
+        """Records that `client` gets these segments; returns (id, length, fd) of those it had not yet."""
         given = []
         for segment_id in segment_ids:
             segment = self._segments[segment_id]
@@ -294,8 +295,8 @@ class HostTier:
         return given
 
     def unmapped(self, client: object, segment_ids: Iterable[int] | None = None) -> None:
-        """`client` has unmapped these segments; None: it is gone, and with it all its mappings. Its upload areas count until
-        `drop_uploads`: an apply may still read there."""
+        """Records that `client` has unmapped these segments; None: it is gone, and with it all its mappings. Its upload areas count
+        until `drop_uploads`: an apply may still read there."""
         for segment_id in list(self._segments) if segment_ids is None else list(segment_ids):
             segment = self._segments.get(segment_id)
             if segment is not None:
@@ -303,7 +304,7 @@ class HostTier:
                 self._close_if_unmapped(segment_id)
 
     async def until_unmapped(self, timeout_s: float) -> None:
-        """Returns when clients have unmapped all that was given up, or when the time is up."""
+        """Waits until clients have unmapped all segments that were given up, at most `timeout_s`."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while any(segment.is_given_up for segment in self._segments.values()):
             if asyncio.get_running_loop().time() > deadline_s:
@@ -319,7 +320,7 @@ class HostTier:
     # --- upload areas
 
     def open_upload(self, client: object, length_bytes: int, *, limit_bytes: int) -> tuple[int, SegmentMemory]:
-        """A new upload segment of `client`. Raises CapacityError naming the size needed; nothing is taken then."""
+        """Makes an upload segment for `client`. Raises CapacityError naming the size needed; nothing is taken then."""
         rounded = -(-length_bytes // SEGMENT_ALIGNMENT_BYTES) * SEGMENT_ALIGNMENT_BYTES
         used = sum(self._upload_bytes.values())
         if used + rounded > limit_bytes:
@@ -334,7 +335,7 @@ class HostTier:
         return segment_id, memory
 
     def drop_uploads(self, client: object) -> None:
-        """The client's upload segments are closed: their bytes are free for others."""
+        """Frees the budget that the client's upload segments took; they are closed."""
         self._upload_bytes.pop(client, None)
 
     def upload_bytes_of(self, client: object) -> int:
@@ -347,8 +348,8 @@ class HostTier:
     # --- figures
 
     async def kernel_bytes(self) -> int:
-        """Pages of all arenas and staging by the kernel's count, taken in the background: it looks at every page. The peak
-        is kept."""
+        """Bytes of all arenas' and staging buffers' pages by the kernel's count. Counting looks at every page, so it runs in the
+        background; the peak is kept."""
         memories = [segment.memory for segment in self._segments.values()]
         now: int = await self._runner.call(BACKGROUND_LANE, lambda: sum(memory.resident_bytes() for memory in memories))
         self._kernel_peak_bytes = max(self._kernel_peak_bytes, now)

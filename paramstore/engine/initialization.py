@@ -1,8 +1,8 @@
-"""The first values of a namespace: given once each, in any order, over as many lives of client and daemon as it takes.
+"""The initial values of a namespace: given once each, in any order, over as many runs of client and daemon as it takes.
 
-- Until the first commit only a writer can open the namespace, and no commit is taken while a key has no value: whatever is
-  there of an initialization is never taken for a whole namespace.
-- A *draft* makes durable what was given so far. It is what a commit writes, at a step that nobody can open
+- Until the first commit only a writer can open the namespace, and no commit is taken while a key has no value: so a half-finished
+  initialization is never taken for a whole namespace.
+- A *draft* makes durable what was given so far. It is written like a commit, at a step that nobody can open
   (`paramstore.storage.catalog.DRAFT_STEP`); an initialization that resumes goes on from it, any other drops it.
 """
 
@@ -21,7 +21,7 @@ from paramstore.errors import StepFailed
 
 
 class Initializer:
-    """What a writer asks between opening a namespace and its first commit."""
+    """Carries out the calls by which a writer gives a namespace its initial values, before the first commit."""
 
     def __init__(self, chain: Chain, updater: Updater, cleaner: Cleaner, committer: Committer) -> None:
         self._chain = chain
@@ -30,15 +30,15 @@ class Initializer:
         self._committer = committer
 
     async def begin(self, namespace: NamespaceState, *, is_resumed: bool) -> dict[str, object]:
-        """On return values can be given. is_resumed: those of the draft stay; else no key has a value, and there is no draft.
+        """Begins an initialization. is_resumed: the draft's values stay; else no key has a value, and there is no draft.
 
-        Gives {present, extra}: a bit for each key in key order, the first key's the lowest of the first byte, that says whether
+        Returns {present, extra}: a bit for each key in key order, the first key's the lowest of the first byte, that says whether
         it has its value; and what was kept with the draft, None without one. Raises StepOutOfOrder once a step is committed.
         """
         check_uncommitted(namespace)
         if is_resumed:
             await self._chain.rollback(namespace)
-            check_uncommitted(namespace)  # a commit that was called before this one
+            check_uncommitted(namespace)  # a commit called before this may have run while the rollback waited
         else:
             await self._chain.start_over(namespace)
         for working in namespace.working.values():
@@ -53,11 +53,11 @@ class Initializer:
         await self._updater.fill(namespace, key, initial)
 
     async def save(self, namespace: NamespaceState, extra: bytes, *, check: Callable[[], object]) -> dict[str, object]:
-        """The draft is durable on return. See `Committer.save_draft`."""
+        """Makes the values given so far durable as the draft. See `Committer.save_draft`."""
         return await self._committer.save_draft(namespace, extra, check=check)
 
     async def end(self, namespace: NamespaceState) -> None:
-        """On return every key has a whole record on a volume. Raises StepFailed naming a key that has no value."""
+        """Ends the initialization: every key has a whole record on a volume. Raises StepFailed naming a key without a value."""
         if (missing := next((key for key, working in namespace.working.items() if working.identity is None), None)) is not None:
             raise StepFailed(f"initialize on {namespace.name!r}: {missing} was never given a value")
         await self._cleaner.write_back(namespace, None)
@@ -65,7 +65,7 @@ class Initializer:
 
 
 def _present(namespace: NamespaceState) -> bytes:
-    """A bit for each key: whether it has a value."""
+    """Bit field in key order that says which keys have a value."""
     bits = bytearray(-(-len(namespace.keys) // 8))
     for number, key in enumerate(namespace.keys):
         if namespace.working[key].identity is not None:

@@ -1,8 +1,8 @@
 """The planner's rules for views: leases and their caps, prefetch, and the queues of those who wait for slots.
 
 - A lease request takes all its slots in one plan, or waits in FIFO order; while it waits it holds nothing.
-- What is above the view's promise (`engine.promises`), or blocked by its own leases alone, is refused at once.
-- A prefetch takes what it can get now and waits for nothing; the more was wasted, the less it may hold unused.
+- A request for more than the view's promise (`engine.promises`), or one that only the view's own leases block, is refused at once.
+- A prefetch takes the slots it can get now and waits for none; the more was wasted so far, the fewer unused slots it may hold.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ class LeasePlanner:
     # --- views
 
     def promise(self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0) -> int:
-        """Slots that a view opened now may lease, with `least` at the least. See `promises.promise`."""
+        """Returns how many slots a view that opens now may lease: `least` or more. See `promises.promise`."""
         return promise(namespace, is_writer=is_writer, world_size=world_size, least=least, reader_slots=self._reader_slots)
 
     def open_view(
         self, namespace: NamespaceState, *, is_writer: bool, step: int | None, group: WriterGroup | None = None,
         min_lease_slots: int = 0,
     ) -> View:  # fmt: skip
-        """A reader's view, or the writer's, who fences those before it. group: of several ranks; then it is rank 0's.
+        """Opens a reader's view, or a writer's, which fences earlier writers. group: given where several ranks open together; then
+        the view is rank 0's.
 
         Raises CapacityError where `min_lease_slots` are not left to promise; nothing has changed then.
         """
@@ -59,7 +60,7 @@ class LeasePlanner:
 
     @staticmethod
     def open_rank(namespace: NamespaceState, group: WriterGroup, rank: int) -> View:
-        """The view of one rank of those that write."""
+        """Opens the view of one rank of the group that writes."""
         view = View(namespace, is_writer=True, step=None, lease_slots=group.lease_slots, group=group, rank=rank)
         namespace.views.append(view)
         group.join(view)
@@ -67,7 +68,7 @@ class LeasePlanner:
         return view
 
     def close_view(self, view: View) -> None:
-        """Ends the view's leases and waits; pending gradients of a writer are dropped."""
+        """Closes a view: ends its leases and waiting requests, and drops a writer's pending gradients."""
         namespace = view.namespace
         view.is_closed = True
         for request in list(view.leases.values()):
@@ -81,7 +82,7 @@ class LeasePlanner:
         self.pump(namespace)
 
     def move_view(self, view: View, step: int) -> None:
-        """A reader stands on `step` from here on; what it leased before stays leased."""
+        """Moves a reader's view to `step`; what it leased before stays leased."""
         view.step = step
         view.is_dropped = False
         self._copies.retire_unseen(view.namespace)
@@ -89,7 +90,7 @@ class LeasePlanner:
 
     @staticmethod
     def check_view(view: View) -> None:
-        """Raises what keeps this view from new leases and writes."""
+        """Raises the error, if there is one, for which this view gets no new leases and may not write."""
         if view.is_closed:
             raise LeaseError(f"namespace {view.namespace.name!r} was closed")
         if view.is_fenced:
@@ -100,7 +101,7 @@ class LeasePlanner:
     # --- leases
 
     def request_lease(self, request: LeaseRequest) -> None:
-        """Plans the lease, or queues it. Finished at once (`is_finished`) if every copy is here.
+        """Plans the lease, or queues it. The request is finished at once (`is_finished`) if every copy is in memory.
 
         Raises UnknownKey, CapacityError above the view's promise, LeaseError where only the caller's own leases stand in the way,
         StepFailed for bytes that a failed apply will never make; then nothing has changed.
@@ -121,8 +122,8 @@ class LeasePlanner:
         view.leases[request.lease_id] = request
 
     def _check_promise(self, request: LeaseRequest, waiting: Sequence[LeaseRequest] = ()) -> None:
-        """Raises LeaseError or CapacityError where the view would have more leased than it may. waiting: what it asked for before.
-        Says what would help: to ask for less, or, only where that is enough, to release."""
+        """Raises LeaseError or CapacityError where the view would have more slots leased than it may. waiting: its earlier requests
+        that still wait. The error says what would help: to release some where that is enough, else to ask for less."""
         view, namespace = request.view, request.view.namespace
         name, key_count, cap = namespace.name, len(set(request.keys)), _cap(view)
         awaited = set().union(*map(self._unleased_keys, waiting))
@@ -139,7 +140,7 @@ class LeasePlanner:
         way_out = "ask in parts" if cap else "close another and open again"
         if not view.is_writer:
             way_out += ", open with min_lease_slots, or raise reader_slots"
-        # Two versions of every key are all that ever use a slot: a larger arena would have no more.
+        # An arena never gets more slots than two for each key, so a larger budget would not help beyond that.
         if arena.planned_slots < 2 * len(namespace.keys):
             way_out += ", or raise host_budget (host_bytes, where it was opened with them)"
         raise CapacityError(
@@ -148,7 +149,7 @@ class LeasePlanner:
         )
 
     def _unleased_keys(self, request: LeaseRequest) -> set[ExpertKey]:
-        """Keys of `request` that would take one more slot of its view now: none where it would be refused."""
+        """Keys for which `request` would take one more of its view's slots now; none where it would be refused."""
         try:
             found = self._resolve(request)
         except ParamStoreError:
@@ -156,7 +157,7 @@ class LeasePlanner:
         return {key for key, copy in zip(request.keys, found, strict=True) if copy not in request.view.leased}
 
     def _resolve(self, request: LeaseRequest) -> list[ParamCopy | None]:
-        """Per key the copy this view sees, None where there is none yet."""
+        """Finds the copy of each key that this view sees; None where there is none yet."""
         view, namespace = request.view, request.view.namespace
         found: list[ParamCopy | None] = []
         working_copies = namespace.working
@@ -169,7 +170,7 @@ class LeasePlanner:
                 copy = working.current
                 if namespace.is_exact and (wanted := namespace.wanted(working)) is not None:
                     copy = namespace.find_copy(key, wanted)
-                elif copy is None and working.target is not None:  # what was left by a rollback to these bytes, and is leased still
+                elif copy is None and working.target is not None:  # a copy from before a rollback to these bytes, still leased
                     copy = namespace.find_copy(key, working.target)
                 if copy is None:
                     self._check_reachable(namespace, working)
@@ -189,7 +190,7 @@ class LeasePlanner:
             raise StepFailed(f"{working.key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
 
     def _plan_lease(self, request: LeaseRequest, found: list[ParamCopy | None], *, may_take_slots: bool) -> bool:
-        """All of it, or nothing: takes the slots and starts what is missing."""
+        """Takes all the slots and starts loading what is missing, or does nothing and returns False."""
         view, namespace = request.view, request.view.namespace
         arena = namespace.param_arena
         assert arena is not None
@@ -233,7 +234,7 @@ class LeasePlanner:
         copy.waiters.append(request)
         if copy.move is not None:
             self._outbox.promoted.append(copy.move)
-        else:  # it waits for a working copy's load: that is demand now
+        else:  # the copy waits for a working copy's load or update, which becomes urgent now
             self._copies.feed(request.view.namespace, copy)
 
     def release(self, view: View, lease_id: int) -> None:
@@ -246,7 +247,7 @@ class LeasePlanner:
             self.pump(view.namespace)
 
     def cancel_lease(self, request: LeaseRequest, error: ParamStoreError) -> None:
-        """A waiting request ends with `error`; a granted one is released."""
+        """Ends a waiting request with `error`; releases a granted one."""
         namespace = request.view.namespace
         if not request.is_finished:
             request.error = error
@@ -261,7 +262,7 @@ class LeasePlanner:
     # --- prefetch
 
     def request_prefetch(self, request: PrefetchRequest, view: View, keys: Sequence[ExpertKey]) -> None:
-        """Starts loading what fits; finished at once if nothing was started. Raises UnknownKey, and nothing has changed."""
+        """Starts loading what fits; finished at once if nothing loads. Raises UnknownKey; nothing has changed then."""
         namespace = request.namespace
         self.check_view(view)
         namespace.keys.check(keys, namespace=namespace.name)
@@ -309,7 +310,7 @@ class LeasePlanner:
 
     @staticmethod
     def _prefetch_allowance(namespace: NamespaceState) -> int:
-        """Unused prefetched slots allowed at once: the more was wasted, the fewer."""
+        """How many slots may hold unused prefetches at once: the more was wasted, the fewer."""
         stats = namespace.stats.param
         useful = 1.0 - stats.wasted / stats.prefetched if stats.prefetched >= 64 else 1.0
         assert namespace.param_arena is not None
@@ -318,7 +319,7 @@ class LeasePlanner:
     # --- queues
 
     def pump(self, namespace: NamespaceState) -> None:
-        """Lets those who wait for slots go on, in the order they came, as far as slots go."""
+        """Lets requests that wait for slots go on, in the order in which they came, as far as there are slots."""
         for arena in (namespace.working_arena, namespace.param_arena):
             while arena is not None and arena.waiting:
                 head = arena.waiting[0]
@@ -336,7 +337,7 @@ class LeasePlanner:
         try:
             self.check_view(request.view)
             found = self._resolve(request)
-            self._check_promise(request)  # what it holds may be of an older step by now
+            self._check_promise(request)  # the copies that the view holds may be of an older step by now
         except ParamStoreError as error:
             request.error = error
             request.is_finished = True
@@ -347,11 +348,11 @@ class LeasePlanner:
 
 
 def _cap(view: View) -> int:
-    """Slots that the view may have leased: its promise, of an arena for which the machine had the memory."""
+    """Slots that the view may have leased: its promise, or all the arena's slots where the machine had memory for fewer."""
     assert view.namespace.param_arena is not None
     return min(view.lease_slots, view.namespace.param_arena.planned_slots)
 
 
 def _is_reachable(namespace: NamespaceState, working: WorkingCopy) -> bool:
-    """Whether the bytes that the writer is to see exist, or will: a failed apply makes no more of them."""
+    """Whether the bytes that the writer is to see exist, or will: in a broken namespace no apply makes missing ones."""
     return working.identity == working.target or namespace.broken is None

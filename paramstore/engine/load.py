@@ -1,7 +1,7 @@
-"""The loader: leases, prefetches and held working copies, for those who wait. The planner decides; this file waits.
+"""The loader: waits for leases, prefetches and held working copies. The planner decides; this file waits.
 
 Every wait has a bound, and whoever stops waiting leaves nothing behind: a lease that timed out is cancelled, a slot that
-came too late is let go.
+came too late is given back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paramstore.errors import ParamStoreError, SchemaMismatch, StepFailed, WaitT
 
 
 class Loader:
-    """Requests for bytes in host memory."""
+    """Makes requests for bytes in host memory, and waits for them."""
 
     def __init__(self, planner: Planner, transfers: Transfers, *, wait_timeout_s: float) -> None:
         self._planner = planner
@@ -27,7 +27,7 @@ class Loader:
         self._wait_timeout_s = wait_timeout_s
 
     def acquire(self, view: View, lease_id: int, keys: Sequence[ExpertKey], part: str) -> LeaseRequest:
-        """Plans a lease; `is_finished` at once if all is resident, else to be awaited. Raises as `Planner.request_lease`."""
+        """Plans a lease, finished at once if all is resident; else await `wait_lease`. Raises as `LeasePlanner.request_lease`."""
         if part != "param":
             view.namespace.schema.part(part)
             raise SchemaMismatch(f"part {part!r} cannot be leased: the daemon alone sees it; use read() for a copy")
@@ -37,7 +37,7 @@ class Loader:
         return request
 
     async def wait_lease(self, request: LeaseRequest, timeout_s: float) -> None:
-        """On return the lease is granted. Raises its error, or WaitTimeout: then the request is gone."""
+        """Waits until the lease is granted. Raises its error, or WaitTimeout: then the request is gone."""
         if not request.is_finished:
             request.future = future = asyncio.get_running_loop().create_future()
             await asyncio.wait([future], timeout=timeout_s)
@@ -57,7 +57,7 @@ class Loader:
         self._transfers.drain()
 
     def prefetch(self, view: View, keys: Sequence[ExpertKey], part: str, deadline_s: float | None) -> PrefetchRequest:
-        """Starts loading what fits. deadline_s: from now; what is needed sooner moves first.
+        """Starts loading what fits. deadline_s: seconds from now until the keys are needed; what is needed sooner moves first.
 
         Raises UnknownKey or SchemaMismatch, and nothing was started.
         """
@@ -69,7 +69,7 @@ class Loader:
         return request
 
     async def wait_prefetch(self, request: PrefetchRequest) -> dict[str, int]:
-        """What the prefetch came to. Raises the first error among its loads, once all of them are over; WaitTimeout."""
+        """Waits for the prefetch and returns its counts. Raises the first error among its loads, once all are over; WaitTimeout."""
         if not request.is_finished:
             request.future = future = asyncio.get_running_loop().create_future()
             await until_woken(future, self._transfers.runner, stall_s=self._wait_timeout_s, what=f"prefetch of {request.part}")
@@ -83,8 +83,8 @@ class Loader:
         self, namespace: NamespaceState, key: ExpertKey, *, is_fill: bool = False, urgency: Urgency = Urgency.DEMAND,
         spared: Container[ExpertKey] = (),
     ) -> WorkingCopy:  # fmt: skip
-        """The key's working copy, in its slot and held (`is_fill`: in state UPDATING, to be filled). Raises its load's
-        error, or WaitTimeout. urgency, spared: as of `SlotRequest`."""
+        """Waits for the key's working copy and returns it in its slot, held (`is_fill`: in state UPDATING, to be filled). Raises
+        its load's error, or WaitTimeout. urgency, spared: see `SlotRequest`."""
         request = SlotRequest(namespace, key, is_fill=is_fill, urgency=urgency, spared=spared)
         self._planner.working.request_slot(request)
         self._transfers.drain()
@@ -108,7 +108,7 @@ class Loader:
             await until_woken(future, self._transfers.runner, stall_s=self._wait_timeout_s, what=what)
 
     def _let_go(self, request: SlotRequest, working: WorkingCopy) -> None:
-        """Whoever asked was stopped in the very moment in which it got the slot."""
+        """Gives the slot back where the caller was cancelled in the very moment in which it got it."""
         if not request.is_finished or request.error is not None:
             return
         if request.is_fill:
@@ -121,7 +121,7 @@ class Loader:
         self._transfers.drain()
 
     def _abandon(self, request: SlotRequest, working: WorkingCopy) -> None:
-        """A request given up before it was finished: it leaves its queue and fails."""
+        """Takes a request that is given up before it is finished out of its queue, and fails it."""
         arena = request.namespace.working_arena
         if arena is not None and request in arena.waiting:
             arena.waiting.remove(request)
@@ -131,18 +131,18 @@ class Loader:
         request.error = WaitTimeout(f"{request.key} of {request.namespace.name!r}: its request was given up")
 
     async def changed(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        """Returns after the next change of `working`. Raises WaitTimeout."""
+        """Waits for the next change of `working`. Raises WaitTimeout."""
         what = f"{working.key} of {namespace.name!r}, {working.state}"
         await self._until_woken(working.waiters, what)
 
     async def cut_over(self, namespace: NamespaceState) -> None:
-        """Returns when the commit under way is over. Raises StepFailed on a broken namespace: it may never be."""
+        """Waits until the commit under way is over. Raises StepFailed on a broken namespace: there it may never be."""
         if namespace.broken is not None:
             raise StepFailed(namespace.broken)
         await self._until_woken(namespace.cut_waiters, f"the commit of {namespace.name!r} under way")
 
     async def space_freed(self) -> None:
-        """Returns after the next extent came free, of whatever namespace. Raises WaitTimeout."""
+        """Waits until an extent of any namespace comes free. Raises WaitTimeout."""
         await self._until_woken(self._planner.space_waiters, "space on the volumes")
 
     async def _until_woken(self, waiters: list[object], what: str) -> None:

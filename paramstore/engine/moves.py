@@ -1,6 +1,6 @@
-"""What the planner decides and the store carries out: moves to start, urgencies to raise, requests that are finished.
+"""The planner's decisions, which the store carries out: moves to start, urgencies to raise, requests that are finished.
 
-The planner puts everything it decided in its `Outbox`; whoever called it drains the outbox before the next await. So a
+The planner puts all its decisions into its `Outbox`; whoever called it drains the outbox before the next await. So a
 decision is complete, and all tables consistent, before the first byte moves.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MoveKind(StrEnum):
-    """Which bytes go where."""
+    """The kinds of moves, by source and target."""
 
     LOAD_PARAM = "load_param"
     """Extent to `param` slot; cast on the way where `param` is not stored as such."""
@@ -37,9 +37,8 @@ class MoveKind(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """One planned copy. subject: what settles when it is done. located: the extent read from, or written to.
-
-    transfer: what carries it out, once started.
+    """One planned copy of bytes. subject: the copy whose state changes when the move is done. located: the extent read from, or
+    written to. source: the working copy whose slot is read. transfer: carries the move out, once started.
     """
 
     kind: MoveKind
@@ -58,10 +57,10 @@ class Outbox:
     def __init__(self) -> None:
         self.moves: list[Move] = []
         self.promoted: list[Move] = []
-        """To raise to DEMAND."""
+        """Moves to raise to DEMAND."""
         self.finished: list[Request] = []
         self.woken: list[object] = []
-        """Futures of those who wait for a working copy's change."""
+        """Futures to wake, of those who wait for a change: of a working copy, an apply, a commit, the space on volumes."""
 
     @property
     def is_empty(self) -> bool:

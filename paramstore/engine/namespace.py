@@ -1,7 +1,7 @@
-"""What the planner keeps of one namespace: its working copies, its `param` copies, its views and pending gradients.
+"""The planner's tables of one namespace: its working copies, its `param` copies, its views and pending gradients.
 
 Plain data with lookups. The planner is the only writer; everybody else reads.
-Where a key's newest bytes are (its *working location*) is: the slot, if the state has one with whole bytes; else
+A key's *working location*, where its newest bytes are, is the slot, if the state has one with whole bytes; else
 `uncommitted`; else the ledger's row.
 """
 
@@ -46,40 +46,40 @@ class WorkingCopy:
         self.state = Working.ABSENT
         self.slot: int | None = None
         self.identity = identity
-        """Of the newest bytes that exist; None before `initialize`."""
+        """Identity of the newest bytes that exist; None before `initialize`."""
         self.target = identity
-        """Of the bytes that exist once every apply called so far has run; in an exact namespace, of those that take part in it."""
+        """Identity of the bytes once every apply called so far has run; in an exact namespace, every one that claimed this key."""
         self.uncommitted: Located | None = None
         """The newest whole record on a volume that no step has published."""
         self.reserved: Extent | None = None
-        """Where the next write-back goes."""
+        """The extent that the next write-back goes to."""
         self.optimizer_step = 0
         self.last_apply = 0
         self.holders = 0
-        """Readers of the slot; above 0 it is neither updated nor evicted."""
+        """Number of readers of the slot; above 0 it is neither updated nor evicted."""
         self.is_cut = False
-        """Dirty at a cut whose write has not landed: not updated before it has."""
+        """Whether a commit waits for this record's write: it was dirty at the cut, and is not updated before it is written."""
         self.is_orphan = False
-        """Discarded by a rollback while a worker or holder used the slot, which is freed when the last returns."""
+        """Whether a rollback discarded it while a worker or holder used the slot, which is freed when the last returns."""
         self.current: ParamCopy | None = None
-        """The `param` copy of what the writer sees, if there is one; in an exact namespace, of what it saw when it last asked."""
+        """The `param` copy that the writer sees, if there is one; in an exact namespace, the one it saw when it last asked."""
         self.move: Move | None = None
         """The load, update or write under way."""
         self.requests: list[SlotRequest] = []
-        """Those who wait for the load or update under way to land."""
+        """Requests that wait for the load or update under way to land."""
         self.prefetches: list[PrefetchRequest] = []
         self.waiters: list[object] = []
         """Futures of those who wait for any change of this copy; opaque to the planner."""
         self.write_failures = 0
-        """Writes of these bytes that failed, each on another extent."""
+        """Number of failed writes of these bytes, each on another extent."""
         self.write_error: Exception | None = None
-        """What the last of them met."""
+        """Error of the last failed write of these bytes."""
         self.failed_volume: int | None = None
-        """Where it failed: the next goes to another volume, if there is one with space."""
+        """Volume on which that write failed: the next goes to another volume, if there is one with space."""
 
 
 class ParamCopy:
-    """One immutable copy of a key's `param` part. `name` of it in the policy is the key: counts outlive versions."""
+    """One immutable copy of a key's `param` part. The policy knows it by its key, so use counts outlive versions."""
 
     __slots__ = (
         "base", "identity", "is_prefetched", "key", "leases", "located", "missed", "move", "place", "slot", "state", "waiters",
@@ -92,30 +92,30 @@ class ParamCopy:
         self.key = key
         self.identity = identity
         self.base = identity if base is None else base
-        """Of the record that it is made from: another than its own where that has missed steps."""
+        """Identity of the record that it is made from: differs from `identity` where that record has missed steps."""
         self.missed = missed
-        """The options of these steps."""
+        """Options of the missed steps between `base` and `identity`."""
         self.state = Copy.ABSENT
         self.slot = slot
         self.place = (segment, offset_bytes, *identity)
-        """What a lease tells its client: where the bytes are, and which."""
+        """(segment, offset, epoch, version): tells a lease's client where the bytes are, and their identity."""
         self.located = located
         """The extent that holds exactly `base`, where one is known; else the working copy makes it."""
         self.leases = 0
         self.is_prefetched = False
-        """Loaded ahead of use and not used yet."""
+        """Whether it was loaded ahead of use and not used yet."""
         self.move: Move | None = None
         """The load under way; None while LOADING means that it waits for the working copy."""
         self.waiters: list[LeaseRequest | PrefetchRequest] = []
 
     @property
     def has_landed(self) -> bool:
-        """Whether its bytes are there. It may have retired before they were."""
+        """Whether its bytes are in the slot. (It may have retired before they were.)"""
         return self.state is not Copy.LOADING and self.move is None and not self.waiters
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its bytes have not landed and nothing moves them: the working copy is to give them."""
+        """Whether its bytes have not landed and no move brings them: it waits for the working copy."""
         return self.move is None and (self.state is Copy.LOADING or bool(self.waiters))
 
 
@@ -133,29 +133,29 @@ class ViewClient(Protocol):
 
     @property
     def name(self) -> str:
-        """Names it to people."""
+        """The session's name, for people."""
         ...
 
     def calls_go_on(self, view: View) -> None: ...
 
 
 class WriterGroup:
-    """Who writes a namespace: one view, or those of the ranks that opened it together. `calls` only then."""
+    """The writers of a namespace: one view, or those of the ranks that opened it together; only the latter have `calls`."""
 
     def __init__(self, name: str = "", world_size: int = 1) -> None:
         self.name = name
         self.world_size = world_size
         self.members: dict[int, View] = {}
-        """By rank; those that are gone are not there."""
+        """Views by rank, without those that are gone."""
         self.calls: Gathering | None = None
         self.lease_slots = 0
-        """What each of its views is promised."""
+        """Slots that each of its views is promised."""
         self.is_fenced = False
         self._first: View | None = None
 
     @property
     def first(self) -> View:
-        """Of the first rank, also when it is gone."""
+        """The first rank's view, also after it is gone."""
         assert self._first is not None
         return self._first
 
@@ -164,7 +164,7 @@ class WriterGroup:
         self.members[view.rank] = view
 
     def fence(self) -> None:
-        """Another opened the namespace: none of these views writes any more, and what waits for other ranks is over."""
+        """Fences these views, since another writer opened the namespace; calls that wait for other ranks end with an error."""
         self.is_fenced = True
         for view in self.members.values():
             view.is_fenced = True
@@ -194,7 +194,7 @@ def fenced_error(namespace: NamespaceState) -> WriterFenced:
 
 
 class View:
-    """What one session sees of a namespace through one handle: working (the writer) or a step. Counts its leases."""
+    """A session's view of a namespace through one handle: the working state (a writer), or a step. Counts its leases."""
 
     def __init__(
         self, namespace: NamespaceState, *, is_writer: bool, step: int | None, lease_slots: int, group: WriterGroup | None = None,
@@ -204,36 +204,36 @@ class View:
         self.is_writer = is_writer
         self.step = step
         self.lease_slots = lease_slots
-        """What it was promised when it opened: how many slots it may have leased at once."""
+        """Slots that it may have leased at once, as it was promised when it opened."""
         self.group = group
-        """Of a writer: those it writes with."""
+        """The group that a writer belongs to; None for a reader."""
         self.rank = rank
         self.is_ranked = group is not None and group.world_size > 1
         """Whether it is one of several ranks that write together."""
         self.is_fenced = False
         self.is_closed = False
         self.is_dropped = False
-        """A reader whose step had to go: its leases stay, its next acquire raises StepDropped."""
+        """Whether a reader's step had to go: its leases stay, its next acquire raises StepDropped."""
         self.protected: frozenset[ExpertKey] = frozenset()
-        """What its client wishes to keep."""
+        """Keys that its client wishes to keep in memory."""
         self.declared: Declared | None = None
-        """In which order its client visits its layers, where it said so."""
+        """Order in which its client visits its layers, if it declared one."""
         self.leased: dict[ParamCopy, int] = {}
         self.client: ViewClient | None = None
-        """Who is told when collective calls go on."""
+        """The session, which is told when collective calls go on."""
         self.device_resident: frozenset[ExpertKey] = frozenset()
-        """What the client's HBM tier holds, as it reported last."""
+        """Keys that the client's HBM tier holds, as it reported last."""
         self.device_bytes = 0
         self.leases: dict[int, LeaseRequest] = {}
-        """Granted and waiting, by the client's id."""
+        """Granted and waiting leases, by the client's id."""
 
     def end_writing(self) -> None:
-        """The connection is gone, its process may still read what it leased: the view writes no more."""
+        """Ends writing only: the connection is gone, but its process may still read what it leased."""
         self.is_fenced = True
         self.leave_group()
 
     def leave_group(self) -> None:
-        """Gradients that wait for an apply go with any of the ranks: none can be applied any more."""
+        """Takes a writer's view out of its group. All pending gradients go with any of the ranks: none can be applied any more."""
         group = self.group
         if group is None or group.members.get(self.rank) is not self:
             return
@@ -253,13 +253,13 @@ class View:
 
     @property
     def log(self) -> ApplyLog:
-        """What the records that it sees may have missed."""
+        """Apply log that tells which steps the records that it sees may have missed."""
         return self.namespace.log if self.step is None else self.namespace.ledger.log_at(self.step)
 
 
 @dataclass(slots=True)
 class Cut:
-    """What one commit publishes, fixed at the cut. `located` fills up as the dirty records are written."""
+    """The records that one commit publishes, fixed at the cut. `located` fills up as the dirty records are written."""
 
     sequence: int
     applies: int
@@ -267,14 +267,14 @@ class Cut:
     unwritten: set[ExpertKey]
     located: dict[ExpertKey, Located]
     log: ApplyLog = field(default_factory=ApplyLog)
-    """What the step's records may have missed."""
+    """Apply log of the step: which steps its records may have missed."""
     progress: CommitProgress | None = None
     written: object | None = None
-    """Future of who waits until `unwritten` is empty, or one of its writes has failed; opaque to the planner."""
+    """Future of the commit, which waits until `unwritten` is empty or one of its writes has failed; opaque to the planner."""
 
 
 class NamespaceState:
-    """One namespace. `arenas` are missing until somebody opens it."""
+    """All tables of one namespace. It has no arenas until somebody opens it."""
 
     def __init__(self, name: str, schema: Schema, keys: KeySpace, ledger: Ledger, *, epoch: int, sequence: int) -> None:
         self.name = name
@@ -287,49 +287,49 @@ class NamespaceState:
         self.is_exact = schema.updates == "exact"
         """Whether an apply is a step of every record, made when it is needed."""
         self.log = ApplyLog()
-        """Of an exact namespace, up to the newest apply that was called."""
+        """Apply log of an exact namespace, up to the newest apply that was called."""
         self.param_arena: Arena | None = None
         self.working_arena: Arena | None = None
-        """Of the stored part: `optim`; for a param schema the same arena as `param_arena`."""
+        """Arena of the stored part, `optim`; for a param schema the same arena as `param_arena`."""
         self.staging: Staging | None = None
         """Buffers for reads that end in another layout."""
         self.advances: Advances | None = None
-        """Buffers for records that make missed steps, and who waits for one."""
+        """Buffers in which records make missed steps, and the moves that wait for one."""
         self.working: dict[ExpertKey, WorkingCopy] = {}
         self.resident: dict[ExpertKey, WorkingCopy] = {}
-        """Working copies that have a slot, longest first."""
+        """Working copies that have a slot; the one that has had it longest is first."""
         self.in_state: dict[Working, dict[ExpertKey, WorkingCopy]] = {state: {} for state in Working if state is not Working.ABSENT}
-        """The same by state; in each those first that came into it first."""
+        """Working copies that have a slot, by state; in each state the one that has been in it longest is first."""
         self.copies: dict[ExpertKey, list[ParamCopy]] = {}
         self.changed: set[ExpertKey] = set()
         """Keys whose newest identity no step has published."""
         self.pending: dict[ExpertKey, tuple[GradientRange, ...]] = {}
-        """Per key what ranks pushed for it, in rank order."""
+        """Pending gradients of each key, in rank order."""
         self.open_apply: Claims | None = None
         """The apply that was begun before its gradients are there, and claims keys as they come."""
         self.views: list[View] = []
         self.group: WriterGroup | None = None
-        """Who writes."""
+        """The group that writes now."""
         self.cut: Cut | None = None
         self.cut_waiters: list[object] = []
         """Futures of those who wait for the commit under way to end."""
         self.preparing: int | None = None
-        """The step that a `prepare` called by the writer is to make."""
+        """The step of a `prepare` that the writer called and that is not over."""
         self.closing_steps: frozenset[int] = frozenset()
-        """Steps that the transaction under way drops: nobody comes to stand on them any more."""
+        """Steps that the transaction under way drops: no reader may open them any more."""
         self.broken: str | None = None
         """Why push, apply and commit are refused; None while all is well."""
         self.turn: Any = None
-        """A FIFO lock of the store: operations that change records take it in call order."""
+        """The store's FIFO lock: operations that change records take it, and so run in call order."""
         self.is_initializing = False
         self.stop_requests = 0
-        """Rollbacks that want the turn, and the store's end: while there is one, an apply stops at its next record."""
+        """Number of rollbacks that want the turn, plus one when the store closes: above 0, an apply stops at its next record."""
         self.unused_prefetches = 0
         self.stats = NamespaceStats()
 
     @property
     def writer(self) -> View | None:
-        """The writing view, of several ranks the first; None where nobody writes."""
+        """The writer's view, the first rank's where there are several; None where nobody writes."""
         return None if self.group is None else self.group.first
 
     @property
@@ -343,7 +343,7 @@ class NamespaceState:
 
     @property
     def standing_step(self) -> int | None:
-        """The newest step that a reader may come to stand on: none that a transaction under way drops."""
+        """The newest step that a reader may open: not one that a transaction under way drops."""
         return max((step for step in self.ledger.steps() if step not in self.closing_steps), default=None)
 
     def working_location(self, key: ExpertKey) -> Located | None:
@@ -370,14 +370,14 @@ class NamespaceState:
         )
 
     def wanted(self, working: WorkingCopy) -> Identity | None:
-        """What the writer sees of a key: the bytes that exist once every apply called so far has run, and made its missed steps."""
+        """Identity that the writer sees of a key: once every apply called so far has run, and missed steps are made."""
         target = working.target
-        if not self.is_exact or target is None or target.version >= self.log.last:  # above: claimed by the open apply
+        if not self.is_exact or target is None or target.version >= self.log.last:  # above `last`: the open apply has claimed it
             return target
         return Identity(self.log.epoch_of(self.log.last), self.log.last)
 
     def seen_at(self, located: Located, step: int) -> Identity:
-        """What a reader at `step` sees of the record that is in force there: the same once it has made its missed steps."""
+        """Identity that a reader at `step` sees of the record in force there: the record's own, or that after its missed steps."""
         row = self.ledger.find(step) if self.is_exact else None
         if row is None or located.identity.version == row.applies:
             return located.identity
@@ -385,11 +385,11 @@ class NamespaceState:
 
     @property
     def protected(self) -> frozenset[ExpertKey]:
-        """What any view wishes to keep."""
+        """Keys that any view's client wishes to keep in memory."""
         return frozenset().union(*(view.protected for view in self.views))
 
     def arenas(self) -> list[Arena]:
-        """Those it has now: none, one or two."""
+        """The arenas that it has now: none, one or two."""
         arenas = [self.working_arena, self.param_arena if self.is_trainable() else None]
         return [arena for arena in arenas if arena is not None]
 

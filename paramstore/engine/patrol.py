@@ -1,12 +1,12 @@
-"""The patrol: a scrub of everything, again and again, each pass spread over `scrub_days`, so that rot is found where nobody reads.
+"""The patrol: scrubs everything again and again, each pass spread over `scrub_days`, so that bit rot is found where nobody reads.
 
 - A pass covers what the namespaces hold when it begins, superblocks and commit notes first; the next covers what comes later.
 - It reads one record at a time, then pauses, so that the pass takes `scrub_days`. It never reads more than BYTES_PER_S_MAX, and has
-  a piece under way for at most BUSY_SHARE_MAX of the time, so it takes at most that share of what a volume can read. A pass
-  that this makes longer than `scrub_days` is told in the log.
+  a piece under way for at most BUSY_SHARE_MAX of the time, so it takes at most that share of what a volume can read. The log says
+  so where these limits make a pass longer than `scrub_days`.
 - It stands still while a verify runs that somebody asked for, and makes up for it afterwards.
-- Every pass of one daemon begins with the same key, so that two looks at a record are one pass apart. `start_at` is another one in
-  each daemon: those that live shorter than a pass do not look at the same keys again and again.
+- Every pass of one daemon begins with the same key, so that two checks of a record are one pass apart. `start_at` differs between
+  daemons, so that daemons that live shorter than a pass do not check the same keys again and again.
 - Each damaged place is logged once, as an error, as long as the passes find it; nothing is logged for a whole one.
 """
 
@@ -29,26 +29,26 @@ logger = logging.getLogger(__name__)
 
 DAY_S = 86_400.0
 QUIET_S = 60.0
-"""After a daemon's start the patrol keeps still for so long: then clients fill the host tier."""
+"""How long the patrol waits after a daemon's start, when clients fill the host tier."""
 BYTES_PER_S_MAX = 64 << 20
-"""77 TB in 14 days; 2 % of what one NVMe drive reads."""
+"""The fastest it reads: 77 TB in 14 days; 2 % of what one NVMe drive reads."""
 BUSY_SHARE_MAX = 0.05
 PAUSE_MIN_S = 0.05
-"""Shorter pauses are saved up: between small records there is no timer."""
+"""Shorter pauses are saved up, so that no timer is needed between small records."""
 RETRY_S = 3600.0
-"""After a pass that found nothing to read, or failed."""
+"""The pause after a pass that found nothing to read, or failed; at most as long as a pass."""
 
 Place = Finding | CopyFinding
-"""A finding without its words, and without the steps, which come and go."""
+"""A finding without its reason and without its steps, since these change between passes."""
 
 
 def patrol_start(store_uuid: bytes, started_s: float) -> float:
-    """Where the passes of a daemon that came up at this time begin: from 0 up to 1, about evenly spread over daemons."""
+    """Chooses where in the order of keys a daemon's passes begin: 0 to below 1, about evenly spread over daemons."""
     return xxhash.xxh3_64_intdigest(store_uuid + struct.pack("<d", started_s)) / (1 << 64) * (1 - 2**-53)
 
 
 class Patrol:
-    """Owner of the task that patrols, and of its scrub."""
+    """Runs the patrol; owns its task and its scrub."""
 
     def __init__(
         self, scrubber: Scrubber, *, scrub_days: float, start_at: float, clock: Clock, pause: Pause = asyncio.sleep
@@ -64,21 +64,21 @@ class Patrol:
         self._running: Scrub | None = None
         self._last: Scrub | None = None
         self._told: set[Place] = set()
-        """Places that were logged and not found whole since."""
+        """Damaged places that were logged and that no pass has found whole since."""
 
     def start(self) -> None:
-        """Begins to patrol, if the setting says so."""
+        """Begins to patrol, unless `scrub_days` is 0."""
         if self._scrub_days:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="patrol")
 
     async def close(self) -> None:
-        """Ends it; on return nothing more is read, a piece apart that a worker may have."""
+        """Ends the patrol; on return nothing more is read, except for a piece that a worker may have under way."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
     def stats(self) -> dict[str, object]:
-        """running, last: as of a verify. last_ended_s: how long ago."""
+        """Figures for `status`. running, last: as for a verify. last_ended_s: seconds since the last pass ended."""
         now_s, last = self._clock.now_s(), self._last
         return {
             "scrub_days": self._scrub_days,
@@ -106,7 +106,7 @@ class Patrol:
             await self._pause(self._rest_s(scrub))
 
     def _rest_s(self, scrub: Scrub) -> float:
-        """Until the next pass begins, when all that was read is paid for."""
+        """Seconds until the next pass begins, which is not before all that was read is paid for."""
         assert scrub.ended_s is not None
         pass_s = self._scrub_days * DAY_S
         if scrub.state == "failed" or not scrub.bytes_read:
@@ -114,8 +114,8 @@ class Patrol:
         return max(PAUSE_MIN_S, scrub.started_s + pass_s - scrub.ended_s, scrub.due_s - scrub.ended_s)
 
     async def _pass(self, scrub: Scrub) -> None:
-        """Every key once. due_s: when the next is due, so that the bytes are spread evenly over what is left of the time."""
-        scrubber, due_s = self._scrubber, scrub.started_s
+        """Checks every key once."""
+        scrubber, due_s = self._scrubber, scrub.started_s  # due_s: when to check the next key, so that bytes are spread evenly
         ends_s = scrub.started_s + self._scrub_days * DAY_S
         plan = await scrubber.plan(scrub)
         await scrubber.check_copies(scrub)
@@ -132,14 +132,14 @@ class Patrol:
                 due_s += (ends_s - due_s) * (left_bytes - scrub.bytes_left) / left_bytes
 
     def _tell(self, scrub: Scrub) -> None:
-        """Logs what was found and has not been told."""
+        """Logs findings that have not been logged yet."""
         for place, text in _places(scrub):
             if place not in self._told:
                 self._told.add(place)
                 logger.error("patrol: %s", text)
 
     def _conclude(self, scrub: Scrub) -> None:
-        """After a pass: what it did not find again may be told again."""
+        """Ends a pass: logs how it went, and forgets places that it did not find damaged again, so that they may be logged anew."""
         if scrub.state == "done":
             self._told = {place for place, _ in _places(scrub)}
             seconds = self._clock.now_s() - scrub.started_s
@@ -155,7 +155,7 @@ class Patrol:
 
 
 def _places(scrub: Scrub) -> Iterator[tuple[Place, str]]:
-    """Each finding's place, and the finding in words."""
+    """Yields each finding's place, and the finding in words."""
     for copy in scrub.copy_findings:
         yield replace(copy, reason=""), describe_copy(copy)
     for finding in scrub.findings:
@@ -163,12 +163,12 @@ def _places(scrub: Scrub) -> Iterator[tuple[Place, str]]:
 
 
 def describe(finding: Finding) -> str:
-    """A damaged record in words."""
+    """Describes a damaged record in words."""
     steps = ", ".join(f"step {step}" for step in finding.steps) or "uncommitted"
     return f"{finding.namespace} {finding.key}, {steps}, volume {finding.volume}, offset {finding.offset_bytes}: {finding.reason}"
 
 
 def describe_copy(finding: CopyFinding) -> str:
-    """A damaged copy of a superblock or note in words."""
+    """Describes a damaged copy of a superblock or note in words."""
     what = finding.kind if finding.step is None else f"{finding.namespace} commit note of step {finding.step}"
     return f"{what}, copy {finding.copy}, volume {finding.volume}, offset {finding.offset_bytes}: {finding.reason}"

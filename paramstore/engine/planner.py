@@ -42,15 +42,15 @@ class Planner:
         self.working = WorkingPlanner(space, self.outbox)
         self.leases = LeasePlanner(self.outbox, self.copies, self.working, reader_slots=reader_slots)
         self.space_waiters: list[object] = []
-        """Futures of those who wait for space on the volumes to come free; opaque."""
+        """Futures of those who wait for space on the volumes to come free; opaque to the planner."""
         self._freed_seen = 0
 
     # --- apply
 
     def begin_apply(self, namespace: NamespaceState, options: Options | None = None) -> Claimed:
-        """Takes what is pending. From here on the working view means the bytes this apply will make.
+        """Claims what is pending. From here on the writer sees the bytes that this apply will make.
 
-        options: the apply's. Gives what it updates; without gradients, keys of an exact namespace that are due.
+        options: the apply's. Returns the claimed keys with their gradients; those of an exact namespace that are due have none.
         """
         claimed: Claimed = dict(namespace.pending)
         namespace.pending = {}
@@ -66,7 +66,7 @@ class Planner:
         return claimed
 
     def _claim(self, namespace: NamespaceState, keys: Iterable[ExpertKey], *, apply: int) -> None:
-        """From here on the working view of `keys` means what `apply`, of an exact namespace its number, makes of them."""
+        """Makes the writer see `keys` as an apply will leave them. apply: its number, used in an exact namespace only."""
         for key in keys:
             working = namespace.working[key]
             assert working.target is not None
@@ -80,15 +80,15 @@ class Planner:
 
     @staticmethod
     def open_apply(namespace: NamespaceState, claims: Claims) -> None:
-        """Begins an apply that claims keys as their gradients come. Until it claims one nothing has changed."""
+        """Begins an apply that claims keys as their gradients come. Nothing changes before its first claim."""
         namespace.open_apply = claims
 
     @staticmethod
     def await_resident(namespace: NamespaceState, claims: Claims, *, pipeline_slots: int) -> None:
-        """The open apply begins to update: from here on it evicts nothing that is claimed, or probably will be, before it was
-        updated; but it leaves itself slots enough. What is in memory comes first.
+        """Prepares an open apply to update: chooses the records in memory that are claimed, or probably will be, and that it must
+        not evict before their update. Queues what is in memory first.
 
-        pipeline_slots: how many of the arena's are left to the others while what is awaited stays.
+        pipeline_slots: how many of the arena's slots are left for other records meanwhile.
         """
         arena = namespace.working_arena
         assert arena is not None
@@ -100,27 +100,27 @@ class Planner:
 
     @staticmethod
     def line_up(namespace: NamespaceState, claims: Claims, keys: Iterable[ExpertKey], *, pipeline_slots: int) -> None:
-        """Nothing more will be claimed: `keys` are what is left to update, in this order. What is in memory and waits for its
-        turn is not evicted; `pipeline_slots` of the arena's slots are left to what is not."""
+        """Puts `keys`, all that is left to update, into the best order; nothing more will be claimed. Records in memory that wait
+        for their turn are not evicted; `pipeline_slots` of the arena's slots are left for the others."""
         arena = namespace.working_arena
         assert arena is not None
         order, kept = update_order(keys, namespace.resident, given_up=max(0, pipeline_slots - arena.slots.free_count))
         claims.queue, claims.awaited = deque(order), set(kept)
 
     def claim(self, namespace: NamespaceState, claims: Claims, keys: Sequence[ExpertKey]) -> None:
-        """The open apply takes the pending gradients of `keys`, which are complete: from here on the working view of these means
-        what it will make. In an exact namespace every other key is seen as it stood before, until the apply is closed."""
+        """Lets the open apply claim `keys`, whose pending gradients are complete: from here on the writer sees them as the apply
+        will leave them. In an exact namespace it sees every other key as it stood before, until the apply is closed."""
         for key in keys:
             claims.gradients[key] = namespace.pending.pop(key)
         self._claim(namespace, keys, apply=namespace.log.last + 1)
         present, absent = backward_order(keys, namespace.resident)
-        claims.queue.extendleft(present)  # it needs no transfer
+        claims.queue.extendleft(present)  # these need no transfer
         claims.queue.extend(absent)
         self.leases.pump(namespace)
         self._wake(claims)
 
     def close_apply(self, namespace: NamespaceState, claims: Claims, *, pipeline_slots: int) -> None:
-        """The open apply claims what a plain one would, and whatever it still does is urgent. pipeline_slots: as of `line_up`."""
+        """Closes the open apply: it claims what a plain one would, and its work becomes urgent. pipeline_slots: see `line_up`."""
         self._end_claims(namespace, claims)
         taken = claims.gradients.keys() - claims.queue
         claims.gradients |= self.begin_apply(namespace, claims.options)
@@ -134,7 +134,7 @@ class Planner:
         self.leases.pump(namespace)
 
     def drop_apply(self, namespace: NamespaceState, reason: str) -> None:
-        """The open apply, if there is one, comes to no end. What it has claimed cannot be undone: then the namespace is broken."""
+        """Gives up the open apply, if there is one. Its claims cannot be undone: where it has any, the namespace is broken."""
         claims = namespace.open_apply
         if claims is None:
             return
@@ -149,7 +149,7 @@ class Planner:
         self._wake(claims)
 
     def wake_open(self, namespace: NamespaceState) -> None:
-        """An open apply that waits for gradients looks whether it is to stop."""
+        """Wakes an open apply that waits for gradients, so that it looks whether it is to stop."""
         if namespace.open_apply is not None:
             self._wake(namespace.open_apply)
 
@@ -158,12 +158,12 @@ class Planner:
         claims.waiters.clear()
 
     def end_claim(self, claims: Claims, key: ExpertKey) -> None:
-        """The update of `key` is made: its gradients are read no more."""
+        """Notes that `key` has been updated: its gradients are not read any more."""
         claims.read.add(key)
         self.outbox.woken.extend(claims.take_room_waiters())
 
     def reserve_extents(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
-        """Every key has an extent to be written to that no later event can take; else CapacityError, nothing changed.
+        """Reserves for every key an extent to be written to, which no later event can take; else CapacityError, nothing changed.
 
         A key whose newest record is uncommitted already has its share of the volume: its next write takes a pipeline
         extent and gives the older one back. While a cut has such writes to make, one extent is left for them.
@@ -189,19 +189,19 @@ class Planner:
 
     @property
     def is_space_returning(self) -> bool:
-        """Whether extents will come free without anybody's doing: a worker still reads or writes what nobody needs."""
+        """Whether extents will come free by themselves: a worker still reads or writes what nobody needs."""
         return self.space.has_leaving or self.working.orphan_writes > 0
 
     def wake_for_space(self) -> None:
-        """Lets those look again who wait for space, if some came free since the last call."""
+        """Wakes those who wait for space, if some came free since the last call."""
         if self.space.freed != self._freed_seen:
             self._freed_seen = self.space.freed
             self.outbox.woken.extend(self.space_waiters)
             self.space_waiters.clear()
 
     def plan_update(self, namespace: NamespaceState, working: WorkingCopy) -> ParamCopy | None:
-        """Starts the update (the caller holds the copy) and gives the `param` copy it makes in the same pass, if a slot
-        can be had; else the next load materialises it."""
+        """Starts the update of a copy that the caller holds. Returns the `param` copy that it makes in the same pass, if there is
+        a slot for one; else the next load materialises it."""
         self.working.begin_update(namespace, working)
         copy = self._made_copy(namespace, working)
         if copy is not None:
@@ -233,7 +233,7 @@ class Planner:
     def settle_update(
         self, namespace: NamespaceState, working: WorkingCopy, copy: ParamCopy | None, error: ParamStoreError | None
     ) -> None:
-        """The update's worker returned: the record is dirty with its next identity, and `copy` holds its `param`."""
+        """Settles an update whose worker returned: the record is dirty with its next identity, and `copy` holds its `param`."""
         identity = self._made_identity(namespace, working)
         self.working.settle_update(namespace, working, identity, error)
         if copy is not None:
@@ -241,16 +241,16 @@ class Planner:
         self.after_working(namespace, working)
 
     def after_working(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        """A working copy changed state: loads of `param` that waited for it go on, then whoever waits for slots."""
+        """After a working copy changed state: lets loads of `param` that waited for it go on, then those who wait for slots."""
         if not working.is_orphan:
             self.copies.feed_waiting(namespace, working.key)
         self.leases.pump(namespace)
 
     def mark_broken(self, namespace: NamespaceState, reason: str) -> None:
-        """Push, apply and commit are refused from here on; leases that wait for bytes never made end with StepFailed."""
+        """Makes the namespace broken: push, apply, commit are refused; leases of bytes that are never made end with StepFailed."""
         namespace.broken = namespace.broken or reason
         self._fail_unmade(namespace, StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on"))
-        self.leases.pump(namespace)  # of those that wait in line too, and slots came free
+        self.leases.pump(namespace)  # queued leases fail in the same way, and slots came free
 
     def _fail_unmade(self, namespace: NamespaceState, error: ParamStoreError) -> None:
         for copies in list(namespace.copies.values()):
@@ -262,7 +262,7 @@ class Planner:
     # --- cut, publish, rollback
 
     def cut(self, namespace: NamespaceState) -> Cut:
-        """Fixes what a commit publishes: every changed record as it is now. Those not yet written are due.
+        """Fixes what a commit publishes: every changed record as it is now. The commit has to write those that are not written.
 
         Raises VolumeError while a volume is fenced by a failed flush; nothing has changed then.
         """
@@ -285,7 +285,7 @@ class Planner:
         return cut
 
     def settle_cut(self, namespace: NamespaceState, *, is_published: bool) -> None:
-        """The commit of the cut is over. Published extents are the ledger's now; of a failed one the newest stay uncommitted."""
+        """Ends the cut. If its step was published, its extents are the ledger's now; else the newest of them stay uncommitted."""
         cut, namespace.cut = namespace.cut, None
         assert cut is not None
         for key, located in cut.located.items():
@@ -302,19 +302,19 @@ class Planner:
             namespace.changed |= cut.keys
         self.outbox.woken.extend(namespace.cut_waiters)
         namespace.cut_waiters.clear()
-        if any(view.step is not None for view in namespace.views):  # what only the writer saw retired when it was superseded
+        if any(view.step is not None for view in namespace.views):  # copies that only the writer saw have retired already
             self.copies.retire_unseen(namespace)
         self.leases.pump(namespace)
 
     def drop_oldest_readers(self, namespace: NamespaceState, newest_step: int) -> list[View]:
-        """Before `newest_step` is published: readers of more old steps than may be held lose the oldest. Gives those."""
+        """Before `newest_step` is published, takes the oldest steps from readers that hold too many. Returns those views."""
         kept = namespace.ledger.visible_steps((), published=newest_step)
         old = sorted(set(namespace.held_steps()) - kept)
         return self.drop_readers(namespace, old[: max(0, len(old) - self._retention.held_steps)])
 
     @staticmethod
     def drop_readers(namespace: NamespaceState, steps: Iterable[int]) -> list[View]:
-        """Readers of these steps lose them: what they leased stays, their next acquire is refused. Gives those."""
+        """Takes these steps from their readers: their leases stay, their next acquire is refused. Returns those views."""
         lost = frozenset(steps)
         dropped = [view for view in namespace.views if view.step in lost and not view.is_dropped]
         for view in dropped:
@@ -322,9 +322,9 @@ class Planner:
         return dropped
 
     def rollback(self, namespace: NamespaceState, *, epoch: int, freed: Iterable[Extent]) -> None:
-        """Back to what the ledger says: pending gradients, working copies and unseen `param` copies are gone.
+        """Takes all tables back to what the ledger says: drops pending gradients, working copies and unseen `param` copies.
 
-        The new epoch is durable already. No commit is under way. What workers still use is freed when they return.
+        The new epoch is durable already, and no commit is under way. Slots that workers still use are freed when they return.
         """
         assert namespace.cut is None
         self.drop_apply(namespace, "the namespace was rolled back")
@@ -384,12 +384,13 @@ def fresh_working(namespace: NamespaceState) -> dict[ExpertKey, WorkingCopy]:
 
 
 def _needs_pipeline(namespace: NamespaceState) -> bool:
-    """Whether a cut under way has a record to write that has no extent for it: it writes beside its older one."""
+    """Whether a cut under way has a record to write for which no extent is reserved: it needs one beside its older extent."""
     cut = namespace.cut
     return cut is not None and any(namespace.working[key].reserved is None for key in cut.unwritten)
 
 
 def _has_share(working: WorkingCopy, cut: Cut | None) -> bool:
+    """Whether the record's next version has its extent's worth of the volumes already. See `reserve_extents`."""
     if working.reserved is not None:
         return True
     if working.is_cut:

@@ -1,9 +1,9 @@
 """How many slots of a `param` arena a handle is promised when it opens, and who has how many: arithmetic over a namespace's views.
 
 - A promise never changes. A handle that leases no more slots than that is never refused, nor does it wait for another's leases.
-- Those who write a training namespace and those who read it have a share each, which is kept for them while nobody is there;
-  an inference namespace has one share for all. Together the shares are the slots less a reserve, which nobody is promised.
-- What those may still hold who take no more leases (they are fenced, or their session is gone) comes off their share first.
+- Writers and readers of a training namespace have a share each, which is kept for them even while there are none; an inference
+  namespace has one share for all. Together the shares are all slots less a reserve, which nobody is promised.
+- Slots that are still held by views which take no more leases (fenced, or their session is gone) come off their share first.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from paramstore.engine.namespace import NamespaceState, View
 from paramstore.errors import CapacityError
 
 HOLDERS_NAMED = 6
-"""Handles that a message names; it counts the others."""
+"""Handles that a message names at most; it counts the others."""
 
 
 def reserve_of(slots: int) -> int:
-    """Slots that nobody is promised: room for prefetches and for what an apply makes."""
+    """How many of `slots` nobody is promised: they are room for prefetches and for the copies that an apply makes."""
     return max(1, slots // 16) if slots > 1 else 0
 
 
 def share_of(slots: int, *, is_writer: bool, is_trainable: bool = True, reader_slots: int | None = None) -> int:
-    """The share of `slots` of those who write, or of those who read. reader_slots: the setting; one is left to write."""
+    """The share of `slots` of writers, or of readers. reader_slots: the setting; at least one slot is left to writers."""
     usable = slots - reserve_of(slots)
     if not is_trainable:
         return usable
@@ -33,8 +33,8 @@ def share_of(slots: int, *, is_writer: bool, is_trainable: bool = True, reader_s
 def promise(
     namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0, reader_slots: int | None = None
 ) -> int:
-    """What a handle that opens now is promised, or each of the ranks that open together: to those who write a training namespace
-    all that is left of their share; to others half of what is left, or `least` where that is more.
+    """How many slots a handle that opens now is promised, or each of the ranks that open together. A writer of a training namespace
+    gets all that is left of its share; any other handle half of what is left, or `least` where that is more.
 
     Raises CapacityError naming the holders, where `least` is more than is left.
     """
@@ -42,7 +42,7 @@ def promise(
     slots, is_trainable = namespace.param_arena.planned_slots, namespace.is_trainable()
     share = share_of(slots, is_writer=is_writer, is_trainable=is_trainable, reader_slots=reader_slots)
     rivals = [view for view in namespace.views if view.is_writer == is_writer or not is_trainable]
-    # Who opens to write fences those who do: from then on they keep what they hold, which may be the same copies.
+    # Opening to write fences earlier writers: these keep only what they hold, and several of them may hold the same copies.
     ended = [view for view in rivals if view.is_fenced or (is_writer and view.is_writer)]
     promised = sum(view.lease_slots for view in rivals if view not in ended)
     left = max(0, share - promised - len({copy for view in ended for copy in view.leased}))
@@ -56,7 +56,7 @@ def promise(
 
 
 def holders(namespace: NamespaceState) -> str:
-    """Who keeps which of the slots from others, those with the most first, for a message."""
+    """Text for a message that says who keeps how many slots from others, those with the most first."""
     views = sorted(filter(_kept_slots, namespace.views), key=_kept_slots, reverse=True)
     named = [_kept(view) for view in views[:HOLDERS_NAMED]]
     if others := views[HOLDERS_NAMED:]:
@@ -65,7 +65,7 @@ def holders(namespace: NamespaceState) -> str:
 
 
 def _kept_slots(view: View) -> int:
-    """Slots that nobody else is promised: its promise, or what it holds still where it takes no more leases."""
+    """Slots that this view keeps from others: its promise, or those it still holds where it takes no more leases."""
     return len(view.leased) if view.is_fenced else view.lease_slots
 
 

@@ -1,11 +1,11 @@
 """Ranks that write a namespace together: they open it as one group, and their collective calls run once, for all of them.
 
-`Collective` decides; this file waits: a future for each rank's call, a timer for the deadline, and one task for what a call does
-once it has begun. A call begins, that is it takes effect in the order of calls, in the very moment in which its last rank makes it.
-With one rank nothing here is used.
+`Collective` decides; this file waits: it has a future for each rank's call, a timer for the deadline, and a task for each call that
+has begun. A call begins, and so takes its place in the order of calls, at the moment in which its last rank makes it. Nothing here
+is used where a namespace has one rank.
 
-- A forming group is known by (namespace, group): arrivals of another start of the job never meet it.
-- What has begun goes on, whoever leaves; all its ranks get one answer.
+- A group that is forming is identified by (namespace, group), so that ranks of another start of the job never join it.
+- A call that has begun goes on, whoever leaves; all its ranks get the same answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paramstore.errors import CapacityError, ParamStoreError, StoreUnavailable, 
 
 WAY_ON = "All ranks call rollback (before the first commit: initialize), or open it again"
 FORMING_MAX = 256
-"""Groups that form at once."""
+"""Groups that may be forming at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Arrival:
 
 
 class Gathering:
-    """The futures, the deadline and the tasks of one group's calls. tasks: where those under way are kept.
+    """Waits for the collective calls of one group: owns their futures and their deadline. tasks: the set that keeps running calls.
 
     on_settled: called with the ranks whose call has begun, or was refused.
     """
@@ -58,7 +58,8 @@ class Gathering:
         self._timer: asyncio.TimerHandle | None = None
 
     def call(self, rank: int, call: Call, begin: Callable[[], object]) -> asyncio.Future[Any]:
-        """A future of what `begin`, called by whichever rank comes last, gives or raises; of a coroutine, what that comes to.
+        """Makes `rank`'s call; returns a future of what `begin`, called when the last rank comes, returns or raises. Where `begin`
+        returns a coroutine, it is run, and the future has its result.
 
         Raises as `Collective.arrive`, and nothing has changed.
         """
@@ -75,7 +76,7 @@ class Gathering:
         return future
 
     def put_off(self) -> None:
-        """The deadline of a call that waits begins anew."""
+        """Starts the deadline of a call that waits anew."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
@@ -84,11 +85,11 @@ class Gathering:
         self._fail(self.collective.lose(rank, reason))
 
     def end(self, error: ParamStoreError) -> None:
-        """Whoever waits fails with `error`."""
+        """Fails every call that waits with `error`."""
         self._fail(self.collective.end(error))
 
     def withdraw(self, rank: int, error: ParamStoreError) -> None:
-        """If `rank` waits it fails with `error`, and the others wait for it again; what has begun goes on."""
+        """Fails the call of `rank` with `error` if it still waits; the others then wait for that rank again."""
         if self.collective.withdraw(rank):
             _refuse([self._futures.pop(rank)], error)
             if not self.collective.waiting:
@@ -134,7 +135,7 @@ class Gathering:
     def _over(
         self, task: asyncio.Task[None], *, coroutine: Coroutine[Any, Any, object], futures: list[asyncio.Future[Any]]
     ) -> None:
-        """Nobody waits for a task that was stopped, perhaps before it began."""
+        """Cleans up after a task that is over or was stopped, perhaps before it began: nobody goes on waiting for it."""
         self._tasks.discard(task)
         coroutine.close()
         for future in futures:
@@ -151,7 +152,7 @@ class Gathering:
 
 
 class Ranks:
-    """Owner of the groups that form, and of the collective calls under way. on_call: told of each call, by name, of each rank."""
+    """Forms groups of ranks and makes their collective calls; owns both. on_call: told of each rank's call, by its name."""
 
     def __init__(self, planner: Planner, *, wait_timeout_s: float, on_call: Callable[[View, str], None]) -> None:
         self._planner = planner
@@ -165,11 +166,11 @@ class Ranks:
     def open(
         self, arrival: Arrival, call: Call, open_first: Callable[[WriterGroup], Coroutine[Any, Any, View]]
     ) -> asyncio.Future[dict[int, View]]:
-        """A future of the view of each rank, once all have come with equal calls.
+        """Lets a rank come to open a namespace; returns a future of {rank: view}, set once all ranks have come with equal calls.
 
-        open_first: the whole opening, once for all; gives rank 0's view. The group before it is fenced by that.
-        Raises ConfigError, CapacityError, and StepMismatch for a rank that is there already. The future's errors are those of
-        `open_first`, StepMismatch naming who called otherwise or did not come in time; all who wait get them.
+        open_first: opens the namespace once, for all ranks, which fences the group before; returns rank 0's view.
+        Raises ConfigError, CapacityError, and StepMismatch for a rank that has come already. The future fails with the errors of
+        `open_first`, or StepMismatch naming the ranks that called otherwise or did not come in time; all who wait get the same.
         """
         check_rank(arrival.rank, arrival.world_size, arrival.group)
         key = arrival.namespace, arrival.group
@@ -197,7 +198,7 @@ class Ranks:
         return {0: first, **{rank: open_rank(namespace, group, rank) for rank in range(1, group.world_size)}}
 
     def withdraw(self, arrival: Arrival) -> None:
-        """The rank waits no longer for the others to open with it."""
+        """Takes back a rank's arrival: it waits no longer for the others to open with it."""
         gathering = self._forming.get((arrival.namespace, arrival.group))
         if gathering is not None:
             gathering.withdraw(arrival.rank, TicketCancelled(f"rank {arrival.rank} of {arrival.what} came no further"))
@@ -210,7 +211,8 @@ class Ranks:
     # --- calling
 
     def call(self, view: View, call: Call, begin: Callable[[View], object]) -> asyncio.Future[Any]:
-        """What `begin` comes to, which is called once, with the view of the last rank to come, when all have made `call`.
+        """Makes a rank's collective call; returns a future of its result. When all ranks have made `call`, `begin` is called once,
+        with the view of the last rank.
 
         Raises LeaseError, WriterFenced, RankLost, StepMismatch; then this rank's call counts as never made.
         """
@@ -224,13 +226,13 @@ class Ranks:
 
     @staticmethod
     def note_progress(view: View) -> None:
-        """A rank is at work on what the others wait for, as on its share of the initial values: their deadline begins anew."""
+        """Restarts the deadline of waiting ranks, since this rank is at work on what they wait for (such as initial values)."""
         if view.group is not None and view.group.calls is not None:
             view.group.calls.put_off()
 
     @staticmethod
     def _go_on(group: WriterGroup, ranks: tuple[int, ...]) -> None:
-        """What these ranks asked for after their call may take effect now."""
+        """Tells the clients of these ranks that what they asked for after their call may take effect now."""
         for rank in ranks:
             view = group.members.get(rank)
             if view is not None and view.client is not None:
@@ -238,12 +240,12 @@ class Ranks:
 
     @staticmethod
     def leave(view: View, reason: str) -> None:
-        """The rank of `view` writes no more: the others learn of it with their next call."""
+        """Breaks the group, because the rank of `view` writes no more; the others learn of it with their next call."""
         if view.is_ranked and view.group is not None and view.group.calls is not None:
             view.group.calls.lose(view.rank, reason)
 
     async def close(self) -> None:
-        """Ends what waits and what is under way."""
+        """Fails groups that are forming, and stops collective calls under way."""
         for gathering in list(self._forming.values()):
             gathering.end(StoreUnavailable("the daemon is stopping"))
         tasks = list(self._tasks)

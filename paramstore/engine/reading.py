@@ -1,4 +1,4 @@
-"""Whole records for whoever asks for one, as they are seen: with the steps made that they have missed.
+"""Reads whole records as a view sees them, that is with their missed steps made.
 
 The steps are made in the reader's own memory; the header there stays that of the record as it is stored.
 """
@@ -37,7 +37,7 @@ class Reading:
         namespace.keys.check([key], namespace=namespace.name)
         if view.is_writer:
             async with namespace.turn:
-                self._planner.leases.check_view(view)  # else another writer may have gone back meanwhile
+                self._planner.leases.check_view(view)  # another writer may have fenced it and rolled back while it waited
                 return await self._read_working(namespace, key, target)
         identity, located = view.locate(key)
         if identity is None or located is None:
@@ -58,7 +58,7 @@ class Reading:
         applies = min(namespace.applies, log.last)  # an open apply that was given up counts, and is in no log
         if working.state not in MAY_MATERIALISE:
             located = namespace.working_location(key)
-            if located is None or located.identity != identity:  # an update tore the newest bytes
+            if located is None or located.identity != identity:  # a failed update has torn the newest bytes
                 raise StepFailed(f"{key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
             optimizer_step = (await self._transfers.read_into(namespace, key, located, target)).optimizer_step
         else:
@@ -69,7 +69,7 @@ class Reading:
         return Identity(log.epoch_of(applies), applies)
 
     async def _copy_held(self, namespace: NamespaceState, key: ExpertKey, target: memoryview) -> int:
-        """The working slot's image into `target`; torch's step of it."""
+        """Copies the working slot's image to `target`; returns the record's optimizer step."""
         held = await self._loader.hold(namespace, key)
         try:
             assert held.slot is not None

@@ -18,8 +18,8 @@ from paramstore.storage.mounts import free_bytes, shown
 def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object]:
     """Counters since the daemon started, and what is resident, leased and dirty now. now_s: by the store's clock.
 
-    dirty_bytes: what a commit now would wait for, under way or not. write_amplification: bytes of the records that were written and
-    of commit notes, for each byte of a record that a commit has published; None before the first commit.
+    dirty_bytes: records that a commit now would have to write, or wait for while they are written. write_amplification: bytes of
+    records and commit notes written, for each byte of a record that a commit has published; None before the first commit.
     """
     stats = namespace.stats
     states = {state.value: len(copies) for state, copies in namespace.in_state.items() if copies}
@@ -56,15 +56,15 @@ def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object
 
 
 def _ranks(namespace: NamespaceState) -> dict[str, object]:
-    """Of those that write now: how many there should be, which are open, and whose call waits for the others."""
+    """Figures of the group that writes now: how many ranks it has, which are open, and whose call waits for the others."""
     group = namespace.group or WriterGroup(world_size=0)
     return {"group": group.name, "world_size": group.world_size, "open": sorted(group.members), "waiting": list(group.waiting)}
 
 
 def commit_progress(namespace: NamespaceState, now_s: float) -> dict[str, object] | None:
-    """How far the commit under way is, and how long the rest of its records take at the rate so far; None without one.
+    """Progress of the commit under way, and how long the rest of its records will take at the rate so far; None without one.
 
-    eta_s is None before the first record has landed. Notes, flushes and the transaction come after it.
+    eta_s is None before the first record has landed. Notes, flushes and the transaction come after that time.
     """
     cut = namespace.cut
     if cut is None or cut.progress is None:
@@ -89,7 +89,7 @@ def _part(stats: PartStats, arena: Arena | None) -> dict[str, object]:
 
 
 def residency(namespace: NamespaceState) -> dict[str, object]:
-    """Per key, in key order: the state of its working copy, the best of its `param` copies, its heat, whether in HBM."""
+    """For each key, in key order: the state of its working copy, that of its best `param` copy, its heat, whether it is in HBM."""
     arena = namespace.param_arena
     heat = arena.policy.heat if arena is not None else lambda _: 0.0
     in_hbm = frozenset().union(*(view.device_resident for view in namespace.views)) if namespace.views else frozenset()
@@ -113,5 +113,5 @@ def volume_stats(volumes: VolumeSet, traffic: Mapping[int, VolumeTraffic]) -> di
 
 
 def disk_stats(directory: Path) -> dict[str, object]:
-    """What others may still write beside a store's catalog before its disk is full; None where nobody can tell."""
+    """Free space on the disk of a store's catalog; None where it cannot be told."""
     return {"dir": shown(directory), "free_bytes": free_bytes(directory) if directory.is_dir() else None}

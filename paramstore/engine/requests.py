@@ -1,7 +1,7 @@
-"""What waits: lease requests, prefetches, and those who need a working copy in its slot. Plain data of the planner.
+"""Requests that wait: for leases, prefetches, and working copies in their slots. Plain data of the planner.
 
 `future` belongs to the store (an asyncio future, opaque here): the planner says which requests are finished, the store
-tells whoever awaits them.
+wakes whoever awaits them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paramstore.errors import ParamStoreError
 
 
 class Urgency(IntEnum):
-    """The three classes of transfers; lower goes first. A write on which a load waits takes that load's class."""
+    """The three classes of transfers; lower values go first. A write on which a load waits takes that load's class."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -25,7 +25,7 @@ class Urgency(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class LeaseRequest:
-    """All of `keys` or none. After planning, `copies` are in order of `keys` and `missing` of them still load."""
+    """Request to lease all of `keys` or none. Once planned, `copies` are in order of `keys`, and `missing` of them still load."""
 
     view: View
     lease_id: int
@@ -39,7 +39,7 @@ class LeaseRequest:
 
 @dataclass(slots=True, eq=False)
 class PrefetchRequest:
-    """`pending` names what still loads; figures count up as it lands."""
+    """A request to load ahead of use. `pending` holds the copies that still load; the counts go up as they land."""
 
     namespace: NamespaceState
     part: str
@@ -56,9 +56,9 @@ class PrefetchRequest:
 
 @dataclass(slots=True, eq=False)
 class SlotRequest:
-    """Somebody needs `key`'s working copy in a slot, held (`fill`: an empty slot to fill). FIFO per arena.
+    """A request for `key`'s working copy in a slot, held (`is_fill`: an empty slot to fill). Served in FIFO order per arena.
 
-    urgency: of its load, and of writes that it waits for. spared: what it evicts nothing of.
+    urgency: that of its load, and of writes that it waits for. spared: keys that are not evicted for it.
     """
 
     namespace: NamespaceState

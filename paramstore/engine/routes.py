@@ -1,4 +1,4 @@
-"""What a worker does to move one record: reads, checks, casts, hashes, writes. No table, no loop, no decision.
+"""The routes: how a worker reads, checks, casts, hashes and writes one record. No table, no event loop, no decision.
 
 A stored part's image is the same on the volume and in a slot, so a record moves in a few large aligned pieces. Pieces
 begin where checksum chunks begin; each worker hashes what it just moved, while it is still in the cache.
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class PieceRead(NamedTuple):
-    """What a worker found: the checksums of a piece's chunks; the header too, from the first piece."""
+    """The result of reading a piece: the checksums of its chunks, and the header if it is the first piece."""
 
     first_chunk: int
     checksums: list[int]
@@ -37,8 +37,8 @@ class PieceRead(NamedTuple):
 
 @lru_cache(maxsize=256)
 def cut_pieces(part: Part, piece_bytes: int, field_count: int) -> tuple[Piece, ...]:
-    """The image of a stored part, up to the end of its first `field_count` fields, in pieces of at most about
-    `piece_bytes` and of about equal size. The first piece begins with the header."""
+    """Cuts the image of a stored part, up to the end of its first `field_count` fields, into pieces of about equal size, at most
+    about `piece_bytes`. The first piece begins with the header."""
     last = part.fields[field_count - 1]
     end = round_up(last.offset_bytes + last.length_bytes, PAGE_BYTES)
     chunks = [chunk for chunk in part.chunks() if chunk.offset_bytes < end]
@@ -47,9 +47,9 @@ def cut_pieces(part: Part, piece_bytes: int, field_count: int) -> tuple[Piece, .
 
 @lru_cache(maxsize=256)
 def cut_for_write(part: Part, piece_bytes: int) -> tuple[Piece, ...]:
-    """The whole image, the piece with the header first: it is written last, alone, so it is small where there are others.
+    """Cuts the whole image; the first piece has the header. It is written last, alone, so it is small where there are others.
 
-    A record of two pieces or less is one: its one worker has all checksums, and nothing waits for anything.
+    A record of two pieces or less goes as one: its one worker has all checksums, and nothing waits for another piece.
     """
     chunks = part.chunks()
     if part.image_bytes <= 2 * piece_bytes:
@@ -59,7 +59,7 @@ def cut_for_write(part: Part, piece_bytes: int) -> tuple[Piece, ...]:
 
 
 def _cut(chunks: list[Chunk], start: int, end: int, first_chunk: int, piece_bytes: int) -> tuple[Piece, ...]:
-    """Bytes [start, end), in which `chunks` lie, in about equal pieces that begin where chunks begin."""
+    """Cuts bytes [start, end), in which `chunks` lie, into about equal pieces that begin where chunks begin."""
     target = (end - start) / max(1, -(-(end - start) // piece_bytes))
     pieces: list[Piece] = []
     begin, first = start, 0
@@ -73,7 +73,7 @@ def _cut(chunks: list[Chunk], start: int, end: int, first_chunk: int, piece_byte
 
 
 class ImageRead:
-    """Extent to the slot of the same stored part: header and fields, as they are."""
+    """Reads an extent into a slot, or buffer, of the same stored part: header and fields, as they are."""
 
     def __init__(self, volume: Volume, extent: Extent, image: memoryview, header_bytes: int, hashing: Hashing) -> None:
         self._volume = volume
@@ -90,7 +90,7 @@ class ImageRead:
 
 
 class Staging:
-    """Buffers that workers borrow for the length of one piece: as many as there are workers, so none ever waits."""
+    """Buffers that workers borrow for one piece at a time; there are as many as workers, so none ever waits."""
 
     def __init__(self) -> None:
         self._buffers: deque[memoryview] = deque()
@@ -106,10 +106,10 @@ class Staging:
 
 
 class MasterRead:
-    """The `master` fields of an adamw extent to a `param` slot ("materialise" from the volume).
+    """Materialises `param` from a volume: reads the `master` fields of a training record's extent into a `param` slot.
 
-    fp32: the layouts agree, so the bytes go straight into the slot, the header into a borrowed buffer. Else a piece goes
-    through a borrowed buffer and is cast from there.
+    For fp32 `param` the layouts agree, so the bytes go straight into the slot, and the header into a borrowed buffer. Otherwise a
+    piece is read into a borrowed buffer and cast from there.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class MasterRead:
 
 @dataclass(slots=True)
 class ImageWrite:
-    """Slot to a fresh extent. Every piece but the first is hashed and written; then the first, with the header whose
-    checksum table is complete by then. The record's root is `root` after the final piece."""
+    """Writes a slot to a fresh extent. All other pieces are hashed and written before the first, whose header has the checksum
+    table that is complete by then. `root` is the record's root after that last write."""
 
     volume: Volume
     extent: Extent
@@ -178,7 +178,7 @@ class ImageWrite:
     image: memoryview
     header: Header
     checksums: list[int]
-    """One place per chunk; workers fill them in."""
+    """One entry for each chunk; workers fill them in."""
     hashing: Hashing
     root: int = 0
 
@@ -195,6 +195,6 @@ class ImageWrite:
 
 
 def check_pieces(header: Header, part: Part, results: list[PieceRead], *, place: str) -> None:
-    """Returns if every chunk read matches the header's table; else CorruptRecord naming the first that does not."""
+    """Checks every chunk that was read against the header's table; raises CorruptRecord naming the first that does not match."""
     for result in results:
         check_checksums(header, part, result.first_chunk, result.checksums, place=place)

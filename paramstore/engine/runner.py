@@ -25,19 +25,18 @@ def volume_lane(volume: int) -> Hashable:
 
 
 class Runner:
-    """Runs transfers on the loop's thread's behalf."""
+    """Runs transfers in worker threads and settles them on the loop's thread."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
         self.scheduler = Scheduler()
         self.under_way: set[Transfer] = set()
         self.finished = 0
-        """Bursts that workers have returned from, the background's and those of scrubs apart: while it counts up, who waits need
-        not give up."""
+        """Number of bursts that workers have finished, except background ones and scrubs'. While it goes up, waits go on."""
         self._is_closed = False
 
     def close(self) -> None:
-        """Ends the workers. What is submitted from now on fails: nobody would run it, and whoever waits would wait for ever."""
+        """Ends the workers. Transfers submitted from now on fail, since nobody would run them and waiting would never end."""
         self.workers.close()
         self._is_closed = True
 
@@ -54,7 +53,7 @@ class Runner:
         self.scheduler.promote(transfer, urgency)
 
     def cancel(self, transfer: Transfer, error: ParamStoreError) -> bool:
-        """True if the transfer had not started: it settles with `error` now."""
+        """Settles the transfer with `error` if it has not started; True then."""
         if not self.scheduler.cancel(transfer):
             return False
         transfer.error = error
@@ -64,13 +63,12 @@ class Runner:
         return True
 
     def cancel_waiting(self, urgency: Urgency, error: ParamStoreError) -> None:
-        """Every transfer of that class that has not started settles with `error` now."""
+        """Settles every transfer of that class that has not started with `error`."""
         for transfer in [transfer for transfer in self.under_way if transfer.urgency is urgency]:
             self.cancel(transfer, error)
 
     async def call(self, lane: Hashable, job: Callable[[], Any], *, urgency: Urgency = Urgency.DEMAND) -> Any:
-        """Runs `job` in a worker of `lane` and returns what it returned. Raises what it raised; a waiter that is cancelled
-        does not stop it."""
+        """Runs `job` in a worker of `lane` and returns its result. Raises what it raised; cancelling this call does not stop it."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         transfer = Transfer(lane=lane, urgency=urgency, run=call, pieces=deque([job]), settle=lambda _: wake(future))
         self.submit(transfer)
@@ -80,7 +78,7 @@ class Runner:
         return transfer.results[0]
 
     async def behind(self, lane: Hashable) -> None:
-        """Returns when all that was submitted to `lane`, of one thread, has run."""
+        """Waits until everything submitted before to `lane`, which must have one thread, has run."""
         await self.call(lane, _nothing)
 
     def _kick(self, lane: Hashable) -> None:
@@ -98,12 +96,12 @@ class Runner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing moves now: the background may use the devices."""
+        """Whether no transfer is under way, so that background work may use the devices."""
         return not self.under_way
 
 
 def _run_burst(burst: Burst) -> list[Outcome]:
-    """In a worker: one transfer after the other. What fails in one ends its pieces, and no other's."""
+    """Runs a burst's transfers in turn, in a worker. A failure ends the pieces of its own transfer only."""
     return [outcome_of(partial(_run_all, transfer.run), pieces) for transfer, pieces in burst]
 
 
@@ -112,15 +110,15 @@ def _run_all(run: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
 
 
 def call(job: Callable[[], Any]) -> Any:
-    """The piece of a compute transfer is the job itself."""
+    """Runs a piece of a compute transfer: the piece is the job itself."""
     return job()
 
 
 def _nothing() -> None:
-    """What a thread does when it has done all that was asked before."""
+    """Job of `behind`: when it runs, the thread has done everything that was submitted before."""
 
 
 def wake(future: object) -> None:
-    """Lets whoever awaits `future` go on; they look at what they waited for themselves."""
+    """Lets whoever awaits `future` go on; they look up themselves what has become of it."""
     if isinstance(future, asyncio.Future) and not future.done():
         future.set_result(None)

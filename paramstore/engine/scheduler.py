@@ -1,10 +1,10 @@
-"""Which transfer gets the next free worker of a lane. Pure decisions: a lane is one volume's workers, or the CPU's.
+"""Decides which transfer gets the next free worker of a lane: one volume's workers, or the CPU's. Pure decisions.
 
-Order: class (demand, prefetch, write-back), then deadline, then first come. A transfer goes in pieces, so an urgent one
-never waits for more than the pieces under way. In a queue, a worker takes a *burst* of them, as many as leave the other
-free workers their share: one hand-over (0.1 ms) for several pieces. The last record in it is moved by all, piece by piece.
-Of *light* transfers, each of one small piece, a burst holds several: a record of 0.3 MB takes less time than its hand-over.
-Raising a queued transfer re-queues it; the stale entry is skipped.
+Transfers go by class (demand, prefetch, write-back), then deadline, then first come. A transfer goes in pieces, so an urgent one
+never waits for more than the pieces under way. A worker takes a *burst* of pieces, as many as leave the other free workers their
+share, because each hand-over costs 0.1 ms; the last transfer in a queue is spread over all workers, piece by piece. A burst may
+hold several *light* transfers, each of one small piece: moving a record of 0.3 MB takes less time than its hand-over. Raising a
+queued transfer re-queues it; the stale entry is skipped.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from paramstore.engine.requests import Urgency
 from paramstore.errors import ParamStoreError
 
 Piece = Any
-"""What a transfer's `run` understands; opaque here."""
+"""A piece of a transfer, which its `run` understands; opaque here."""
 BURST_PIECES = 2
 """Pieces one worker takes at once, at most: 32 MiB of the default size, 8 ms of a fast disk."""
 LIGHT_BURST_BYTES = 4 << 20
-"""Light transfers one worker takes at once have no more bytes than this together: a millisecond of a fast disk."""
+"""Bytes of the light transfers that one worker takes at once, at most: a millisecond of a fast disk."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
     """A move under way. `run(piece)` is called in a worker for each of `pieces`, in parallel, then for `final` alone.
 
-    running: bursts in workers now. light_bytes: of the whole transfer, if it is one piece (or only `final`) that may share a
-    burst with others; 0 if not.
+    running: bursts in workers now. light_bytes: size of a transfer that is one piece (or only `final`) and may share a burst with
+    others; 0 for any other.
 
     settle(transfer): called once on the loop thread when nothing runs any more; `error` tells how it went.
     """
@@ -46,7 +46,7 @@ class Transfer:
     deadline_s: float | None = None
     light_bytes: int = 0
     is_progress: bool = True
-    """Whether its end shows those who wait that the store goes on; not what looks at the volumes beside all work."""
+    """Whether its end counts as progress for those who wait on the store; False for scrubs, which run beside all work."""
     results: list[Any] = field(default_factory=list)
     error: ParamStoreError | None = None
     running: int = 0
@@ -73,22 +73,22 @@ class Transfer:
 
 @dataclass(slots=True)
 class LaneStats:
-    """Busy pieces now, and what has waited: for `status`."""
+    """How many transfers of a lane are queued, and how many of its bursts are running, for `status`."""
 
     queued: int = 0
     running: int = 0
 
 
 Burst = list[tuple[Transfer, list[Piece]]]
-"""What one worker takes at once: pieces of one transfer, or several light ones."""
+"""The pieces that one worker takes at once: those of one transfer, or several light ones."""
 Outcome = tuple[list[Any] | None, ParamStoreError | None]
-"""What the pieces of one transfer in a burst gave, or the error that ended them."""
+"""Results of the pieces of one transfer in a burst, or the error that ended them."""
 Entry = tuple[int, float, int, Transfer]
-"""(class, deadline, order, transfer): how a queue is sorted."""
+"""(class, deadline, order, transfer), by which a queue is sorted."""
 
 
 class Scheduler:
-    """Queues of all lanes. Owner of `Transfer.running`, `pieces` and `order`."""
+    """Queues the transfers of all lanes. Owner of `Transfer.running`, `pieces` and `order`."""
 
     def __init__(self) -> None:
         self._limits: dict[Hashable, int] = {}
@@ -97,8 +97,8 @@ class Scheduler:
         self._order = 0
 
     def add_lane(self, lane: Hashable, workers: int, *, ahead: int = 0) -> None:
-        """ahead: bursts handed over before a worker is free, so that one that is done finds the next at once instead of
-        after a turn of the loop (0.2 to 0.4 ms). What is urgent waits for those too."""
+        """Adds a lane. ahead: bursts handed over before a worker is free, so that a worker finds its next one at once instead of
+        after a turn of the loop (0.2 to 0.4 ms). Urgent transfers wait for those bursts too."""
         self._limits[lane] = workers + ahead
         self._running[lane] = 0
         self._queues[lane] = []
@@ -120,7 +120,7 @@ class Scheduler:
                 self._queue(transfer)
 
     def cancel(self, transfer: Transfer) -> bool:
-        """True if no piece had started: the transfer will not run, and the caller settles it."""
+        """Takes a transfer of which no piece has started out of its queue: True, and the caller settles it. Else False."""
         if transfer.is_cancelled or transfer.is_settled or transfer.running or transfer.results:
             return False
         transfer.pieces.clear()
@@ -129,7 +129,7 @@ class Scheduler:
         return True
 
     def next_burst(self, lane: Hashable) -> Burst | None:
-        """The most urgent pieces for one worker, now counted as running; None if all workers are busy or nothing waits."""
+        """Takes the most urgent pieces for one worker, which then count as running; None if all are busy or nothing waits."""
         free_workers = self._limits[lane] - self._running[lane]
         if free_workers <= 0:
             return None
@@ -155,7 +155,7 @@ class Scheduler:
             burst.append((transfer, _take(queue, transfer, 1)))
 
     def finish_burst(self, lane: Hashable, burst: Burst, outcomes: list[Outcome]) -> list[Transfer]:
-        """A worker of `lane` returned; gives the transfers that are over and must be settled."""
+        """Takes note that a worker of `lane` has finished; returns the transfers that are over and must be settled."""
         self._running[lane] -= 1
         over = []
         for (transfer, _), (results, error) in zip(burst, outcomes, strict=True):
@@ -174,7 +174,7 @@ class Scheduler:
         return over
 
     def stats(self) -> dict[Hashable, LaneStats]:
-        """Per lane, for people; counts by looking."""
+        """Figures for each lane, for people; counted when asked."""
         return {
             lane: LaneStats(queued=sum(_is_in_force(entry) for entry in queue), running=self._running[lane])
             for lane, queue in self._queues.items()
@@ -182,14 +182,14 @@ class Scheduler:
 
 
 def _first(queue: list[Entry]) -> Transfer | None:
-    """Whose turn it is in `queue`; stale entries before it are gone."""
+    """The transfer whose turn it is in `queue`, from which stale entries before it are removed."""
     while queue and not _is_in_force(queue[0]):
         heappop(queue)
     return queue[0][3] if queue else None
 
 
 def _take(queue: list[Entry], transfer: Transfer, free_workers: int) -> list[Piece]:
-    """A burst's pieces of `transfer`, the first in `queue`."""
+    """Takes a burst's pieces of `transfer`, which is the first in `queue`."""
     pieces = transfer.take_burst(free_workers, is_last=len(queue) == 1)
     if not transfer.pieces:
         heappop(queue)  # a final piece is queued again when the others are done
@@ -198,6 +198,6 @@ def _take(queue: list[Entry], transfer: Transfer, free_workers: int) -> list[Pie
 
 
 def _is_in_force(entry: Entry) -> bool:
-    """False if its transfer was raised since, or there is nothing left of it to start."""
+    """Whether a queue's entry still counts: not if its transfer was raised since, or has nothing left to start."""
     urgency, _, _, transfer = entry
     return urgency == transfer.urgency and transfer.has_piece

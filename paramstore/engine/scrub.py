@@ -1,15 +1,15 @@
-"""The scrubber: reads records where they lie and checks them, beside everything else, so that damage is found before it matters.
+"""The scrubber: reads records where they lie and checks them, beside all other work, so that damage is found before it matters.
 
-It covers what every step of a namespace names, and the whole records that no step has published yet; beside them the copies
-of superblocks and commit notes (`scrub_notes.py`). Guarantees:
+It covers the records that every step of a namespace names, and whole records that no step has published yet; also the copies of
+superblocks and commit notes (`scrub_notes.py`). Guarantees:
 
-- It takes the lowest class and one piece at a time through a buffer of its own: `buffer_bytes`, in no budget and no arena.
-- It reads at most `bytes_per_s`: each piece is paid for before it is read.
+- It reads at the lowest urgency, one piece at a time, into a buffer of its own: `buffer_bytes`, in no budget and no arena.
+- It reads at most `bytes_per_s`: each piece is paid for with waiting time before it is read.
 - An extent is pinned only while a piece of it is read. Before each piece the record is looked up again; one that a commit,
-  rollback or newer write-back replaced meanwhile is left out, and was never read as another.
-- What is wrong with one record is a finding, named with its place; it reaches nobody else and the scrub goes on.
-- There is one scrub at a time that somebody asked for. The patrol's (`patrol.py`) stands still while it runs: there are never
-  two pieces under way. Ending one waits for no device: the next one waits for the piece under way.
+  rollback or newer write-back replaced meanwhile is left out, and is never taken for another record.
+- Damage to a record is a finding, named with its place; no other request fails by it, and the scrub goes on.
+- At most one scrub that somebody asked for runs at a time, and the patrol's (`patrol.py`) stands still meanwhile: two pieces are
+  never under way. Ending a scrub waits for no device; the next scrub waits for a piece that is still under way.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from paramstore.storage.volume import Volume
 logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 4 << 20
-"""All the memory a scrub has for records, whatever their size, up to 383 GiB; see `buffer_bytes`."""
+"""Memory that a scrub takes for records of any size up to 383 GiB; see `buffer_bytes`."""
 PIECE_BYTES = 2 << 20
-"""What it reads at a time, about: a piece ends where a chunk does, so the longest is a chunk and a page longer."""
+"""About how much it reads at a time: a piece ends where a chunk does, so the longest is a chunk and a page longer."""
 FINDINGS_MAX = 1000
-"""Findings of each kind that are described; those beyond are counted."""
+"""Findings of each kind that are described at most; further ones are only counted."""
 PLAN_KEYS = 64
 """Keys looked up between two turns of the loop."""
 
@@ -57,7 +57,7 @@ Planned = tuple[NamespaceState, ExpertKey, int]
 
 
 class Scrubber:
-    """Owner of the scrub under way, of its task and of its buffer."""
+    """Runs scrubs; owns the one under way, its task and its buffer."""
 
     def __init__(
         self, transfers: Transfers, volumes: Mapping[int, Volume], namespaces: Mapping[str, NamespaceState], *,
@@ -98,7 +98,7 @@ class Scrubber:
         return scrub
 
     def prepare(self, *, bytes_per_s: int, busy_share_max: float, debt_s_max: float) -> Scrub:
-        """A scrub of everything there is now, for the patrol: it goes through `plan` itself, and gives way to what is started."""
+        """Makes a scrub of everything there is now, for the patrol, which goes through `plan` itself and gives way to `start`."""
         now_s = self._clock.now_s()
         return Scrub(
             list(self._namespaces.values()), None, bytes_per_s, started_s=now_s, due_s=now_s, busy_share_max=busy_share_max,
@@ -119,8 +119,8 @@ class Scrubber:
         return [found]
 
     async def wait(self, scrub: Scrub) -> dict[str, object]:
-        """The result, when the scrub is over. Raises TicketCancelled, or what ended it otherwise. Who stops waiting ends
-        nothing."""
+        """Waits until the scrub is over and returns its result. Raises TicketCancelled, or the error that ended it. Cancelling this
+        call does not end the scrub."""
         assert scrub.task is not None
         await asyncio.wait([scrub.task])
         if scrub.error is not None:
@@ -129,14 +129,14 @@ class Scrubber:
         return scrub.describe(self._clock.now_s())
 
     def cancel(self, scrub: Scrub, error: ParamStoreError) -> None:
-        """Ends the scrub now, with `error` for who waits; one that is over stays as it is."""
+        """Ends the scrub now, with `error` for those who wait for it; one that is over stays as it is."""
         assert scrub.task is not None
         if not scrub.task.done() and scrub.error is None:
             scrub.error = error
             scrub.task.cancel()
 
     async def close(self, error: ParamStoreError) -> None:
-        """Ends what runs; on return nothing more is read, a piece apart that a worker may have."""
+        """Ends the running scrub; on return nothing more is read, except for a piece that a worker may have under way."""
         scrub = self._running
         if scrub is not None and scrub.task is not None:
             self.cancel(scrub, error)
@@ -175,7 +175,7 @@ class Scrubber:
             await self.check_copies(scrub)
 
     async def plan(self, scrub: Scrub) -> list[Planned]:
-        """Every key to look at. The totals are those of now, and are corrected at each key's turn."""
+        """Lists every key to check, and adds up the scrub's totals, which are corrected at each key's turn."""
         plan: list[Planned] = []
         for namespace in scrub.chosen:
             if len(scrub.buffer) < (need_bytes := buffer_bytes(namespace.schema.stored)):
@@ -189,7 +189,7 @@ class Scrubber:
         return plan
 
     async def check_key(self, scrub: Scrub, planned: Planned) -> None:
-        """Every record of one key of the plan. What is wrong with one is a finding of `scrub`."""
+        """Checks every record of one key of the plan; damage is a finding of `scrub`."""
         namespace, key, count = planned
         records = _records_of(namespace, key)
         self._expect(scrub, namespace, len(records) - count)
@@ -198,7 +198,7 @@ class Scrubber:
         await asyncio.sleep(0)
 
     async def check_copies(self, scrub: Scrub) -> None:
-        """Every copy of the volumes' superblocks and of the notes of what was chosen. What is wrong with one is a finding."""
+        """Checks every copy of the volumes' superblocks, and of the commit notes of the chosen namespaces; damage is a finding."""
         for check in self._notes.checks(scrub.chosen) if self._notes is not None else ():
             length_bytes = len(check.offsets) * check.length_bytes
             await self._pay(scrub, length_bytes)
@@ -220,7 +220,7 @@ class Scrubber:
         scrub.bytes_total += count * namespace.schema.record_bytes
 
     async def _check_record(self, scrub: Scrub, namespace: NamespaceState, key: ExpertKey, located: Located) -> None:
-        """The record is counted as checked, found or superseded; what was not read of it is expected no more."""
+        """Checks one record and counts it as checked, damaged or superseded; takes what was not read of it off the total."""
         read_bytes, traffic = scrub.bytes_read, self._transfers.traffic[located.extent.volume]
         try:
             is_whole = await self._check_pieces(scrub, namespace, key, located)
@@ -238,7 +238,7 @@ class Scrubber:
         scrub.bytes_total -= namespace.schema.record_bytes - (scrub.bytes_read - read_bytes)
 
     async def _check_pieces(self, scrub: Scrub, namespace: NamespaceState, key: ExpertKey, located: Located) -> bool:
-        """True if every piece matches; False if the record was replaced meanwhile. Raises VolumeError, CorruptRecord."""
+        """Checks a record: True if every piece matches, False if it was replaced meanwhile. Raises VolumeError, CorruptRecord."""
         part = namespace.schema.stored
         place = f"volume {located.extent.volume}, offset {located.extent.offset_bytes}"
         header: Header | None = None
@@ -259,8 +259,8 @@ class Scrubber:
         return True
 
     async def _pay(self, scrub: Scrub, length_bytes: int) -> None:
-        """Returns when `length_bytes` more may be read. Time in which nothing was read earns nothing. What somebody asked for
-        goes first."""
+        """Waits until `length_bytes` more may be read, at the scrub's rate. Idle time is not saved up for later. A scrub that
+        somebody asked for goes first."""
         scrub.paid_s = length_bytes / scrub.bytes_per_s if scrub.bytes_per_s is not None else 0.0
         scrub.due_s += scrub.paid_s
         while True:
@@ -268,7 +268,7 @@ class Scrubber:
                 assert self._running.task is not None
                 await asyncio.wait([self._running.task])
             elif self._reading is not None and not self._reading.done():
-                await asyncio.shield(self._reading)  # the patrol's, or of a scrub that was cancelled
+                await asyncio.shield(self._reading)  # a piece of the patrol's, or of a scrub that was cancelled
             elif (wait_s := scrub.due_s - self._clock.now_s()) > scrub.debt_s_max:
                 await self._pause(wait_s)
             else:
@@ -276,8 +276,8 @@ class Scrubber:
         scrub.due_s = max(scrub.due_s, self._clock.now_s())
 
     async def _read(self, scrub: Scrub, extent: Extent, piece: Piece, header_bytes: int) -> PieceRead:
-        """One piece, hashed, in a worker of its volume. Raises what the volume raised. The caller has looked the record up in
-        this very turn of the loop."""
+        """Reads and hashes one piece in a worker of its volume. Raises what the volume raised. The caller has looked the record up
+        in this same turn of the loop, so that the extent pinned here is still the record's."""
         target = scrub.buffer[: piece.end - piece.start]
         run = partial(_read_piece, self._volumes[extent.volume], extent.offset_bytes, target, header_bytes, self._hashing)
         self._space.pin(extent)
@@ -287,7 +287,7 @@ class Scrubber:
     async def _in_worker(
         self, scrub: Scrub, volume: int, run: Callable[[Any], Any], piece: object, *, pinned: Extent | None = None
     ) -> Any:
-        """What `run(piece)` gives in a worker of the volume; then the pin is gone. Raises what it raised."""
+        """Calls `run(piece)` in a worker of the volume, and returns its result or raises its error. `pinned` is unpinned then."""
         reading = self._reading = asyncio.get_running_loop().create_future()
         transfer = Transfer(
             lane=volume_lane(volume), urgency=Urgency.WRITE_BACK, run=partial(self._timed, run), pieces=deque([piece]),
@@ -306,7 +306,7 @@ class Scrubber:
         return result
 
     def _timed(self, run: Callable[[Any], Any], piece: object) -> tuple[Any, float]:
-        """In a worker: what `run` gave, and how long it took; without the time in the queue."""
+        """Calls `run` and returns its result and the seconds it took, without the time in the queue. Runs in a worker."""
         started_s = self._clock.now_s()
         return run(piece), self._clock.now_s() - started_s
 
@@ -330,23 +330,23 @@ class Scrubber:
 
 
 def buffer_bytes(part: Part) -> int:
-    """Memory for the longest piece of a record. The first piece has the header, with a checksum for each MiB of the record, and
-    a chunk: from 384 GiB on that is more than any other piece."""
+    """Size of the buffer that holds the longest piece of a record. The first piece is the header, with a checksum for each MiB of
+    the record, and a chunk: from records of 384 GiB on it is longer than any other piece."""
     return max(BUFFER_BYTES, part.header_bytes + CHUNK_BYTES + PAGE_BYTES)
 
 
 def _read_piece(
     volume: Volume, offset_bytes: int, target: memoryview, header_bytes: int, hashing: Hashing, piece: Piece
 ) -> PieceRead:
-    """In a worker."""
+    """Reads one piece of a record into `target` and hashes it. Runs in a worker."""
     volume.read(offset_bytes + piece.start, (target,))
     header = bytes(target[:header_bytes]) if piece.start == 0 else None
     return PieceRead(piece.first_chunk, hashing.checksums(target, piece.chunks, piece.start), header)
 
 
 def _records_of(namespace: NamespaceState, key: ExpertKey) -> list[Located]:
-    """Every whole record of `key` that a step names, committed or prepared, or a draft, that the commit under way will publish,
-    or that is the newest written one; each once, oldest first."""
+    """Lists every whole record of `key` that a step (committed, prepared or a draft) names, that the commit under way will publish,
+    or that is the newest one written; each once, oldest first."""
     ledger, cut = namespace.ledger, namespace.cut
     named = [ledger.at(key, step) for step in ledger.steps()]
     newest = ledger.newest  # a prepared step or a draft may be above or below all of them

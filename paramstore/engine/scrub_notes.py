@@ -1,8 +1,8 @@
-"""What a scrub checks beside records: the copies of each volume's superblock, and of the commit note of every step there is.
+"""Checks, for a scrub, all copies of each volume's superblock, and of the commit note of every existing step.
 
-- Which there are is asked of the ledgers when a scrub comes to them; a step that is dropped meanwhile is left out. A slot is
-  written anew only after its step has left the ledger, so what was read of a step that is still there is its note.
-- A copy that is whole and says what the catalog says is whole; every other one is damaged, whatever the other copy is.
+- The ledgers are asked for the steps when a scrub comes to the notes; a step that is dropped meanwhile is left out. A note slot is
+  written anew only after its step has left the ledger, so bytes that were read for a step that still exists are its note.
+- A copy is whole if it can be read and says what the catalog says; any other copy is damaged, whatever the other copies are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUPERBLOCK, NOTE = "superblock", "note"
 @dataclass(frozen=True, slots=True)
 class CopyFinding:
     """A copy of a superblock or a commit note that could not be read, or is not what it must be. copy: its index, from 0 on.
-    namespace, step: of a note."""
+    namespace, step: those of a note; None for a superblock."""
 
     kind: str
     namespace: str | None
@@ -45,20 +45,20 @@ class CopyFinding:
 
 @dataclass(frozen=True, slots=True)
 class CopyCheck:
-    """One structure on one volume, to be read in all its copies. is_current: whether it still has to be there."""
+    """One superblock or note on one volume, to be checked in all its copies. is_current: whether it still has to be there."""
 
     kind: str
     volume: Volume
     offsets: Sequence[int]
     length_bytes: int
     objection: Callable[[memoryview], str | None]
-    """In a worker: why these bytes are not the structure; None if they are. Raises VolumeError."""
+    """Says why these bytes are not the superblock or note; None if they are. Raises VolumeError. Called in a worker."""
     is_current: Callable[[], bool]
     namespace: str | None = None
     step: int | None = None
 
     def run(self) -> list[str | None]:
-        """In a worker: for each copy why it is damaged, None for a whole one."""
+        """Reads all copies, in a worker; says for each why it is damaged, None for a whole one."""
         buffer = memoryview(mmap.mmap(-1, self.length_bytes))
         return [self._read(offset_bytes, buffer) for offset_bytes in self.offsets]
 
@@ -70,7 +70,7 @@ class CopyCheck:
             return str(error)
 
     def findings(self, outcomes: Sequence[str | None]) -> Iterator[CopyFinding]:
-        """What `run` gave, in words."""
+        """Turns what `run` returned into findings."""
         others = "the other copy is whole" if None in outcomes else "no copy on this volume is whole"
         for copy, (offset_bytes, reason) in enumerate(zip(self.offsets, outcomes, strict=True)):
             if reason is not None:
@@ -79,14 +79,14 @@ class CopyCheck:
 
 
 class NoteScrub:
-    """Says which superblocks and notes there are to check. Reads tables, changes none."""
+    """Lists the superblocks and notes that there are to check. Reads tables, changes none."""
 
     def __init__(self, volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock]) -> None:
         self._volumes = volumes
         self._superblocks = superblocks
 
     def checks(self, namespaces: Iterable[NamespaceState]) -> list[CopyCheck]:
-        """Of every volume: its superblock, and the notes of all steps of `namespaces`, a prepared one among them."""
+        """Lists for every volume its superblock, and the notes of all steps of `namespaces`, prepared ones and drafts included."""
         checks = []
         for index, superblock in self._superblocks.items():
             volume = self._volumes[index]
@@ -124,13 +124,13 @@ def _note_objection(name: str, row: StepRow, data: memoryview) -> str | None:
 
 
 def _is_there(namespace: NamespaceState, row: StepRow) -> bool:
-    """Whether `row` is still a step's, committed, prepared or a snapshot since: a step made again has another sequence."""
+    """Whether `row`'s step still exists, perhaps finalized or a snapshot by now. One made again has another sequence."""
     return any((found.sequence, found.note_slot) == (row.sequence, row.note_slot) for found in _steps_of(namespace))
 
 
 def _steps_of(namespace: NamespaceState) -> list[StepRow]:
-    """Every step that has a note."""
+    """Lists every step that has a note."""
     ledger = namespace.ledger
     rows = [ledger.step(step) for step in ledger.steps()]
-    newest = ledger.newest  # prepared, or a draft: it is none of those that can be opened
+    newest = ledger.newest  # a prepared step or a draft is not among the steps that can be opened
     return [*rows, newest] if newest is not None and newest not in rows else rows

@@ -1,4 +1,4 @@
-"""What a scrub was asked, how far it came and what it found: values only. The scrubber and the patrol write them."""
+"""The state of a scrub: what was asked, how far it came, what it found. Values only; the scrubber and the patrol write them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paramstore.errors import ParamStoreError
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A record that could not be read, or is not what it must be. steps: the committed ones that need it; none if none does yet."""
+    """A record that could not be read, or is not what it must be. steps: the committed ones that need it, which may be none yet."""
 
     namespace: str
     key: ExpertKey
@@ -28,22 +28,22 @@ class Finding:
 
 @dataclass(slots=True, eq=False)
 class Scrub:
-    """One run: what was asked, how far it came, what it found. The scrubber writes it."""
+    """One scrub: what was asked, how far it came, what it found."""
 
     chosen: Sequence[NamespaceState]
     keys: Sequence[ExpertKey] | None
     bytes_per_s: int | None
     started_s: float
     due_s: float
-    """When the next piece may be read that costs nothing."""
+    """Time from which all pieces read so far are paid for; the next piece's cost is added to it."""
     busy_share_max: float = 1.0
-    """It has a piece under way for at most this share of the time, by how long the pieces take."""
+    """Largest share of the time in which a piece of it is under way, by the seconds that its pieces take."""
     paid_s: float = 0.0
-    """Of this time, what the last piece was paid with before it was read."""
+    """Seconds that were added to `due_s` for the last piece before it was read."""
     debt_s_max: float = 0.0
-    """How far it may be ahead of its rate, so that it does not pause after each small record."""
+    """Seconds that it may be ahead of its rate, so that it does not pause after each small record."""
     state: str = "running"
-    """Then "done", "cancelled" or "failed"."""
+    """One of "running", "done", "cancelled", "failed"."""
     ended_s: float | None = None
     records: int = 0
     records_total: int = 0
@@ -59,14 +59,14 @@ class Scrub:
     error: ParamStoreError | None = None
     task: asyncio.Task[None] | None = None
     buffer: memoryview = field(default_factory=lambda: memoryview(b""))
-    """Where its pieces are read to."""
+    """Buffer that its pieces are read into."""
 
     @property
     def bytes_left(self) -> int:
         return self.bytes_total - self.bytes_read
 
     def describe(self, now_s: float) -> dict[str, object]:
-        """Progress, and in the end the result: plain values that travel."""
+        """Progress, and in the end the result, as plain values that can be sent to a client."""
         return {
             "namespaces": [namespace.name for namespace in self.chosen], "bytes_per_s": self.bytes_per_s, "state": self.state,
             "records": self.records, "records_total": self.records_total, "bytes_read": self.bytes_read,

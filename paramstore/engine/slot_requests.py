@@ -15,7 +15,7 @@ class SlotRequests:
         self._outbox = outbox
 
     def fail_waiting(self, namespace: NamespaceState, error: ParamStoreError) -> None:
-        """Requests that wait for a slot end with `error`: what they meant is gone, or the write fails that would free one."""
+        """Fails requests that wait for a slot: the copies they want are gone, or the write that would free a slot has failed."""
         for arena in namespace.arenas():
             for request in [waiting for waiting in arena.waiting if isinstance(waiting, SlotRequest)]:
                 arena.waiting.remove(request)
@@ -23,7 +23,7 @@ class SlotRequests:
                 self.finish(request)
 
     def land(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        """The record is in its slot: everyone who waited for it holds it, and prefetches count it."""
+        """Finishes requests whose record is now in its slot: each request for the slot holds it, and prefetches count it."""
         requests, working.requests = working.requests, []
         for request in requests:
             working.holders += 1
@@ -35,7 +35,7 @@ class SlotRequests:
             self._land_prefetch(prefetch, working)
 
     def fail(self, working: WorkingCopy, error: ParamStoreError | None) -> None:
-        """The record will not be in its slot: everyone who waited for it gets `error`, or that a rollback discarded it."""
+        """Fails requests whose record will not be in its slot: with `error`, or (None) saying that a rollback discarded it."""
         reason = error or StepFailed(f"{working.key} was discarded by a rollback")
         requests, working.requests = working.requests, []
         for request in requests:
@@ -53,6 +53,6 @@ class SlotRequests:
             self._outbox.finished.append(request)
 
     def finish(self, request: SlotRequest) -> None:
-        """Whoever awaits the request is told, once the outbox is drained."""
+        """Finishes the request; whoever awaits it is woken when the outbox is drained."""
         request.is_finished = True
         self._outbox.finished.append(request)

@@ -1,9 +1,9 @@
-"""The store: what a session may ask, in call order per writer, each with a bounded wait.
+"""The store: everything a session may ask. Each writer's calls run in order, and every wait is bounded.
 
 Calls that must take effect at the moment they arrive (an apply's claim on what is pending, a fence, a push) do so in the
-plain part of their method; what they wait for comes back as an awaitable. Operations of one writer that change records
+plain part of their method; what has to be waited for is returned as an awaitable. Operations of one writer that change records
 take the namespace's *turn*, a FIFO lock, so they run in the order they were called even if nobody awaits them. A commit
-gives the turn back at its cut: later applies run beside its writes.
+gives the turn back at its cut, so that later applies run beside its writes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from paramstore_native.adamw import known_state
 
 
 class Store:
-    """All namespaces of one daemon. Made by `paramstore.daemon.assembly`; every method runs on the event loop."""
+    """Serves all namespaces of one daemon. `paramstore.daemon.assembly` makes it; every method runs on the event loop."""
 
     def __init__(
         self, config: Config, *, planner: Planner, runner: Runner, transfers: Transfers, host: HostTier, volumes: VolumeSet,
@@ -94,7 +94,7 @@ class Store:
     # --- views
 
     def close_view(self, view: View, *, reason: str = "closed the namespace") -> None:
-        """Ends a view: its leases, waits and, of a writer, its pending gradients. reason: what other ranks are told of it."""
+        """Closes a view: ends its leases and waits, and drops a writer's pending gradients. reason: what other ranks are told."""
         if not view.is_closed:
             self.ranks.leave(view, reason)
             self.applies.leave(view, reason)
@@ -102,14 +102,14 @@ class Store:
             self._transfers.drain()
 
     def end_writing(self, view: View, *, reason: str) -> None:
-        """The view's session is gone; its process, which may still read what it leased, is not."""
+        """Ends a view's writing only: its session is gone, but its process may still read what it leased."""
         self.ranks.leave(view, reason)
         self.applies.leave(view, reason)
         view.end_writing()
         choose_schedule(view.namespace)
 
     def refresh(self, view: View) -> int:
-        """Moves a reader to the newest committed step that no rollback under way drops, and gives it."""
+        """Moves a reader to the newest committed step that no transaction under way drops, and returns that step."""
         if view.is_writer:
             raise ConfigError("a writer sees its working state; refresh() moves readers")
         step = view.namespace.standing_step
@@ -119,7 +119,7 @@ class Store:
         return step
 
     def describe_view(self, view: View) -> dict[str, object]:
-        """What an open answers."""
+        """The answer to an open: what the client needs to know of its view."""
         namespace = view.namespace
         return {
             "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
@@ -144,7 +144,7 @@ class Store:
         self._transfers.drain()
 
     def lease_places(self, request: LeaseRequest) -> list[tuple[int, int, int, int]]:
-        """Per key of a granted lease: segment, offset, epoch, version."""
+        """Returns (segment, offset, epoch, version) of each key of a granted lease."""
         return [copy.place for copy in request.copies]
 
     def prefetch(self, view: View, keys: Sequence[ExpertKey], part: str, deadline_s: float | None) -> PrefetchRequest:
@@ -161,14 +161,14 @@ class Store:
         view.protected = view.protected.union(keys) if is_wanted else view.protected.difference(keys)
 
     def declare_schedule(self, view: View, param: Sequence[tuple[int, str]], optim: Sequence[tuple[int, str]]) -> None:
-        """In which order the view's client visits its layers. Raises ConfigError, and nothing has changed."""
+        """Declares the order in which the view's client visits its layers. Raises ConfigError, and nothing has changed."""
         self._planner.leases.check_view(view)
         layers = view.namespace.keys.layers
         cycles = check_visits(param, layers, what="param_visits"), check_visits(optim, layers, what="optim_visits")
         declare_schedule(view, param=cycles[0], optim=cycles[1])
 
     def report_device(self, view: View, resident: Sequence[ExpertKey], touched: Sequence[ExpertKey], bytes_resident: int) -> None:
-        """What a client's HBM tier holds; its touches count as uses here."""
+        """Notes what a client's HBM tier holds. Its uses of these keys (`touched`) count as uses here."""
         namespace = view.namespace
         namespace.keys.check(resident, namespace=namespace.name)
         view.device_resident, view.device_bytes = frozenset(resident), bytes_resident
@@ -187,7 +187,8 @@ class Store:
         return self.applies.norm(view)
 
     def apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
-        """Takes what is pending now; the rest happens in turn. Raises StepPrepared, SchemaMismatch; then all is pending still."""
+        """Claims what is pending now; the coroutine then updates it in the namespace's turn. Raises StepPrepared, SchemaMismatch;
+        then all is still pending."""
         return self.applies.apply(view, options, grad_scale)
 
     def begin_apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
@@ -195,20 +196,20 @@ class Store:
         return self.applies.begin(view, options, grad_scale)
 
     def end_apply(self, view: View) -> Coroutine[Any, Any, dict[str, int]]:
-        """The open apply takes what is pending now; gives its result."""
+        """Closes the open apply, which claims what is pending now; returns a coroutine of the apply's result."""
         return self.applies.end(view)
 
     def abort(self, view: View) -> int:
-        """Drops what is pending, and an apply that is open."""
+        """Drops pending gradients and gives up an open apply. See `Applies.abort`."""
         return self.applies.abort(view)
 
     def commit(self, view: View, step: int, extra: bytes) -> Coroutine[Any, Any, dict[str, object]]:
-        """Durable on return, and committed. See `Committer.commit`. Raises StepOutOfOrder while an apply is open and under way."""
+        """Commits `step`: durable on return. See `Committer.commit`. Raises StepOutOfOrder while an apply is open and under way."""
         check_unclaimed(view.namespace, what=f"commit({step})")
         return self._committer.commit(view.namespace, step, extra, check=partial(check_writer, view))
 
     def prepare(self, view: View, step: int, extra: bytes) -> Coroutine[Any, Any, dict[str, object]]:
-        """Durable on return, and not committed before `finalize`: no record changes from now on. Raises StepPrepared too."""
+        """Prepares `step`: durable on return, committed by `finalize`. No record changes from now on. Raises StepPrepared."""
         namespace = check_changing(view)
         namespace.preparing, epoch = step, namespace.epoch
 
@@ -227,11 +228,11 @@ class Store:
         return run()
 
     async def finalize(self, view: View, step: int) -> None:
-        """The prepared `step` is committed on return, on a broken namespace too. See `Chain.finalize`."""
+        """Commits the prepared `step`, on a broken namespace too. See `Chain.finalize`."""
         await self._chain.finalize(view.namespace, step, check=partial(check_writing, view))
 
     async def rollback(self, view: View, step: int) -> int:
-        """Back to `step`, dropping everything since. Gives the new epoch."""
+        """Rolls back to `step`, dropping everything since. Returns the new epoch."""
         namespace = check_writing(view)
         if namespace.committed_step is None:
             raise StepDropped(f"namespace {namespace.name!r} has no committed step: initialize() starts it over")
@@ -244,7 +245,7 @@ class Store:
             return await self._cleaner.write_back(view.namespace, keys)
 
     async def evict(self, view: View, keys: Sequence[ExpertKey] | None, part: str | None) -> dict[str, object]:
-        if part == "param" and not view.is_writer:  # it changes no record: whoever writes is not waited for
+        if part == "param" and not view.is_writer:  # this changes no record, so it does not wait for the writer's calls
             return await self._cleaner.evict(view.namespace, keys, part)
         check_unclaimed(view.namespace, what="evict")
         async with view.namespace.turn:
@@ -261,11 +262,11 @@ class Store:
         await self._initializer.put(check_writer(view), key, initial)
 
     async def initialize_save(self, view: View, extra: bytes) -> dict[str, object]:
-        """What was put so far is durable on return, for an initialization that resumes."""
+        """Makes the values put so far durable, for an initialization that resumes."""
         return await self._initializer.save(view.namespace, extra, check=partial(check_writer, view))
 
     async def initialize_end(self, view: View) -> None:
-        """On return every key has a whole record on a volume."""
+        """Ends the initialization: on return every key has a whole record on a volume."""
         await self._initializer.end(check_writer(view))
 
     async def read(self, view: View, key: ExpertKey, target: memoryview) -> Identity:
@@ -276,13 +277,14 @@ class Store:
         return await self._reading.read(view, key, target)
 
     def open_upload(self, client: object, length_bytes: int, views: Sequence[View]) -> tuple[int, Any]:
-        """A writable segment of at least `length_bytes` for `client`. Raises CapacityError."""
+        """Makes a writable segment of at least `length_bytes` for `client`. Raises CapacityError."""
         if length_bytes <= 0:
             raise ProtocolError(f"an upload segment of {length_bytes} bytes")
         return self.host.open_upload(client, length_bytes, limit_bytes=self._gradient_budget(client, views))
 
     def _gradient_budget(self, client: object, views: Sequence[View]) -> int:
-        """The setting; else every expert's gradient once per writer, and room for a few whole records per view."""
+        """The limit on the bytes of all upload areas: the setting; without it, every expert's gradient once per writer, and room
+        for a few whole records per view."""
         if self.config.gradient_budget_bytes is not None:
             return self.config.gradient_budget_bytes
         limit = self.host.upload_bytes - self.host.upload_bytes_of(client)
@@ -294,7 +296,7 @@ class Store:
         return limit
 
     def _gradient_share(self, view: View) -> int | None:
-        """What a rank may count on of the gradient budget; None without that setting, and for a reader."""
+        """The part of the gradient budget that a rank may count on; None without that setting, and for a reader."""
         budget = self.config.gradient_budget_bytes
         return None if budget is None or view.group is None else budget // view.group.world_size
 
@@ -309,7 +311,7 @@ class Store:
         return view.namespace.ledger.snapshots()
 
     async def snapshot(self, view: View, step: int) -> None:
-        """`step` stays until it is dropped. Raises StepDropped, CapacityError."""
+        """Makes `step` a snapshot, which stays until it is dropped. Raises StepDropped, CapacityError."""
         check_unclaimed(view.namespace, what="snapshot")
         await self.admission.snapshot(view.namespace, step)
 
@@ -324,7 +326,7 @@ class Store:
         return residency(view.namespace)
 
     async def stats(self) -> dict[str, object]:
-        """Counters and sizes of everything; what `status` and the demo show."""
+        """Counters and sizes of everything, as `status` and the demo show them."""
         now_s = self._clock.now_s()
         return {
             "daemon": {
@@ -343,7 +345,7 @@ class Store:
         }  # fmt: skip
 
     async def close(self) -> None:
-        """Waits, within `shutdown_timeout_s`, for what is under way; then volumes, catalog and threads are closed."""
+        """Waits, within `shutdown_timeout_s`, for what is under way; then closes volumes, catalog and threads."""
         for namespace in self.namespaces.values():
             namespace.stop_requests += 1  # an apply stops at its next record; it was never acknowledged
             self._planner.wake_open(namespace)

@@ -1,7 +1,7 @@
-"""Catalog transactions, one at a time: how each ends, and what it means if nobody can say.
+"""Catalog transactions, one at a time, and how each has ended.
 
-A transaction that raised is *unknown*: the catalog is reopened and read, and what it says is what happened. If it cannot be
-read either, the store accepts no more changes until a restart.
+The outcome of a transaction that raised is *unknown*: the catalog is reopened and read, and what it holds is what happened. If it
+cannot be read either, the store accepts no more changes until a restart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Transactions:
-    """The only one who changes the catalog of an open store, but for the volumes' sizes. Owner of whether anything may."""
+    """Changes the catalog of an open store; nobody else does, except for the rows of volumes. Owns whether writes are accepted."""
 
     def __init__(
         self, planner: Planner, transfers: Transfers, runner: Runner, *, catalog: Catalog, namespaces: Mapping[str, NamespaceState]
@@ -32,22 +32,22 @@ class Transactions:
         self._catalog = catalog
         self._namespaces = namespaces
         self.stopped: str | None = None
-        """Why nothing durable is accepted any more: the catalog could not be read back after a failure."""
+        """Why no writes are accepted any more (the catalog could not be read back after a failure); None while they are."""
         self._room_rows = 0
-        """For how many rows the catalog has had room since the last transaction: a commit of no more need not ask."""
+        """Rows for which the last transaction made room ahead: a commit of no more rows need not ask for room."""
 
     def check_accepting(self) -> None:
         if self.stopped is not None:
             raise CatalogError(f"this store accepts no writes: {self.stopped}; restart the daemon")
 
     async def reserve(self, row_count: int) -> None:
-        """On return the next transaction has room for `row_count` rows. Raises CatalogError."""
+        """Makes room in the catalog for `row_count` rows of the next transaction. Raises CatalogError."""
         if row_count > self._room_rows:
             await self._runner.call(CATALOG_LANE, lambda: self._catalog.reserve(row_count))
 
     async def publish(self, plan: Callable[[], Publication], *, room_rows: int = 0) -> Publication:
-        """One transaction of what `plan` gives, which runs on the catalog's thread: a plan of 15,000 changed records takes longer
-        than the loop may be held. room_rows: what the next one will need. Raises CatalogError."""
+        """Runs one transaction of what `plan` returns. The plan runs on the catalog's thread, since one of 15,000 changed records
+        takes longer than the loop may be held. room_rows: rows that the next transaction will need. Raises CatalogError."""
         planned: list[Publication] = []
 
         def change() -> Change:
@@ -58,11 +58,11 @@ class Transactions:
         return planned[0]
 
     async def apply_change(self, change: Change) -> None:
-        """One transaction. If it raises, what the reopened catalog holds is the truth. Raises CatalogError."""
+        """Runs one transaction. If it fails, what the reopened catalog holds is the truth. Raises CatalogError."""
         await self._transact(lambda: change)
 
     async def _transact(self, plan: Callable[[], Change], *, room_rows: int = 0) -> None:
-        """One transaction of what `plan` gives; both on the catalog's thread, in one go, and room for the next `room_rows`."""
+        """Plans, applies the change, and makes room for the next `room_rows`, all in one call on the catalog's thread."""
         self.check_accepting()
         planned: list[Change] = []
 
@@ -83,7 +83,7 @@ class Transactions:
                 raise  # nothing was begun, or it did not happen
 
     def _make_room(self, row_count: int) -> int:
-        """Ahead of the next commit, so that it need not ask. Gives for how many rows; 0 if that is for the next to find out."""
+        """Makes room for the next commit's rows, so that it need not ask. Returns for how many rows there is room; 0 if unknown."""
         if not row_count:
             return 0
         try:
@@ -94,7 +94,7 @@ class Transactions:
         return row_count
 
     async def _happened(self, change: Change, error: ParamStoreError) -> bool:
-        """Resolves an unknown outcome from disk. Raises CatalogError, and stops all writes, if that fails too."""
+        """Reads from disk whether `change` happened. Raises CatalogError, and stops all writes, if that fails too."""
         logger.error("a catalog transaction failed, reading it back: %s", error)
 
         def read_back() -> bool:
@@ -108,7 +108,7 @@ class Transactions:
             raise CatalogError(f"the outcome of the transaction is unknown: {self.stopped}; restart the daemon") from error
 
     def _stop(self, reason: str) -> None:
-        """Nothing durable is accepted from here on: every writer is told, whoever waits for a commit goes on."""
+        """Accepts no writes from here on: every namespace is broken, and whoever waits for a commit goes on."""
         self.stopped = reason
         for namespace in self._namespaces.values():
             self._planner.mark_broken(namespace, f"{reason}; restart the daemon")
@@ -118,7 +118,7 @@ class Transactions:
 
 
 def _is_in(change: Change, contents: Contents) -> bool:
-    """Whether the catalog holds what `change` put there. The rows of namespaces and steps tell: one of them is new each time."""
+    """Whether the catalog holds `change`. Its rows of namespaces, steps and volumes tell: every change has a new one of them."""
     rows = {name: found.namespace for name, found in contents.namespaces.items()}
     if any(rows.get(row.name) != row for row in change.put_namespaces):
         return False

@@ -1,8 +1,8 @@
-"""What moved when, for whoever asks "why did this step wait": one row per transfer that ended while somebody listens.
+"""Records when transfers ran, for whoever asks "why did this step wait": one row for each that ends while somebody listens.
 
-- Nobody listens: no row is made, and a transfer costs one comparison.
+- While nobody listens no row is made, and a transfer costs one comparison.
 - Times are of the store's clock (CLOCK_MONOTONIC in the daemon), which is the same in every process of the node.
-- At most `ROWS_MAX` rows are kept; older ones go first, and who listened is told how many of theirs went.
+- At most `ROWS_MAX` rows are kept; the oldest go first, and each listener is told how many of its rows went.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from paramstore.engine.requests import Urgency
 from paramstore.engine.scheduler import Transfer
 
 ROWS_MAX = 1 << 15
-"""Of all listeners together: 3 MB in one answer."""
+"""The most rows kept for all listeners together: 3 MB in one answer."""
 
 
 class TransferRow(NamedTuple):
-    """One transfer: waited from submitted_s, was worked on from started_s to ended_s. bytes_moved: 0 if it failed."""
+    """One transfer, which waited from submitted_s and was worked on from started_s to ended_s. bytes_moved: 0 if it failed."""
 
     kind: str
     namespace: str
@@ -35,23 +35,23 @@ class TransferRow(NamedTuple):
 
 
 class TransferLog:
-    """Owner of the rows and of who listens."""
+    """Keeps the rows and the listeners."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._rows: deque[TransferRow] = deque(maxlen=ROWS_MAX)
         self._row_count = 0
-        """Rows ever made: the number of the next."""
+        """Number of rows ever made, which is the number of the next one."""
         self._starts: dict[object, int] = {}
-        """Who listens, and the number of the first row that is theirs."""
+        """The listeners, each with the number of its first row."""
 
     def listen(self, listener: object) -> None:
-        """Rows of transfers submitted from now on are `listener`'s; one who listens already starts anew."""
+        """Gives `listener` the rows that are made from now on; one who listens already starts anew."""
         self._starts[listener] = self._row_count
 
     def end(self, listener: object) -> dict[str, object]:
-        """The listener's rows, in the order in which the transfers ended: {transfers, dropped, now_s}. It listens no more; one who
-        did not gets no rows."""
+        """Ends listening; returns {transfers, dropped, now_s}: the listener's rows in the order in which the transfers ended, and
+        how many were dropped. One who did not listen gets no rows."""
         start = self._starts.pop(listener, self._row_count)
         kept = min(self._row_count - start, len(self._rows))
         rows = list(self._rows)[len(self._rows) - kept :]
@@ -60,7 +60,7 @@ class TransferLog:
         return {"transfers": rows, "dropped": self._row_count - start - kept, "now_s": self._clock.now_s()}
 
     def watch(self, move: Move, transfer: Transfer, *, bytes_moved: int) -> None:
-        """Called before `transfer`, which carries out `move`, is submitted: its end makes a row if somebody listens now."""
+        """Makes `transfer`, which carries out `move` and is not submitted yet, add a row when it ends, if somebody listens now."""
         if not self._starts:
             return
         started: list[float] = []  # workers append to it: the first one's is the least

@@ -1,4 +1,4 @@
-"""Carries out what the planner decided: starts its moves, raises their urgency, settles them, tells who waited.
+"""Carries out what the planner decided: starts its moves, raises their urgency, settles them, wakes those who waited.
 
 `drain` is called after every call of the planner and before the next await. Each move ends in exactly one settle, whether
 its bytes arrived, failed their check, or were cancelled; extents are pinned while a worker reads or writes them.
@@ -56,7 +56,7 @@ class Transfers:
         self.runner = runner
         self.traffic = {index: VolumeTraffic() for index in volumes}
         self.watch_writes: Callable[[], None] = lambda: None
-        """Called after every record that was written: whoever counts bytes over the store's life."""
+        """Callback after every record that was written, for whoever counts bytes over the store's life."""
         self.volumes = volumes
         self._store_uuid = store_uuid
         self._piece_bytes = piece_bytes
@@ -85,7 +85,7 @@ class Transfers:
                 wake(future)
 
     def pump(self, namespaces: Iterable[NamespaceState]) -> None:
-        """Lets those go on, in any of these, who wait for slots: a write may have found no space, and some came free."""
+        """Lets requests that wait for slots in any of these go on: their writes may have found no space, and some came free."""
         for namespace in namespaces:
             self.planner.leases.pump(namespace)
         self.drain()
@@ -183,7 +183,7 @@ class Transfers:
         self.drain()
 
     def verify_read(self, move: Move, located: Located, transfer: Transfer) -> tuple[Header | None, ParamStoreError | None]:
-        """The header of the record that was read, or the error that it ended with; it is counted either way."""
+        """Checks a record that was read; returns its header, or the error that the read ended with. Counts the read either way."""
         header, error = None, transfer.error
         if error is None:
             try:
@@ -194,7 +194,7 @@ class Transfers:
         return header, error
 
     def pieces_of(self, part: Part) -> tuple[Piece, ...]:
-        """A whole record, as it is read."""
+        """The pieces in which a whole record is read."""
         return cut_pieces(part, self._piece_bytes, len(part.fields))
 
     def _verify_record(
@@ -246,19 +246,19 @@ class Transfers:
         self.drain()
 
     def count_note(self, namespace: NamespaceState, volume: int, note_bytes: int) -> None:
-        """A commit note was written there, so many bytes in all its copies."""
+        """Counts a commit note that was written to `volume`. note_bytes: of all its copies."""
         traffic = self.traffic[volume]
         traffic.bytes_written += note_bytes
         traffic.note_bytes += note_bytes
         namespace.stats.note_bytes += note_bytes
 
     def fail_note(self, volume: int, error: ParamStoreError) -> None:
-        """A commit note could not be written there."""
+        """Counts a commit note that could not be written to `volume`, which may fence the volume."""
         self.traffic[volume].failures += 1
         self.planner.space.fences.fail_write(volume, error)
 
     async def read_into(self, namespace: NamespaceState, key: ExpertKey, located: Located, target: memoryview) -> Header:
-        """Fills `target` (record_bytes, page-aligned) with a whole, verified record, and gives its header. Raises VolumeError,
+        """Fills `target` (record_bytes, page-aligned) with a whole, verified record, and returns its header. Raises VolumeError,
         CorruptRecord."""
         part, extent = namespace.schema.stored, located.extent
         read = ImageRead(self.volumes[extent.volume], extent, target, part.header_bytes, self.hashing)
@@ -281,7 +281,7 @@ class Transfers:
     # --- cancelling
 
     def cancel_prefetch(self, request: PrefetchRequest) -> None:
-        """Loads that nobody else waits for and that have not started are given up; the rest lands unasked."""
+        """Gives up the loads of `request` that have not started and that nobody else waits for; the others land all the same."""
         error = TicketCancelled("the prefetch was cancelled")
         for subject in list(request.pending):
             others = subject.waiters if isinstance(subject, ParamCopy) else [*subject.prefetches, *subject.requests]

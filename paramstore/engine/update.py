@@ -1,8 +1,8 @@
 """The updater: initial values, gradient norms and the optimizer, over records that stream through a few slots.
 
-`begin` marks, at the moment of the call, what the apply will make, so that a lease asked for later waits for it. `apply`
-then takes them in an order that keeps volumes and cores busy at once (`order.py`). A record is updated in place in its
-working slot; the new `param` version is made in the same pass where a slot can be had.
+`begin` marks, at the moment of the call, the records that the apply will change, so that a lease asked for later waits for them.
+`apply` then takes them in an order that keeps volumes and cores busy at once (`order.py`). A record is updated in place in its
+working slot; the new `param` version is made in the same pass where there is a slot for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paramstore.engine.transfers import Transfers
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
 
 Pending = Mapping[ExpertKey, tuple[GradientRange, ...]]
-"""Per key the gradients of the ranks that pushed one, in rank order."""
+"""For each key the gradients of the ranks that pushed one, in rank order."""
 LOOKAHEAD_RECORDS = 4
 """Records loading or waiting beside those being updated: enough to hide a read behind an update."""
 
@@ -50,13 +50,14 @@ class Updater:
         self._depth = update_workers + LOOKAHEAD_RECORDS
 
     def begin(self, namespace: NamespaceState, options: Options) -> Claimed:
-        """Takes everything pending; from here on the working view means what the apply will make."""
+        """Claims everything pending; from here on the writer sees the bytes that the apply will make."""
         claimed = self._planner.begin_apply(namespace, options)
         self._transfers.drain()
         return claimed
 
     def give_up(self, namespace: NamespaceState, epoch: int, error: ParamStoreError) -> None:
-        """An apply that began in `epoch` never runs, its view is closed or fenced: nobody waits for bytes that it does not make."""
+        """Breaks the namespace for an apply that began in `epoch` and will never run, since its view is closed or fenced: so nobody
+        waits for the bytes that it would have made."""
         if namespace.epoch == epoch:  # else a rollback has seen to it
             self._planner.mark_broken(namespace, f"an apply was given up: {error}")
             self._transfers.drain()
@@ -68,30 +69,31 @@ class Updater:
         return claims
 
     def claim(self, namespace: NamespaceState, claims: Claims, keys: Sequence[ExpertKey]) -> None:
-        """All gradients of `keys` are there: their updates begin."""
+        """Lets the open apply claim `keys`, whose gradients are all there, and begin to update them."""
         self._planner.claim(namespace, claims, keys)
         self._transfers.drain()
 
     def close(self, namespace: NamespaceState, claims: Claims) -> None:
-        """The open apply takes everything pending; from here on the working view means what it will make."""
+        """Closes the open apply, which claims everything pending; from here on the writer sees the bytes that it will make."""
         self._planner.close_apply(namespace, claims, pipeline_slots=self._depth)
         self._transfers.drain()
 
     def wake(self, namespace: NamespaceState) -> None:
-        """Whoever waits for a change of the open apply looks again."""
+        """Wakes those who wait for a change of the open apply."""
         self._planner.wake_open(namespace)
         self._transfers.drain()
 
     def drop(self, namespace: NamespaceState, reason: str) -> None:
-        """The open apply, if there is one, is given up. Where it has claimed a key the namespace is broken."""
+        """Gives up the open apply, if there is one. Where it has claimed a key the namespace is broken."""
         self._planner.drop_apply(namespace, reason)
         self._transfers.drain()
 
     async def follow(
         self, namespace: NamespaceState, claims: Claims, check: Callable[[], object], *, epoch: int
     ) -> dict[str, int]:
-        """Runs an open apply: as `apply`, once it is closed. It takes the turn when it has claimed its first key: it is woken by
-        that, before the task of any later call starts. check: raises what keeps it from running then. epoch: of its opening."""
+        """Runs an open apply to its end, which comes after it is closed; returns what `apply` does. It takes the turn when it
+        claims its first key: that wakes it before the task of any later call starts. check: raises what keeps it from running then.
+        epoch: the namespace's when the apply was opened."""
         while not claims.has_begun:
             await _changed(claims)
         async with namespace.turn:
@@ -111,15 +113,15 @@ class Updater:
     async def apply(
         self, namespace: NamespaceState, claimed: Claimed, options: Options, *, grad_scale: float
     ) -> dict[str, int]:
-        """On return every record of `claimed` has had one optimizer step, and before it those that it missed. If that fails
-        half-way the namespace is broken: raises StepFailed, and rollback is the way on."""
+        """Runs an apply: on return every record of `claimed` has had its optimizer step, and before it those that it missed. If
+        that fails half-way the namespace is broken: raises StepFailed, and rollback is the way on."""
         return await self._update_all(namespace, Claims(options, grad_scale, claimed))
 
     async def _update_all(self, namespace: NamespaceState, claims: Claims) -> dict[str, int]:
         epoch = namespace.epoch
         before = namespace.stats.bytes_read, namespace.stats.bytes_written
         try:
-            if not claims.is_open:  # else each record's is reserved when it is taken up
+            if not claims.is_open:  # an open apply reserves each record's extent when it comes to that record
                 await self._reserve(namespace, claims.gradients)
                 self._expect(namespace, claims.gradients)
                 self._planner.line_up(namespace, claims, claims.gradients, pipeline_slots=self._depth)
@@ -151,7 +153,7 @@ class Updater:
         self._transfers.drain()
 
     async def _reserve(self, namespace: NamespaceState, keys: Collection[ExpertKey]) -> None:
-        """An extent for every record; waits for those that are on their way back."""
+        """Reserves an extent for every record; waits while space is about to come free."""
         while True:
             try:
                 self._planner.reserve_extents(namespace, keys)
@@ -163,7 +165,7 @@ class Updater:
 
     @staticmethod
     def _expect(namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
-        """The policy learns which records are needed before the apply is over."""
+        """Tells the policy which records the apply will need."""
         assert namespace.working_arena is not None
         namespace.working_arena.policy.expect(keys)
 
@@ -179,8 +181,8 @@ class Updater:
 
     @staticmethod
     async def _next(namespace: NamespaceState, epoch: int, claims: Claims) -> ExpertKey | None:
-        """The key to update next; None when all are taken. Of an open apply waits for the next push, as long as the writer takes:
-        its end, a rollback and the daemon's end all end the wait."""
+        """Takes the key to update next; None when all are taken. In an open apply it waits for the next push, as long as the writer
+        takes: the apply's end, a rollback and the daemon's end all end the wait."""
         while claims.error is None and (claims.queue or claims.is_open):
             if namespace.stop_requests or namespace.epoch != epoch:
                 raise StepFailed("another writer took over")
@@ -194,7 +196,7 @@ class Updater:
         return None
 
     async def _until_mine(self, namespace: NamespaceState, working: WorkingCopy, epoch: int) -> None:
-        """Waits until the update may start: other holders done, the write that a cut needs landed."""
+        """Waits until the update may start: other holders are done, and the write that a cut needs has landed."""
         try:
             while not self._may_start(namespace, working):
                 if working.is_orphan or namespace.epoch != epoch:
@@ -202,7 +204,7 @@ class Updater:
                 if self._planner.working.may_update(working):
                     if not await self._cleaner.until_space(namespace):
                         self._planner.reserve_extents(namespace, [working.key])  # says what is missing
-                    continue  # somebody else may hold the slot by now
+                    continue  # somebody else may hold the slot after that wait
                 if working.is_cut and working.state == "dirty":
                     self._planner.working.begin_write(namespace, working, Urgency.DEMAND)
                     self._transfers.drain()
@@ -213,7 +215,7 @@ class Updater:
             raise
 
     def _may_start(self, namespace: NamespaceState, working: WorkingCopy) -> bool:
-        """Whether the update may begin now; if so its record has an extent, which a write for a cut may have taken."""
+        """Whether the update may begin now; if so the record has an extent again, as a write for a cut may have taken its first."""
         if not self._planner.working.may_update(working):
             return False
         try:
@@ -225,7 +227,7 @@ class Updater:
     async def _update_one(
         self, namespace: NamespaceState, working: WorkingCopy, claims: Claims, *, is_shared: bool
     ) -> None:
-        """is_shared: too few records are left for one per worker, so that this one is worked on by several."""
+        """Updates one record. is_shared: too few records are left for one per worker, so several workers share this one."""
         gradients = claims.gradients[working.key]
         copy = self._planner.plan_update(namespace, working)
         missed = missed_steps(namespace, working, has_gradient=bool(gradients))
@@ -278,7 +280,7 @@ class Updater:
         return namespace.working_arena.view(working.slot)
 
     async def norm(self, namespace: NamespaceState, pending: Pending) -> float:
-        """L2 norm over `pending`, each key's gradient summed over its ranks."""
+        """Returns the L2 norm over `pending`, each key's gradient summed over its ranks."""
         jobs = [partial(square_sum, namespace.schema, [each.view() for each in gradients]) for gradients in pending.values()]
         sums = await asyncio.gather(*(self._transfers.runner.call(CPU_LANE, job) for job in jobs))
         return sqrt(fsum(sums))
@@ -286,7 +288,7 @@ class Updater:
     # --- initial values
 
     async def fill(self, namespace: NamespaceState, key: ExpertKey, initial: memoryview) -> None:
-        """Takes one key's initial value; its write-back is under way on return, `initial` is not needed any more."""
+        """Takes one key's initial value. On return its write-back has begun, and `initial` is not needed any more."""
         namespace.keys.check([key], namespace=namespace.name)
         self._check_empty(namespace, key)
         await self._reserve(namespace, [key])
@@ -314,7 +316,7 @@ class Updater:
 
 
 async def _changed(claims: Claims) -> None:
-    """Returns after the next change of an open apply."""
+    """Waits for the next change of an open apply."""
     future = asyncio.get_running_loop().create_future()
     claims.waiters.append(future)
     await future
@@ -326,7 +328,7 @@ def _slot_count(namespace: NamespaceState) -> int:
 
 
 async def _all_or_first_error(coroutines: list[Coroutine[object, object, None]]) -> None:
-    """Runs all to their end; raises the first error, after the others have stopped at their next await."""
+    """Runs all to their end; if one fails, the others stop at their next await, then its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             for coroutine in coroutines:

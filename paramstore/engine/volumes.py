@@ -1,8 +1,8 @@
-"""The set of volumes: room for namespaces, also in the catalog, growth, zero-fill ahead of use, figures, what was written over
-the store's life.
+"""The set of volumes: room for namespaces, also in the catalog, growth, zero-fill ahead of use, figures, bytes written over the
+store's life.
 
 A namespace is entitled to its state once for every retained step, every step that readers may hold, every snapshot and the
-step being made, plus the pipeline share: so an apply can always be written beside them. Without a fixed size, volumes
+step being made, plus the pipeline share, so that an apply can always be written beside all these. Without a fixed size, volumes
 grow when a namespace is created or a snapshot taken.
 """
 
@@ -35,18 +35,18 @@ PIPELINE_RECORDS_MIN = 4
 PIPELINE_SHARE = 0.05
 GROWTH_ALIGNMENT_BYTES = 1 << 20
 SMALLEST_BYTES = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), 0)), GROWTH_ALIGNMENT_BYTES)
-"""What a volume takes before its first record."""
+"""Size of a volume that has no room for a record yet: superblocks and note slots only."""
 PREFILL_PIECE_BYTES = 8 << 20
 RECORDED_BYTES = 16 << 30
-"""A crash forgets at most so much of what was written to a volume: of an endurance of 600 TB it is a 35,000th."""
+"""A crash loses at most so much of the count of bytes written to a volume: a 35,000th of an endurance of 600 TB."""
 WAY_TO_ROOM = "add a volume (--add-volume), or restart without --volume-size: volumes grow then"
-"""Where a namespace or a snapshot finds no room on volumes of a fixed size; that size itself is one of new volumes only."""
+"""Advice where volumes of a fixed size have no room for a namespace or snapshot. (A larger fixed size is for new volumes.)"""
 PREFILL_PAUSE_S = 0.02
 """How long the zero-fill waits before it looks again whether nothing else moves."""
 
 
 def entitled_bytes(schema: Schema, key_count: int, retention: Retention = DEFAULT_RETENTION, *, snapshots: int = 0) -> int:
-    """What one namespace may take of all volumes together."""
+    """Bytes that one namespace may take of all volumes together."""
     record_bytes = schema.record_bytes
     state_bytes = key_count * record_bytes
     pipeline_bytes = max(PIPELINE_RECORDS_MIN * record_bytes, round_up(int(PIPELINE_SHARE * state_bytes), record_bytes))
@@ -55,23 +55,23 @@ def entitled_bytes(schema: Schema, key_count: int, retention: Retention = DEFAUL
 
 
 def _kept_steps(retention: Retention, snapshots: int) -> int:
-    """Steps of a namespace that there may be at once, the one being made among them."""
+    """How many steps of a namespace there may be at once, the one being made among them."""
     return retention.retained_steps + 1 + retention.held_steps + snapshots
 
 
 def slack_bytes(schemas: Iterable[Schema], volume_count: int) -> int:
-    """What namespaces may leave unused: records do not straddle volumes, and their sizes differ, so one of each kind on each."""
+    """Bytes that namespaces may leave unused: one record of each on each volume, since no record straddles volumes."""
     return volume_count * sum(schema.record_bytes for schema in schemas)
 
 
 def volume_size_bytes_of(schema: Schema, key_count: int, retention: Retention, volume_count: int) -> int:
-    """The size of each of so many new volumes on which a namespace, alone on them, can be created."""
+    """The size that each of `volume_count` new volumes needs so that a namespace, alone on them, can be created."""
     needed = entitled_bytes(schema, key_count, retention) + slack_bytes([schema], volume_count)
     return SMALLEST_BYTES + round_up(-(-needed // volume_count), GROWTH_ALIGNMENT_BYTES)
 
 
 class VolumeSet:
-    """All volumes of the store, by index. Owner of their sizes."""
+    """All volumes of the store, by index; owns their sizes."""
 
     def __init__(
         self, volumes: Mapping[int, Volume], *, superblocks: Mapping[int, Superblock], rows: Mapping[int, VolumeRow], space: Space,
@@ -79,8 +79,8 @@ class VolumeSet:
         retention: Retention = DEFAULT_RETENTION, traffic: Mapping[int, VolumeTraffic] | None = None,
         endurance_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        """pump: lets those go on who wait for space, after some came free. traffic: what was moved since the store was opened.
-        endurance_bytes: what the drive under each volume may take over its life."""
+        """pump: lets those who wait for space go on, after some came free. traffic: bytes moved since the store was opened.
+        endurance_bytes: how much may be written to the drive under each volume over its life."""
         self.volumes = volumes
         self.space = space
         self._superblocks = superblocks
@@ -99,14 +99,14 @@ class VolumeSet:
         self._is_prefill_wanted = False
 
     def entitle(self, namespace: NamespaceState) -> None:
-        """What a namespace that exists is entitled to now, by its snapshots."""
+        """Entitles an existing namespace to what it may take now, with the snapshots that it has."""
         self.space.entitle(namespace.name, self._entitled(namespace, snapshots=len(namespace.ledger.snapshots())))
 
     def _entitled(self, namespace: NamespaceState, *, snapshots: int) -> int:
         return entitled_bytes(namespace.schema, len(namespace.keys), self._retention, snapshots=snapshots)
 
     async def make_room(self, namespace: NamespaceState, *, beside: Iterable[NamespaceState], snapshots: int = 0) -> None:
-        """On return `namespace` is entitled to room for so many snapshots, and has it, beside the namespaces that exist.
+        """Entitles `namespace` to room for itself and so many snapshots, and makes that room, beside the namespaces that exist.
 
         Raises CapacityError naming what is missing, CatalogError; then it is entitled to what it was before. `entitle` and
         `give_up` take an entitlement back.
@@ -130,16 +130,16 @@ class VolumeSet:
             await self._grow(missing_bytes)
 
     async def keep_catalog_room(self, namespaces: Iterable[NamespaceState]) -> None:
-        """When a store is opened: the catalog may be one without the room, or more steps may be kept from now on. Where none can be
-        had, the log says so; each commit looks again."""
+        """Makes room in the catalog when a store is opened: it may not have any yet, or more steps may be kept from now on. Where
+        there is no room, the log says so; each commit looks again."""
         try:
             await self._make_catalog_room(sum(map(self._kept_rows, namespaces)))
         except (CapacityError, CatalogError) as error:
             logger.warning("a commit may fail for want of room in the catalog: %s", error)
 
     async def _make_catalog_room(self, kept_rows: int) -> None:
-        """On return the commits of a whole life find room in the catalog, whoever fills its disk. Raises CapacityError where that
-        is full, CatalogError."""
+        """Makes the catalog large enough for all rows that its namespaces may ever have at once, so that commits find room whoever
+        fills its disk. Raises CapacityError where the disk is full, CatalogError."""
         try:
             await self._runner.call(CATALOG_LANE, partial(self._catalog.reserve, 1, kept_rows=kept_rows))
         except CatalogError as error:
@@ -148,13 +148,13 @@ class VolumeSet:
             raise
 
     def _kept_rows(self, namespace: NamespaceState, *, snapshots: int | None = None) -> int:
-        """Rows of the catalog that a namespace may have: one for each record that it may have on the volumes, and its steps."""
+        """How many rows of the catalog a namespace may have: one for each record that it may have on the volumes, and its steps."""
         count = len(namespace.ledger.snapshots()) if snapshots is None else snapshots
         records = self._entitled(namespace, snapshots=count) // namespace.schema.record_bytes
         return records + _kept_steps(self._retention, count) * STEP_ROWS_BOUND
 
     def give_up(self, name: str) -> None:
-        """The namespace was not created after all. What volumes grew by stays, for the next."""
+        """Takes back the entitlement of a namespace that was not created after all. Volumes stay as large as they have become."""
         self.space.entitle(name, 0)
 
     async def _make_room(self, others: Sequence[NamespaceState], namespace: NamespaceState, needed_bytes: int) -> None:
@@ -195,8 +195,9 @@ class VolumeSet:
             self.start_prefill()
 
     async def _record(self, row: VolumeRow) -> None:
-        """Raises CatalogError; either row is true of the volume then, and the catalog is fit for the next transaction. Where it
-        cannot be opened again either, the next transaction is refused, and read back as one that failed.
+        """Writes a volume's row to the catalog. Raises CatalogError; then either row is true of the volume, and the catalog is
+        ready for the next transaction. Where it cannot be opened again, the next transaction is refused, and read back as a failed
+        one.
         """
 
         def apply() -> None:
@@ -213,10 +214,10 @@ class VolumeSet:
     # --- zero-fill
 
     def start_prefill(self) -> None:
-        """Begins zero-filling never-written space while nothing else moves; goes on whenever volumes grow."""
+        """Begins to zero-fill never-written space while nothing else moves; goes on whenever volumes grow."""
         self._is_prefill_wanted = True
         if self._prefilling is not None and not self._prefilling.done():
-            return  # it looks at every volume's size each time round
+            return  # the running task looks at every volume's size each time round
         self._prefilling = asyncio.get_running_loop().create_task(self._prefill(), name="prefill")
 
     async def _prefill(self) -> None:
@@ -236,7 +237,7 @@ class VolumeSet:
                     self.space.fences.fail_write(extent.volume, error)
                     raise
                 except asyncio.CancelledError:
-                    self.space.finish_prefill(extent)  # the store closes: nobody gets it, and nobody waits for it
+                    self.space.finish_prefill(extent)  # the store closes: nobody will get this extent or waits for it
                     raise
                 self.space.finish_prefill(extent)
                 self._zero_filled[extent.volume] += extent.length_bytes
@@ -252,25 +253,25 @@ class VolumeSet:
         return None
 
     def _has_unwritten(self, index: int) -> bool:
-        """Whether there is something left to fill there; nothing on a fenced volume."""
+        """Whether the volume has space left to zero-fill; a fenced volume has none."""
         is_fenced = self.space.fences.is_fenced(index)
         return not is_fenced and self.space.written_bytes(index) < self.space.size_bytes_of(index)
 
-    # --- what was written over the store's life
+    # --- bytes written over the store's life
 
     def bytes_written_total(self, index: int) -> int:
-        """Records, notes and zeros, over the store's life; without what a crash forgot, and writes that failed."""
+        """Bytes of records, notes and zeros written over the store's life, without failed writes and what a crash lost."""
         moved = self._traffic[index].bytes_written if index in self._traffic else 0
         return self._written_before[index] + moved + self._zero_filled[index]
 
     def record_written(self) -> None:
-        """Begins to record how much was written, if there is much that a crash would forget. To be called now and then."""
+        """Begins to record the bytes written in the catalog, if a crash would leave many uncounted. To be called now and then."""
         is_due = any(self.bytes_written_total(index) - row.bytes_written >= RECORDED_BYTES for index, row in self._rows.items())
         if is_due and (self._recording is None or self._recording.done()):
             self._recording = asyncio.get_running_loop().create_task(self._record_all(), name="record what was written")
 
     async def _record_all(self) -> None:
-        """One transaction for each volume that was written to since the last."""
+        """Records each volume that was written to since the last record, one transaction each."""
         try:
             for index, volume in self.volumes.items():
                 written, total = self.space.written_bytes(index), self.bytes_written_total(index)
@@ -284,7 +285,7 @@ class VolumeSet:
     # --- figures
 
     def tier_stats(self, traffic: Mapping[int, VolumeTraffic]) -> dict[str, dict[str, object]]:
-        """Per tier the sums over its volumes."""
+        """Figures of each tier, summed over its volumes."""
         tiers: dict[str, dict[str, object]] = {}
         for tier in (Tier.NVME, Tier.PMEM):
             indices = [index for index, volume in self.volumes.items() if volume.tier is tier]
@@ -308,7 +309,7 @@ class VolumeSet:
         }  # fmt: skip
 
     async def close(self) -> None:
-        """Ends the zero-fill, remembers how far it came, closes the volumes and the catalog."""
+        """Ends the zero-fill, records how far it came, then closes the volumes, the catalog and the workers."""
         if self._prefilling is not None:
             self._prefilling.cancel()
             await asyncio.gather(self._prefilling, return_exceptions=True)

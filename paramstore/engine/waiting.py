@@ -1,7 +1,7 @@
 """Waits inside the daemon that last as long as something moves.
 
-A commit of a large model takes as long as its bytes take, and whatever waits behind it too: a fixed bound would break a
-namespace that is well. These waits fail when no worker of the store has finished anything for `stall_s`: a device hangs, or a bug.
+A commit of a large model takes as long as its bytes take, and so does whatever waits behind it: a fixed bound would break a healthy
+namespace. These waits fail when no worker of the store has finished anything for `stall_s`: a device hangs, or there is a bug.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paramstore.errors import WaitTimeout
 
 
 async def until_woken(future: asyncio.Future[None], runner: Runner, *, stall_s: float, what: str) -> None:
-    """Returns when `future` is done. Raises WaitTimeout, saying `what` was waited for; the future is left as it is."""
+    """Waits until `future` is done. Raises WaitTimeout, saying `what` was waited for; the future is left as it is."""
     while not future.done():
         finished = runner.finished
         await asyncio.wait([future], timeout=stall_s)

@@ -1,6 +1,6 @@
 """Threads that move bytes. A worker gets a function and calls it; it never sees a table.
 
-`ThreadWorkers` is the real thing; `paramstore.testing.workers.InlineWorkers` runs the same calls on the loop itself.
+`ThreadWorkers` is what a daemon uses; `paramstore.testing.workers.InlineWorkers` runs the same calls on the loop itself.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Workers(Protocol):
     """Runs calls of a lane in that lane's threads."""
 
     def add_lane(self, lane: Hashable, threads: int, *, prepare: Callable[[], None] | None = None) -> None:
-        """prepare: called first in each of the lane's threads."""
+        """Adds a lane with so many threads. prepare: called first in each of them."""
         ...
 
     def run(
         self, lane: Hashable, function: Callable[[Any], Any], argument: Any, done: Callable[[Any, ParamStoreError | None], None]
     ) -> None:
-        """Calls `function(argument)` in a thread of `lane`; `done(result, error)` on the loop's thread afterwards."""
+        """Calls `function(argument)` in a thread of `lane`, and `done(result, error)` on the loop's thread afterwards."""
         ...
 
     def close(self) -> None:
@@ -38,7 +38,7 @@ class Workers(Protocol):
 
 
 class ThreadWorkers:
-    """One queue and a few threads per lane."""
+    """Runs calls in threads: one queue and a few threads per lane."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -79,7 +79,7 @@ class ThreadWorkers:
 
 
 def outcome_of(function: Callable[[Any], Any], argument: Any) -> tuple[Any, ParamStoreError | None]:
-    """What the call gives, and what it raises. A bug in it must reach whoever waits, not end the thread."""
+    """Makes the call; returns its result and its error. A bug in it must reach whoever waits, not end the thread."""
     try:
         return function(argument), None
     except ParamStoreError as error:

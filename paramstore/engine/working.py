@@ -1,7 +1,7 @@
 """The planner's rules for working copies: slots, loads, updates, writes, orphans.
 
-- A slot request waits in FIFO order per arena; eviction never writes, so a request that finds only dirty slots has some
-  of them written at its own urgency.
+- Slot requests wait in FIFO order per arena. Eviction never writes, so a request that finds only dirty slots has some of
+  them written at its own urgency.
 - A changed record is written to a fresh extent. The older uncommitted extent is freed when the newer one is complete,
   unless a cut under way holds it.
 - A record that was dirty at a cut is not updated before its write has landed.
@@ -24,7 +24,7 @@ from paramstore.errors import ParamStoreError, VolumeError
 from paramstore.storage.extents import Space
 
 WRITE_TRIES = 2
-"""A record whose write fails is written once more, elsewhere; then whoever needs it written is told."""
+"""A record whose write fails is written once more, elsewhere; if that fails too, those who need it written get the error."""
 
 
 class WorkingPlanner:
@@ -35,7 +35,7 @@ class WorkingPlanner:
         self._outbox = outbox
         self.requests = SlotRequests(outbox)
         self.orphan_writes = 0
-        """Writes under way of records that a rollback discarded: their extents come free when they end."""
+        """Number of writes under way of records that a rollback discarded: their extents come free when they end."""
 
     # --- slots
 
@@ -48,7 +48,7 @@ class WorkingPlanner:
             self.clean_for_waiting(request.namespace)
 
     def retry_slot(self, request: SlotRequest) -> bool:
-        """A queued request's turn: True if it waits for no slot any more."""
+        """Tries a queued request again: True if it waits for no slot any more."""
         return request.is_finished or self._try_slot(request)
 
     def _try_slot(self, request: SlotRequest) -> bool:
@@ -107,14 +107,14 @@ class WorkingPlanner:
         self._outbox.moves.append(move)
 
     def _record(self, namespace: NamespaceState, key: ExpertKey, *, is_ahead: bool = False) -> None:
-        """The policy learns of a use, or of what is held ahead of one. (A param schema's arena ranks `param` copies alone.)"""
+        """Tells the policy of a use, or of a record held ahead of one. (A param schema's arena ranks `param` copies alone.)"""
         if namespace.is_trainable():
             assert namespace.working_arena is not None
             policy = namespace.working_arena.policy
             (policy.hold if is_ahead else policy.record)(key)
 
     def prefetch(self, request: PrefetchRequest, key: ExpertKey) -> None:
-        """Loads `key` if a slot can be had now; joins a load under way; counts what it finds."""
+        """Loads `key` if a slot can be had now, or joins a load under way; the request counts which it was."""
         namespace = request.namespace
         working = namespace.working[key]
         if working.state in (Working.LOADING, Working.UPDATING):
@@ -157,8 +157,8 @@ class WorkingPlanner:
     # --- writes
 
     def clean_for_waiting(self, namespace: NamespaceState) -> None:
-        """Starts as many writes, as urgent as the most urgent of them, as there are requests waiting for a slot, of nothing that
-        the first in line spares; raises writes already under way where that is DEMAND."""
+        """Starts writes until there are as many as requests that wait for a slot, at the urgency of the most urgent of these;
+        raises writes under way where that is DEMAND. Keys that the first request spares are neither written nor counted."""
         arena = namespace.working_arena
         assert arena is not None
         requests = [request for request in arena.waiting if isinstance(request, SlotRequest)]
@@ -175,7 +175,7 @@ class WorkingPlanner:
     def clean(
         self, namespace: NamespaceState, count: int, urgency: Urgency, *, spared: Container[ExpertKey] = ()
     ) -> None:
-        """Starts writing up to `count` dirty records, those first that the policy gives up first, none of `spared`."""
+        """Starts writing up to `count` dirty records, none of `spared`; those go first that the policy would give up first."""
         if count <= 0:
             return
         assert namespace.working_arena is not None
@@ -187,7 +187,8 @@ class WorkingPlanner:
             self._write_some(namespace, [cleanable[name] for name in names], urgency)  # type: ignore[index]
 
     def clean_settled(self, namespace: NamespaceState, count: int) -> None:
-        """The same at WRITE_BACK, those first that changed longest ago, and none that an apply called already will change again."""
+        """Starts writing up to `count` dirty records at WRITE_BACK, those that changed longest ago first. Leaves out records that
+        an apply which was called already will change again."""
         settled = (working for working in _cleanable(namespace) if working.identity == working.target)
         self._write_some(namespace, nsmallest(count, settled, key=lambda working: working.last_apply), Urgency.WRITE_BACK)
 
@@ -197,7 +198,7 @@ class WorkingPlanner:
                 return  # no space on the volume until a publish or another write frees some
 
     def begin_write(self, namespace: NamespaceState, working: WorkingCopy, urgency: Urgency) -> bool:
-        """Starts writing a dirty record to a fresh extent. False, and it stays dirty, if no space is free now."""
+        """Starts writing a dirty record to a fresh extent. Returns False, and it stays dirty, if no space is free now."""
         extent, working.reserved = self._space.unless_fenced(working.reserved), None
         if extent is None:
             extent = self._space.reserve(namespace.schema.record_bytes, owner=namespace.name, avoid=working.failed_volume)
@@ -213,7 +214,7 @@ class WorkingPlanner:
     def settle_write(
         self, namespace: NamespaceState, working: WorkingCopy, located: Located, error: ParamStoreError | None
     ) -> None:
-        """The record is whole in `located`, or the write failed: then the extent is never used again, the slot stays dirty."""
+        """Settles a write: the record is whole in `located`; or it failed, the extent is quarantined and the slot dirty again."""
         working.move = None
         if error is not None:
             self._space.quarantine(located.extent)
@@ -258,7 +259,7 @@ class WorkingPlanner:
                 self._space.release(older.extent)
 
     def _wake_cut(self, namespace: NamespaceState) -> None:
-        """The commit under way waits for its writes: they are all there, or one has failed."""
+        """Wakes the commit under way, since all its writes have landed or one has failed."""
         assert namespace.cut is not None
         if namespace.cut.written is not None:
             self._outbox.woken.append(namespace.cut.written)
@@ -269,7 +270,7 @@ class WorkingPlanner:
         self, namespace: NamespaceState, working: WorkingCopy, *, optimizer_step: int, last_apply: int,
         error: ParamStoreError | None,
     ) -> None:  # fmt: skip
-        """The record is in its slot, verified; or the load failed, the slot is free and all who waited get the error."""
+        """Settles a load: the record is in its slot, verified; or it failed, the slot is free and all who waited get the error."""
         working.move = None
         if working.is_orphan:
             self.requests.fail(working, error)
@@ -290,7 +291,7 @@ class WorkingPlanner:
         return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not working.is_cut
 
     def begin_update(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        """The caller's hold becomes the update; on return only the update's worker touches the slot."""
+        """Turns the caller's hold into an update: from here on only the update's worker touches the slot."""
         assert self.may_update(working)
         working.holders = 0
         _change(namespace, working, WorkingEvent.UPDATE)
@@ -299,7 +300,7 @@ class WorkingPlanner:
     def settle_update(
         self, namespace: NamespaceState, working: WorkingCopy, identity: Identity, error: ParamStoreError | None
     ) -> None:
-        """The slot holds `identity` now; or the update failed, and its torn bytes are gone."""
+        """Settles an update: the slot holds `identity`; or it failed, and the slot with its torn bytes is free."""
         working.move = None
         if working.is_orphan:
             self.requests.fail(working, error)
@@ -318,7 +319,7 @@ class WorkingPlanner:
         self._wake(working)
 
     def unhold(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        """A reader of the slot is done."""
+        """Ends the hold of one reader of the slot."""
         working.holders -= 1
         if working.is_orphan:
             self.settle_orphan(namespace, working)
@@ -326,7 +327,7 @@ class WorkingPlanner:
             self._wake(working)
 
     def uncut(self, working: WorkingCopy) -> None:
-        """The commit that needed the record's write is over, one way or the other."""
+        """Notes that the commit that needed the record's write is over, published or not."""
         if working.is_cut:
             working.is_cut = False
             self._wake(working)
@@ -334,7 +335,7 @@ class WorkingPlanner:
     # --- rollback
 
     def discard(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        """Forgets a working copy. What a worker or holder still uses is orphaned and freed when the last returns."""
+        """Forgets a working copy. A slot that a worker or holder still uses is orphaned, and freed when the last returns."""
         for extent in self._unpublished(working):
             self._space.release(extent)
         if working.state is Working.ABSENT:
@@ -366,7 +367,7 @@ class WorkingPlanner:
 
 
 def _change(namespace: NamespaceState, working: WorkingCopy, event: WorkingEvent) -> None:
-    """The only place where a working copy comes into another state."""
+    """Changes a working copy's state; nothing else does."""
     before, working.state = working.state, next_working(working.state, event)
     if before is not Working.ABSENT:
         del namespace.in_state[before][working.key]
@@ -379,6 +380,6 @@ def _is_evictable(working: WorkingCopy) -> bool:
 
 
 def _cleanable(namespace: NamespaceState) -> Iterator[WorkingCopy]:
-    """Dirty records that may be written, those first that have been dirty longest; not those whose write keeps failing."""
+    """Dirty records that may be written, the longest dirty first; without those that are held or whose write keeps failing."""
     dirty = namespace.in_state[Working.DIRTY].values()
     return (working for working in dirty if not working.holders and working.write_failures < WRITE_TRIES)

@@ -1,4 +1,4 @@
-"""What a view may change now: every reason for which a writer's call is refused, in one place."""
+"""Checks whether a view may change records now: every reason for which a writer's call is refused, in one place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paramstore.errors import SchemaMismatch, StepFailed, StepOutOfOrder
 
 
 def check_writing(view: View) -> NamespaceState:
-    """The namespace, if the view is its writer's; what rolls back may do so on a broken one.
+    """Returns the view's namespace if the view may write. A broken namespace passes, so that calls which roll back are allowed.
 
     Raises LeaseError, WriterFenced, SchemaMismatch for a reader, RankLost.
     """
@@ -22,7 +22,7 @@ def check_writing(view: View) -> NamespaceState:
 
 
 def check_writer(view: View) -> NamespaceState:
-    """As `check_writing`; raises StepFailed too, on a broken namespace."""
+    """Does what `check_writing` does; raises StepFailed too, on a broken namespace."""
     namespace = check_writing(view)
     if namespace.broken is not None:
         raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
@@ -30,7 +30,7 @@ def check_writer(view: View) -> NamespaceState:
 
 
 def check_pushing(view: View) -> NamespaceState:
-    """As `check_writer`; raises StepMismatch too, while the view's ranks are out of step."""
+    """Does what `check_writer` does; raises StepMismatch too, while the view's ranks are out of step."""
     namespace = check_writer(view)
     assert view.group is not None
     view.group.check_in_step()
@@ -51,8 +51,8 @@ def check_unclaimed(namespace: NamespaceState, *, what: str) -> None:
 
 
 def check_changing(view: View) -> NamespaceState:
-    """As `check_writer`; raises StepPrepared too, while no record may change, and StepFailed while first values are given: a key
-    may have none yet."""
+    """Does what `check_writer` does, for calls that change records. Raises StepPrepared too, while a step is prepared, StepFailed
+    while initial values are given, since a key may have none yet, and StepOutOfOrder while an apply is open."""
     namespace = check_writer(view)
     if namespace.is_initializing and namespace.committed_step is None:
         raise StepFailed(f"namespace {namespace.name!r} is being initialized: end that first")
