@@ -1,4 +1,4 @@
-"""An apply log as bytes, as a step's catalog row and its commit note hold them; `docs/format.md` draws it.
+"""Packs an apply log into the bytes that a step's catalog row and commit note hold; `docs/format.md` draws it.
 
 msgpack: [first apply, count, {column: [count, value, count, value, ...]}], each column as runs of equal values. The columns are
 `epoch`, `kind` (the update rule) and the rule's options under their own names. An empty log has no bytes.
@@ -24,7 +24,7 @@ _decoder = msgspec.msgpack.Decoder(_Packed)
 
 
 def pack_log(log: ApplyLog) -> bytes:
-    """`unpack_log` of it gives an equal log, every number with its bits."""
+    """Packs `log`; `unpack_log` makes an equal log of the bytes, every number bit for bit."""
     if not log.entries:
         return b""
     rows = [_row(entry) for entry in log.entries]
@@ -37,7 +37,7 @@ def _row(entry: LoggedApply) -> dict[str, object]:
 
 
 def _runs(values: Sequence[object]) -> list[object]:
-    """Equal in bytes, not by `==`: -0.0 is not 0.0, and 1 is not 1.0."""
+    """Encodes values as runs of equal ones: equal in bytes, not by `==`, since -0.0 is not 0.0 and 1 is not 1.0."""
     runs: list[object] = []
     for _, same in groupby(values, key=msgspec.msgpack.encode):
         first, *others = same
@@ -47,7 +47,7 @@ def _runs(values: Sequence[object]) -> list[object]:
 
 @lru_cache(maxsize=256)
 def unpack_log(data: bytes) -> ApplyLog:
-    """The log that `pack_log` packed. Raises CorruptCatalog if it is none."""
+    """Unpacks what `pack_log` packed. Raises CorruptCatalog if `data` is no log."""
     if not data:
         return ApplyLog()
     try:
@@ -60,7 +60,7 @@ def unpack_log(data: bytes) -> ApplyLog:
 
 
 def _rows(count: int, columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Any: whatever a column holds; the options look at their values themselves."""
+    """Expands the columns into rows. (Any: values are of any type here; the options check theirs.)"""
     rows: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, runs in columns.items():
         values = [value for length, value in zip(runs[::2], runs[1::2], strict=True) for _ in range(length)]

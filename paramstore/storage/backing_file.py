@@ -1,4 +1,4 @@
-"""The regular file beneath a volume: made, opened, allocated, and read and written whole.
+"""The regular file beneath a volume: makes, opens and allocates it; reads and writes whole ranges.
 
 - A transfer does all its bytes or raises VolumeError naming volume, file, offset and what was found.
 - Space is allocated, never sparse, so a write inside the file cannot run out of it; a failed growth leaves
@@ -6,8 +6,8 @@
 - After `create` and `open` the file, its name and its directory are durable, so bytes that were read can be
   relied on.
 - Only one process has it open: it is locked.
-- A symbolic link is never followed, no existing file is ever taken for a new one, and no file of another user or with
-  a second name for a volume.
+- A symbolic link is never followed, an existing file is never taken for a new one, and a file of another user or with
+  a second name is never taken for a volume.
 
 Safe to call from several threads at once on disjoint ranges; growing is the caller's to serialise.
 """
@@ -29,19 +29,19 @@ from paramstore.storage.ownership import objection_to
 from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
 
 IOV_MAX = 1024
-"""Buffers that one preadv or pwritev takes."""
+"""Buffers that one preadv or pwritev takes at most."""
 LOCK_TRIES = 5
 LOCK_PAUSE_S = 0.05
 VOLUME_NAME = re.compile(r"volume-(\d{3,})\.data")
 
 
 def volume_path(directory: Path, index: int) -> Path:
-    """Where volume `index` lies. This and `volume_indices` alone know its name."""
+    """Path of volume `index`'s file. Only this function and `volume_indices` know how it is named."""
     return directory / f"volume-{index:03d}.data"
 
 
 def volume_indices(directory: Path) -> list[int]:
-    """Of which volumes there is something in `directory`; of none where it is not there. Raises VolumeError."""
+    """Indices of the volumes that have a file in `directory`; empty where there is no such directory. Raises VolumeError."""
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -52,7 +52,7 @@ def volume_indices(directory: Path) -> list[int]:
 
 
 class BackingFile:
-    """Owner of one open descriptor. `place` names volume and file in messages; `size_bytes` is what may be used."""
+    """One open file; owns its descriptor. `place` names volume and file in messages; `size_bytes` is what may be used."""
 
     def __init__(self, path: Path, index: int, descriptor: int) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class BackingFile:
 
     @classmethod
     def create(cls, directory: Path, *, index: int, size_bytes: int) -> BackingFile:
-        """A new file of zeros, at least `size_bytes` long. Raises VolumeError; then there is no file."""
+        """Makes a new file of zeros, at least `size_bytes` long. Raises VolumeError; then there is no new file."""
         path = volume_path(directory, index)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,8 +84,8 @@ class BackingFile:
 
     @classmethod
     def open(cls, directory: Path, *, index: int) -> BackingFile:
-        """The file that `create` made, everything an earlier process wrote to it durable. Raises VolumeError, CorruptRecord if it
-        is too short for a volume."""
+        """Opens the file that `create` made, and makes everything durable that an earlier process wrote to it. Raises VolumeError,
+        CorruptRecord if it is too short for a volume."""
         path = volume_path(directory, index)
         try:
             # Non-blocking, so that a FIFO in its place is refused below instead of being waited for.
@@ -105,7 +105,7 @@ class BackingFile:
 
     @property
     def descriptor(self) -> int:
-        """For calls that this class does not make; its owner stays this object."""
+        """The descriptor, for calls that this class does not make; this object goes on owning it."""
         return self._descriptor
 
     def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
@@ -140,14 +140,14 @@ class BackingFile:
                 buffers = _after(data, done_bytes)
 
     def sync(self) -> None:
-        """On return everything written before is durable. Raises VolumeError; then calling again proves nothing."""
+        """Makes everything written before durable. Raises VolumeError; then calling again proves nothing."""
         try:
             os.fdatasync(self._descriptor)
         except OSError as error:
             raise VolumeError(f"{self.place}: flush failed: {error.strerror}") from error
 
     def check_length(self, offset_bytes: int, length_bytes: int) -> None:
-        """Returns if the file reaches to the range's end; else raises VolumeError: somebody truncated it."""
+        """Raises VolumeError if the file ends before the range does: somebody truncated it."""
         found_bytes = os.fstat(self._descriptor).st_size
         if found_bytes < offset_bytes + length_bytes:
             raise VolumeError(
@@ -176,8 +176,8 @@ class BackingFile:
         self.size_bytes = size_bytes
 
     def _sync_apart(self) -> None:
-        """Makes the new size durable through a descriptor of its own: the kernel tells each descriptor once of a write that
-        was lost, and the one that transfers use must hear of it at its own flush."""
+        """Makes the new size durable through a separate descriptor: the kernel tells each descriptor once of a write that was lost,
+        and the one that transfers use must learn of it at its own flush."""
         descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -190,7 +190,7 @@ class BackingFile:
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags)
 
     def discard(self) -> None:
-        """Closes and removes the file: for one whose making failed."""
+        """Closes and removes the file, if making its volume failed."""
         self.close()
         self.path.unlink(missing_ok=True)
 
@@ -198,9 +198,9 @@ class BackingFile:
         os.close(self._descriptor)
 
     def _lock(self) -> None:
-        """Nobody else has the volume while it is open, whatever store directory they were given with it. Raises VolumeError.
+        """Locks the volume, so that no other process opens it, from whatever store directory. Raises VolumeError.
 
-        A process that was killed gives up the store's lock a moment before its volumes, so it is tried more than once.
+        A process that was killed gives up the store's lock a moment before its volumes, so this tries more than once.
         """
         pause = threading.Event()
         for tries_left in reversed(range(LOCK_TRIES)):
@@ -216,7 +216,7 @@ class BackingFile:
                 return
 
     def _adopt(self) -> None:
-        """Checks that the open file is one, and takes its size."""
+        """Checks that the open file may be a volume, makes it durable, and takes its size."""
         status = os.fstat(self._descriptor)
         if objection := objection_to(status):
             raise VolumeError(f"{self.place} is not ours: {objection}")
@@ -252,7 +252,7 @@ class BackingFile:
 
 
 def _after(buffers: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
-    """What is left of `buffers` when their first `done_bytes` have been transferred."""
+    """The rest of `buffers` when their first `done_bytes` have been transferred."""
     left = []
     for buffer in buffers:
         if done_bytes < buffer.nbytes:

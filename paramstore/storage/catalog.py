@@ -1,6 +1,6 @@
-"""The durable map: which namespaces exist, which record is in force at which step, which volumes belong.
+"""The durable map: which namespaces exist, which record is in force at which step, which volumes belong to the store.
 
-Rows are (namespace, layer, expert, first step) -> Located; in force at step s is the newest row with first_step <= s.
+Rows are (namespace, layer, expert, first step) -> Located; in force at step s is a key's newest row with first_step <= s.
 The whole catalog is read into `Contents` at open and afterwards only written: one `Change` is one durable transaction.
 All calls are made on one thread, never the event loop.
 """
@@ -14,26 +14,26 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
 
 DRAFT_STEP = -1
-"""The step of a namespace's *draft*: values of an initialization that is not over. Durable, below every step that can be opened,
-and itself opened by nobody; the first commit takes its place. Its rows begin at this step, and stay in force after that commit."""
+"""The step of a namespace's *draft*: durable values of an initialization that is not over. It is below every step that can be
+opened, and nobody opens it; the first commit takes its place. Its rows begin at this step, and stay in force after that commit."""
 
 
 class Row(NamedTuple):
-    """`located` is in force from `first_step` until the key's next row."""
+    """One record of a key: `located` is in force from `first_step` until the key's next row."""
 
     first_step: int
     located: Located
 
 
 STEP_ROWS_BOUND = 320
-"""What a step's row can take, with the longest `extra` and log, in rows of records."""
+"""Size bound of a step's row, with the longest `extra` and log, counted in rows of records."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step that can be opened. note_slot: where its commit note lies on every volume. applies: how many applies it covers.
-    is_snapshot: it stays until the snapshot is dropped. is_prepared: durable, above all others, and not committed yet.
-    log: `storage.apply_log.pack_log` of what its records may have missed; empty where records miss nothing.
+    """One step: committed, prepared or the draft. note_slot: where its commit note lies on every volume. applies: how many applies
+    it covers. is_snapshot: it stays until the snapshot is dropped. is_prepared: durable, above all others, not committed yet.
+    log: `storage.apply_log.pack_log` of the applies that its records may have missed; empty where records miss nothing.
     """
 
     step: int
@@ -49,7 +49,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRow:
-    """schema: a description of `core.schema.Schema`. epoch and sequence never decrease.
+    """One namespace. schema: a description of `core.schema.Schema`. epoch and sequence never decrease.
 
     epoch_bounds: for every earlier epoch, the last sequence that still counts (a rollback sets it).
     applies: how many applies the committed step covers (`last_apply` of a record's header counts in them).
@@ -67,9 +67,9 @@ class NamespaceRow:
 
 @dataclass(frozen=True, slots=True)
 class VolumeRow:
-    """written_bytes: below it every block has been written once (write-back is twice as fast there).
+    """One volume. written_bytes: offset below which every block has been written once (write-back is twice as fast there).
 
-    bytes_written: all that was written to it over the store's life, zero-fill among it. place: its directory, for messages. Both
+    bytes_written: all bytes written to it over the store's life, zero-fill included. place: its directory, for messages. Both
     are recorded now and then: a crash loses what came after.
     """
 
@@ -83,7 +83,7 @@ class VolumeRow:
 
 @dataclass(slots=True)
 class NamespaceContents:
-    """All the catalog holds of one namespace. rows: per key, oldest first. steps: by step."""
+    """All that the catalog holds of one namespace. rows: those of each key, oldest first. steps: by their number."""
 
     namespace: NamespaceRow
     rows: dict[ExpertKey, list[Row]] = field(default_factory=dict)
@@ -105,36 +105,36 @@ class Change:
 
     put_namespaces: tuple[NamespaceRow, ...] = ()
     drop_namespaces: tuple[str, ...] = ()
-    """With all their rows and steps."""
+    """Names of namespaces to drop, with all their rows and steps."""
     put_rows: tuple[tuple[str, ExpertKey, Row], ...] = ()
     drop_rows: tuple[tuple[str, ExpertKey, int], ...] = ()
-    """(namespace, key, first_step)."""
+    """(namespace, key, first_step) of each row to drop."""
     put_steps: tuple[tuple[str, StepRow], ...] = ()
     drop_steps: tuple[tuple[str, int], ...] = ()
     put_volumes: tuple[VolumeRow, ...] = ()
 
     @property
     def row_count(self) -> int:
-        """For `Catalog.reserve`."""
+        """Number of rows that it changes, for `Catalog.reserve`."""
         changed = (self.put_namespaces, self.put_rows, self.drop_rows, self.put_steps, self.drop_steps, self.put_volumes)
         return sum(map(len, changed))
 
 
 class Catalog(Protocol):
-    """LMDB in the daemon, a plain dict in tests; both pass the same contract tests."""
+    """The interface of a catalog: LMDB in the daemon, a plain dict in tests. Both pass the same contract tests."""
 
     def load(self) -> Contents:
-        """Everything durable now. Raises CatalogError naming the row whose checksum or shape is wrong."""
+        """Reads everything that is durable now. Raises CatalogError naming the row whose checksum or shape is wrong."""
         ...
 
     def reserve(self, row_count: int, *, kept_rows: int = 0) -> None:
-        """Called before data is written: on return a Change of up to `row_count` rows will find room, and so will every later one
-        while no more than `kept_rows` rows are kept. Raises CatalogError naming the bytes that are missing.
+        """Makes room before data is written: on return a Change of up to `row_count` rows will find room, and so will every later
+        one while no more than `kept_rows` rows are kept. Raises CatalogError naming the bytes that are missing.
         """
         ...
 
     def apply(self, change: Change) -> None:
-        """On return `change` is durable. Raises CatalogError; then the outcome is unknown until `load` after a reopen."""
+        """Makes `change` durable. Raises CatalogError; then the outcome is unknown until `load` after a reopen."""
         ...
 
     def reopen(self) -> None:

@@ -2,7 +2,7 @@
 
 A key is a tag and big-endian numbers, so that a cursor meets format, namespaces, volumes, steps and rows in
 this order, and the rows of one key by first step. A value is the xxh3 of key and body, then the body, a
-msgpack array: bytes that rotted or that stand under a wrong key are convicted.
+msgpack array: so bytes that rotted, or that stand under a wrong key, are found out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT_TAG, NAMESPACE_TAG, VOLUME_TAG, STEP_TAG, ROW_TAG = range(1, 6)
 FORMAT_KEY = bytes([FORMAT_TAG])
 CHECKSUM_BYTES = 8
 ROW_BYTES_BOUND = 256
-"""What one row can take of a half-full page: key, value and LMDB's own bookkeeping."""
+"""Bytes that one row can take of a half-full page: key, value and LMDB's own bookkeeping."""
 
 _NUMBERED = struct.Struct(">BI")  # tag, namespace id or volume index
 _STEP = struct.Struct(">BIQ")  # tag, namespace id, step
@@ -38,7 +38,7 @@ _Format = tuple[str, int, bytes]
 
 
 class _Step(msgspec.Struct, array_like=True, frozen=True):
-    """A row without its last value is one whose records miss nothing; it is written like that."""
+    """Body of a step's row. Where its records miss nothing the last value is left out, on writing too."""
 
     sequence: int
     note_slot: int
@@ -51,7 +51,7 @@ class _Step(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Volume(msgspec.Struct, array_like=True, frozen=True):
-    """A row without its last values is one from before they were recorded."""
+    """Body of a volume's row. Rows from before the last values were recorded lack them."""
 
     uuid: bytes
     size_bytes: int
@@ -89,30 +89,30 @@ def row_key(namespace_id: int, key: ExpertKey, first_step: int) -> bytes:
 
 
 def prefixes_of(namespace_id: int) -> tuple[bytes, bytes]:
-    """What all keys of a namespace's steps and rows start with."""
+    """The prefixes of all keys of a namespace's steps, and of its rows."""
     return _NUMBERED.pack(STEP_TAG, namespace_id), _NUMBERED.pack(ROW_TAG, namespace_id)
 
 
 def read_number(key: bytes) -> int:
-    """Namespace id or volume index of such a key."""
+    """Namespace id or volume index in the key of a namespace's or volume's row."""
     _, number = _NUMBERED.unpack(key)
     return int(number)
 
 
 def read_step_key(key: bytes) -> tuple[int, int]:
-    """(namespace id, step)."""
+    """(namespace id, step) in the key of a step's row."""
     _, namespace_id, biased = _STEP.unpack(key)
     return namespace_id, biased - _STEP_BIAS
 
 
 def read_row_key(key: bytes) -> tuple[int, ExpertKey, int]:
-    """(namespace id, key, first step)."""
+    """(namespace id, key, first step) in the key of a record's row."""
     _, namespace_id, layer, expert, biased = _ROW.unpack(key)
     return namespace_id, (layer, expert), biased - _STEP_BIAS
 
 
 def describe_key(key: bytes) -> str:
-    """The row in an error message, as far as the key tells."""
+    """Names the row in an error message, as far as the key tells."""
     try:
         match key[:1]:
             case b"\x01":
@@ -126,7 +126,7 @@ def describe_key(key: bytes) -> str:
             case b"\x05":
                 return "row of key {1} from step {2} on, namespace number {0}".format(*read_row_key(key))
     except struct.error:
-        pass  # a key of a wrong length is told as bytes, below
+        pass  # a key of a wrong length is shown as bytes, below
     return f"row under the unknown key {key.hex()}"
 
 
@@ -138,7 +138,7 @@ def pack_format(store_uuid: bytes) -> bytes:
 
 
 def unpack_format(value: bytes) -> bytes:
-    """The store's uuid. Raises CatalogError if the catalog is of another format or version."""
+    """Returns the store's uuid. Raises CatalogError if the catalog is of another format or version."""
     store_uuid: bytes
     name, version, store_uuid = _unseal(FORMAT_KEY, value, _format_decoder)
     if name != FORMAT_NAME or version != FORMAT_VERSION:
@@ -189,7 +189,7 @@ def _seal(key: bytes, body: tuple[object, ...]) -> bytes:
 
 
 def _unseal(key: bytes, value: bytes, decoder: msgspec.msgpack.Decoder[_Body]) -> _Body:
-    """The body of `value`. Raises CorruptCatalog naming the row if checksum or shape are wrong."""
+    """Returns the body of `value`. Raises CorruptCatalog naming the row if checksum or shape are wrong."""
     encoded = value[CHECKSUM_BYTES:]
     if xxh3_64_digest(key + encoded) != value[:CHECKSUM_BYTES]:
         raise CorruptCatalog(f"{describe_key(key)} does not match its checksum")

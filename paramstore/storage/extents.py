@@ -1,4 +1,4 @@
-"""The free space of all volumes: which byte ranges may be written next. Pure; nothing here is stored.
+"""The free space of all volumes: which byte ranges may be written next. Pure code; nothing here is stored.
 
 Free space is derived at open: every range is free unless a catalog row names it (`occupy`). Guarantees:
 
@@ -7,7 +7,7 @@ Free space is derived at open: every range is free unless a catalog row names it
 - A fenced volume (`fences`) gives no extent and no range for zero-fill; what is held there stays held and readable.
 - Written space comes first: never-written blocks halve the rate of write-back.
 - An owner (a namespace) takes more than it is entitled to only while what the others are entitled to stays free.
-- Whoever finds no space does so for good, until an extent is freed: no range is taken for zero-fill meanwhile.
+- After somebody found no space, no range is taken for zero-fill until an extent is freed.
 
 A claimed extent counts as written, since whoever reserves one writes it; one that is released unwritten costs
 speed once, never correctness. All sizes are bytes and multiples of 4 KiB.
@@ -27,7 +27,7 @@ from paramstore.storage.volume_space import VolumeSpace
 
 @dataclass(frozen=True, slots=True)
 class VolumeSpaceStats:
-    """One volume's space. free_bytes: what `reserve` can use; without prefilling and quarantined bytes, 0 of a fenced volume."""
+    """One volume's space. free_bytes: bytes that `reserve` can use, without prefilling and quarantined ones; 0 if it is fenced."""
 
     volume: int
     size_bytes: int
@@ -38,7 +38,7 @@ class VolumeSpaceStats:
     quarantined_bytes: int
     write_failures: int = 0
     fenced: str | None = None
-    """Why."""
+    """Reason for which the volume is fenced; None if it is not."""
 
 
 class Space:
@@ -48,19 +48,19 @@ class Space:
         self._volumes: dict[int, VolumeSpace] = {}
         self.fences = Fences()
         self._turn = 0
-        """Position of the volume that wins the next tie."""
+        """Position of the volume that comes first among equals next time."""
         self._taken: dict[Extent, str] = {}
-        """Reserved or occupied, and not released: whose."""
+        """Extents that are reserved or occupied and not released, with their owners."""
         self._held_bytes: dict[str, int] = {}
-        """By owner, what `_taken` and `_leaving` add up to: too many to count at every reserve."""
+        """Bytes in `_taken` and `_leaving` of each owner; kept, since these are too many to count at every reserve."""
         self._entitled_bytes: dict[str, int] = {}
         self._is_short = False
-        """Somebody found no space, and none was freed since."""
+        """Whether somebody found no space, and none was freed since."""
         self._pins: dict[Extent, int] = {}
         self._leaving: dict[Extent, str] = {}
-        """Released, but pinned; it counts for its owner until it is free."""
+        """Extents that are released but still pinned, with their owners, for whom they count until they are free."""
         self.freed = 0
-        """How often something came free: who waits for space looks again when it has changed."""
+        """Counts how often something came free; those who wait for space look again when it has changed."""
         self._quarantined: set[Extent] = set()
 
     # --- volumes ---
@@ -75,7 +75,7 @@ class Space:
         volume.mark_written(_whole_blocks(written_bytes))
 
     def grow_volume(self, index: int, size_bytes: int) -> None:
-        """The volume is `size_bytes` large now; what was added is free and never written."""
+        """Notes that the volume is `size_bytes` large now; what was added is free and never written."""
         volume, size_bytes = self._volumes[index], _whole_blocks(size_bytes)
         assert size_bytes >= volume.size_bytes, f"volume {index} shrank to {size_bytes}"
         if size_bytes > volume.size_bytes:
@@ -84,12 +84,12 @@ class Space:
             self._is_short = False
 
     def entitle(self, owner: str, length_bytes: int) -> None:
-        """From here on nobody else gets what `owner` needs to hold `length_bytes`; 0 ends it."""
+        """Entitles `owner` to hold `length_bytes`: nobody else gets what it needs for that. 0 ends it."""
         self._entitled_bytes[owner] = length_bytes
         self._is_short = False
 
     def occupy(self, extent: Extent, *, owner: str = "") -> None:
-        """At open: a catalog row of `owner` names `extent`.
+        """Claims an extent that a catalog row of `owner` names; used when the store is opened.
 
         Raises CorruptCatalog if any byte of it is not free; nothing changes then.
         """
@@ -108,10 +108,10 @@ class Space:
     # --- claims ---
 
     def reserve(self, length_bytes: int, *, owner: str = "", avoid: int | None = None) -> Extent | None:
-        """An extent of `length_bytes`, rounded up to 4 KiB, the caller's until `release`; or None.
+        """Claims an extent of `length_bytes`, rounded up to 4 KiB, which is the caller's until `release`; or None.
 
-        Volumes with the larger share of free bytes come first, equals take turns; within one: written space
-        first, the smallest range that fits, the lowest offset. avoid: a volume that comes last.
+        Volumes with a larger share of free bytes come first, equals take turns. Within a volume: written space
+        first, then the smallest range that fits, then the lowest offset. avoid: a volume that comes last.
         """
         assert length_bytes > 0, f"cannot reserve {length_bytes} bytes"
         extents = self.reserve_many(1, length_bytes, owner=owner, avoid=avoid)
@@ -120,7 +120,7 @@ class Space:
     def reserve_many(
         self, count: int, length_bytes: int, *, owner: str = "", avoid: int | None = None
     ) -> list[Extent] | None:
-        """`count` extents as `reserve` chooses them; or None, and nothing has changed."""
+        """Claims `count` extents as `reserve` chooses them; or None, and nothing has changed."""
         length_bytes = round_up(length_bytes, ALIGNMENT_BYTES)
         extents: list[Extent] | None = None
         if count * length_bytes <= self._room_bytes(owner):
@@ -152,12 +152,12 @@ class Space:
         return extents
 
     def _room_bytes(self, owner: str) -> int:
-        """What `owner` may still take: the rest of what it is entitled to, or what nobody else is, whichever is more."""
+        """Bytes that `owner` may still take: the rest of its entitlement, or what nobody else is entitled to, whichever is more."""
         own = self._entitled_bytes.get(owner, 0) - self._held_bytes.get(owner, 0)
         return max(0, own, self._unpromised_bytes(owner))
 
     def _unpromised_bytes(self, owner: str) -> int:
-        """What is free, or will be after its zero-fill, beyond what the others are entitled to; below 0 if they lack some."""
+        """Bytes that are free, or will be after zero-fill, beyond what the others are entitled to; below 0 if they lack some."""
         promised = sum(
             max(0, entitled - self._held_bytes.get(other, 0))
             for other, entitled in self._entitled_bytes.items() if other != owner
@@ -165,7 +165,7 @@ class Space:
         return self.free_bytes + sum(volume.prefilling_bytes for volume in self._usable()) - promised
 
     def shortage_bytes(self, owner: str) -> int:
-        """What is missing now of what `owner` is entitled to: others hold more than they are."""
+        """Bytes that are missing now of what `owner` is entitled to, because others hold more than they are entitled to."""
         own = self._entitled_bytes.get(owner, 0) - self._held_bytes.get(owner, 0)
         return max(0, own - self._unpromised_bytes(owner))
 
@@ -180,9 +180,9 @@ class Space:
         self.freed += 1
 
     def release(self, extent: Extent) -> None:
-        """Ends the claim: free at once, or when the last pin goes. A quarantined extent stays so."""
+        """Ends the claim: the extent is free at once, or when its last pin goes. A quarantined one stays quarantined."""
         if extent in self._quarantined:
-            return  # whoever frees a failed step's extents need not know which of them failed
+            return  # so that whoever frees a failed step's extents need not know which of them are quarantined
         assert extent in self._taken, f"{describe(extent)} is not held"
         owner = self._taken.pop(extent)
         if extent in self._pins:
@@ -191,14 +191,14 @@ class Space:
             self._free(extent, owner)
 
     def unless_fenced(self, extent: Extent | None) -> Extent | None:
-        """`extent`, reserved and not written to yet; None, and it is released, if its volume was fenced since."""
+        """Returns `extent`, reserved and not written yet; or releases it and returns None, if its volume was fenced since."""
         if extent is not None and self.fences.is_fenced(extent.volume):
             self.release(extent)
             return None
         return extent
 
     def pin(self, extent: Extent) -> None:
-        """A read or a cut needs the extent's bytes until `unpin`; pins count."""
+        """Keeps the extent's bytes, which a read or a cut needs, until `unpin`; pins are counted."""
         assert self._is_held(extent), f"{describe(extent)} is not held"
         self._pins[extent] = self._pins.get(extent, 0) + 1
 
@@ -213,7 +213,7 @@ class Space:
             self._free(extent, self._leaving.pop(extent))
 
     def quarantine(self, extent: Extent) -> None:
-        """Its write or flush failed: not handed out again until reopen, whatever is released or unpinned."""
+        """Withdraws an extent whose write or flush failed: not handed out before a reopen, whatever is released or unpinned."""
         prefilling = self._volumes[extent.volume].prefilling
         assert self._is_held(extent) or extent in prefilling, f"{describe(extent)} is not held"
         for claims in (self._taken, self._leaving):
@@ -225,8 +225,8 @@ class Space:
     # --- background fill ---
 
     def next_unwritten(self, volume: int, limit_bytes: int) -> Extent | None:
-        """The lowest free range never written, at most `limit_bytes`; not free until `finish_prefill`. None while somebody is
-        short of space, and of a fenced volume."""
+        """Takes the lowest free range that was never written, at most `limit_bytes`, until `finish_prefill`. None while somebody
+        is short of space, or if the volume is fenced."""
         assert limit_bytes >= ALIGNMENT_BYTES, f"limit_bytes={limit_bytes} is less than one block"
         if self._is_short or self.fences.is_fenced(volume):
             return None
@@ -241,21 +241,21 @@ class Space:
         return extent
 
     def finish_prefill(self, extent: Extent) -> None:
-        """The range was zero-filled: free, and written. (One whose write failed is quarantined instead.)"""
+        """Frees a range that was zero-filled; it counts as written. (One whose write failed is quarantined instead.)"""
         volume = self._volumes[extent.volume]
         volume.prefilling.remove(extent)
         volume.free(extent)
         self.freed += 1
 
     def written_bytes(self, volume: int) -> int:
-        """Below it every block is claimed or was written once: what the catalog keeps. Never decreases."""
+        """Offset below which every block is claimed or was written once, as the catalog keeps it. Never decreases."""
         return self._volumes[volume].written_bytes
 
     # --- looking ---
 
     @property
     def free_bytes(self) -> int:
-        """What `reserve` can use."""
+        """Bytes that `reserve` can use."""
         return sum(volume.free_bytes for volume in self._usable())
 
     def _usable(self) -> list[VolumeSpace]:
@@ -268,7 +268,7 @@ class Space:
         return any(volume.prefilling for volume in self._volumes.values())
 
     def entitled_bytes(self, owner: str) -> int:
-        """What `owner` is entitled to hold."""
+        """Bytes that `owner` is entitled to hold."""
         return self._entitled_bytes.get(owner, 0)
 
     @property
@@ -277,19 +277,19 @@ class Space:
         return bool(self._leaving)
 
     def held_bytes(self, owner: str) -> int:
-        """What `owner` has reserved or occupied, and what of it is not free again."""
+        """Bytes that `owner` has reserved or occupied and that are not free again."""
         return self._held_bytes.get(owner, 0)
 
     def free_bytes_of(self, volume: int) -> int:
-        """What `reserve` can use there."""
+        """Bytes of one volume that `reserve` can use."""
         return 0 if self.fences.is_fenced(volume) else self._volumes[volume].free_bytes
 
     def lost_bytes(self) -> int:
-        """What would be free but for fences."""
+        """Bytes that would be free if their volumes were not fenced."""
         return sum(volume.free_bytes for index, volume in self._volumes.items() if self.fences.is_fenced(index))
 
     def size_bytes_of(self, volume: int) -> int:
-        """Where its last extent may end."""
+        """The volume's size, where its last extent may end."""
         return self._volumes[volume].size_bytes
 
     def missing_bytes(self, count: int, length_bytes: int, *, owner: str = "") -> int:
@@ -303,7 +303,7 @@ class Space:
         return (count - found) * length_bytes
 
     def stats(self) -> tuple[VolumeSpaceStats, ...]:
-        """Per volume, in order of index."""
+        """Figures of each volume, in order of index."""
         return tuple(self._stats_of(self._volumes[index]) for index in sorted(self._volumes))
 
     def _stats_of(self, volume: VolumeSpace) -> VolumeSpaceStats:
@@ -334,7 +334,7 @@ class Space:
 
 
 def describe(extent: Extent) -> str:
-    """The extent in an error message."""
+    """Names the extent in an error message."""
     return f"extent of {extent.length_bytes} bytes at {extent.offset_bytes} of volume {extent.volume}"
 
 

@@ -1,10 +1,10 @@
-"""Which volumes get no new extents any more, and why: the rule that a store stops using what failed.
+"""Fences: which volumes get no new extents any more, and why. A store stops writing where writing failed.
 
 - A failed flush fences its volume at once: what was written to it since its last good flush may be gone, and no later flush
-  will say so. Until the store is opened anew nothing can be proven there, so no step can be committed.
-- The second failed write fences its volume: the first may be one bad place, two are a device that somebody must look at.
+  will report that. Until the store is opened anew nothing can be proven there, so no step can be committed.
+- The second failed write fences its volume: one failure may be one bad place, two mean a device that somebody must look at.
   Its flushes and notes still count, so steps are committed with records on the other volumes.
-- Reads of a fenced volume go on. Nothing of this is stored: whoever opens the store anew has looked at the device.
+- Reads of a fenced volume go on. Fences are not stored: whoever opens the store anew has looked at the device.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from paramstore.errors import VolumeError
 logger = logging.getLogger(__name__)
 
 WRITE_FAILURES_MAX = 2
-"""Failed writes of one volume, since the store was opened, that fence it: a record is rewritten elsewhere once."""
+"""Failed writes of one volume since the store was opened that fence it. A record whose write failed is written elsewhere once."""
 WAY_ON = "restart the daemon after looking at the device"
 
 
 class Fences:
-    """Owner of every volume's count of failed writes and of its fence. One thread (the event loop's) uses it."""
+    """Counts failed writes and keeps the fences of all volumes. One thread (the event loop's) uses it."""
 
     def __init__(self) -> None:
         self._write_failures: Counter[int] = Counter()
         self._reasons: dict[int, str] = {}
-        """Of the fenced volumes, the first failure that was one too many."""
+        """For each fenced volume, the failure that fenced it."""
         self._unflushed: dict[int, str] = {}
-        """What the failed flush of a volume met."""
+        """For each volume of which a flush failed, the first such error."""
 
     def fail_write(self, volume: int, error: Exception) -> None:
-        """A write of a record, a note or zeros failed there."""
+        """Counts a failed write of a record, a note or zeros; fences the volume if it is one too many."""
         self._write_failures[volume] += 1
         if self._write_failures[volume] >= WRITE_FAILURES_MAX:
             self._fence(volume, f"{self._write_failures[volume]} writes failed, the last: {error}")
 
     def fail_flush(self, volume: int, error: Exception) -> None:
-        """A flush failed there."""
+        """Fences a volume whose flush failed."""
         self._unflushed.setdefault(volume, str(error))
         self._fence(volume, f"a flush failed: {error}")
 
@@ -51,13 +51,13 @@ class Fences:
         return volume in self._reasons
 
     def reason(self, volume: int) -> str | None:
-        """Why the volume is fenced; None if it is not. After a failed flush that one, whatever fenced it first."""
+        """Why the volume is fenced; None if it is not. A failed flush is named first, even if something else fenced it before."""
         if volume in self._unflushed:
             return f"a flush failed: {self._unflushed[volume]}"
         return self._reasons.get(volume)
 
     def write_failures(self, volume: int) -> int:
-        """Failed writes since the store was opened."""
+        """Number of failed writes since the store was opened."""
         return self._write_failures[volume]
 
     def check_provable(self) -> None:
@@ -66,11 +66,11 @@ class Fences:
             raise VolumeError(f"no step can be committed: {self._told(self._unflushed)}")
 
     def hint(self) -> str:
-        """What to add to the message of one who lacks space: empty while no volume is fenced."""
+        """Text to add to an error about missing space; empty while no volume is fenced."""
         return f"; {self._told(self._reasons)}" if self._reasons else ""
 
     def first(self, lack: str) -> str:
-        """The message of one who lacks space: the fences and the way on before `lack`, where there are any."""
+        """The text of an error about missing space: `lack`, after the fences and what helps against them, if there are any."""
         return f"{self._told(self._reasons)}. Without it: {lack}" if self._reasons else lack
 
     def _told(self, volumes: dict[int, str]) -> str:

@@ -1,7 +1,7 @@
-"""A volume in a file: O_DIRECT where the file system really takes it, else the page cache, which it says.
+"""A volume in a file: uses O_DIRECT where the file system really supports it, else the page cache.
 
-O_DIRECT is proven, not assumed: the file system is asked (statx), then a page goes through. The fallback costs half the
-speed of a disk, so it is a warning in the log and a reason in `describe`, and can be refused.
+O_DIRECT is proven, not assumed: the file system is asked (statx), then a page is transferred. The fallback costs half the
+speed of a disk, so the log warns of it, `describe` gives the reason, and it can be refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FileVolume:
 
     @classmethod
     def create(cls, path: Path, *, index: int, size_bytes: int, allow_buffered: bool = True) -> FileVolume:
-        """A new volume of zeros in the directory `path`, its space allocated and its name durable.
+        """Makes a new volume of zeros in the directory `path`, its space allocated and its name durable.
 
         Raises VolumeError if the file exists, space is missing, or O_DIRECT is refused and `allow_buffered`
         is off; then no file is left behind.
@@ -52,7 +52,7 @@ class FileVolume:
 
     @classmethod
     def open(cls, path: Path, *, index: int, allow_buffered: bool = True) -> FileVolume:
-        """The volume that `create` made in the directory `path`. Raises VolumeError."""
+        """Opens the volume that `create` made in the directory `path`. Raises VolumeError."""
         file = BackingFile.open(path, index=index)
         try:
             return cls._choose_mode(file, index, _read_back, allow_buffered=allow_buffered)
@@ -85,7 +85,7 @@ class FileVolume:
         self._file.write(offset_bytes, data)
 
     def flush(self) -> None:
-        # For O_DIRECT too: it leaves bytes in the drive's cache, and a block's first write changes metadata.
+        # O_DIRECT needs this too: it leaves bytes in the drive's cache, and a block's first write changes metadata.
         self._file.sync()
 
     def grow(self, size_bytes: int) -> None:
@@ -126,7 +126,7 @@ def refusal_of_direct(file: BackingFile, probe: Callable[[BackingFile], None]) -
 
 
 def _write_and_read_back(file: BackingFile) -> None:
-    """Proves transfers on the first page of a new file, and leaves it zero. Raises VolumeError."""
+    """Proves that transfers work on the first page of a new file, and leaves the page zero. Raises VolumeError."""
     with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
         page[:] = PROBE
         with memoryview(page) as view:
@@ -141,6 +141,6 @@ def _write_and_read_back(file: BackingFile) -> None:
 
 
 def _read_back(file: BackingFile) -> None:
-    """Proves a read of the first page. Raises VolumeError."""
+    """Proves that the first page can be read. Raises VolumeError."""
     with mmap.mmap(-1, ALIGNMENT_BYTES) as page, memoryview(page) as view:
         file.read(0, [view])

@@ -1,6 +1,6 @@
 """Bytes on a volume: superblock, commit notes, record headers. Pure packing; `docs/format.md` draws it.
 
-Everything is little-endian and sealed (`sealing`), so every structure can be convicted alone. Readers rely on this:
+Everything is little-endian and sealed (`sealing`), so damage to a structure shows in that structure alone. Readers rely on this:
 
 - `unpack_*` return only what `pack_*` made, whole: a wrong magic, version, length, checksum or shape is
   CorruptRecord;
@@ -32,24 +32,24 @@ UUID_BYTES = 16
 
 SUPERBLOCK_BYTES = PAGE_BYTES
 SUPERBLOCK_COPIES = (0, 512 << 10)
-"""Offsets of the superblock's copies: fixed, so that a volume can be told from garbage without knowing anything of it."""
+"""Offsets of the superblock's copies: fixed, so that a volume can be told from garbage without knowing anything about it."""
 NOTES_START_BYTES = 1 << 20
 NOTE_SLOTS = 64
 """Commit notes a volume has room for: retained steps, held steps and snapshots of all namespaces."""
 NOTE_SLOTS_MAX = 4096
 NOTE_SLOT_BYTES = 80 << 10
-"""`extra` may take 64 KiB of it, the description 8; what is left holds 417 epoch bounds beside a full list of steps, or the
-longest apply log of AdamW."""
+"""Size of a note slot. `extra` may take 64 KiB of it, the description 8; what is left holds 417 epoch bounds beside a full list of
+steps, or the longest apply log of AdamW."""
 NOTE_COPIES = 2
 DESCRIPTION_BYTES_MAX = 8 << 10
-"""Longest description of a namespace in a note: 64 fields with names of 64 letters and eight sizes below 65,536 take 7."""
+"""Longest description of a namespace in a note: 64 fields with names of 64 letters and eight sizes below 65,536 take 7 KiB."""
 EXTENTS_ALIGNMENT_BYTES = 1 << 20
 
 _HEADER_MAGIC = b"PSRECORD"
 _SUPERBLOCK_MAGIC = b"PSVOLUME"
 _NOTE_MAGIC = b"PSCOMMIT"
 
-# Each comes right after the prefix; the names of the values stand where they are packed.
+# Each comes right after the prefix; the values are named where they are packed.
 _HEADER = struct.Struct("<16s64sIIQQQQQQQ")
 _SUPERBLOCK = struct.Struct("<16s16sIII")
 _NOTE = struct.Struct("<64sQQqqBQQIQQIII")
@@ -58,16 +58,16 @@ _STEP = struct.Struct("<qQIB")  # step, sequence, note slot, is snapshot
 ROOT_ROW = struct.Struct("<IIQ")  # layer, expert, root
 
 _HAS_PARENT, _HAS_LOG = 1, 2
-"""What a note's flags say. A program that does not know the second refuses the note: its length is not what it expects."""
+"""A note's flags. A program that does not know the second refuses such a note, whose length is not what it expects."""
 _NOTE_FIXED_BYTES = PREFIX_BYTES + _NOTE.size
 assert PREFIX_BYTES + _HEADER.size <= HEADER_FIXED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a record says of itself.
+    """A record's description of itself.
 
-    sequence: of the cut that includes it. optimizer_step: torch's `step` of its parameters. last_apply: the
+    sequence: that of the cut that includes it. optimizer_step: torch's `step` of its parameters. last_apply: the
     namespace's count of applies at the record's last update. checksums: one per chunk of the part.
     """
 
@@ -83,7 +83,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """Which store a volume belongs to, where its extents start, what made its writes durable. Written once, when it is made."""
+    """Says which store a volume belongs to, where its extents start, what made its writes durable. Written once."""
 
     store_uuid: bytes
     volume_uuid: bytes
@@ -103,10 +103,10 @@ class NotedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommitNote:
-    """What a commit writes on every volume, so that the step can be proven there.
+    """The note that a commit writes on every volume, so that the step can be proven there.
 
-    parent: the step committed before, None for the first. record_count, combined_root: of the records this
-    commit changed. state_root: of the records of all keys at this step. applies: how many applies the step covers.
+    parent: the step committed before, None for the first. record_count, combined_root: those of the records that this
+    commit changed. state_root: that of the records of all keys at this step. applies: how many applies the step covers.
     epoch_bounds: for every earlier epoch, the last sequence that still counts. steps: the older steps that stay beside
     this one. description: `pack_description` of the namespace. extra: the caller's own bytes. log: `pack_log` of the applies that
     the step's records may have missed.
@@ -129,7 +129,7 @@ class CommitNote:
 
 
 def pack_header(header: Header, part: Part) -> bytes:
-    """Exactly `part.header_bytes` bytes. `header` has one checksum per chunk of `part`."""
+    """Packs a header into exactly `part.header_bytes` bytes. `header` has one checksum per chunk of `part`."""
     count = _chunk_count(part)
     assert len(header.checksums) == count, f"{len(header.checksums)} checksums for {count} chunks of {part.name!r}"
     data = bytearray(part.header_bytes)
@@ -152,7 +152,7 @@ def pack_header(header: Header, part: Part) -> bytes:
 
 
 def unpack_header(data: Bytes, part: Part) -> Header:
-    """The header in the first `part.header_bytes` of `data`. Raises CorruptRecord if they are not a whole header of `part`."""
+    """Unpacks the first `part.header_bytes` of `data`. Raises CorruptRecord if they are not a whole header of `part`."""
     unseal(data, _HEADER_MAGIC, "record header", length_bytes=part.header_bytes)
     store, name, layer, expert, epoch, version, sequence, step, last_apply, image_bytes, count = _HEADER.unpack_from(
         data, PREFIX_BYTES
@@ -175,12 +175,12 @@ def unpack_header(data: Bytes, part: Part) -> Header:
 
 
 def header_root(data: Bytes) -> int:
-    """What the catalog holds to prove a record: the xxh3 of its whole header. data: exactly the header."""
+    """The root, by which the catalog proves a record: the xxh3 of its whole header. data: exactly the header."""
     return int(xxh3_64_intdigest(data))
 
 
 def chunk_checksums(image: memoryview, chunks: Sequence[Chunk], base_bytes: int = 0) -> list[int]:
-    """The xxh3 of each chunk, in order.
+    """Computes the xxh3 of each chunk, in order.
 
     image: bytes of the part from offset `base_bytes` on, at least to the chunks' end. Other threads run meanwhile:
     xxhash releases the GIL on a whole chunk.
@@ -206,7 +206,7 @@ def check_header(
     identity: Identity,
     place: str,
 ) -> Header:
-    """The header in `data`, if it is the one that the catalog's row names.
+    """Returns the header in `data`, if it is the one that the catalog's row names.
 
     place: volume and offset, for the message. Raises CorruptRecord naming the record, the place and what differs.
     """
@@ -234,7 +234,7 @@ def check_header(
 
 
 def check_checksums(header: Header, part: Part, first_chunk: int, found: Sequence[int], *, place: str) -> None:
-    """Returns if `found` are the checksums of the chunks from `first_chunk` on.
+    """Checks that `found` are the checksums of the chunks from `first_chunk` on.
 
     place: volume and offset of the record, for the message.
     Raises CorruptRecord naming the record, the first chunk that differs, its field and its bytes.
@@ -257,7 +257,7 @@ def check_checksums(header: Header, part: Part, first_chunk: int, found: Sequenc
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
-    """SUPERBLOCK_BYTES bytes, to be written at every offset of SUPERBLOCK_COPIES."""
+    """Packs a superblock into SUPERBLOCK_BYTES bytes, to be written at every offset of SUPERBLOCK_COPIES."""
     assert 1 <= superblock.note_slots <= NOTE_SLOTS_MAX
     data = bytearray(SUPERBLOCK_BYTES)
     uuids = _checked_uuid(superblock.store_uuid), _checked_uuid(superblock.volume_uuid)
@@ -267,7 +267,7 @@ def pack_superblock(superblock: Superblock) -> bytes:
 
 
 def unpack_superblock(data: Bytes) -> Superblock:
-    """The superblock in the first SUPERBLOCK_BYTES of `data`. Raises CorruptRecord."""
+    """Unpacks the superblock in the first SUPERBLOCK_BYTES of `data`. Raises CorruptRecord."""
     unseal(data, _SUPERBLOCK_MAGIC, "superblock", length_bytes=SUPERBLOCK_BYTES)
     store, volume, index, note_slots, granularity = _SUPERBLOCK.unpack_from(data, PREFIX_BYTES)
     if not 1 <= note_slots <= NOTE_SLOTS_MAX:
@@ -278,7 +278,7 @@ def unpack_superblock(data: Bytes) -> Superblock:
 
 
 def extents_start_bytes(superblock: Superblock) -> int:
-    """Where the first extent may lie; nothing but extents from there on."""
+    """Offset from which on a volume holds extents, and nothing else."""
     return round_up(NOTES_START_BYTES + NOTE_COPIES * superblock.note_slots * NOTE_SLOT_BYTES, EXTENTS_ALIGNMENT_BYTES)
 
 
@@ -290,7 +290,7 @@ def note_offsets(superblock: Superblock, note_slot: int) -> list[int]:
 
 
 def pack_description(schema: Schema, keys: KeySpace) -> bytes:
-    """What a note says of its namespace: msgpack, the layers as runs. Raises CapacityError if no note has room for it."""
+    """Packs what a note says of its namespace: msgpack, the layers as runs. Raises CapacityError if no note has room for it."""
     runs: list[list[int]] = []  # [first layer, count]
     for layer in keys.layers:
         if runs and sum(runs[-1]) == layer:
@@ -307,7 +307,7 @@ def pack_description(schema: Schema, keys: KeySpace) -> bytes:
 
 
 def pack_note(note: CommitNote) -> bytes:
-    """The note, rounded up to whole pages. Raises CapacityError if a slot has no room for it."""
+    """Packs a note, rounded up to whole pages. Raises CapacityError if a slot has no room for it."""
     lists = (
         *(_BOUND.pack(*bound) for bound in note.epoch_bounds), *(_STEP.pack(*step) for step in note.steps),
         note.description, note.extra, note.log,
@@ -332,7 +332,7 @@ def pack_note(note: CommitNote) -> bytes:
 
 
 def unpack_note(data: Bytes) -> CommitNote:
-    """The note at the start of `data`, which may be longer (a whole slot). Raises CorruptRecord if none is there."""
+    """Unpacks the note at the start of `data`, which may be longer (a whole slot). Raises CorruptRecord if none is there."""
     length_bytes = unseal(data, _NOTE_MAGIC, "commit note")
     if length_bytes < _NOTE_FIXED_BYTES:
         raise CorruptRecord(f"commit note of {length_bytes} bytes; the shortest has {_NOTE_FIXED_BYTES}")
@@ -362,17 +362,17 @@ def unpack_note(data: Bytes) -> CommitNote:
 
 
 def combine_roots(roots: Iterable[tuple[ExpertKey, int]]) -> int:
-    """One number for all (key, root) pairs, whatever order they come in."""
+    """Combines all (key, root) pairs, in whatever order they come, into one number."""
     return combine_packed_roots(b"".join(ROOT_ROW.pack(*key, root) for key, root in sorted(roots)))
 
 
 def combine_packed_roots(rows: bytes) -> int:
-    """The same of pairs that are packed already, in order of their keys."""
+    """Does what `combine_roots` does, for pairs that are packed already, in order of their keys."""
     return int(xxh3_64_intdigest(rows))
 
 
 def _chunk_count(part: Part) -> int:
-    """How many `part.chunks()` has, without making them."""
+    """The number of `part.chunks()`, without making them."""
     count = sum(-(-field.length_bytes // CHUNK_BYTES) for field in part.fields)
     assert HEADER_FIXED_BYTES + count * CHECKSUM_BYTES <= part.header_bytes, f"part {part.name!r} has no room for a header"
     return count
@@ -390,7 +390,7 @@ def _namespace_bytes(namespace: str) -> bytes:
 
 
 def _namespace_text(name: bytes) -> str:
-    """Never raises: a name that is not ours differs from the expected one, and the message shows it."""
+    """Decodes a name. Never raises: garbage differs from the expected name, and the message shows it."""
     return name.rstrip(b"\0").decode("ascii", errors="backslashreplace")
 
 

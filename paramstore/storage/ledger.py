@@ -1,17 +1,17 @@
 """The rules of one namespace's rows: what is in force at a step, what a commit or rollback changes. Pure.
 
-- In force at step s is a key's newest row with first_step <= s.
+- The row in force at step s is a key's newest one with first_step <= s.
 - A step is visible while it is one of the newest that are retained, a snapshot, or one on which a reader stands.
-- A prepared step is durable and not committed: nobody opens it, nothing is dropped for it, all goes on from it. There is
-  at most one, above all others; it becomes committed, or goes with a rollback.
+- A prepared step is durable and not committed: nobody opens it, no step is dropped for it, the working state continues from it.
+  There is at most one, above all others; it is committed later, or goes with a rollback.
 - A draft is what an initialization has made durable so far: a step below all others, which nobody opens and in which keys may
   be missing. It is replaced by the next draft, and goes with the first commit, or with a rollback to before it.
 - A row is visible while it is in force at some visible step; an invisible one is dropped, and its extent freed,
   in the transaction of the next commit.
 
-`plan_*` decide and change nothing; `settle` makes memory agree once the catalog has made the plan durable. A
-plan holds until the next `settle`. A plan takes microseconds per changed record and only reads: it may be
-made on another thread, as long as nothing settles meanwhile; settling replaces, and is short.
+The `plan_*` methods decide and change nothing; `settle` brings memory up to date once the catalog has made a plan durable. A
+plan holds until the next `settle`. It takes microseconds per changed record and only reads, so it may be made on another
+thread, as long as nothing settles meanwhile. Settling only replaces values, and is short.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _first_step = attrgetter("first_step")
 
 
 class Ledger:
-    """Owner of one namespace's rows and steps in memory. contents: becomes the ledger's own. retained_steps: newest steps that
-    stay, whoever looks at them.
+    """One namespace's rows and steps in memory. contents: belongs to the ledger from then on. retained_steps: how many of the
+    newest steps stay even if nobody reads them.
     """
 
     def __init__(self, contents: NamespaceContents, *, retained_steps: int = RETAINED_STEPS) -> None:
@@ -46,9 +46,9 @@ class Ledger:
         self._layered = frozenset(key for key, rows in contents.rows.items() if len(rows) > 1)
         """Keys with more than one row: a commit that does not change them may still hide a row of theirs."""
         self._roots: RootTable | None = None
-        """Of all records at the newest step; None until somebody asks."""
+        """Roots of all records at the newest step; None until somebody asks."""
         self._next_roots: tuple[int, RootTable] | None = None
-        """The same after the commit under way, with its sequence."""
+        """Sequence of the commit under way, and the roots of all records after it."""
 
     # --- looking ---
 
@@ -69,7 +69,7 @@ class Ledger:
 
     @property
     def newest(self) -> StepRow | None:
-        """The row of the newest step, committed or prepared, else of the draft: what the working state starts from."""
+        """The row of the newest step, committed or prepared, else of the draft: the working state starts from it."""
         steps = self._contents.steps
         return steps[max(steps)] if steps else None
 
@@ -99,12 +99,12 @@ class Ledger:
         return self._contents.steps.get(step)
 
     def log_at(self, step: int) -> ApplyLog:
-        """What the records of an existing step may have missed."""
+        """Apply log of an existing step: which applies its records may have missed."""
         return unpack_log(self._contents.steps[step].log)
 
     @property
     def newest_log(self) -> ApplyLog:
-        """The same of the newest step, committed or prepared: what the working state starts from."""
+        """Apply log of the newest step, committed or prepared: the working state starts from it."""
         newest = self.newest
         return ApplyLog() if newest is None else unpack_log(newest.log)
 
@@ -112,7 +112,7 @@ class Ledger:
         return "" if self.prepared_step is None else f"; step {self.prepared_step} is prepared"
 
     def at(self, key: ExpertKey, step: int) -> Located | None:
-        """What is in force for `key` at `step`; None if the key had no record then."""
+        """The record in force for `key` at `step`; None if the key had none then."""
         rows = self._contents.rows.get(key)
         if rows is None:
             return None
@@ -136,17 +136,18 @@ class Ledger:
         return [step for step in self.steps() if self._contents.steps[step].is_snapshot]
 
     def visible_steps(self, held_steps: Iterable[int], *, published: int | None = None) -> frozenset[int]:
-        """The steps to keep: the newest ones retained, snapshots, and of `held_steps` those that exist. published: as if this
-        step were committed too. A prepared one stays beside them."""
+        """The steps to keep: the newest ones retained, snapshots, those of `held_steps` that exist, and a prepared one. published:
+        a step that counts as committed too."""
         steps = self.steps() if published is None else [*self.steps(), published]
         prepared = () if self.prepared_step is None else (self.prepared_step,)
         held = frozenset(steps).intersection(held_steps)
         return frozenset(steps[-self._retained_steps :]).union(self.snapshots(), held, prepared)
 
     def state_root(self, sequence: int, changed: Sequence[tuple[ExpertKey, int]]) -> int:
-        """The combined root of all records at the step that the commit with `sequence` makes, `changed` being its own roots.
+        """The combined root of all records at the step that the commit with `sequence` makes. changed: roots of the records it
+        changes.
 
-        Asked once a commit; may be called on another thread, as plans are.
+        To be asked once a commit; may be called on another thread, as plans are.
         """
         if self._roots is None or not self._roots.has(key for key, _ in changed):
             newest = {key: rows[-1].located.root for key, rows in self._contents.rows.items()}
@@ -161,8 +162,8 @@ class Ledger:
     def plan_publish(
         self, step_row: StepRow, changed: Mapping[ExpertKey, Located], held_steps: Iterable[int]
     ) -> Publication:
-        """What committing `step_row` with the `changed` records means, or preparing it: then nothing goes. Step and sequence are
-        above all before.
+        """Plans to commit `step_row` with the `changed` records, or to prepare it: then no step is dropped. Its step and sequence
+        must be above all earlier ones.
 
         held_steps: steps that readers or snapshots stand on; those that do not exist are ignored.
         """
@@ -184,8 +185,8 @@ class Ledger:
         )
 
     def plan_draft(self, row: StepRow, added: Mapping[ExpertKey, Located]) -> Publication:
-        """What it means that the `added` first values are durable, beside those that are: `row` is the draft now. Nothing is
-        committed yet."""
+        """Plans a draft: adds the initial values `added` to those that are durable already; `row` becomes the draft. To be used
+        before the first commit only."""
         assert self.committed_step is None
         assert row.step == DRAFT_STEP
         assert row.sequence > self.namespace.sequence, f"sequence {row.sequence} was used before"
@@ -200,11 +201,11 @@ class Ledger:
         )
         older = [found.located.extent for key in rows for found in self._contents.rows.get(key, ())]
         slots = () if self.draft is None else (self.draft.note_slot,)
-        return replace(publication, freed=tuple(older), freed_note_slots=slots)  # what is put has taken their place
+        return replace(publication, freed=tuple(older), freed_note_slots=slots)  # the new rows overwrite the older ones
 
     def plan_finalize(self, held_steps: Iterable[int], *, for_writer: bool = False) -> Publication:
-        """What committing the prepared step means: it can be opened, and what nobody sees any more goes. for_writer: a new writer
-        goes on from it, in a new epoch.
+        """Plans to commit the prepared step: it can be opened then, and what nobody sees any more is dropped. for_writer: a new
+        writer goes on from it, in a new epoch.
         """
         prepared = self.newest
         assert prepared is not None
@@ -223,7 +224,7 @@ class Ledger:
     def _thinned(
         self, added: Mapping[ExpertKey, Row], visible: list[int]
     ) -> tuple[dict[ExpertKey, list[Row]], list[tuple[ExpertKey, Row]]]:
-        """The rows of every key that has more than one, or is `added`, as far as `visible` steps see them; and the others."""
+        """For every key that has several rows or is `added`: the rows that `visible` steps see, and the rows to drop."""
         rows_after: dict[ExpertKey, list[Row]] = {}
         dropped: list[tuple[ExpertKey, Row]] = []
         for key in self._layered.union(added):
@@ -236,7 +237,7 @@ class Ledger:
         return rows_after, dropped
 
     def plan_snapshot(self, step: int) -> Publication:
-        """What it means that `step` stays until it is dropped. Raises StepDropped if there is no such step."""
+        """Plans to make `step` a snapshot. Raises StepDropped if there is no such step."""
         marked = replace(self.step(step), is_snapshot=True)
         return self._publication(
             namespace=self.namespace,
@@ -248,7 +249,7 @@ class Ledger:
         )
 
     def plan_drop_snapshot(self, step: int, held_steps: Iterable[int]) -> Publication:
-        """What it means that `step` stays only as long as any other. Raises StepDropped if it is no snapshot."""
+        """Plans to make the snapshot `step` an ordinary step, which may go at once. Raises StepDropped if it is no snapshot."""
         row = self.step(step)
         if not row.is_snapshot:
             raise StepDropped(f"step {step} of namespace {self.namespace.name!r} is no snapshot")
@@ -267,8 +268,8 @@ class Ledger:
         )
 
     def check_rollback(self, step: int) -> None:
-        """Returns if one can go back to `step`. Raises StepDropped if there is no such step, StepPrepared if it is not committed,
-        StepFailed if a later one is a snapshot."""
+        """Checks that a rollback to `step` is possible. Raises StepDropped if there is no such step, StepPrepared if it is not
+        committed, StepFailed if a later one is a snapshot."""
         self.step(step)
         self._check_no_later_snapshot(step)
 
@@ -281,9 +282,9 @@ class Ledger:
             )
 
     def plan_rollback(self, step: int | None) -> Publication:
-        """What going back to `step` means, a prepared one or the draft too; None: to before any value.
+        """Plans a rollback to `step`, which may be the prepared one or the draft; None: to before any value.
 
-        The namespace gets a new epoch, and bounds that disown every record of earlier ones beyond `step`.
+        The namespace gets a new epoch, and bounds by which records of earlier epochs beyond `step` no longer count.
         Raises StepDropped if there is no such step, StepFailed if a later one is a snapshot.
         """
         target = None
@@ -305,11 +306,11 @@ class Ledger:
         )
 
     def settle(self, publication: Publication) -> None:
-        """The publication is durable: memory follows. Row lists are replaced, never changed in place."""
+        """Brings memory up to date with a publication that is durable. Row lists are replaced, never changed in place."""
         contents = self._contents
         if self._next_roots is not None and publication.namespace.sequence == self._next_roots[0]:
             self._roots, self._next_roots = self._next_roots[1], None
-        elif publication.namespace.epoch != contents.namespace.epoch:  # newer rows go
+        elif publication.namespace.epoch != contents.namespace.epoch:  # a rollback drops rows that the table has
             self._roots = None
         contents.namespace = publication.namespace
         contents.rows.update(publication.rows_after)
@@ -331,7 +332,7 @@ class Ledger:
         dropped_steps: list[StepRow],
         rows_after: Mapping[ExpertKey, list[Row]],
     ) -> Publication:
-        """rows_after: of every key that has more than one row before or after, or whose rows change."""
+        """Makes a publication. rows_after: those of every key that has several rows before or after, or whose rows change."""
         name = namespace.name
         return Publication(
             namespace=namespace,
@@ -350,7 +351,7 @@ class Ledger:
         return ((key, row) for key, rows in self._contents.rows.items() for row in rows)
 
     def _next_epoch(self, target: StepRow | None) -> NamespaceRow:
-        """The namespace's row after a rollback. An epoch without bound counts no more: none of its records is left."""
+        """The namespace's row after a rollback. Epochs of which no record is left get no bound."""
         row = self.namespace
         last_sequence = target.sequence if target is not None else 0
         alive = {kept.located.identity.epoch for _, kept in self._all_rows() if _stands(kept.first_step, target)}
@@ -373,5 +374,5 @@ def _in_force(rows: list[Row], visible: list[int]) -> list[Row]:
 
 
 def _stands(step: int, target: StepRow | None) -> bool:
-    """Whether what came with `step` outlives a rollback to `target`."""
+    """Whether rows and steps that came with `step` outlive a rollback to `target`."""
     return target is not None and step <= target.step

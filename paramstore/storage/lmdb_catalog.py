@@ -1,10 +1,10 @@
 """The catalog in LMDB: one file, one durable transaction per `Change`, everything read into memory at open.
 
-LMDB neither checks what it reads nor survives a device error gracefully, so these guards stand around it:
+LMDB neither checks what it reads nor handles a device error gracefully, so these guards surround it:
 
-- a checksum in every value, and all of them read by `load`: a later device error can only hit `apply`;
-- the pages of a failed flush are dropped before the file is read again: `reopen` sees what the disk has;
-- map and file are grown by `reserve`, before any data is written, and the file's space is allocated: `apply` does not run out
+- every value has a checksum, and `load` reads them all, so that a later device error can only hit `apply`;
+- the pages of a failed flush are dropped before the file is read again, so that `reopen` sees what the disk has;
+- `reserve` grows map and file before any data is written, and allocates the file's space, so that `apply` does not run out
   of room, whoever else fills the disk;
 - `writemap=False`, both flushes on, one pinned engine version, one thread, no network or DAX file system;
 - after an `apply` that raised, the outcome is unknown and nothing more is written until `reopen` and `load`.
@@ -28,22 +28,22 @@ from paramstore.storage.catalog import Change, Contents, NamespaceContents, Row
 from paramstore.storage.mounts import DISK_FULL, check_catalog_place, free_bytes
 
 ENGINE_VERSION = 0
-"""LMDB 0.9; files of 1.0 have another format."""
+"""Stands for LMDB 0.9; files of 1.0 have another format."""
 READERS_MAX = 8
 LOCK_NAME, LOCK_BYTES = "lock.mdb", (READERS_MAX + 2) * 64
-"""LMDB's table of readers, a cache line for each and two before them: it is written through a mapping."""
+"""File of LMDB's table of readers, with a cache line for each and two before them. It is written through a mapping."""
 MAP_BYTES = 64 << 20
 """Size of a new map: address space only, doubled as needed."""
 FIXED_BYTES_BOUND = 4 << 20
-"""What a transaction can take beside its rows: a step's `extra`, namespaces, volumes, the free list."""
+"""Bytes that a transaction can take beside its rows: a step's `extra`, namespaces, volumes, the free list."""
 LIFE_COPIES = 4
-"""How often the kept rows may lie in the file. LMDB uses a page again two transactions after it was given up, so the file grows
-to the pages of three transactions (measured: 2.9 to 3.2 times the live ones), and `reserve` asks for one more copy."""
+"""How many copies of the kept rows the file has room for. LMDB uses a page again two transactions after it was given up, so the
+file grows to the pages of three transactions (measured: 2.9 to 3.2 times the live ones), and `reserve` asks for one more copy."""
 _CORRUPT = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 
 
 class LmdbCatalog:
-    """`Catalog` in the directory `path`. Every call, the constructor included, is made on one thread."""
+    """A `Catalog` in the directory `path`. Every call, the constructor included, must be made on one thread."""
 
     def __init__(self, path: Path, *, store_uuid: bytes | None = None, map_bytes: int = MAP_BYTES) -> None:
         """Opens the catalog at `path`.
@@ -65,7 +65,7 @@ class LmdbCatalog:
             self._environment = self._open(store_uuid)
         except BaseException:
             if is_new:
-                self._file.unlink(missing_ok=True)  # half of one, which would be no catalog when it is opened again
+                self._file.unlink(missing_ok=True)  # a half-made file would be refused as a catalog when it is opened again
             raise
 
     def load(self) -> Contents:
@@ -131,7 +131,7 @@ class LmdbCatalog:
         return self._path / "data.mdb"
 
     def _prepare(self, *, may_create: bool) -> None:
-        """The directory is there and fit; what the page cache has of the file is what the disk has."""
+        """Makes or checks the directory, and drops cached pages of the file, so that what is read is what the disk has."""
         check_catalog_place(self._path)
         try:
             if may_create:
@@ -152,10 +152,10 @@ class LmdbCatalog:
             raise self._failure("cannot be prepared", error) from error
 
     def _open(self, store_uuid: bytes | None) -> lmdb.Environment:
-        """store_uuid: for an empty one; None: it must not be empty."""
+        """Opens the LMDB environment. store_uuid: for a new catalog; None if it must exist."""
         try:
             environment = lmdb.open(
-                os.fsencode(self._path),  # lmdb would encode text strictly, and what was no text in this locale is none
+                os.fsencode(self._path),  # lmdb would encode text strictly, which fails for a name that is no text in this locale
                 map_size=self._map_bytes,
                 lib_version=ENGINE_VERSION,
                 max_readers=READERS_MAX,
@@ -185,7 +185,7 @@ class LmdbCatalog:
             raise CorruptCatalog(f"catalog {self._path}: truncated to {found_bytes} of {needed_bytes} bytes")
 
     def _check_format(self, environment: lmdb.Environment, store_uuid: bytes | None) -> None:
-        """The format row is ours, or is written now into an empty catalog."""
+        """Checks that the format row is ours, or writes it into a new, empty catalog."""
         try:
             with environment.begin(write=store_uuid is not None) as transaction:
                 value = transaction.get(rows.FORMAT_KEY)
@@ -202,7 +202,7 @@ class LmdbCatalog:
             raise type(error)(f"catalog {self._path}: {error}") from error
 
     def _failure(self, what: str, error: Exception) -> CatalogError:
-        """An error of LMDB or of the system in our words, with the way on where there is one."""
+        """Translates an error of LMDB or of the system, and says what helps where something does."""
         text = f"catalog {self._path}: {what}: {error}"
         if isinstance(error, _CORRUPT):
             return CorruptCatalog(f"{text}; `paramstore fsck` tells what the volumes prove, and --rebuild makes it anew from them")
@@ -212,7 +212,7 @@ class LmdbCatalog:
 
 
 def _read(transaction: lmdb.Transaction) -> tuple[Contents, dict[int, str]]:
-    """Everything, and the name of each namespace's number. Raises CorruptCatalog naming the wrong row."""
+    """Reads everything, and the name for each namespace's number. Raises CorruptCatalog naming the wrong row."""
     contents = Contents(store_uuid=b"")
     names: dict[int, str] = {}
     by_id: dict[int, NamespaceContents] = {}
@@ -248,7 +248,7 @@ def _read(transaction: lmdb.Transaction) -> tuple[Contents, dict[int, str]]:
 
 
 def _ids_after(ids: dict[str, int], change: Change) -> dict[str, int]:
-    """The numbers in force once `change` is applied. A new namespace gets one of its own."""
+    """The namespaces' numbers once `change` is applied; a new namespace gets a new one."""
     after = {name: namespace_id for name, namespace_id in ids.items() if name not in change.drop_namespaces}
     for row in change.put_namespaces:
         if row.name not in after:
@@ -259,7 +259,7 @@ def _ids_after(ids: dict[str, int], change: Change) -> dict[str, int]:
 def _write(
     transaction: lmdb.Transaction, change: Change, before: dict[str, int], after: dict[str, int]
 ) -> None:
-    """Drops, then puts. before, after: the namespaces' numbers."""
+    """Writes `change`: drops, then puts. before, after: the namespaces' numbers."""
     for name in change.drop_namespaces:
         _drop_namespace(transaction, before[name])
     for name, key, first_step in change.drop_rows:
@@ -295,8 +295,8 @@ def _drop_namespace(transaction: lmdb.Transaction, namespace_id: int) -> None:
 
 
 def _allocate(file: Path, size_bytes: int) -> None:
-    """The file is there and has `size_bytes` on the device: neither a commit nor a write through a mapping, which would kill the
-    process (SIGBUS), can meet a full file system. Raises OSError; then it has what it had."""
+    """Makes the file if need be, and gives it `size_bytes` on the device: so neither a commit nor a write through a mapping, which
+    would kill the process (SIGBUS), can meet a full file system. Raises OSError; then its size is as before."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         missing_bytes = size_bytes - _own_bytes(descriptor)
@@ -311,13 +311,13 @@ def _allocate(file: Path, size_bytes: int) -> None:
 
 
 def _own_bytes(file: Path | int) -> int:
-    """Bytes of the file that are its own: no longer than the file is, and without its holes."""
+    """Bytes of the file that are allocated to it: without its holes, and without what lies beyond its end."""
     status = os.stat(file)
     return min(status.st_size, status.st_blocks * 512)
 
 
 def _flush_directory(path: Path) -> None:
-    """The directory's entries are durable. Raises OSError."""
+    """Makes the directory's entries durable. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""One daemon per store directory: an flock on a file in it, held for the life of the process. `holder` has who it is.
+"""Ensures one daemon per store directory: an flock on a file in it, held for the life of the process. `holder` tells whose.
 
 The file is empty and never removed, so that two daemons cannot hold locks on two files of the same name. The lock ends
-with the last descriptor: it is close-on-exec, and the daemon never forks without exec.
+with its last descriptor, which is close-on-exec; and the daemon never forks without exec.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StoreLock:
 
     @classmethod
     def take(cls, directory: Path, byte: int = DAEMON_BYTE) -> StoreLock:
-        """The lock on `directory`, whose holder the kernel names from now on as one of the kind `byte`. Does not wait.
+        """Takes the lock on `directory`, without waiting; from then on the kernel tells who holds it. byte: the kind of holder.
 
         Raises StoreLocked naming the process that holds it; ConfigError if the lock file cannot be opened, or is none of ours: it
         is not changed then; CatalogError if the disk refuses it: it is full, read-only or fails.
@@ -68,12 +68,12 @@ def _lock(descriptor: int, directory: Path) -> None:
 
 def _show_holder(descriptor: int, path: Path, byte: int) -> None:
     try:
-        os.ftruncate(descriptor, 0)  # older versions wrote their process's number, which stayed when it had ended
+        os.ftruncate(descriptor, 0)  # older versions wrote their process id, which stayed when the process had ended
         hold(descriptor, byte)
     except OSError as error:
         raise _refusal(error)(f"lock file {path}: cannot be written: {error}") from error
 
 
 def _refusal(error: OSError) -> type[CatalogError | ConfigError]:
-    """Whose fault it is: the disk's, which no setting mends, or that of whoever chose the directory."""
+    """Chooses the error by whose fault it is: the disk's, which no setting mends, or that of whoever chose the directory."""
     return CatalogError if error.errno in (*DISK_FULL, errno.EROFS, errno.EIO) else ConfigError

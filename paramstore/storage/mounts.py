@@ -1,4 +1,4 @@
-"""Which file system a path lies on, how much it has left, and whether the catalog may lie there.
+"""File systems: which one a path lies on, how much it has left, and whether the catalog may lie there.
 
 LMDB maps its file and relies on the local page cache and on its meta page being written whole: network file
 systems and DAX mappings do not give that. Where the mount table cannot be read (no /proc) nothing is refused.
@@ -35,13 +35,13 @@ class Mount(NamedTuple):
 
 
 def free_bytes(place: Path | int) -> int:
-    """What the file system of a path or an open descriptor has left for this user. Raises OSError."""
+    """Bytes that the file system of a path or an open descriptor has left for this user. Raises OSError."""
     status = os.statvfs(place)
     return status.f_bavail * status.f_frsize
 
 
 def parse_mounts(table: str) -> list[Mount]:
-    """The mounts of a table in the format of /proc/mounts, in its order; later ones hide earlier ones."""
+    """Parses a table in the format of /proc/mounts, in its order; later mounts hide earlier ones."""
     mounts = []
     for line in table.splitlines():
         fields = line.split(" ")
@@ -61,7 +61,7 @@ def mount_of(path: Path, mounts: list[Mount]) -> Mount | None:
 
 
 def check_catalog_place(path: Path, mounts: list[Mount] | None = None) -> None:
-    """Returns if the catalog may lie at `path`; else raises CatalogError. mounts: None: this process's."""
+    """Raises CatalogError if the catalog may not lie at `path`. mounts: None for this process's."""
     if mounts is None:
         try:
             mounts = parse_mounts(MOUNT_TABLE.read_text(errors="surrogateescape"))

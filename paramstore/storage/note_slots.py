@@ -1,4 +1,4 @@
-"""Which commit note slots are free: a note is overwritten only when no step that can be opened names its slot."""
+"""Keeps which commit note slots are free: a note is overwritten only when no existing step names its slot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paramstore.errors import CapacityError, CorruptCatalog
 
 
 class NoteSlots:
-    """Owner of the store's note slots, the same on every volume. Each step of each namespace takes one."""
+    """The store's note slots, which are the same on every volume. Each step of each namespace takes one."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -20,7 +20,7 @@ class NoteSlots:
         return len(self._free)
 
     def take(self) -> int:
-        """The lowest free slot, now taken. Raises CapacityError if there is none."""
+        """Takes the lowest free slot. Raises CapacityError if there is none."""
         if not self._free:
             raise CapacityError(
                 f"all {self._count} commit note slots are in use, one per retained step, held step, prepared step and "
@@ -31,7 +31,8 @@ class NoteSlots:
         return slot
 
     def occupy(self, slot: int) -> None:
-        """At open: a step names `slot`. Raises CorruptCatalog if another does too, or there is no such slot."""
+        """Takes the slot that a step names when the store is opened. Raises CorruptCatalog if another step names it too, or there
+        is no such slot."""
         if not 0 <= slot < self._count:
             raise CorruptCatalog(f"commit note slot {slot} is named by a step; the volumes have {self._count}")
         if slot in self._taken:
@@ -41,6 +42,6 @@ class NoteSlots:
         self._taken.add(slot)
 
     def free(self, slot: int) -> None:
-        """Gives a taken slot back: the step that named it is durably gone, or its commit failed."""
+        """Frees a taken slot; the step that named it must be durably gone, or its commit failed."""
         self._taken.remove(slot)
         heapq.heappush(self._free, slot)

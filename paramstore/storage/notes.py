@@ -1,7 +1,7 @@
-"""Superblocks and commit notes on volumes: written to every copy, read from the first copy that is whole.
+"""Writes superblocks and commit notes to every copy on a volume, and reads them from the first copy that is whole.
 
-Runs on worker threads; nothing here flushes but `format_volume` and `copy_notes`. Buffers are page-aligned
-(anonymous maps), as direct I/O wants.
+Runs on worker threads. Only `format_volume` and `copy_notes` flush. Buffers are page-aligned (anonymous maps), as direct
+I/O needs them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _Unpacked = TypeVar("_Unpacked", Superblock, CommitNote)
 
 
 def format_volume(volume: Volume, superblock: Superblock) -> None:
-    """On return the volume durably bears `superblock`, and no note of an earlier life.
+    """Formats a volume: on return it durably has `superblock`, and no commit note.
 
-    A volume of another store is refused, and one that has commit notes and no superblock. One of the same store is
+    A volume of another store is refused, and so is one that has commit notes but no superblock. A volume of the same store is
     formatted anew: it was being made when the store went down, and no catalog row names it. Raises VolumeError.
     """
     start_bytes = extents_start_bytes(superblock)
@@ -57,15 +57,15 @@ def format_volume(volume: Volume, superblock: Superblock) -> None:
                 "remove it there"
             )
         _write_zeros(volume, NOTES_START_BYTES, start_bytes)
-        volume.flush()  # before the superblock goes: what has none has no note either
+        volume.flush()  # before the superblock is erased, so that a volume without one has no note either
     _write_zeros(volume, 0, start_bytes)
     _write_copies(volume, SUPERBLOCK_COPIES, pack_superblock(superblock))
     volume.flush()
 
 
 def _check_blank(volume: Volume, start_bytes: int) -> None:
-    """Returns if there is no commit note; else raises VolumeError: it is a volume of somebody's, both superblocks of which are
-    damaged. (Anything else may be what a crash left of a volume that was being made.)"""
+    """Raises VolumeError if the volume has a commit note: it is then in use by some store, and both its superblocks are damaged.
+    (Without notes it may be what a crash left of a volume that was being made.)"""
     buffer = _buffer(ZERO_BYTES)
     for offset_bytes in range(NOTES_START_BYTES, start_bytes, ZERO_BYTES):
         piece = buffer[: start_bytes - offset_bytes]
@@ -93,7 +93,7 @@ def _write_zeros(volume: Volume, start: int, end: int) -> None:
 
 
 def read_superblock(volume: Volume) -> Superblock:
-    """The volume's superblock. Raises CorruptRecord if no copy is whole, VolumeError if that cannot be known, or if whole
+    """Reads the volume's superblock. Raises CorruptRecord if no copy is whole, VolumeError if that cannot be known, or if whole
     copies differ: then parts of two volumes lie in one file."""
     superblock = _read_first(volume, SUPERBLOCK_COPIES, SUPERBLOCK_BYTES, unpack_superblock, what="superblock")
     last = _read_last_superblock(volume)
@@ -106,7 +106,7 @@ def read_superblock(volume: Volume) -> Superblock:
 
 
 def _read_last_superblock(volume: Volume) -> Superblock | None:
-    """The last copy; None if it is not whole, since one whole copy is enough."""
+    """Reads the last copy; None if it is not whole, since one whole copy is enough."""
     try:
         return _read_first(volume, SUPERBLOCK_COPIES[-1:], SUPERBLOCK_BYTES, unpack_superblock, what="superblock")
     except VolumeError:
@@ -114,21 +114,21 @@ def _read_last_superblock(volume: Volume) -> Superblock | None:
 
 
 def write_note(volume: Volume, superblock: Superblock, note_slot: int, note: CommitNote) -> int:
-    """Writes every copy of `note`; durable after the volume's next flush. Gives the bytes of all copies: whole pages of what the
-    note says, not the whole slot. Raises VolumeError; then the slot holds garbage."""
+    """Writes every copy of `note`; durable after the volume's next flush. Returns the bytes of all copies, which are whole pages
+    but not the whole slot. Raises VolumeError; then the slot holds garbage."""
     offsets, packed = note_offsets(superblock, note_slot), pack_note(note)
     _write_copies(volume, offsets, packed)
     return len(offsets) * len(packed)
 
 
 def read_note(volume: Volume, superblock: Superblock, note_slot: int) -> CommitNote:
-    """The note in `note_slot`. Raises CorruptRecord if no copy is whole, VolumeError if that cannot be known."""
+    """Reads the note in `note_slot`. Raises CorruptRecord if no copy is whole, VolumeError if that cannot be known."""
     offsets = note_offsets(superblock, note_slot)
     return _read_first(volume, offsets, NOTE_SLOT_BYTES, unpack_note, what=f"commit note in slot {note_slot}")
 
 
 def copy_notes(contents: Contents, source: Volume, target: Volume, superblock: Superblock) -> None:
-    """Gives `target`, a new volume with `superblock`, the notes of every step that can be opened; durable on return.
+    """Copies the notes of every step to `target`, a new volume with `superblock`; durable on return.
 
     source: any volume of the store. To be called before the catalog gets the new volume's row: a volume without the
     notes of the committed steps looks like one that was replaced. Raises VolumeError.
@@ -150,7 +150,7 @@ def _write_copies(volume: Volume, offsets: Sequence[int], data: bytes) -> None:
 def _read_first(
     volume: Volume, offsets: Sequence[int], length_bytes: int, unpack: Callable[[memoryview], _Unpacked], *, what: str
 ) -> _Unpacked:
-    """The first copy that is whole; one that cannot be read is passed over."""
+    """Reads the first copy that is whole; one that cannot be read is passed over."""
     buffer = _buffer(length_bytes)
     failures: list[VolumeError] = []
     for offset_bytes in offsets:
@@ -166,5 +166,5 @@ def _read_first(
 
 
 def _buffer(length_bytes: int) -> memoryview:
-    """Zeroed, writable, page-aligned; `length_bytes` is a multiple of a page."""
+    """Makes a zeroed, writable, page-aligned buffer; `length_bytes` is a multiple of a page."""
     return memoryview(mmap.mmap(-1, length_bytes))

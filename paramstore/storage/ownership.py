@@ -1,7 +1,7 @@
-"""Whether a file in the store's directories is one that the daemon may write to.
+"""Checks whether a file in the store's directories is one that the daemon may write to.
 
-Whoever can write there can put a link to somebody else's file in place of ours, or a file that he goes on owning: what the
-daemon wrote into it would go where it should not, or be read by him.
+Whoever can write there can put a link to somebody else's file, or a file of their own, in place of ours: what the daemon wrote
+would go into a file that it should not change, or could be read by them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def objection_to(status: os.stat_result) -> str:
-    """Why a file is none of ours, for a message; "" if it is a regular file of this user or root, under one name."""
+    """Says, for a message, why a file is not ours; "" if it is a regular file of this user or root, under one name."""
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
     if status.st_uid not in (os.geteuid(), 0):
@@ -23,7 +23,7 @@ def objection_to(status: os.stat_result) -> str:
 
 
 def objection_to_tree(directory: Path, names: tuple[str, ...]) -> str:
-    """Why `directory`, or a file of these names in it, is none of ours; "" if all that is there is. Raises OSError."""
+    """Says why `directory`, or a file in it with one of `names`, is not ours; "" if all that exist are ours. Raises OSError."""
     try:
         if not stat.S_ISDIR(directory.lstat().st_mode):
             return f"{directory}: it is not a directory"

@@ -1,10 +1,10 @@
 """A volume on persistent memory, through libpmem2; on an ordinary file (granularity `page`) it works the same, slower.
 
 Writes are copies into the mapping. With granularity `byte` or `cache_line` they are persistent when `write`
-returns and `flush` has nothing left to do; with `page`, `flush` is fdatasync on the file, which covers what
+returns, and `flush` has nothing left to do; with `page`, `flush` is fdatasync on the file, which covers what
 was stored through the mapping and, unlike the library's own persist, reports a failing device as an error.
-Where the library was told what to say (PMEM2_FORCE_GRANULARITY), `flush` is fdatasync too: nothing is promised
-on the word of a variable.
+Where PMEM2_FORCE_GRANULARITY tells the library what to report, `flush` is fdatasync too, because a variable
+proves nothing about the device.
 
 Reads are preads of the same file: as fast as a copy out of the mapping where pages are large (0.8 to 1.0 of
 it on ext4), and poisoned memory or a truncated file is an error, where a load would kill the process with
@@ -43,7 +43,7 @@ class PmemVolume:
     def __init__(
         self, file: BackingFile, *, index: int, granularity: str, make_mapping: Callable[..., Mapping] = Mapping
     ) -> None:
-        """granularity: the coarsest that will do. make_mapping: as `Mapping` is made. Raises VolumeError."""
+        """granularity: the coarsest that will do. make_mapping: called as `Mapping` is. Raises VolumeError."""
         self.index = index
         self._file = file
         self._granularity = granularity
@@ -57,7 +57,7 @@ class PmemVolume:
 
     @classmethod
     def create(cls, path: Path, *, index: int, size_bytes: int, granularity: str = "page") -> PmemVolume:
-        """A new volume of zeros in the directory `path`, its space allocated and its name durable.
+        """Makes a new volume of zeros in the directory `path`, its space allocated and its name durable.
 
         granularity: the coarsest that will do, `page`, `cache_line` or `byte`. Raises VolumeError if the
         file exists, space or the library is missing, or the device cannot do `granularity`; then no file is
@@ -72,7 +72,7 @@ class PmemVolume:
 
     @classmethod
     def open(cls, path: Path, *, index: int, granularity: str = "page") -> PmemVolume:
-        """The volume that `create` made in the directory `path`. Raises VolumeError."""
+        """Opens the volume that `create` made in the directory `path`. Raises VolumeError."""
         file = BackingFile.open(path, index=index)
         try:
             return cls(file, index=index, granularity=granularity)

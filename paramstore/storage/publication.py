@@ -1,4 +1,4 @@
-"""One planned change of a namespace's rows and steps: what the catalog is to make durable, and what memory does after."""
+"""A planned change of a namespace's rows and steps: what the catalog makes durable, and how memory changes afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Publication:
     freed: tuple[Extent, ...]
     freed_note_slots: tuple[int, ...]
     rows_after: Mapping[ExpertKey, list[Row]] = field(repr=False)
-    """What `Ledger.settle` puts in place: made here, so that settling a large commit is short."""
+    """Row lists that `Ledger.settle` puts in place; made ahead, so that settling a large commit is short."""
     keys_gone: frozenset[ExpertKey] = field(repr=False)
     keys_layered: frozenset[ExpertKey] = field(repr=False)
 

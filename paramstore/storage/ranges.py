@@ -1,4 +1,4 @@
-"""A set of bytes kept as disjoint ranges, found by place and by size. Pure; the building block of `Space`.
+"""A set of bytes kept as disjoint ranges, found by place and by size. Pure code; the building block of `Space`.
 
 Invariants: ranges never touch (neighbours are merged), none is empty, and both indices name the same ranges.
 Every operation on one range costs two bisections and two list edits.
@@ -19,7 +19,7 @@ class RangeSet:
         self._by_length: list[tuple[int, int]] = []
         """(length, start), so that the best fit with the lowest start is one bisection away."""
         self._total_bytes = 0
-        """Kept, not counted by looking: `reserve` asks for it once per extent and volume."""
+        """Sum of all lengths; kept, because `reserve` asks for it once per extent and volume."""
 
     @property
     def total_bytes(self) -> int:
@@ -30,7 +30,7 @@ class RangeSet:
         return ((start, self._ends[start]) for start in self._starts)
 
     def first(self) -> tuple[int, int] | None:
-        """The range that starts lowest."""
+        """The range that starts lowest; None if the set is empty."""
         if not self._starts:
             return None
         return self._starts[0], self._ends[self._starts[0]]
@@ -54,7 +54,7 @@ class RangeSet:
         return parts
 
     def add(self, start: int, end: int) -> None:
-        """Puts [start, end) in; none of it may be in the set already."""
+        """Adds [start, end), none of which may be in the set already."""
         assert start < end, f"empty range {start}..{end}"
         assert not self.overlap(start, end), f"range {start}..{end} is in the set already"
         index = bisect_left(self._starts, start)
@@ -65,7 +65,7 @@ class RangeSet:
         self._insert(start, end)
 
     def remove(self, start: int, end: int) -> None:
-        """Takes [start, end) out; all of it must lie in one range of the set."""
+        """Removes [start, end), all of which must lie in one range of the set."""
         index = bisect_right(self._starts, start) - 1
         assert index >= 0, f"range {start}..{end} is not in the set"
         assert end <= self._ends[self._starts[index]], f"range {start}..{end} is not wholly in the set"
@@ -77,7 +77,7 @@ class RangeSet:
             self._insert(end, high)
 
     def take(self, length: int) -> int | None:
-        """Takes `length` bytes from the smallest range that has them, the lowest of equals; or None."""
+        """Takes `length` bytes from the smallest range that has them, the lowest of equals; returns their start, or None."""
         index = bisect_left(self._by_length, (length, 0))
         if index == len(self._by_length):
             return None
@@ -86,7 +86,7 @@ class RangeSet:
         return start
 
     def take_last(self, length: int) -> int | None:
-        """Takes `length` bytes from the end of the highest range that has them; or None."""
+        """Takes `length` bytes from the end of the highest range that has them; returns their start, or None."""
         for start in reversed(self._starts):
             end = self._ends[start]
             if end - start >= length:

@@ -1,8 +1,8 @@
-"""Opening a store: what the catalog says and what the volumes say must agree, else nothing is opened.
+"""Opens a store: what the catalog says and what the volumes say must agree, else nothing is opened.
 
-On return of `open_store`: every volume of the catalog is there, is ours and is long enough; no other volume is; no two
-rows share a byte; and the newest step of every namespace is proven by a commit note on every volume, so that none of
-them is an old copy. Nothing is written: whoever opens next as writer makes a new epoch.
+When `open_store` returns, every volume of the catalog is there, is ours and is long enough; there is no other volume; no two
+rows share a byte; and the newest step of every namespace is proven by a commit note on every volume, so that no volume is
+an old copy. Nothing is written: whoever opens next as writer makes a new epoch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _first_step = attrgetter("first_step")
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A store as it was committed last. ledgers: by namespace. superblocks: by volume."""
+    """An opened store as it was committed last. ledgers: by namespace. superblocks: by volume."""
 
     space: Space
     ledgers: dict[str, Ledger]
@@ -40,7 +40,7 @@ class Recovered:
 def open_store(
     contents: Contents, volumes: Mapping[int, Volume], *, retained_steps: int = RETAINED_STEPS
 ) -> Recovered:
-    """The store that `contents` describes, on `volumes` (by index). `contents` belongs to the result from here on.
+    """Opens the store that `contents` describes, on `volumes` (by index). `contents` belongs to the result from then on.
 
     Raises VolumeError listing every volume that is missing, foreign, misplaced, truncated or an old copy: CorruptRecord where
     one of them is damaged or truncated. CorruptCatalog if rows contradict each other.
@@ -64,7 +64,7 @@ def _raise_if(problems: list[VolumeError]) -> None:
 
 
 def _check_superblocks(contents: Contents, volumes: Mapping[int, Volume]) -> tuple[dict[int, Superblock], list[VolumeError]]:
-    """The superblocks of the volumes that are in place, and what is wrong with the others."""
+    """Reads the superblocks of all volumes; returns those that could be read, and every problem found."""
     superblocks: dict[int, Superblock] = {}
     unknown = sorted(volumes.keys() - contents.volumes)
     problems = [VolumeError(f"volume {index} is not in the catalog of this store") for index in unknown]
@@ -85,13 +85,13 @@ def _check_superblocks(contents: Contents, volumes: Mapping[int, Volume]) -> tup
 
 
 def missing_text(row: VolumeRow) -> str:
-    """What to do where none of the volumes that were given is that of `row`."""
+    """The message that says what to do where the volume of `row` was not given."""
     last = f": it was last in {row.place}" if row.place else ""
     return f"volume {row.index} ({row.uuid.hex()}) is missing: give its path as --volume{last}"
 
 
 def _misplaced(superblock: Superblock, row: VolumeRow, store_uuid: bytes) -> str | None:
-    """Why a volume with this superblock is not the one of `row`; None if it is."""
+    """Says why a volume with this superblock is not the one of `row`; None if it is."""
     if superblock.store_uuid != store_uuid:
         return f"volume {row.index} belongs to store {superblock.store_uuid.hex()}, this is {store_uuid.hex()}"
     if superblock.volume_uuid != row.uuid:
@@ -102,9 +102,8 @@ def _misplaced(superblock: Superblock, row: VolumeRow, store_uuid: bytes) -> str
 
 
 def _mapped_weaker(superblock: Superblock, volume: Volume) -> str | None:
-    """Why a volume that was made where writes persist at once may not go on in a mapping where they do not; None if it may.
-
-    A volume that is used as an ordinary file may: whoever named it without `pmem:` expects no more than a flush.
+    """Says why a volume that was made where writes persist at once may not be used through a mapping where they do not; None if it
+    may be used. It always may as an ordinary file: whoever named it without `pmem:` expects no more than a flush.
     """
     if not superblock.granularity.persists_writes:
         return None  # nothing more than a flush was promised
@@ -126,7 +125,7 @@ def _truncated(contents: Contents, volumes: Mapping[int, Volume]) -> Iterator[Co
 
 
 def _beyond_the_end(extents: list[Extent], volumes: Mapping[int, Volume]) -> Iterator[CorruptRecord]:
-    """At most one problem per volume. extents: sorted, so that the last of a volume reaches farthest."""
+    """Yields at most one problem per volume. extents: sorted, so that a volume's last one reaches farthest."""
     last = {extent.volume: extent for extent in extents}
     for index, extent in last.items():
         end_bytes = extent.offset_bytes + extent.length_bytes
@@ -146,7 +145,7 @@ def _occupy_notes(superblocks: Mapping[int, Superblock], ledgers: Mapping[str, L
 def _unproven(
     ledgers: Mapping[str, Ledger], volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock]
 ) -> Iterator[VolumeError]:
-    """One problem for every volume without the note of a namespace's newest step."""
+    """Yields a problem for every volume without the note of a namespace's newest step."""
     for name, ledger in ledgers.items():
         row = ledger.newest
         if row is None:
@@ -171,7 +170,7 @@ def _old_copy(index: int, name: str, row: StepRow, found: str) -> str:
 
 
 def _check_logs(contents: Contents) -> None:
-    """Every step of a namespace whose records may miss steps has the log of all that any of them does. Raises CorruptCatalog."""
+    """Checks that every step of an exact namespace has the log of all applies that its records missed. Raises CorruptCatalog."""
     for name, found in contents.namespaces.items():
         if found.namespace.schema.get("updates") != "exact":
             continue
@@ -189,7 +188,7 @@ def _check_logs(contents: Contents) -> None:
 def _occupy_extents(
     contents: Contents, volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock], extents: list[tuple[Extent, str]]
 ) -> Space:
-    """Everything is free but `extents` and their namespaces, sorted: so every one is cut off the front of a range."""
+    """Makes the free space: all but `extents`, given with their namespaces and sorted, so that each is cut off a range's front."""
     space = Space()
     for index, row in sorted(contents.volumes.items()):
         start_bytes = extents_start_bytes(superblocks[index])

@@ -1,4 +1,4 @@
-"""The prefix that every structure on a volume starts with, and the checksum that convicts it alone.
+"""The prefix that every structure on a volume starts with; its checksum shows damage to that structure alone.
 
 magic 8 bytes | format version u32 | length u32, with this prefix | xxh3 u64 of the bytes that follow
 """
@@ -23,7 +23,7 @@ PREFIX_BYTES = _PREFIX.size
 def seal(data: bytearray, magic: bytes, length_bytes: int) -> None:
     """Writes the prefix of the structure that takes the first `length_bytes` of `data`.
 
-    Its bytes after the prefix are final.
+    The bytes after the prefix must be final already.
     """
     assert len(magic) == MAGIC_BYTES
     assert PREFIX_BYTES <= length_bytes <= len(data)
@@ -31,10 +31,10 @@ def seal(data: bytearray, magic: bytes, length_bytes: int) -> None:
 
 
 def unseal(data: Bytes, magic: bytes, what: str, length_bytes: int | None = None) -> int:
-    """The length of the whole structure at the start of `data`, which may be longer.
+    """Checks the structure at the start of `data`, which may be longer, and returns the structure's length.
 
-    length_bytes: what it must be. Raises CorruptRecord, naming `what` and the value seen, if it is not there
-    whole.
+    length_bytes: the length it must have, if known. Raises CorruptRecord, naming `what` and the value seen, if no whole
+    structure is there.
     """
     if len(data) < PREFIX_BYTES:
         raise CorruptRecord(f"no {what}: {len(data)} bytes are too few")

@@ -1,4 +1,4 @@
-"""What every volume offers: reads, writes and flushes of aligned byte ranges, called from worker threads.
+"""The interface of every volume: reads, writes and flushes of aligned byte ranges, called from worker threads.
 
 A volume knows nothing of records. Offsets, lengths and buffers are multiples of `alignment_bytes`; several calls may be
 under way at once on disjoint ranges. A call either does all of its work or raises VolumeError, and then the range (of a
@@ -19,7 +19,7 @@ ALIGNMENT_BYTES = 4096
 
 
 class Granularity(IntEnum):
-    """What makes written bytes durable; the numbers are those of the superblock.
+    """The step that makes written bytes durable; the numbers are those of the superblock.
 
     FILE: transfers through the file, and a flush. PAGE: stores into a mapping of an ordinary file, and a flush. CACHE_LINE, BYTE:
     stores into a mapping of persistent memory, durable when `write` returns.
@@ -37,12 +37,12 @@ class Granularity(IntEnum):
 
     @property
     def label(self) -> str:
-        """As `describe` and the setting `pmem_granularity` name it."""
+        """Its name in `describe` and in the setting `pmem_granularity`."""
         return self.name.lower()
 
 
 def check_range(offset_bytes: int, buffers: Sequence[memoryview], *, size_bytes: int, place: str) -> int:
-    """The bytes of the range that the buffers make from `offset_bytes` on; the same check for every volume.
+    """Checks the range that the buffers cover from `offset_bytes` on, as every volume does; returns its length in bytes.
 
     An unaligned range is a bug. Raises VolumeError if the range leaves the volume. place: names the volume.
     """
@@ -83,7 +83,7 @@ class Volume(Protocol):
         ...
 
     def flush(self) -> None:
-        """On return everything written before the call is durable. Raises VolumeError; then nothing since the last
+        """Makes everything written before the call durable. Raises VolumeError; then nothing since the last
         successful flush may be trusted, and the caller must not call again in the hope that it works."""
         ...
 
@@ -93,21 +93,21 @@ class Volume(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """For status and benchmarks: path, mode ("direct", "buffered", "pmem"), why a fallback was taken, sizes; of a mapped
-        volume its `granularity`."""
+        """Figures for status and benchmarks: path, mode ("direct", "buffered", "pmem"), why a fallback was taken, sizes; for a
+        mapped volume its `granularity`."""
         ...
 
     def close(self) -> None:
-        """Gives the file and mapping back. No other call may follow."""
+        """Closes the file and the mapping. No other call may follow."""
         ...
 
 
 def directory_of(volume: Volume) -> str:
-    """Where a volume lies, for messages; "" of one that lies nowhere."""
+    """The directory of a volume, for messages; "" for one without a path."""
     path = str(volume.describe().get("path", ""))
     return os.path.dirname(os.path.abspath(path)).encode(errors="replace").decode() if path else ""
 
 
 def granularity_of(volume: Volume) -> Granularity:
-    """What the volume says makes its writes durable; FILE if it says nothing."""
+    """The granularity that the volume describes itself with; FILE if it gives none."""
     return Granularity[str(volume.describe().get("granularity", Granularity.FILE.label)).upper()]

@@ -1,4 +1,4 @@
-"""The free ranges of one volume, told apart by whether they were written before. Pure; `Space` owns them.
+"""The free ranges of one volume, told apart by whether they were written before. Pure code; `Space` owns them.
 
 A volume's bytes from `start_bytes` on are free (written or fresh), being zero-filled, or claimed by somebody
 whom `Space` knows. `copy` makes a twin to try things on.
@@ -16,7 +16,7 @@ from paramstore.storage.ranges import RangeSet
 
 @dataclass(slots=True)
 class VolumeSpace:
-    """written: free, written before. fresh: free, never written. prefilling: not free until zero-filled."""
+    """One volume's space. written: free, written before. fresh: free, never written. prefilling: not free until zero-filled."""
 
     index: int
     start_bytes: int
@@ -39,7 +39,7 @@ class VolumeSpace:
 
     @property
     def written_bytes(self) -> int:
-        """Below it every block is claimed or was written once."""
+        """Offset below which every block is claimed or was written once."""
         first = self.fresh.first()
         unwritten = [extent.offset_bytes for extent in self.prefilling]
         if first is not None:
@@ -47,7 +47,7 @@ class VolumeSpace:
         return min(unwritten, default=self.size_bytes)
 
     def free_runs(self) -> Iterator[tuple[int, int]]:
-        """Longest stretches of free bytes in order, written or not."""
+        """Yields the longest stretches of free bytes, written or not, in order."""
         run_start = run_end = -1
         for start, end in heapq.merge(self.written, self.fresh):
             if start != run_end:
@@ -59,11 +59,11 @@ class VolumeSpace:
             yield run_start, run_end
 
     def take(self, length_bytes: int) -> int | None:
-        """Offset of `length_bytes` free bytes, now taken; None only if no stretch of free bytes is that long.
+        """Takes `length_bytes` free bytes and returns their offset; None only if no stretch of free bytes is that long.
 
-        Written space first; else across the lowest border between written and fresh, so that filling a volume
-        from its start leaves no gap there; else fresh, while a range is being filled from the end: what is left
-        before that range joins it later, and no gap stays; else any stretch of both kinds.
+        Tries written space first; then across the lowest border between written and fresh, so that filling a volume
+        from its start leaves no gap there; then fresh space, from its end while a range is being zero-filled: what is left
+        between the two joins that range later, so that no gap stays; then any stretch of both kinds.
         """
         offset = self.written.take(length_bytes)
         if offset is not None or not self.fresh.total_bytes:
@@ -100,17 +100,17 @@ class VolumeSpace:
         return True
 
     def free(self, extent: Extent) -> None:
-        """The extent's bytes are free, and count as written."""
+        """Frees the extent's bytes, which count as written."""
         self.written.add(extent.offset_bytes, extent.offset_bytes + extent.length_bytes)
 
     def mark_written(self, up_to_bytes: int) -> None:
-        """Free bytes below `up_to_bytes` count as written."""
+        """Makes free bytes below `up_to_bytes` count as written."""
         for start, end in self.fresh.overlap(self.start_bytes, up_to_bytes):
             self.fresh.remove(start, end)
             self.written.add(start, end)
 
     def copy(self) -> VolumeSpace:
-        """An independent twin: what would happen to it tells what would happen here."""
+        """Makes an independent twin, to try out what would happen here."""
         twin = replace(self, written=self.written.copy(), fresh=self.fresh.copy())
         twin.prefilling = set(self.prefilling)
         return twin
