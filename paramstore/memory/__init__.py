@@ -1,2 +1,1 @@
-"""Memory the service hands out: sealed memfds for what clients see, private huge pages for what they do
-not."""
+"""Memory that the service hands out: sealed memfds where clients see it, private huge pages where they do not."""

@@ -22,9 +22,9 @@ from paramstore.errors import CapacityError
 from paramstore.memory.pages import AlignedMap, limits, map_aligned
 
 F_SEAL_FUTURE_WRITE = 0x10
-"""Linux 5.1; the mapping made before keeps writing, new ones cannot."""
+"""Linux 5.1: a mapping made before the seal can still be written through, new ones cannot."""
 MFD_NOEXEC_SEAL = 0x08
-"""Linux 6.3: the memory can never be executed."""
+"""Flag of Linux 6.3: the memory can never be executed."""
 FIXED_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 SHARED_SEALS = F_SEAL_FUTURE_WRITE | FIXED_SIZE_SEALS
 
@@ -37,19 +37,19 @@ log = logging.getLogger(__name__)
 
 
 class PageKind(StrEnum):
-    """What pages memory is made of."""
+    """The kinds of pages that memory is made of."""
 
     HUGETLB = "hugetlb"
-    """2 MiB, out of the pool the administrator reserved."""
+    """Pages of 2 MiB, out of the pool that the administrator reserved."""
     TRANSPARENT = "transparent"
-    """2 MiB where the kernel finds them, made when the segment is touched."""
+    """Pages of 2 MiB where the kernel finds them, made when the segment is touched."""
     SMALL = "small"
-    """4 KiB: reads from disk run at 0.73 of their speed, the first touch at a tenth."""
+    """Pages of 4 KiB: reads from disk run at 0.73 of their speed, the first touch at a tenth."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageReport:
-    """What `probe_pages` found. advice: the command that gives huge pages where there are none, else ''."""
+    """The result of `probe_pages`. advice: the command that gives huge pages where there are none, else ''."""
 
     shared: PageKind
     private: PageKind
@@ -59,8 +59,8 @@ class PageReport:
 class Segment:
     """Memory of one arena or upload area; the unit it grows by.
 
-    fd: of the memfd, None for private memory; it stays the segment's, sending it makes the client's own.
-    page_kind: what was asked for; `touch` logs where the kernel gave less.
+    fd: the memfd's, None for private memory; it stays the segment's, since sending it gives the client one of its own.
+    page_kind: the kind asked for; `touch` logs where the kernel gave less.
     """
 
     def __init__(self, mapping: AlignedMap, *, page_kind: PageKind, fd: int | None) -> None:
@@ -71,12 +71,12 @@ class Segment:
         self._bytes = memoryview(mapping.array).cast("B")
 
     def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
-        """These bytes, writable, without a copy. It stays valid as long as it lives, even after `close`."""
+        """Returns these bytes, writable, without a copy. The view stays valid as long as it lives, even after `close`."""
         assert 0 <= offset_bytes <= offset_bytes + length_bytes <= self.length_bytes
         return self._bytes[offset_bytes : offset_bytes + length_bytes]
 
     def touch(self) -> None:
-        """Makes every page present, huge where `page_kind` says so. For a worker thread, before the first use; the GIL
+        """Makes every page present, huge where `page_kind` says so. To be called on a worker thread before the first use; the GIL
         is free meanwhile. Raises CapacityError when memory runs out."""
         missed_bytes = self._mapping.populate(wants_huge=self.page_kind is PageKind.TRANSPARENT)
         if missed_bytes:
@@ -111,15 +111,15 @@ class Segment:
 
 
 def allocate_shared(length_bytes: int, pages: PageReport) -> Segment:
-    """A segment that clients may map but only this process can write. Raises CapacityError."""
+    """Makes a segment that clients may map but only this process can write. Raises CapacityError."""
     return _allocate_memfd(length_bytes, pages, seals=SHARED_SEALS)
 
 
 def allocate_upload(length_bytes: int, pages: PageReport) -> Segment:
-    """An upload area, not touched: of fixed size, writable by who gets its fd. Raises CapacityError.
+    """Makes an upload area of fixed size, writable by whoever gets its fd; its pages are not touched. Raises CapacityError.
 
-    Never out of the pool of huge pages: who may write may also punch holes, and a hole that the pool cannot fill again would be
-    a bus error of whoever reads it.
+    It never takes the pool of huge pages: who may write may also punch holes, and reading a hole that the pool cannot fill again
+    would be a bus error.
     """
     _check_length(length_bytes)
     page_kind = PageKind.TRANSPARENT if pages.shared is PageKind.HUGETLB else pages.shared
@@ -127,7 +127,7 @@ def allocate_upload(length_bytes: int, pages: PageReport) -> Segment:
 
 
 def allocate_private(length_bytes: int, pages: PageReport) -> Segment:
-    """A segment that this process alone sees, not inherited by a forked child. Raises CapacityError."""
+    """Makes a segment that this process alone sees; a forked child does not inherit it. Raises CapacityError."""
     _check_length(length_bytes)
     page_kind = pages.private
     if page_kind is PageKind.HUGETLB:
@@ -168,7 +168,7 @@ def _memfd_segment(length_bytes: int, page_kind: PageKind, *, seals: int) -> Seg
     try:
         os.ftruncate(fd, length_bytes)
         mapping = map_aligned(length_bytes, protection=READ_WRITE, flags=mmap.MAP_SHARED, fd=fd)
-        # After mapping: this mapping keeps writing, no later one can.
+        # Sealed after mapping, so that this mapping can be written through and no later one can.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(fd)
@@ -198,11 +198,11 @@ def _check_length(length_bytes: int) -> None:
 
 
 def probe_pages() -> PageReport:
-    """What pages this process gets on this machine now, found by taking 4 MiB of each kind. Changes no
+    """Finds out which pages this process gets on this machine now, by taking 4 MiB of each kind. Changes no
     setting.
 
-    Shared memory takes the pool of huge pages where it has room. Private memory leaves the pool to it where it can,
-    since the kernel gives transparent huge pages to private memory more readily.
+    Shared memory takes the pool of huge pages where that has room. Private memory leaves the pool to shared memory where
+    it can, since the kernel gives transparent huge pages to private memory more readily.
     """
     shared = _shared_kind()
     private = _private_kind()
@@ -228,7 +228,7 @@ def _private_kind() -> PageKind:
 
 
 def _found_kind(segment: Segment) -> PageKind:
-    """The kind that `segment` is really made of, once touched. Closes it."""
+    """Touches `segment` and returns the kind that it is really made of. Closes it."""
     try:
         segment.touch()
         is_huge = segment.page_kind is PageKind.HUGETLB or segment.huge_bytes() >= segment.length_bytes

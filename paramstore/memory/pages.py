@@ -19,7 +19,7 @@ from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.errors import CapacityError
 
 POPULATE_PIECE_BYTES = 16 << 20
-"""Populated in one call: the kernel holds the process's mapping lock meanwhile, so others wait for it."""
+"""Bytes populated in one call. The kernel holds the process's mapping lock meanwhile, so other threads wait for it."""
 
 MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25
@@ -29,7 +29,7 @@ MAP_NORESERVE = 0x4000
 MAP_FAILED = ctypes.c_void_p(-1).value
 RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 IS_PRESENT = bytes(value & 1 for value in range(256))
-"""mincore's answer for a page: bit 0 says present, the others are reserved."""
+"""Translates mincore's answer for a page: bit 0 says present, the others are reserved."""
 HUGE_FACTS = ("AnonHugePages", "ShmemPmdMapped")
 MAPPING_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 MEMORY_FACTS = ("MemAvailable", "CommitLimit", "Committed_AS", "HugePages_Free", "Hugepagesize")
@@ -67,18 +67,18 @@ class AlignedMap:
         return self._unmapping.alive
 
     def drop(self) -> None:
-        """Gives up this object's share: the mapping goes when its last view does. May be called twice."""
+        """Gives up this object's reference: the mapping goes when its last view does. May be called twice."""
         self._array = None
 
     def advise(self, advice: int) -> bool:
-        """madvise over the whole mapping; False where the kernel does not know or allow the advice."""
+        """Calls madvise for the whole mapping; False where the kernel does not know or allow the advice."""
         return _madvise(self.address, self.length_bytes, advice) == 0
 
     def populate(self, *, wants_huge: bool) -> int:
         """Makes every page present, contents unchanged; the GIL is free meanwhile. Returns for how many bytes the kernel
         had no huge page.
 
-        wants_huge: ask for each 2 MiB by MADV_COLLAPSE (Linux 6.1). That needs no right and no system setting: it gives
+        wants_huge: asks for each 2 MiB by MADV_COLLAPSE (Linux 6.1). That needs no right and no system setting: it gives
         huge pages to memfds even where `shmem_enabled` is `never`, at the price of the first touch of a huge page.
         Before Linux 5.14 each page's first byte is rewritten instead, so there the call must come before the memory's
         first use. Raises CapacityError.
@@ -94,8 +94,8 @@ class AlignedMap:
 
     def resident_bytes(self) -> int:
         """Bytes present, by mincore: exact even where the kernel merged neighbouring mappings into one entry of
-        /proc/self/smaps. For private memory: of a memfd it would count what others touched too. 0 once it is unmapped, which may
-        be while a worker counts."""
+        /proc/self/smaps. For private memory only, since for a memfd it would count what others touched too. 0 once it is
+        unmapped, which may be while a worker counts."""
         answer = ctypes.create_string_buffer(self.length_bytes // mmap.PAGESIZE)
         if _libc.mincore(self.address, self.length_bytes, answer):
             if ctypes.get_errno() == errno.ENOMEM:
@@ -104,7 +104,7 @@ class AlignedMap:
         return answer.raw.translate(IS_PRESENT).count(1) * mmap.PAGESIZE
 
     def huge_bytes(self) -> int:
-        """Bytes that transparent huge pages map here, from /proc/self/smaps: for reports, it takes milliseconds. Where
+        """Bytes that transparent huge pages map here, from /proc/self/smaps. For reports only, since it takes milliseconds. Where
         the kernel merged this mapping with neighbours, theirs may be counted, up to its own length."""
         huge_bytes, is_here, end = 0, False, self.address + self.length_bytes
         for line in _read("/proc/self/smaps").splitlines():
@@ -117,7 +117,7 @@ class AlignedMap:
 
 
 def map_aligned(length_bytes: int, *, protection: int, flags: int, fd: int = -1) -> AlignedMap:
-    """A new mapping at an aligned address. Raises CapacityError naming the size and the limits in force."""
+    """Makes a new mapping at an aligned address. Raises CapacityError naming the size and the limits in force."""
     reserved_bytes = length_bytes + SEGMENT_ALIGNMENT_BYTES
     reserved = _libc.mmap(None, reserved_bytes, PROT_NONE, RESERVED, -1, 0)
     if reserved == MAP_FAILED:
@@ -136,7 +136,7 @@ def map_aligned(length_bytes: int, *, protection: int, flags: int, fd: int = -1)
 
 
 def limits() -> str:
-    """What bounds memory here, as /proc and getrlimit tell it; for messages."""
+    """Text for messages that lists the limits on memory here, from /proc and getrlimit."""
     lines = (line.partition(":") for line in _read("/proc/meminfo").splitlines())
     facts = [f"{name} {value.strip()}" for name, _, value in lines if name in MEMORY_FACTS]
     facts += [f"vm.{name} {_read(f'/proc/sys/vm/{name}')}" for name in ("overcommit_memory", "max_map_count")]
@@ -161,8 +161,8 @@ def _out_of_memory(length_bytes: int, error: int) -> CapacityError:
 
 
 def _collapse(address: int, length_bytes: int) -> int:
-    """Asks for a huge page in each 2 MiB, whose first small page must be there before; returns the bytes for which
-    there was none. EINVAL is not counted: the kernel does not know the call."""
+    """Asks for a huge page for each 2 MiB, whose first small page must be present before; returns the bytes for which
+    there was none. EINVAL is not counted: it means that the kernel does not know the call."""
     missed_bytes = 0
     for start in range(address, address + length_bytes, SEGMENT_ALIGNMENT_BYTES):
         _madvise(start, mmap.PAGESIZE, MADV_POPULATE_WRITE)
@@ -185,5 +185,5 @@ def _array_at(address: int, length_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
 
 
 def _madvise(address: int, length_bytes: int, advice: int) -> int:
-    """0, or the error number."""
+    """Calls madvise; returns 0, or the error number."""
     return ctypes.get_errno() if _libc.madvise(address, length_bytes, advice) else 0

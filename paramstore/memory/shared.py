@@ -38,7 +38,7 @@ class Mapping:
 
     @property
     def address(self) -> int:
-        """Where it lies in this process: a multiple of 2 MiB."""
+        """Its address in this process: a multiple of 2 MiB."""
         return self._mapping.address
 
     @property
@@ -52,17 +52,17 @@ class Mapping:
 
     @property
     def is_mapped(self) -> bool:
-        """False once it was closed and the last tensor made from it is gone: only then is the memory given back."""
+        """Whether it is still mapped. False once it was closed and the last tensor made from it is gone: the memory is free."""
         return self._mapping.is_mapped
 
     def touch(self) -> None:
-        """Populates a writable mapping ahead of use, in huge pages where the kernel has them: else the first write of
-        each 4 KiB is a fault. Raises CapacityError."""
+        """Populates a writable mapping ahead of use, in huge pages where the kernel has them; otherwise the first write to
+        each 4 KiB would be a page fault. Raises CapacityError."""
         assert self.is_writable
         self._mapping.populate(wants_huge=True)
 
     def close(self) -> None:
-        """Gives up this object's share. May be called twice."""
+        """Gives up this object's reference to the mapping. May be called twice."""
         self._mapping.drop()
 
 
