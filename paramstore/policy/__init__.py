@@ -1,1 +1,1 @@
-"""Which slots go first. Pure objects, one per arena; they never see a slot's bytes, a lease or a clock."""
+"""Policies, which rank the victims of an arena. Pure objects, one per arena; they see no slot's bytes, no lease and no clock."""

@@ -1,6 +1,6 @@
 """Decayed least frequently used: Algorithm 2 of MoESys (SE-MoE, arXiv 2205.10034, its hierarchical storage).
 
-Of the paper: a table of `hits` per sparse parameter, kept for what is not cached too; when room is needed, cached
+From the paper: a table of `hits` per sparse parameter, also for parameters that are not cached; when room is needed, cached
 parameters whose hits are below `threshold` go first, then those with the fewest hits (LFU); every K steps each count is
 multiplied by β, a moving average that lets old habits fade.
 
@@ -24,11 +24,11 @@ from math import nan
 UNIT_MAX = 1e150
 """Weights are scaled back before they leave the range of a float."""
 MOVED_MAX = 1024
-"""Names whose place is out of date, at most: putting one in its place takes half a microsecond."""
+"""The most names whose place may be out of date: putting one in its place takes half a microsecond."""
 
 
 class _Place:
-    """Names of one weight, in order of use: first in, first to go. weight: NaN for the cold names."""
+    """The names of one weight, in order of use: the first goes first. weight: NaN for the cold names."""
 
     __slots__ = ("names", "weight")
 
@@ -38,7 +38,7 @@ class _Place:
 
 
 class DecayedLfu:
-    """Owner of the counts of one arena and of the order that follows from them.
+    """A policy that keeps the counts of one arena and the order that follows from them.
 
     A count is kept as a weight, hits x unit. Decaying all counts is then one division of the unit by β, and touches only
     the names that fall below the threshold. `record` counts and remembers the order of use; names are put in their place
@@ -49,15 +49,15 @@ class DecayedLfu:
     """
 
     def __init__(self, *, threshold: float, beta: float, decay_steps: int, capacity: int) -> None:
-        """capacity: slots of the arena, at least 1. The others: see `config.PolicyConfig`."""
+        """capacity: slots of the arena, at least 1. For the others see `config.PolicyConfig`."""
         self._threshold = threshold
         self._beta = beta
         self._accesses_per_decay = decay_steps * capacity
         self._accesses = 0
-        """Since the last decay."""
+        """Number of accesses since the last decay."""
         self._unit = 1.0
         self._weights: dict[Hashable, float] = {}
-        """Of every name ever used: at most the names of the namespace."""
+        """Weight of every name ever used: at most the names of the namespace."""
         self._moved: dict[Hashable, None] = {}
         """Names used since they were last put in their place, last used last."""
         self._places: dict[Hashable, _Place] = {}
@@ -88,7 +88,7 @@ class DecayedLfu:
         self.record(name)
 
     def expect(self, names: Iterable[Hashable]) -> None:
-        """Nothing: the past alone counts."""
+        """Does nothing, since only the past counts."""
 
     def forget(self, name: Hashable) -> None:
         self._moved.pop(name, None)
@@ -100,7 +100,7 @@ class DecayedLfu:
         return found if len(found) == count else None
 
     def heat(self, name: Hashable) -> float:
-        """Hits, decayed; of a name that is not held too."""
+        """The name's decayed hits, also of one that is not held."""
         return self._weights.get(name, 0.0) / self._unit
 
     def _worst_first(self) -> Iterator[Hashable]:
@@ -126,7 +126,7 @@ class DecayedLfu:
     def _take_out(self, name: Hashable) -> None:
         place = self._places.pop(name, None)
         if place is None:
-            return  # It is not held, or was never put anywhere yet.
+            return  # It is not held, or was never put in a place yet.
         del place.names[name]
         if not place.names and place is not self._cold:
             del self._buckets[place.weight]
@@ -148,8 +148,8 @@ class DecayedLfu:
         del self._bucket_weights[:fallen]
 
     def _scale(self, factor: float) -> None:
-        """Multiplies every weight by `factor` and makes the unit 1 again. Looks at every name: with β = 0.5 at each 500th
-        decay, with β = 0 at each."""
+        """Multiplies every weight by `factor` and makes the unit 1 again. It looks at every name, but is needed rarely: with β =
+        0.5 at each 500th decay, only with β = 0 at each."""
         self._unit = 1.0
         self._weights = {name: weight * factor for name, weight in self._weights.items()}
         buckets: dict[float, _Place] = {}

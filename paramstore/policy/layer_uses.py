@@ -1,8 +1,8 @@
-"""What the `schedule` policy knows of one layer: when it is visited, which of its names are held, and how likely each is used.
+"""One layer as the `schedule` policy knows it: when it is visited, which of its names are held, and how likely each is used.
 
 The chance of a name is its share of the layer's routed visits, older ones counted less: each visit multiplies what was
-counted before by `beta` (the decayed hits of MoESys, arXiv 2205.10034, Algorithm 2, per visit of the layer). As there, a
-count is kept as a weight whose unit grows, so that a decay touches no name.
+counted before by `beta` (the decayed hits of MoESys, arXiv 2205.10034, Algorithm 2, per visit of the layer). As in `decayed_lfu`,
+a count is kept as a weight whose unit grows, so that a decay touches no name.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from paramstore.core.visits import CHOSEN, USES, Visit, VisitKind
 UNIT_MAX = 1e150
 """Weights are scaled back before they leave the range of a float."""
 NEVER = 1e300
-"""Visits until the next use of a name that has never been used: further than any other, nearer than one that has ended."""
+"""Visits until the next use of a name that has never been used: more than for any other name whose copy has not ended."""
 
 BETA = 0.98
-"""How much of a count survives a routed visit of its layer: habits last for many visits (0.8 to 0.995 were tried)."""
+"""Factor of every count at a routed visit of its layer: habits last for many visits (0.8 to 0.995 were tried)."""
 BETA_GATHERED = 0.3
-"""The same of a gathered one: what matters is how lately an expert was trained (0.1 to 0.95 were tried)."""
+"""Factor of every count at a gathered visit: what matters is how lately an expert was trained (0.1 to 0.95 were tried)."""
 Ranked = tuple[float, int, Hashable]
-"""(minus the visits until its next use, number of its last use, name): the least goes first."""
+"""(minus the visits until a name's next use, number of its last use, name): the least goes first."""
 
 
 class Outlook(NamedTuple):
-    """Visits from one position of the cycle to the layer's next use, to its next routed visit, to its next ending."""
+    """Visits from one position of the cycle to the layer's next use, next routed visit, next ending (which supersedes copies)."""
 
     use: float
     routed: float
@@ -36,8 +36,8 @@ class Outlook(NamedTuple):
 
 
 class _Tiers(NamedTuple):
-    """Names whose copies have ended, the least recently used first; those used by chance, the least likely first; those that
-    the layer's next visit uses."""
+    """The held names in three groups: those whose copies the next ending supersedes, the least recently used first; those that may
+    be used, the least likely first; those that the layer's next visit surely uses."""
 
     ended: list[Hashable]
     likely: list[Hashable]
@@ -45,7 +45,7 @@ class _Tiers(NamedTuple):
 
 
 class DecayedCounts:
-    """How often each name was used, older uses counted less. Owner of the counts: at most one for each of a layer's names."""
+    """Counts how often each name was used, older uses counted less; at most one count for each of a layer's names."""
 
     __slots__ = ("_full", "_unit", "_weights")
 
@@ -56,7 +56,7 @@ class DecayedCounts:
         """The weight of a name that was used every time."""
 
     def decay(self, beta: float) -> None:
-        """A visit begins: what was counted before is worth `beta` of what it was."""
+        """Begins a visit: multiplies what was counted before by `beta`."""
         self._unit /= beta
         self._full += self._unit
         if self._unit > UNIT_MAX:
@@ -65,17 +65,17 @@ class DecayedCounts:
             self._unit = 1.0
 
     def add(self, name: Hashable) -> None:
-        """The visit uses `name`."""
+        """Counts that the visit uses `name`."""
         self._weights[name] = self._weights.get(name, 0.0) + self._unit
 
     def share(self, name: Hashable) -> float:
-        """Of the visits, older ones counted less, that used `name`: 0 to 1."""
+        """The share of the visits, older ones counted less, that used `name`: 0 to 1."""
         weight = self._weights.get(name)
         return 0.0 if weight is None else weight / self._full
 
 
 class LayerUses:
-    """Owner of one layer's counts and held names. Positions count the cycle's visits from 0."""
+    """One layer's counts and held names. Positions count the cycle's visits from 0."""
 
     __slots__ = (
         "_counts", "_tiers", "cycle", "done", "endings", "fresh", "gap", "held", "is_gathered", "kinds", "last",
@@ -84,14 +84,14 @@ class LayerUses:
 
     def __init__(self) -> None:
         self.held: dict[Hashable, int] = {}
-        """Names, with the number of their last use or arrival, ascending."""
+        """Held names, each with the number of its last use or arrival, ascending."""
         self._counts = DecayedCounts()
         self._tiers: dict[tuple[bool, bool], _Tiers] = {}
-        """By what the layer's next visits are; empty once anything has happened in the layer."""
+        """Cached tiers, by which of the layer's next visits comes first; emptied when anything happens in the layer."""
         self.place((), cycle=1)
 
     def place(self, visits: Sequence[tuple[int, Visit]], *, cycle: int) -> None:
-        """The layer's visits, with their positions in a cycle of so many; what was counted stays."""
+        """Sets the layer's visits, with their positions in a cycle of `cycle` visits; counts stay."""
         self.cycle = cycle
         self._tiers.clear()
         self.kinds = {position: visit.kind for position, visit in visits}
@@ -103,22 +103,22 @@ class LayerUses:
         """Visits from one routed visit of the layer to the next, on average."""
         self.is_gathered = VisitKind.GATHERED in self.kinds.values()
         self.position = -1
-        """Of the visit that was begun last."""
+        """Position of the visit begun last."""
         self.visits = 0
         self.wave = 0
         self.done: set[Hashable] = set()
-        """Used in the visit begun last."""
+        """Names used in the visit begun last."""
         self.last: set[Hashable] = set()
-        """Used in the last routed visit: what a repeated one uses."""
+        """Names used in the last routed visit, which a repeated visit uses again."""
         self.touched: set[Hashable] = set()
-        """Used since the last ending: what the next one supersedes, where it is an update."""
+        """Names used since the last ending, whose copies the next one supersedes where it is an update."""
         self.fresh: dict[Hashable, int] = {}
-        """Held ahead of use: visits begun when they came."""
+        """Names held ahead of use, each with the number of visits begun when it came."""
 
-    # --- what happens
+    # --- events
 
     def begin(self, position: int) -> None:
-        """A visit begins at `position`; -1 for a layer that is not in the declared order."""
+        """Begins a visit at `position`; -1 for a layer that is not in the declared order."""
         if self.position >= 0 and self.endings and _ahead(self.endings, self.position, self.cycle) <= self._steps_to(position):
             self.touched.clear()
         self.position = position
@@ -136,7 +136,7 @@ class LayerUses:
         return self.kinds.get(self.position, VisitKind.ROUTED) in CHOSEN
 
     def use(self, name: Hashable, number: int) -> None:
-        """`name` is used in the visit begun last."""
+        """Notes that the visit begun last uses `name`."""
         if name not in self.done:
             self.done.add(name)
             if self.is_routed:
@@ -147,7 +147,7 @@ class LayerUses:
         self._arrive(name, number)
 
     def hold(self, name: Hashable, number: int) -> None:
-        """`name` is held anew, ahead of its use."""
+        """Holds `name` anew, ahead of its use."""
         self.fresh[name] = self.visits
         self.touched.discard(name)
         self._arrive(name, number)
@@ -158,7 +158,7 @@ class LayerUses:
         self._tiers.clear()
 
     def forget(self, name: Hashable) -> None:
-        """`name` is held no more; its count stays."""
+        """Holds `name` no more; its count stays."""
         if self.held.pop(name, None) is not None:
             self.fresh.pop(name, None)
             self.touched.discard(name)
@@ -166,19 +166,19 @@ class LayerUses:
     def _steps_to(self, position: int) -> int:
         return (position - self.position) % self.cycle or self.cycle
 
-    # --- what is known
+    # --- forecasts
 
     def chance(self, name: Hashable) -> float:
-        """Of a use at a routed visit; 0 for a name never used."""
+        """The chance that a routed visit uses `name`; 0 for a name never used."""
         return self._counts.share(name)
 
     def next_use(self, cursor: int) -> int:
-        """The position of the layer's next use after `cursor`, which may be the same."""
+        """The position of the layer's next use after `cursor`; `cursor` itself if the cycle has no other."""
         return (cursor + _ahead(self.uses, cursor, self.cycle)) % self.cycle
 
     def outlook(self, cursor: int) -> Outlook:
-        """From `cursor` on, the visit there not counted. A layer that is not in the order is expected one cycle on; layers that
-        are gathered come in an order of the moment, so that none is nearer than another."""
+        """The outlook from `cursor`, the visit there not counted. A layer that is not in the declared order is expected one cycle
+        later; gathered layers come in no order known beforehand, so none of them is nearer than another."""
         if not self.uses:
             return Outlook(self.cycle, self.cycle, inf)
         if self.is_gathered:
@@ -187,9 +187,9 @@ class LayerUses:
         return Outlook(_ahead(self.uses, cursor, self.cycle), _ahead(self.routed, cursor, self.cycle), ending)
 
     def worst_first(self, cursor: int) -> Iterator[Ranked]:
-        """The held names, those first whose next use is furthest, `cursor` being at another layer's visit.
+        """Yields the held names while `cursor` is at another layer's visit, those first whose next use is furthest.
 
-        First what has ended, then by chance, the least first, then what is sure to be used at the layer's next visit.
+        First come names whose copies end before their next use, then those used by chance, the least likely first, then sure ones.
         """
         outlook = self.outlook(cursor)
         held = self.held
@@ -204,7 +204,7 @@ class LayerUses:
                 yield (-outlook.use, held[name], name)
 
     def _tiers_at(self, outlook: Outlook) -> _Tiers:
-        """The held names (and some that are no more) in their tiers; made anew only after something happened in the layer."""
+        """The held names (and some that no longer are) in their tiers; computed anew only after something happened in the layer."""
         kind = outlook.ending < outlook.routed, outlook.use < min(outlook.routed, outlook.ending)
         tiers = self._tiers.get(kind)
         if tiers is None:
@@ -221,11 +221,11 @@ class LayerUses:
         return tiers
 
     def worst_first_now(self, cursor: int) -> Iterator[Ranked]:
-        """The same during the layer's own visit at `cursor`: what it has not used yet may still be used now."""
+        """Yields the held names likewise during the layer's own visit at `cursor`, which may still use what it has not used yet."""
         return iter(sorted((-self.visits_until(name, cursor, is_current=True), number, name) for name, number in self.held.items()))
 
     def visits_until(self, name: Hashable, cursor: int, *, is_current: bool) -> float:
-        """How many visits after `cursor` the next use of `name` is expected. is_current: the layer's own visit is there."""
+        """Expected number of visits from `cursor` to the next use of `name`. is_current: `cursor` is at the layer's own visit."""
         if is_current and name not in self.done:
             if not self.is_routed:
                 if name in self.last:
@@ -242,12 +242,12 @@ class LayerUses:
         return self._by_chance_from(outlook.routed, name)
 
     def _by_chance_from(self, distance: float, name: Hashable) -> float:
-        """A use whose chance is c at each routed visit from `distance` on comes, on average, 1/c - 1 of them later."""
+        """Expected visits to a use by chance: with chance c at each routed visit from `distance` on, 1/c - 1 of them pass first."""
         chance = self.chance(name)
         return distance + (1.0 / chance - 1.0) * self.gap if chance else NEVER
 
     def _is_sure(self, name: Hashable, outlook: Outlook) -> bool:
-        """Whether the layer's next visit uses `name`: it came ahead of that, or the visit repeats one that used it."""
+        """Whether the layer's next visit uses `name`: it was held ahead of that visit, or the visit repeats one that used it."""
         if self.fresh.get(name) == self.visits:
             return True
         return outlook.use < outlook.routed and outlook.use < outlook.ending and name in self.last
@@ -258,6 +258,6 @@ class LayerUses:
 
 
 def _ahead(positions: list[int], cursor: int, cycle: int) -> int:
-    """Visits from `cursor` to the first of `positions` after it, at least one."""
+    """Number of visits from `cursor` to the first of `positions` after it, at least one."""
     index = bisect_right(positions, cursor)
     return (positions[index] if index < len(positions) else positions[0] + cycle) - cursor

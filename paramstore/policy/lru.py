@@ -1,4 +1,4 @@
-"""Least recently used: what was used longest ago goes first.
+"""Least recently used: the name that was used longest ago goes first.
 
 Every call but `victims` takes constant time; `victims` looks at the names it returns and the protected ones
 before them.
@@ -12,7 +12,7 @@ from itertools import islice
 
 
 class Lru:
-    """Owner of the order of use of the held names."""
+    """A policy that keeps the held names in order of use."""
 
     def __init__(self) -> None:
         self._used_at: OrderedDict[Hashable, int] = OrderedDict()
@@ -33,11 +33,11 @@ class Lru:
         self._accesses = accesses
 
     def hold(self, name: Hashable) -> None:
-        """Counts as a use."""
+        """Counts as a use: an LRU order knows nothing else."""
         self.record(name)
 
     def expect(self, names: Iterable[Hashable]) -> None:
-        """Nothing: the past alone counts."""
+        """Does nothing, since only the past counts."""
 
     def forget(self, name: Hashable) -> None:
         self._used_at.pop(name, None)
@@ -47,7 +47,6 @@ class Lru:
         return found if len(found) == count else None
 
     def heat(self, name: Hashable) -> float:
-        """1 / (1 + accesses of the arena since the last use): 1 for the name used last, 0 for one not
-        held."""
+        """1 / (1 + accesses of the arena since the last use): 1 for the name used last, 0 for one that is not held."""
         used_at = self._used_at.get(name)
         return 0.0 if used_at is None else 1.0 / (1 + self._accesses - used_at)

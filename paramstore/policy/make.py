@@ -11,8 +11,7 @@ from paramstore.policy.schedule import Schedule
 
 
 def make_policy(config: PolicyConfig, capacity: int) -> Policy:
-    """A new policy for an arena of `capacity` slots. Raises ConfigError on a name this version does not
-    have."""
+    """Makes a policy for an arena of `capacity` slots. Raises ConfigError on a name that this version does not have."""
     if config.name == "lru":
         return Lru()
     if config.name == "decayed_lfu":

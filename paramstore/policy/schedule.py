@@ -1,16 +1,16 @@
-"""Expected next use: for clients whose visits of the layers have a known order, as training steps and rings have.
+"""Ranks by expected next use: for clients whose visits of the layers have a known order, as training steps and rings have.
 
-Belady's rule (evict what is needed furthest in the future, IBM Systems Journal 5(2), 1966) with the future estimated: the
+This is Belady's rule (evict what is needed furthest in the future, IBM Systems Journal 5(2), 1966) with the future estimated: the
 client declares the cycle of its visits (`core/visits.py`), which gives the distance to each layer's next one; decayed counts
-give the chance that a visit uses a given expert. So a cyclic scan larger than the arena keeps a fixed share of the names
-and passes the rest through what is left, where every policy that looks at the past alone passes all of them through.
+give the chance that a visit uses a given expert. So in a cyclic scan larger than the arena a fixed share of the names stays
+and the rest passes through the remaining slots, where a policy that looks at the past alone would evict every name in turn.
 
-- Where in the cycle "now" is follows from the uses recorded: a use belongs to the visit under way if it can, else to its
+- The position of "now" in the cycle follows from the recorded uses: a use belongs to the visit under way if it can, else to its
   layer's next one. A use out of order (a reader's) moves the position to that layer's next visit, and the next use in order
   moves it back.
-- What is held ahead of use (a prefetch, a copy that an update made) is not used yet, moves nothing, and counts as sure to be
-  used at its layer's next visit.
-- What an apply is to change (`expect`) stays until it was used, whatever the order.
+- A name held ahead of use (a prefetch, a copy that an update made) moves nothing, and counts as sure to be used at its layer's
+  next visit.
+- A name that an apply is to change (`expect`) stays until it was used, whatever the order.
 - While no order is declared, another policy decides.
 """
 
@@ -24,11 +24,11 @@ from paramstore.policy.base import Policy
 from paramstore.policy.layer_uses import LayerUses, Ranked
 
 LATE_VISITS = 2
-"""How far ranks of one job run apart."""
+"""Number of visits that ranks of one job may be apart."""
 
 
 class Schedule:
-    """Owner of the position in the declared cycle and of what is known of each layer. Names are expert keys once an order
+    """A policy that keeps the position in the declared cycle and what is known of each layer. Names are expert keys once an order
     is declared.
 
     `victims` looks at one name of each layer, the names it returns and the protected ones before them; a layer is sorted
@@ -36,21 +36,21 @@ class Schedule:
     """
 
     def __init__(self, make_undeclared: Callable[[], Policy]) -> None:
-        """make_undeclared: a policy for the time without a declared order."""
+        """make_undeclared: makes a policy for the time without a declared order."""
         self._make_undeclared = make_undeclared
         self._undeclared: Policy | None = make_undeclared()
         self._visits: Visits = ()
         self._next_uses: list[int] = []
-        """Per position the position of the next use after it, in whatever layer."""
+        """For each position, the position of the next visit after it that uses copies, in whatever layer."""
         self._held: dict[Hashable, None] = {}
-        """Of the time without a declared order; later each layer has its own."""
+        """Held names while no order is declared; with one, each layer keeps its own."""
         self._layers: dict[object, LayerUses] = {}
         self._current: LayerUses | None = None
         self._cursor = -1
         self._number = 0
-        """Of the last use or arrival."""
+        """Number of the last use or arrival."""
         self._wave: set[Hashable] = set()
-        """Expected and not used yet."""
+        """Names that were announced by `expect` and not used since."""
         self._wave_number = 0
 
     @property
@@ -59,7 +59,7 @@ class Schedule:
         return self._visits
 
     def declare(self, visits: Visits) -> None:
-        """From here on `visits` is the cycle; empty: none is known. What is held stays held, and what was counted counts."""
+        """Makes `visits` the cycle from here on; empty: none is known. Held names stay held, and counts are kept."""
         if visits == self._visits:
             return  # a client that declares again at each step loses nothing
         held = self._forget_all()
@@ -78,10 +78,10 @@ class Schedule:
             self._layer(layer).place(found, cycle=len(visits))  # type: ignore[arg-type]
         for name in held:
             self.hold(name)
-            self._layer_of(name).fresh.clear()  # they came before any visit: nothing is known of them
+            self._layer_of(name).fresh.clear()  # these names were not held ahead of a visit, so their use is not sure
 
     def _forget_all(self) -> list[Hashable]:
-        """Every held name, worst or oldest first; none is held afterwards."""
+        """Returns every held name, worst or oldest first; none is held afterwards."""
         if self._undeclared is not None:
             held = self._undeclared.victims(len(self._held), lambda name: False)
             assert held is not None
@@ -146,16 +146,16 @@ class Schedule:
         return found if len(found) == count else None
 
     def heat(self, name: Hashable) -> float:
-        """The chance that a visit of its layer uses `name`; 0 of one never used."""
+        """The chance that a visit of its layer uses `name`; 0 for one never used."""
         if self._undeclared is not None:
             return self._undeclared.heat(name)
         layer = self._layers.get(_layer_index(name))
         return 0.0 if layer is None else layer.chance(name)
 
-    # --- where "now" is
+    # --- the position of "now"
 
     def _arrive(self, layer: LayerUses, name: Hashable) -> None:
-        """Moves to the visit that this use of `name` belongs to, and begins it if it is another one."""
+        """Moves to the visit that this use of `name` belongs to, and begins that visit if it is a new one."""
         if name in self._wave:
             self._wave.discard(name)
             self._arrive_expected(layer)
@@ -173,7 +173,8 @@ class Schedule:
             layer.begin(self._cursor)
 
     def _arrive_expected(self, layer: LayerUses) -> None:
-        """An apply comes by a layer more than once (what is resident is spread among the rest), for one visit of it."""
+        """Moves to a layer's visit in an apply. An apply touches a layer at several times (resident records are spread among the
+        rest), which count as one visit."""
         if layer is not self._current and layer.uses:
             self._current, self._cursor = layer, layer.next_use(self._cursor)
         if layer.wave != self._wave_number:
@@ -200,10 +201,10 @@ class Schedule:
             layer.place((), cycle=max(1, len(self._visits)))
         return layer
 
-    # --- who goes
+    # --- the victims
 
     def _worst_first(self, count: int) -> Iterator[Hashable]:
-        """The held names of all layers, those first whose next use is furthest; of equals the one used longest ago."""
+        """Yields the held names of all layers, those first whose next use is furthest; of equals the one used longest ago."""
         if not count:
             return
         rows: list[tuple[Ranked, Iterator[Ranked]]] = []
@@ -227,7 +228,7 @@ def _layer_index(name: Hashable) -> object:
 
 
 def _next_uses(visits: Visits) -> list[int]:
-    """Per position the position of the next use after it, round the end."""
+    """For each position, the position of the next visit after it that uses copies, round the end of the cycle."""
     following = next(position for position, visit in enumerate(visits) if visit.kind in USES)
     found = [0] * len(visits)
     for position in reversed(range(len(visits))):
