@@ -1,1 +1,1 @@
-"""Arithmetic on records, on the host, in worker threads: the update, the cast to `param`, norms. Imports torch."""
+"""Arithmetic on records, on the host, in worker threads: updates, casts to `param`, norms. Imports torch."""

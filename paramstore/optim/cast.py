@@ -1,6 +1,6 @@
-"""From fp32 masters to the bytes of `param`: the derived part of a training schema. Called in worker threads.
+"""Casts fp32 masters to the bytes of `param`, the derived part of a training schema. Called in worker threads.
 
-A cast rounds to nearest, as `tensor.to(dtype)` does; of equal dtypes it is a copy.
+A cast rounds to nearest, as `tensor.to(dtype)` does; between equal dtypes it is a copy.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from paramstore.optim.tensors import configure_threads, field_tensor, flat_tenso
 
 
 def materialise(schema: Schema, image: memoryview, param: memoryview) -> None:
-    """Makes the part `param` out of the masters in `image`, a record's image of a training schema. Nobody
-    updates it meanwhile. On return every field of `param` is written."""
+    """Makes the part `param` from the masters in `image`, a record's image of a training schema, which nobody may
+    update meanwhile. On return every field of `param` is written."""
     configure_threads()
     fields = schema.part("param").fields
     for source, target in zip(schema.stored.fields[: len(fields)], fields, strict=True):

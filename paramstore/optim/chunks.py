@@ -1,4 +1,4 @@
-"""How the elements of a field are cut for computing, so that what is done one after the other meets its data in a cache."""
+"""Cuts the elements of a field into chunks for computing, so that each operation finds the data of the one before in a cache."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ widest vector, so that no bit depends on it.
 """
 
 REDUCED_CHUNK_ELEMENTS = 1 << 17
-"""The same where states are not fp32: their fp32 values and the noise are buffers of this size, which some 20 (bf16) to 40
-(8 bits) calls go over. Half of it costs a sixth more CPU time, twice as much next to nothing less. Divides NOISE_BLOCK_ELEMENTS,
+"""Chunk size where states are not fp32: their fp32 values and the noise are buffers of this size, which some 20 (bf16) to 40 (8
+bits) calls go over. Half of it costs a sixth more CPU time, twice as much saves next to nothing. It divides NOISE_BLOCK_ELEMENTS,
 and is whole blocks of a blockwise state."""
 
 
 def chunk_sizes(start: int, end: int, chunk_elements: int) -> list[int]:
-    """The sizes of the chunks of elements [start, end): every border but the outer ones is a multiple of `chunk_elements`."""
+    """Sizes of the chunks of elements [start, end): every border but the outer ones is a multiple of `chunk_elements`."""
     borders = [start, *range((start // chunk_elements + 1) * chunk_elements, end, chunk_elements), end]
     return [after - before for before, after in pairwise(borders)]
 
 
 def cut(image: memoryview, field: Field, start: int, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Chunks of these sizes of the field's elements in `image`, from element `start` on."""
+    """Cuts the field's elements in `image`, from element `start` on, into chunks of these sizes."""
     return torch.split(field_tensor(image, field).narrow(0, start, sum(sizes)), sizes)
 
 
 def cut_blocks(image: memoryview, field: Field, start: int, sizes: list[int]) -> tuple[Tensor, ...]:
-    """What a scale field holds for chunks of these sizes: one element for each of their blocks. `start` begins a block."""
+    """Cuts a scale field for chunks of these sizes: one scale for each of their blocks. Element `start` must begin a block."""
     return cut(image, field, start // STATE_BLOCK_ELEMENTS, [block_count(size) for size in sizes])
 
 
 def block_count(elements: int) -> int:
-    """Blocks that so many elements take, from the start of a block on."""
+    """Number of blocks that so many elements take, from the start of a block on."""
     return -(-elements // STATE_BLOCK_ELEMENTS)

@@ -1,6 +1,6 @@
-"""Gradients of ranks: summed in rank order in their own dtype, scaled in it, then fp32; and their norm.
+"""Prepares the gradients of ranks: sums them in rank order in their own dtype, scales in it, casts to fp32; and computes norms.
 
-They lie in memory that another process can write. Each element is read once, so whatever happens to it meanwhile, a
+Gradients lie in memory that another process can write. Each element is read once, so whatever happens to it meanwhile, a
 record's new state is one that some gradient gives.
 """
 
@@ -17,7 +17,7 @@ from paramstore.optim.tensors import configure_threads, torch_dtype
 
 
 class GradientBuffers:
-    """Room of one thread for a chunk's gradient."""
+    """One thread's buffers for a chunk's gradient."""
 
     def __init__(self) -> None:
         self._elements = chunks.CHUNK_ELEMENTS
@@ -26,7 +26,7 @@ class GradientBuffers:
         self._zeros: Tensor | None = None
 
     def join(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The ranks' gradients of one chunk, summed in this order in their dtype."""
+        """Sums the ranks' gradients of one chunk, in this order and in their dtype."""
         gradient = gradients[0]
         if len(gradients) > 1:
             summed = self._room(gradient)
@@ -35,7 +35,7 @@ class GradientBuffers:
         return gradient
 
     def prepare(self, gradients: Sequence[Tensor], grad_scale: float) -> Tensor:
-        """The sum, scaled in its dtype, as fp32. It is copied only if that changes it."""
+        """Returns the sum, scaled in its dtype, as fp32. Copies only where that changes something."""
         gradient = self.join(gradients)
         if grad_scale != 1.0:
             gradient = torch.mul(gradient, grad_scale, out=self._room(gradient))
@@ -44,7 +44,7 @@ class GradientBuffers:
         return gradient
 
     def zeros(self, elements: int) -> Tensor:
-        """A gradient of zeros; nobody writes to it."""
+        """Returns a gradient of zeros, to which nobody may write."""
         if self._zeros is None:
             self._zeros = torch.zeros(self._elements, dtype=torch_dtype(MASTER_DTYPE))
         return self._zeros[:elements]
@@ -57,10 +57,10 @@ class GradientBuffers:
 
 
 def square_sum(schema: Schema, gradients: Sequence[memoryview]) -> float:
-    """The sum of the squares of a record's gradient, accumulated in float64: equal bytes give equal bits.
+    """Returns the sum of squares of a record's gradient, accumulated in float64: equal bytes give equal bits.
 
-    gradients: one per rank, each laid out by `schema.gradient_fields()`; they are summed in this order in their dtype first, as
-    an update sums them.
+    gradients: one per rank, each laid out by `schema.gradient_fields()`; they are first summed in this order in their dtype, as
+    in an update.
     """
     configure_threads()
     buffers = GradientBuffers()

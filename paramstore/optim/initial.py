@@ -1,4 +1,4 @@
-"""A record's first state, from its initial value."""
+"""Makes a record's first state from its initial value."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from paramstore.optim.tensors import configure_threads, flat_tensor
 
 
 def fill_initial(schema: Schema, initial: memoryview, image: memoryview) -> None:
-    """Writes a record's first state into `image`, header excepted: `initial` (laid out by `schema.initial_fields()`) as masters
-    with optimizer states of zero, or as it is for a param schema. Every other byte after the header is 0."""
+    """Writes a record's first state into `image`, except for the header: `initial` (laid out by `schema.initial_fields()`) as
+    masters with optimizer states of zero, or as it is for a param schema. Every other byte after the header is 0."""
     configure_threads()
     flat_tensor(image[schema.stored.header_bytes :], "uint8").zero_()
     initial_fields = schema.initial_fields()
     for source, target in zip(initial_fields, schema.stored.fields[: len(initial_fields)], strict=True):
-        # As bytes, whatever the dtype: torch would make a bool of 2 a 1.
+        # Copied as bytes, whatever the dtype, because torch would turn a bool of 2 into 1.
         _field_bytes(image, target).copy_(_field_bytes(initial, source))
 
 

@@ -1,4 +1,4 @@
-"""The AdamW update through the native kernel, where there is one: whole vectors, bitwise as torch gives them."""
+"""The AdamW update through the native kernel, where there is one: of whole vectors, with the same bits as torch's."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def update_vectors(
     schema: Schema, image: memoryview, gradients: Sequence[memoryview], param: memoryview | None, steps: Sequence[Step],
     *, number: int, start: int, end: int, grad_scale: float,
 ) -> int:  # fmt: skip
-    """Makes `steps` on the first of the elements [start, end) of the schema's field `number`, in place, and returns how many
-    elements that are: 0 where torch has to do it all, which is right for any optimizer and any states.
+    """Makes `steps` in place on the first elements of [start, end) of the schema's field `number`; returns on how many. torch has
+    to do the others: all of them (0) where the kernel does not serve the optimizer, the states or the dtypes.
 
-    image, gradients, param: as `optim.update.update` has them. The last step has the gradients, if there are any.
+    image, gradients, param: as in `optim.update.update`. The last step has the gradients, if there are any.
     """
     native = kernel() if schema.kind == AdamW.kind and schema.state_dtype == MASTER_DTYPE else None
     gradient_field, param_field = schema.gradient_fields()[number], schema.part("param").fields[number]
@@ -38,7 +38,7 @@ def update_vectors(
 
 
 def _address(view: memoryview, field: Field, element: int) -> int:
-    """Of the element; the view, which the caller holds, keeps its memory where it is."""
+    """Memory address of the element; the view, which the caller holds, keeps its memory in place."""
     tensor = field_tensor(view, field)
     return tensor.data_ptr() + element * tensor.element_size()
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding of fp32 to bf16, with noise that depends on nothing but what is rounded when.
+"""Stochastic rounding of fp32 to bf16, with noise that depends on nothing but which element is rounded at which step.
 
 x becomes one of its two bf16 neighbours, the upper one with the probability (x - lower) / (upper - lower): right on average, so
 that a moment to which each step adds less than half a bf16 step still moves (Gupta et al., "Deep Learning with Limited Numerical
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 NOISE_BLOCK_ELEMENTS = 1 << 17
-"""Elements that share m and c. Part of what a record's bits are: another size would be another noise."""
+"""Number of elements that share m and c. Records' bits depend on it: another size would give other noise."""
 TABLE_SEED = 0x70617261
 MASK_64 = (1 << 64) - 1
 CUT_BITS = 16
 
 
 def mix(*words: int) -> int:
-    """64 well mixed bits of these numbers (SplitMix64's finalizer, Steele, Lea, Flood 2014, section 4, chained)."""
+    """Mixes these numbers into 64 bits (SplitMix64's finalizer, Steele, Lea, Flood 2014, section 4, chained)."""
     state = 0
     for word in words:
         state = (state + word + 0x9E3779B97F4A7C15) & MASK_64
@@ -37,13 +37,13 @@ def mix(*words: int) -> int:
 
 @lru_cache(maxsize=1)
 def _table() -> Tensor:
-    """Random numbers below 2^16, for one block; nobody writes to it. Philox's stream is fixed by its paper and by numpy."""
+    """Random numbers below 2^16 for one block, to which nobody may write. Philox's stream is fixed by its paper and by numpy."""
     raw = numpy.random.Philox(key=TABLE_SEED).random_raw(NOISE_BLOCK_ELEMENTS)
     return torch.from_numpy((raw >> 48).astype(numpy.int32))
 
 
 class StochasticRounding:
-    """Room of one thread. elements: the most it rounds at once."""
+    """Rounds in one thread, with buffers of its own. elements: the most that it rounds at once."""
 
     def __init__(self, elements: int) -> None:
         self._table = _table()
@@ -51,9 +51,9 @@ class StochasticRounding:
         self._addend = torch.zeros((), dtype=torch.int32)
 
     def round_into(self, target: Tensor, values: Tensor, *, stream: int, start: int) -> None:
-        """Rounds `values` (fp32) into `target` (bf16). start: which element of its field the first one is; all are in one block.
-        stream: what else the noise depends on, 64 bits. Infinities stay, and NaNs as arithmetic makes them; one whose kept bits are
-        all set may become a zero (the step that made it has made the master a NaN as well)."""
+        """Rounds `values` (fp32) into `target` (bf16). start: index of the first one in its field; all must be in one block.
+        stream: 64 bits on which the noise depends too. Infinities stay, and so do NaNs as arithmetic makes them; a NaN whose kept
+        bits are all set may become a zero (the step that made it has made the master a NaN as well)."""
         count = values.numel()
         within = start % NOISE_BLOCK_ELEMENTS
         assert within + count <= NOISE_BLOCK_ELEMENTS

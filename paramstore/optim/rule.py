@@ -1,7 +1,7 @@
-"""What a file of one optimizer provides, and what it gets.
+"""The interface of an optimizer.
 
-An optimizer is one function, `step`: it knows nothing of records, dtypes of states, ranks or threads. `optim/update.py` calls it
-with fp32 tensors of one chunk and takes care of the rest.
+An optimizer is one function, `step`, in a file of its own: it knows nothing of records, dtypes of states, ranks or threads.
+`optim/update.py` calls it with fp32 tensors of one chunk and takes care of the rest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from paramstore.core.optimizers import Options
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step of a record. count: torch's `step` after it, 1 for the record's first. count_tensor: the same as torch's
-    optimizers keep it, an fp32 scalar. is_missed: its gradient is zero."""
+    """One optimizer step of a record. count: torch's `step` after it, 1 for the record's first. count_tensor: `count` as an fp32
+    scalar, as torch's optimizers keep it. is_missed: its gradient is zero."""
 
     options: Options
     count: int
@@ -27,10 +27,10 @@ class Step:
 
 
 class Rule(Protocol):
-    """One step of some elements, in place, allocating nothing.
+    """Makes one step of some elements, in place, and allocates nothing.
 
-    master: fp32, flat. gradient: the same, read only; each element is read once, since another process may write to it meanwhile.
-    states: as `Options.states` orders them, fp32, flat; zeros before the first step.
+    master: fp32, flat. gradient: fp32, flat, not to be written; each element is read once, since another process may write to it
+    meanwhile. states: in the order of `Options.states`, fp32, flat; zeros before the first step.
     """
 
     def __call__(self, master: Tensor, gradient: Tensor, states: Sequence[Tensor], made: Step, /) -> None: ...

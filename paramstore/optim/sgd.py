@@ -12,7 +12,7 @@ from paramstore.optim.rule import Step
 
 
 def step(master: Tensor, gradient: Tensor, states: Sequence[Tensor], made: Step, /) -> None:
-    """See `Rule`. Without momentum the buffer is left alone, as torch makes none."""
+    """See `Rule`. Without momentum the buffer is left alone, since torch makes none then."""
     options = made.options
     assert isinstance(options, SGD)
     torch._fused_sgd_(

@@ -1,17 +1,17 @@
-"""How optimizer states are stored, by `Schema.state_dtype`; a step sees fp32 whatever that is.
+"""Loads and stores optimizer states as `Schema.state_dtype` says; a step sees fp32 whatever that is.
 
-- "float32": where they lie is where they are updated.
+- "float32": states are updated in place.
 - "bfloat16": rounded stochastically after every step (`noise.py`).
 - "int8_blockwise": 8-bit codes with one fp32 scale for each block of 256 elements, the block's largest magnitude: "8-bit
   Optimizers via Block-wise Quantization" (Dettmers et al., arXiv 2110.02861, section 2.1). Rounded to nearest, as there: noise as
   large as a step of 8 bits would add up over the thousand steps that `exp_avg_sq` remembers.
 
-The code of a magnitude y = |x| / scale in [0, 1] is the integer next to L * y^(1/4); L = 127, with x's sign, for a signed state,
-L = 255, stored less 128, for one that is never negative. Each decade of y has 0.56 of the codes of the one above it, from 56
-(signed) or 112 (unsigned) on. So it has the shape of the paper's dynamic tree (section 1.3: half of them, from 64 or 128 on), and
-costs two square roots where that one is a search among 256 values. In an unsigned state only 0 becomes 0: a small `exp_avg_sq`
-that became 0 would make its next step as long as 1/eps ("Memory Efficient Optimizers with 4-bit States", Li et al., arXiv
-2309.01507, section 3, the zero-point problem).
+The code of a magnitude y = |x| / scale in [0, 1] is the integer next to L * y^(1/4): L = 127, with x's sign, for a signed state;
+L = 255, stored less 128, for a state that is never negative. Each decade of y has 0.56 times as many codes as the one above it,
+from 56 (signed) or 112 (unsigned) on. So the code has the shape of the paper's dynamic tree (section 1.3: half as many, from 64 or
+128 on), and costs two square roots instead of a search among 256 values. In an unsigned state only 0 becomes 0: a small
+`exp_avg_sq` that became 0 would make its next step as long as 1/eps ("Memory Efficient Optimizers with 4-bit States", Li et al.,
+arXiv 2309.01507, section 3, the zero-point problem).
 A block with an infinity or a NaN becomes NaN as a whole.
 """
 
@@ -29,28 +29,28 @@ from paramstore.optim import chunks
 from paramstore.optim.noise import StochasticRounding, mix
 
 STATES_MAX = 2
-"""Of any optimizer."""
+"""The most states that any optimizer keeps."""
 SIGNED_LEVELS = 127
 UNSIGNED_LEVELS = 255
 UNSIGNED_OFFSET = 128
 SCALE_MIN = 2.0**-126
-"""The least normal number: the reciprocal of a smaller scale may be infinite."""
+"""The least normal fp32 number: the reciprocal of a smaller scale may be infinite."""
 
 
 class States(Protocol):
     """The optimizer states of a stretch of one field, chunk by chunk."""
 
     def load(self, index: int) -> Sequence[Tensor]:
-        """The states of chunk `index` in fp32, to be updated in place; good until the next `load`."""
+        """Returns the states of chunk `index` in fp32, to be updated in place; valid until the next `load`."""
         ...
 
     def store(self, index: int, count: int) -> None:
-        """Keeps what `load` gave, as it is now, after the record's step `count`."""
+        """Stores the tensors that `load` returned, as they are after the record's step `count`."""
         ...
 
 
 class StateBuffers:
-    """Room of one thread for the states of a chunk."""
+    """One thread's buffers for the states of a chunk."""
 
     def __init__(self) -> None:
         elements = chunks.REDUCED_CHUNK_ELEMENTS
@@ -61,7 +61,7 @@ class StateBuffers:
 
 
 def chunk_elements(schema: Schema) -> int:
-    """How large the chunks are that `open_states` cuts."""
+    """The size of the chunks in which `open_states` gives the states."""
     return chunks.CHUNK_ELEMENTS if schema.state_dtype == "float32" else chunks.REDUCED_CHUNK_ELEMENTS
 
 
@@ -69,8 +69,8 @@ def open_states(
     schema: Schema, image: memoryview, number: int, start: int, sizes: list[int], *, key: ExpertKey,
     buffers: Callable[[], StateBuffers],
 ) -> States:  # fmt: skip
-    """The states of the schema's field `number` in a record's `image`, from element `start` on, in chunks of these sizes.
-    buffers: gives the calling thread's; fp32 states ask for none."""
+    """Opens the states of the schema's field `number` in a record's `image`, from element `start` on, in chunks of these sizes.
+    buffers: returns the calling thread's; fp32 states need none."""
     fields = schema.state_fields()[number]
     values = [chunks.cut(image, field.values, start, sizes) for field in fields]
     if schema.state_dtype == "float32":
@@ -91,11 +91,11 @@ class Float32States:
         return self._chunks[index]
 
     def store(self, index: int, count: int) -> None:
-        """They are where they belong."""
+        """Does nothing: the states were updated in place."""
 
 
 class BFloat16States:
-    """States in bf16, rounded stochastically. stream: what the noise depends on beside state, step and element."""
+    """States in bf16, rounded stochastically. stream: a number on which the noise depends beside state, step and element."""
 
     def __init__(
         self, values: Sequence[tuple[Tensor, ...]], start: int, sizes: Sequence[int], stream: int, buffers: StateBuffers
@@ -118,7 +118,7 @@ class BFloat16States:
 
 
 class BlockwiseStates:
-    """States as 8-bit codes with a scale for each block. A last block that is not whole is one with zeros at its end."""
+    """States as 8-bit codes with a scale for each block. A last block that is not whole is treated as if zeros followed."""
 
     def __init__(
         self, fields: Sequence[StateFields], codes: Sequence[tuple[Tensor, ...]], scales: Sequence[tuple[Tensor, ...]],
@@ -147,8 +147,8 @@ class BlockwiseStates:
 
 
 def decode(codes: Tensor, scales: Tensor, values: Tensor, work: Tensor, *, is_signed: bool) -> None:
-    """Fills `values` with what `codes` and `scales` stand for. values, work: fp32, whole blocks; what is beyond the codes is 0
-    before and after."""
+    """Fills `values` with the numbers that `codes` and `scales` stand for. values, work: fp32, whole blocks; elements of `values`
+    beyond the codes are 0 before and after."""
     held = values[: codes.numel()].copy_(codes)
     if is_signed:
         magnitude = torch.div(values, SIGNED_LEVELS, out=work).square_().square_()
@@ -159,8 +159,8 @@ def decode(codes: Tensor, scales: Tensor, values: Tensor, work: Tensor, *, is_si
 
 
 def encode(values: Tensor, codes: Tensor, scales: Tensor, factors: Tensor, work: Tensor, *, is_signed: bool) -> None:
-    """Writes `values` as codes and scales. values: fp32, whole blocks, zeros beyond the codes; garbage afterwards. factors: fp32,
-    one for each block; work: as many as values."""
+    """Writes `values` as codes and scales. values: fp32, whole blocks, zeros beyond the codes; garbage afterwards. factors, work:
+    fp32 buffers, of one element for each block, and as large as `values`."""
     elements = codes.numel()
     magnitude = torch.abs(values, out=work) if is_signed else values
     torch.amax(magnitude.view(-1, STATE_BLOCK_ELEMENTS), dim=1, out=scales)

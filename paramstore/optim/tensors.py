@@ -1,4 +1,4 @@
-"""Bytes of slots as tensors, and how many threads torch may use on them.
+"""Makes tensors of the bytes of slots, and sets how many threads torch may use on them.
 
 This is the one place where a memoryview becomes a tensor. Nothing is copied, and a tensor keeps its memory alive.
 """
@@ -20,7 +20,7 @@ def field_tensor(image: memoryview, field: Field) -> torch.Tensor:
 
 
 def flat_tensor(view: memoryview, dtype: str) -> torch.Tensor:
-    """All of `view` as elements of `dtype`; it is writable and holds at least one, and whole ones."""
+    """All of `view` as elements of `dtype`. view: writable, one or more whole elements."""
     assert view.nbytes % ITEM_BYTES[dtype] == 0
     return torch.frombuffer(view, dtype=torch_dtype(dtype))
 
@@ -35,7 +35,7 @@ def configure_threads() -> None:
     """Gives torch one intra-op thread on the calling worker thread; the main thread is left as it is.
 
     Workers run records side by side, which needs no hand-over between threads. torch keeps the number per thread, and a
-    thread starts with the one that was set last by any: so every function of this package that computes calls this
+    new thread starts with the number that any thread set last: so every function of this package that computes calls this
     first, and only a thread's first call costs anything.
     """
     if threading.current_thread() is threading.main_thread() or hasattr(_thread, "is_configured"):

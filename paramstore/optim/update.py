@@ -26,19 +26,19 @@ from paramstore.optim.states import StateBuffers, chunk_elements, open_states
 from paramstore.optim.tensors import configure_threads, torch_dtype
 
 RULES: Mapping[str, Rule] = {"adamw": adamw.step, "sgd": sgd.step, "adagrad": adagrad.step}
-"""By the schema's kind."""
+"""The optimizers' steps, by the schema's kind."""
 Spans = Sequence[tuple[int, int, int]]
 
 
 class Scratch:
-    """Buffers of one worker thread: an update allocates nothing."""
+    """Buffers of one worker thread, so that an update allocates nothing."""
 
     def __init__(self) -> None:
         self.gradients = GradientBuffers()
         self._states: StateBuffers | None = None
 
     def states(self) -> StateBuffers:
-        """Made when first asked for: fp32 states need none."""
+        """The buffers for states, which are made when first asked for, since fp32 states need none."""
         if self._states is None:
             self._states = StateBuffers()
         return self._states
@@ -61,15 +61,15 @@ def update(
     key: ExpertKey = (0, 0),
     scratch: Scratch | None = None,
 ) -> None:
-    """The steps that `missed` names, with a zero gradient each, then one with `options`; the new masters are cast into
-    `param` in the same pass.
+    """Updates a record in place: makes the steps `missed`, each with a gradient of zeros, then one with `options`, and casts the
+    new masters into `param` in the same pass.
 
-    image: the stored part of a training schema, header untouched. gradients: one per rank, each laid out by
+    image: the stored part of a training schema; its header is left alone. gradients: one per rank, each laid out by
     `schema.gradient_fields()`, summed in this order in their dtype; none where options is None: then only the missed steps
     are made. optimizer_step: torch's `step` after the last step made, 1 for a record's first. param: the
-    derived part, or None. spans: which elements, as (field, start, end), each start at a multiple of
-    `SPAN_ALIGNMENT_ELEMENTS`; None: all. Calls that cover every element once give what one call gives. key: whose
-    record it is; the rounding of bf16 states depends on it. scratch: default is the calling thread's own. On an
+    derived part, or None. spans: the elements to update, as (field, start, end), each start at a multiple of
+    `SPAN_ALIGNMENT_ELEMENTS`; None: all. Several calls that cover every element once give the result of one call. key: the
+    record's, on which the rounding of bf16 states depends. scratch: default is the calling thread's own. On an
     exception `image` and `param` hold garbage.
     """
     configure_threads()
@@ -100,7 +100,7 @@ def update(
 
 
 def _steps(missed: Sequence[Options], options: Options | None, optimizer_step: int) -> list[Step]:
-    """What is to be done to every element, in order."""
+    """The steps to make on every element, in order."""
     made = list(missed) if options is None else [*missed, options]
     counts = range(optimizer_step - len(made) + 1, optimizer_step + 1)
     tensors = torch.tensor(counts, dtype=torch_dtype(MASTER_DTYPE)).unbind()
