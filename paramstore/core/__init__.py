@@ -1,1 +1,1 @@
-"""Values and rules: keys, schemas, places, slots, residency tables, optimizer options. No await, file or torch."""
+"""Values and rules: keys, schemas, places, slots, residency tables, optimizer options. Without await, files and torch."""

@@ -1,11 +1,11 @@
-"""The apply log: with which options a namespace's newest applies were made, so that a record can make those it missed.
+"""The apply log: the options of a namespace's newest applies, so that a record can make the steps that it missed.
 
 In a namespace with `updates="exact"` a record's version is the apply at which it stands; every apply after it is a *missed
 step*, made later with a gradient of zeros.
 
 - No record ever misses more than MISSED_MAX steps: `engine.catch_up` sees to it. So a log of that many applies is enough for the
   records of a step, and every step has one of its own.
-- The state of a record after apply n is named (epoch in which apply n was made, n), whoever makes it and when.
+- A record's identity after apply n is (epoch in which apply n was made, n), no matter where and when the step is made.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 from paramstore.core.optimizers import Options
 
 MISSED_MAX = 128
-"""Missed steps of a record at most. More would make a lease wait longer, and the log larger than what a commit note has room for
-beside the longest `extra`; fewer would move more records that nobody asked for."""
+"""The most steps that a record may miss. More would make a lease wait longer, and the log too large for a commit note with the
+longest `extra`; fewer would move more records that nobody asked for."""
 
 
 class LoggedApply(NamedTuple):
-    """epoch: the namespace's when it was made."""
+    """One apply. epoch: the namespace's when it was made."""
 
     epoch: int
     options: Options
@@ -29,7 +29,7 @@ class LoggedApply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ApplyLog:
-    """entries: of the applies `first`, `first` + 1, and so on; the first apply of a namespace is 1."""
+    """The log. entries: those of the applies `first`, `first` + 1, and so on; the first apply of a namespace is 1."""
 
     first: int = 1
     entries: tuple[LoggedApply, ...] = ()
@@ -40,15 +40,15 @@ class ApplyLog:
         return self.first + len(self.entries) - 1
 
     def appended(self, epoch: int, options: Options) -> ApplyLog:
-        """The log with one apply more."""
+        """Returns the log with one more apply."""
         return ApplyLog(self.first, (*self.entries, LoggedApply(epoch, options)))
 
     def window(self, applies: int) -> ApplyLog:
-        """What the records need that stand at most MISSED_MAX behind `applies`, up to it."""
+        """Returns the entries up to `applies` that records need which stand at most MISSED_MAX applies behind it."""
         return self._cut(applies, applies)
 
     def trimmed(self, applies: int) -> ApplyLog:
-        """The same, and all that comes after."""
+        """Returns the entries of `window`, and all that come after `applies`."""
         return self._cut(applies, self.last)
 
     def _cut(self, applies: int, last: int) -> ApplyLog:
@@ -57,7 +57,7 @@ class ApplyLog:
         return ApplyLog(first, self.entries[first - self.first : last - self.first + 1])
 
     def missed(self, *, after: int, until: int) -> tuple[Options, ...]:
-        """The options of the applies above `after` up to `until`, oldest first."""
+        """Returns the options of the applies above `after` up to `until`, oldest first."""
         if after >= until:
             return ()
         assert self.first <= after + 1, f"apply {after + 1} of a log of {self.first} to {self.last}"
@@ -65,6 +65,6 @@ class ApplyLog:
         return tuple(entry.options for entry in self.entries[after + 1 - self.first : until + 1 - self.first])
 
     def epoch_of(self, apply: int) -> int:
-        """The epoch in which it was made."""
+        """The epoch in which `apply` was made."""
         assert self.first <= apply <= self.last, f"apply {apply} of a log of {self.first} to {self.last}"
         return self.entries[apply - self.first].epoch

@@ -1,7 +1,7 @@
-"""The checks of what callers hand in: each gives the plain value that is kept or sent, or raises ConfigError.
+"""Checks callers' arguments: each function returns the plain value that is kept or sent, or raises ConfigError.
 
-A message names the argument, the value seen and what is expected. A number is what Python and numpy count with (`numbers`); flags
-are none, nor are tensors and arrays, also those that hold one.
+A message names the argument, the value seen and what is expected. A number is one of Python's or numpy's (`numbers`); flags are
+not numbers, nor are tensors and arrays, even those that hold one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 WHOLE_MAX = (1 << 63) - 1
 """The largest whole number that a message or a file holds."""
 SECONDS_MAX = 1e9
-"""31 years: every timer takes that, and who means more means no limit."""
+"""The longest wait, 31 years: every timer takes that, and whoever means more means no limit."""
 SHOWN_MAX = 80
 
 
 def wrong(name: str, value: object, expected: str) -> ConfigError:
-    """The error of an argument `name` that is `value`."""
+    """Makes the error for an argument `name` that is `value`."""
     shown = repr(value)
     return ConfigError(f"{name}={shown if len(shown) <= SHOWN_MAX else shown[:SHOWN_MAX] + '...'}: give {expected}")
 
@@ -37,7 +37,7 @@ def instance(name: str, value: object, kind: type[T], expected: str) -> T:
 
 
 def whole_number(name: str, value: object, *, least: int = 0, most: int = WHOLE_MAX) -> int:
-    """A plain number for whatever integer the caller counts with."""
+    """Returns a plain int for an integer of any type, from `least` to `most`."""
     number = integer(value)
     if number is None or not least <= number <= most:
         raise wrong(name, value, f"a whole number from {least}{'' if most == WHOLE_MAX else f' to {most}'}")
@@ -45,12 +45,12 @@ def whole_number(name: str, value: object, *, least: int = 0, most: int = WHOLE_
 
 
 def counts(kind: type) -> bool:
-    """Whether values of a type are integers: Python's and numpy's are; flags are not."""
+    """Whether values of a type are integers: Python's and numpy's are, flags are not."""
     return issubclass(kind, Integral) and not issubclass(kind, bool)
 
 
 def integer(value: object) -> int | None:
-    """The plain number that an integer is, of whatever size; None for anything else."""
+    """Returns a plain int for an integer of any type and size; None for anything else."""
     if type(value) is int:
         return value
     try:
@@ -60,17 +60,17 @@ def integer(value: object) -> int | None:
 
 
 def listed(name: str, values: object, expected: str) -> list[Any]:
-    """What an iterable gives; text holds nothing."""
+    """Returns the items of an iterable; text is refused."""
     try:
         if not isinstance(values, str | bytes):
             return list(values)  # type: ignore[call-overload, no-any-return]  # what is no list is caught
-    except (TypeError, RuntimeError):  # the latter of tensors without values in memory
+    except (TypeError, RuntimeError):  # tensors without values in memory raise the latter
         pass
     raise wrong(name, values, expected)
 
 
 def indices(name: str, values: object) -> tuple[int, ...]:
-    """Plain numbers of a list of them."""
+    """Returns a list of whole numbers as plain ints."""
     return tuple(whole_number(name, value) for value in listed(name, values, "a list of whole numbers"))
 
 
@@ -86,7 +86,7 @@ def number(name: str, value: object, *, least: float | None = None, expected: st
 
 
 def seconds(name: str, value: object) -> float:
-    """A time to wait."""
+    """Returns a time to wait, from 0 to SECONDS_MAX."""
     plain = number(name, value, least=0, expected="a number of seconds")
     if plain > SECONDS_MAX:
         raise wrong(name, value, f"at most {SECONDS_MAX:g} seconds")
@@ -98,7 +98,7 @@ def text(name: str, value: object) -> str:
         instance(name, value, str, "text").encode()
     except UnicodeEncodeError as error:
         raise wrong(name, value, "text that can be written as UTF-8") from error
-    return value  # type: ignore[return-value]  # `instance` has looked
+    return value  # type: ignore[return-value]  # `instance` has checked the type
 
 
 def path(name: str, value: object) -> str:
@@ -123,7 +123,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def data(name: str, value: object) -> bytes:
-    """Plain bytes of anything that holds bytes."""
+    """Returns anything that holds bytes as plain bytes."""
     if not isinstance(value, bytes | bytearray | memoryview):
         raise wrong(name, value, "bytes, as text.encode() makes them")
     return bytes(value)

@@ -16,18 +16,18 @@ ExpertKey = tuple[int, int]
 """(layer, expert), both indices; free of ranks."""
 
 NAME_PATTERN = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
-"""No name is one of dots alone: it may end up in a path one day."""
+"""A name must not be dots alone: it may end up in a path one day."""
 LAYERS_MAX = 4096
 LAYER_INDEX_MAX = (1 << 31) - 1
 """Keys are stored as 32-bit numbers."""
 EXPERTS_MAX = 65536
 KEYS_MAX = 1 << 17
-"""Keys of a namespace: every table has a row for each, made on the event loop, and a request that names all of them is one frame.
-The largest models have a fifth of it."""
+"""The most keys of a namespace: every table has a row for each, made on the event loop, and a request that names all of them is one
+frame. The largest models have a fifth of that."""
 
 
 def check_name(name: str) -> str:
-    """`name`, if it can name a namespace; else ConfigError."""
+    """Returns `name`, if it can name a namespace; else raises ConfigError."""
     if not NAME_PATTERN.fullmatch(text("name", name)):
         raise ConfigError(f"namespace name {name!r}: use 1 to 64 of letters, digits, '.', '_' and '-', not dots alone")
     return name
@@ -42,7 +42,8 @@ class KeySpace:
 
     @classmethod
     def of(cls, layers: int | Iterable[int], experts: int) -> KeySpace:
-        """`layers`: a count, or the indices of the layers that have experts. Raises ConfigError on an empty or absurd space."""
+        """Makes a key space. layers: a count, or indices of the layers with experts. Raises ConfigError on an empty or absurd
+        one."""
         if isinstance(layers, Iterable):
             found = indices("layers", layers)
         else:
@@ -72,7 +73,7 @@ class KeySpace:
         )
 
     def check(self, keys: Iterable[ExpertKey], *, namespace: str) -> None:
-        """Returns if every key is in the space; else raises UnknownKey naming the first that is not."""
+        """Checks that every key is in the space; raises UnknownKey naming the first that is not."""
         layers, experts = frozenset(self.layers), self.experts
         for key in keys:
             if key[0] not in layers or not 0 <= key[1] < experts:

@@ -1,7 +1,7 @@
 """The optimizers that the daemon runs: their options, as torch names them, and the states that each keeps of a parameter.
 
-The update itself is in `paramstore.optim`. Options are plain values: `describe` gives them as such, to travel or to be kept,
-and `options_from_description` takes them back.
+The update itself is in `paramstore.optim`. `describe` turns options into plain values, to be sent or kept, and
+`options_from_description` turns these back.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class AdamW:
 class SGD:
     """Stochastic gradient descent with momentum; names, defaults and arithmetic of `torch.optim.SGD(fused=True)`.
 
-    As in torch the first step takes the gradient itself for `momentum_buffer`, whatever `dampening` says. Where the first steps had
-    no momentum, torch does so at the first one that has some; here the buffer starts from 0 then, which is the same without
+    As in torch, the first step sets `momentum_buffer` to the gradient itself, whatever `dampening` says. Where the first steps had
+    no momentum, torch does so at the first step that has some; here the buffer starts from 0 then, which is the same without
     dampening. Raises ConfigError on a value that torch refuses too.
     """
 
@@ -78,8 +78,8 @@ class SGD:
 class Adagrad:
     """Adagrad; names, defaults and arithmetic of `torch.optim.Adagrad(fused=True)`.
 
-    A record's first step starts its `sum` from `initial_accumulator_value`; later ones do not look at it. Raises ConfigError on a
-    value that torch refuses too.
+    A record's first step starts its `sum` from `initial_accumulator_value`; later steps do not use that option. Raises ConfigError
+    on a value that torch refuses too.
     """
 
     kind: ClassVar[str] = "adagrad"
@@ -96,20 +96,20 @@ class Adagrad:
 
 
 Options = AdamW | SGD | Adagrad
-"""What one step of a trainable namespace is made with."""
+"""The options of one step of a trainable namespace."""
 
 OPTIMIZERS: Mapping[str, type[Options]] = {options.kind: options for options in (AdamW, SGD, Adagrad)}
-"""By the kind of schema that each updates."""
+"""The options' classes, by the kind of schema that each updates."""
 
 
 def describe(options: Options) -> dict[str, object]:
-    """`kind` and every option, as plain values that msgpack and JSON know."""
+    """Returns `kind` and every option, as plain values that msgpack and JSON know."""
     values = {field.name: getattr(options, field.name) for field in fields(options)}
     return {"kind": options.kind, **{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}}
 
 
 def options_from_description(description: Mapping[str, object]) -> Options:
-    """The options that `describe` described; one that is left out has its default. Raises ConfigError if they are none."""
+    """Returns the options that `describe` described, with defaults for those left out. Raises ConfigError if they are none."""
     values: dict[str, Any] = dict(description)
     kind = values.pop("kind", None)
     if not isinstance(kind, str) or kind not in OPTIMIZERS:
@@ -122,7 +122,7 @@ def options_from_description(description: Mapping[str, object]) -> Options:
 
 
 def _keep_numbers(options: Options, *names: str) -> None:
-    """Makes plain numbers of the options of these names. Raises ConfigError on one that is none, or negative."""
+    """Turns the options of these names into plain numbers. Raises ConfigError on one that is no number, or negative."""
     for name in names:
         value = number(f"{type(options).__name__} {name}", getattr(options, name), least=0)
         object.__setattr__(options, name, value)

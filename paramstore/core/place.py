@@ -1,4 +1,4 @@
-"""Where bytes are: tiers, extents on volumes, and what identifies the bytes themselves."""
+"""Places of bytes (tiers, extents on volumes), and what identifies the bytes themselves."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Extent(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What names the bytes of a record: two records of one key with equal identity have equal bytes."""
+    """The name of a record's bytes: two records of one key with equal identity have equal bytes."""
 
     epoch: int
     version: int
 
 
 class Located(NamedTuple):
-    """A whole record on a volume: where it lies, which bytes they are, and the checksum of its header."""
+    """A whole record on a volume: where it lies, which bytes it has, and the checksum of its header."""
 
     extent: Extent
     identity: Identity

@@ -8,8 +8,8 @@ Working copy of the stored part, one per key:      `param` copies, one per (key,
   DIRTY ─write→ WRITING ─written→ CLEAN              RETIRED ─free→ ABSENT
   CLEAN ─evict→ ABSENT
 
-UPDATING forbids evict, write and materialise; WRITING forbids update. `discard` (rollback) leads to ABSENT from every
-state: what a worker still uses is orphaned and freed when that worker returns.
+UPDATING forbids evict, write and materialise; WRITING forbids update. `discard` (rollback) leads to ABSENT from every other
+state: a slot that a worker still uses is orphaned, and freed when that worker returns.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ WORKING_TABLE: dict[tuple[Working, WorkingEvent], Working] = {
     (W.CLEAN, WE.EVICT): W.ABSENT,
     (W.CLEAN, WE.DISCARD): W.ABSENT,
     (W.UPDATING, WE.UPDATED): W.DIRTY,
-    (W.UPDATING, WE.UPDATE_FAILED): W.ABSENT,  # the bytes are torn: never written, never materialised
+    (W.UPDATING, WE.UPDATE_FAILED): W.ABSENT,  # torn bytes are never written and never materialised
     (W.UPDATING, WE.DISCARD): W.ABSENT,
     (W.DIRTY, WE.UPDATE): W.UPDATING,
     (W.DIRTY, WE.WRITE): W.WRITING,
@@ -88,7 +88,7 @@ COPY_TABLE: dict[tuple[Copy, CopyEvent], Copy] = {
     (C.ABSENT, CE.LOAD): C.LOADING,
     (C.LOADING, CE.LOADED): C.READY,
     (C.LOADING, CE.LOAD_FAILED): C.ABSENT,
-    (C.LOADING, CE.RETIRE): C.RETIRED,  # still lands, for the leases that wait for it
+    (C.LOADING, CE.RETIRE): C.RETIRED,  # its bytes still land, for the leases that wait for it
     (C.READY, CE.EVICT): C.ABSENT,
     (C.READY, CE.RETIRE): C.RETIRED,
     (C.RETIRED, CE.LOADED): C.RETIRED,
@@ -100,11 +100,11 @@ State = TypeVar("State", Working, Copy)
 
 
 class IllegalTransition(AssertionError):
-    """A (state, event) pair that the table forbids: a bug, never the world's doing."""
+    """A (state, event) pair that the table forbids: always a bug."""
 
 
 def next_working(state: Working, event: WorkingEvent) -> Working:
-    """The state after `event`; IllegalTransition if the table forbids it, and then nothing has changed."""
+    """Returns the state after `event`; raises IllegalTransition if the table forbids it, and then nothing has changed."""
     after = WORKING_TABLE.get((state, event))
     if after is None:
         raise IllegalTransition(f"working copy in state {state} got {event}")
@@ -112,7 +112,7 @@ def next_working(state: Working, event: WorkingEvent) -> Working:
 
 
 def next_copy(state: Copy, event: CopyEvent) -> Copy:
-    """The state after `event`; IllegalTransition if the table forbids it, and then nothing has changed."""
+    """Returns the state after `event`; raises IllegalTransition if the table forbids it, and then nothing has changed."""
     after = COPY_TABLE.get((state, event))
     if after is None:
         raise IllegalTransition(f"param copy in state {state} got {event}")
@@ -122,4 +122,4 @@ def next_copy(state: Copy, event: CopyEvent) -> Copy:
 MAY_MATERIALISE = frozenset({W.CLEAN, W.DIRTY, W.WRITING})
 """States in which the slot's bytes are whole and stay so while a reader holds the slot against updates."""
 EVICTABLE = frozenset({W.CLEAN})
-"""Eviction never writes: only a clean working copy can go."""
+"""States in which a working copy can be evicted: eviction never writes, so only a clean one."""

@@ -1,4 +1,4 @@
-"""What a record is made of: parts, fields, shapes, dtypes and where each byte lies.
+"""The layout of a record: its parts, fields, shapes, dtypes, and where each byte lies.
 
 A *stored* part's image is exactly what lies in its extent and in its slot: `header | field | field | ...`, each field
 aligned to 4 KiB. A *derived* part (`param` of a training schema) has no header and is never on a volume: it is made from
@@ -22,7 +22,7 @@ from paramstore.errors import ConfigError, SchemaMismatch
 PAGE_BYTES = 4096
 CHUNK_BYTES = 1 << 20
 HEADER_FIXED_BYTES = 512
-"""Room of the header before its checksum table; `storage.format` fills it."""
+"""Bytes of the header before its checksum table; `storage.format` fills them."""
 CHECKSUM_BYTES = 8
 
 ITEM_BYTES = {
@@ -30,19 +30,19 @@ ITEM_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
-"""What a training schema's `param` and gradients may be."""
+"""The dtypes that a training schema's `param` and gradients may have."""
 MASTER_DTYPE = "float32"
 MASTER_PREFIX = "master"
-"""The masters come first in a record, so that forward reads them alone."""
+"""Name prefix of the masters, which come first in a record, so that forward reads them alone."""
 BLOCKWISE = "int8_blockwise"
 STATE_DTYPES = ("float32", "bfloat16", BLOCKWISE)
-"""How a training schema's optimizer states may be stored; `optim/states.py` says what each means."""
+"""The ways to store a training schema's optimizer states; `optim/states.py` says what each means."""
 STATE_BLOCK_ELEMENTS = 256
 """Elements of a blockwise state that share one scale; blocks restart at each field."""
 SCALE_DTYPE = "float32"
 UPDATE_RULES = ("touched", "exact")
-"""What an apply does to records without a gradient: nothing, or what the optimizer does with a gradient of zeros (later, when the
-record is needed)."""
+"""An apply's rules for records without a gradient: it leaves them alone, or they make a step with a gradient of zeros (later, when
+the record is needed)."""
 FIELDS_MAX = 64
 RANK_MAX = 8
 
@@ -122,7 +122,7 @@ FieldSpecs = tuple[tuple[str, tuple[int, ...], str], ...]
 
 @dataclass(frozen=True, slots=True)
 class StateFields:
-    """Where one optimizer state of one parameter field is stored. scales: None where `values` are the state itself."""
+    """The fields that store one optimizer state of one parameter field. scales: None where `values` are the state itself."""
 
     state: State
     values: Field
@@ -153,7 +153,7 @@ class Schema:
         cls, kind: str, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
         updates: str = "touched", state_dtype: object = "float32",
     ) -> Schema:  # fmt: skip
-        """The schema of parameters that the optimizer `kind` trains: fp32 `master` and the optimizer's states.
+        """Makes a schema of parameters that the optimizer `kind` trains: fp32 `master` and the optimizer's states.
 
         fields: name -> shape. param_dtype: float32, bfloat16 or float16. gradient_dtype: default `param_dtype`.
         updates: what an apply does to records without a gradient, one of UPDATE_RULES. state_dtype: one of STATE_DTYPES.
@@ -176,9 +176,9 @@ class Schema:
         cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
         updates: str = "touched", state_dtype: object = "float32",
     ) -> Schema:  # fmt: skip
-        """For `AdamW`: fp32 master weights, `exp_avg` and `exp_avg_sq` on the volume (12 bytes a parameter, the 12·S of SE-MoE,
-        section 3.1; 8 with bf16 states, 6 with 8-bit ones), `param_dtype` weights made from them. Arguments: see `trained`. Raises
-        SchemaMismatch."""
+        """Makes a schema for `AdamW`: fp32 master weights, `exp_avg` and `exp_avg_sq` on the volume (12 bytes a parameter, the 12·S
+        of SE-MoE, section 3.1; 8 with bf16 states, 6 with 8-bit ones), `param_dtype` weights made from them. Arguments: see
+        `trained`. Raises SchemaMismatch."""
         return cls.trained(
             "adamw", fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype, updates=updates, state_dtype=state_dtype
         )
@@ -188,8 +188,8 @@ class Schema:
         cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
         updates: str = "touched", state_dtype: object = "float32",
     ) -> Schema:  # fmt: skip
-        """For `SGD`: fp32 master weights and `momentum_buffer` (8 bytes a parameter, 6 with bf16 states, 5 with 8-bit ones).
-        Arguments: see `trained`. Raises SchemaMismatch."""
+        """Makes a schema for `SGD`: fp32 master weights and `momentum_buffer` (8 bytes a parameter, 6 with bf16 states, 5 with
+        8-bit ones). Arguments: see `trained`. Raises SchemaMismatch."""
         return cls.trained(
             "sgd", fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype, updates=updates, state_dtype=state_dtype
         )
@@ -199,21 +199,21 @@ class Schema:
         cls, fields: Mapping[str, Sequence[int]], *, param_dtype: object = "bfloat16", gradient_dtype: object = None,
         updates: str = "touched", state_dtype: object = "float32",
     ) -> Schema:  # fmt: skip
-        """For `Adagrad`: fp32 master weights and `sum` (8 bytes a parameter, 6 with bf16 states, 5 with 8-bit ones). Arguments: see
-        `trained`. Raises SchemaMismatch."""
+        """Makes a schema for `Adagrad`: fp32 master weights and `sum` (8 bytes a parameter, 6 with bf16 states, 5 with 8-bit ones).
+        Arguments: see `trained`. Raises SchemaMismatch."""
         return cls.trained(
             "adagrad", fields, param_dtype=param_dtype, gradient_dtype=gradient_dtype, updates=updates, state_dtype=state_dtype
         )
 
     @classmethod
     def param(cls, fields: Mapping[str, tuple[Sequence[int], object]]) -> Schema:
-        """An inference schema: the checkpoint's own bytes in one part. fields: name -> (shape, dtype). Raises SchemaMismatch."""
+        """Makes an inference schema: a checkpoint's bytes in one part. fields: name -> (shape, dtype). Raises SchemaMismatch."""
         specs = _check_specs(fields)
         return cls(kind="param", specs=specs, gradient_dtype="", parts=(_stored_part("param", specs),))
 
     @classmethod
     def from_description(cls, description: Mapping[str, object]) -> Schema:
-        """The schema that `describe` described. Raises SchemaMismatch if it is not a description."""
+        """Returns the schema that `describe` described. Raises SchemaMismatch if it is not a description."""
         try:
             kind = description["kind"]
             raw = description["fields"]
@@ -235,8 +235,8 @@ class Schema:
         raise SchemaMismatch(f"schema kind {kind!r} is unknown; this version knows {', '.join(('param', *OPTIMIZERS))}")
 
     def describe(self) -> dict[str, object]:
-        """Plain values that travel and are kept in the catalog. What has its default is left out: catalogs and notes of an
-        earlier version describe equal schemas in equal bytes."""
+        """Returns plain values, to be sent and kept in the catalog. Defaults are left out, so that catalogs and notes of an earlier
+        version describe equal schemas in equal bytes."""
         fields = [[name, list(shape), dtype] for name, shape, dtype in self.specs]
         described: dict[str, object] = {"kind": self.kind, "fields": fields, "gradient_dtype": self.gradient_dtype}
         if self.updates != "touched":
@@ -246,7 +246,7 @@ class Schema:
         return described
 
     def part(self, name: str) -> Part:
-        """Raises SchemaMismatch, naming those there are."""
+        """Returns the part of that name. Raises SchemaMismatch, naming the parts that there are."""
         for part in self.parts:
             if isinstance(name, str) and part.name == name:
                 return part
@@ -254,7 +254,7 @@ class Schema:
 
     @property
     def stored(self) -> Part:
-        """The part that lies on the volume: one per schema. Its `image_bytes` is the record's size there."""
+        """The one part that lies on the volume. Its `image_bytes` is the record's size there."""
         return self.parts[0]
 
     @property
@@ -266,7 +266,7 @@ class Schema:
         return self.kind != "param"
 
     def check_options(self, options: Options) -> None:
-        """Raises SchemaMismatch if they are of another optimizer than the one whose states the records hold, or of none."""
+        """Raises SchemaMismatch if `options` are not those of the optimizer whose states the records hold."""
         if not isinstance(options, Options):
             names = ", ".join(f"ps.{cls.__name__}(...)" for cls in OPTIMIZERS.values())
             raise SchemaMismatch(f"options={options!r:.80}: give one of {names}; their arguments have torch's names")
@@ -278,8 +278,8 @@ class Schema:
             )
 
     def state_fields(self) -> tuple[tuple[StateFields, ...], ...]:
-        """For each parameter field, in order, where its optimizer states are stored; its master is the stored field of the same
-        number. Training schemas only."""
+        """For each parameter field, in order, the fields that store its optimizer states; its master is the stored field of the
+        same number. Training schemas only."""
         count, states = len(self.specs), OPTIMIZERS[self.kind].states
         fields = self.stored.fields
         first_scale = count * (1 + len(states))
@@ -301,16 +301,16 @@ class Schema:
 
     @property
     def parameter_elements(self) -> int:
-        """Parameters in one record."""
+        """Number of parameters in one record."""
         return sum(prod(shape) for _, shape, _ in self.specs)
 
     def initial_fields(self) -> tuple[Field, ...]:
-        """Where each field of an initial value lies in an upload range: fp32 for training (it becomes `master`), else as stored."""
+        """The fields of an initial value in an upload range: fp32 for training (they become `master`), else as stored."""
         return self._initial_layout()[0]
 
     @property
     def initial_bytes(self) -> int:
-        """Bytes one key's initial value takes in an upload area."""
+        """Bytes that one key's initial value takes in an upload area."""
         return self._initial_layout()[1]
 
     def _initial_layout(self) -> tuple[tuple[Field, ...], int]:
@@ -319,12 +319,12 @@ class Schema:
         )
 
     def gradient_fields(self) -> tuple[Field, ...]:
-        """Where each field's gradient lies in one key's range of an upload area; page-aligned as in a part."""
+        """The fields of one key's gradient as they lie in its range of an upload area; page-aligned as in a part."""
         return _layout([(name, shape, self.gradient_dtype) for name, shape, _ in self.specs], start_bytes=0)[0]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes one key's gradients take in an upload area."""
+        """Bytes that one key's gradients take in an upload area."""
         return _layout([(name, shape, self.gradient_dtype) for name, shape, _ in self.specs], start_bytes=0)[1]
 
 
@@ -362,7 +362,7 @@ def _check_specs(fields: Mapping[str, tuple[Sequence[int], object]]) -> FieldSpe
 
 
 def _optim_specs(kind: str, specs: FieldSpecs, state_dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
-    """The stored fields of a training schema: all masters, all of each state, then all scales of each state."""
+    """The stored fields of a training schema: all masters, then each state's values, then each state's scales."""
     dtype = "int8" if state_dtype == BLOCKWISE else state_dtype
     states = [state.name for state in OPTIMIZERS[kind].states]
     stored = [(f"{MASTER_PREFIX}/{name}", shape, MASTER_DTYPE) for name, shape, _ in specs]
@@ -377,7 +377,7 @@ def _optim_specs(kind: str, specs: FieldSpecs, state_dtype: str) -> list[tuple[s
 
 
 def _layout(specs: Sequence[tuple[str, tuple[int, ...], str]], *, start_bytes: int) -> tuple[tuple[Field, ...], int]:
-    """Fields one after the other, each on a page boundary; and the end, rounded up to a page."""
+    """Lays out fields one after the other, each on a page boundary; returns them and the end, rounded up to a page."""
     fields, offset_bytes = [], start_bytes
     for name, shape, dtype in specs:
         field = Field(name, shape, dtype, offset_bytes)

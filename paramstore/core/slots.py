@@ -1,4 +1,4 @@
-"""Slots of one arena: which are free, which generation each is in.
+"""The slots of one arena: which are free, and the generation of each.
 
 A slot's generation grows each time it is freed, so that a stale reference to it can be told from a live one.
 """
@@ -9,7 +9,7 @@ from collections import deque
 
 
 class SlotTable:
-    """Owner of an arena's free list. Slots are numbered 0 .. count-1 over all its segments.
+    """An arena's free list. Slots are numbered 0 .. count-1 over all its segments.
 
     Invariant: a slot is free or taken, never both; `generation(slot)` never decreases.
     """
@@ -36,7 +36,7 @@ class SlotTable:
         return added
 
     def take(self) -> int:
-        """A free slot, now taken. The one freed last comes first: its pages are warm. There must be one."""
+        """Takes a free slot, of which there must be one. The one freed last comes first, because its pages are warm."""
         slot = self._free.pop()
         self._taken.add(slot)
         return slot

@@ -1,7 +1,7 @@
-"""Traces: what a program asked of its experts, packed, to be replayed against policies and arena sizes.
+"""Routing traces: what a program asked of its experts, packed, to be replayed against policies and arena sizes.
 
 A file is one line `paramstore-trace 1`, one line of JSON (`TraceHeader`), and a zlib stream of events: a kind (one byte), the
-position of a layer in the header's `layers` (two bytes, little-endian), and a bitmap of the layer's experts, least first.
+position of a layer in the header's `layers` (two bytes, little-endian), and a bitmap of the layer's experts, lowest first.
 A call that names several layers becomes several events of one kind. `APPLY` and `STEP` name no experts.
 """
 
@@ -20,11 +20,11 @@ from paramstore.errors import ConfigError, ParamStoreError
 
 MAGIC = b"paramstore-trace 1"
 EVENTS_BYTES_MAX = 1 << 30
-"""Unpacked: beyond it a file is no trace that anybody recorded."""
+"""The most bytes of unpacked events: a file with more is no trace that anybody recorded."""
 
 
 class TraceEventKind(IntEnum):
-    """What was called."""
+    """The calls that a trace records."""
 
     ACQUIRE = 1
     PREFETCH = 2
@@ -36,7 +36,7 @@ class TraceEventKind(IntEnum):
 
 
 class TraceEvent(NamedTuple):
-    """One call, as far as one layer goes. experts: ascending."""
+    """The part of one call that concerns one layer. experts: ascending."""
 
     kind: TraceEventKind
     layer: int
@@ -49,7 +49,7 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
-    """Of which experts, and how the trace was made. schema: what `Schema.describe` gives; how: for people."""
+    """Says which experts a trace is of, and how it was made. schema: as `Schema.describe` returns it; how: for people."""
 
     name: str
     schema: dict[str, object]
@@ -64,7 +64,7 @@ class TraceHeader:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A header and what happened, in order."""
+    """A header, and the events in order."""
 
     header: TraceHeader
     events: tuple[TraceEvent, ...]
@@ -75,7 +75,7 @@ class Trace:
 
     @property
     def has_applies(self) -> bool:
-        """Whether it trains."""
+        """Whether the traced program trains."""
         return any(event.kind is TraceEventKind.APPLY for event in self.events)
 
     @property
@@ -83,7 +83,7 @@ class Trace:
         return sum(event.kind is TraceEventKind.STEP for event in self.events)
 
     def pack(self) -> bytes:
-        """The file's bytes."""
+        """Returns the bytes of a trace file."""
         header = json.dumps(asdict(self.header), sort_keys=True).encode()
         width = _bitmap_bytes(self.header.experts)
         places = {layer: place for place, layer in enumerate(self.header.layers)}
@@ -95,7 +95,7 @@ class Trace:
 
 
 def unpack_trace(content: bytes) -> Trace:
-    """The trace in a file's bytes. Raises ConfigError on anything else."""
+    """Unpacks the bytes of a trace file. Raises ConfigError on anything else."""
     try:
         magic, described, packed = content.split(b"\n", 2)
         if magic != MAGIC:
@@ -112,7 +112,7 @@ def unpack_trace(content: bytes) -> Trace:
 
 
 def split_by_layer(kind: TraceEventKind, keys: Iterable[ExpertKey]) -> list[TraceEvent]:
-    """A call on `keys` as events, layers in the order in which the call names them."""
+    """Splits a call on `keys` into events, one a layer, in the order in which the call names the layers."""
     experts: dict[int, set[int]] = {}
     for layer, expert in keys:
         experts.setdefault(layer, set()).add(expert)

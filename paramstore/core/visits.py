@@ -1,13 +1,13 @@
 """The order in which a step visits the layers: what a client declares, so that the service knows what is needed next.
 
 A *visit* is one pass over one layer's experts. A declared order is a cycle: after its last visit comes the first again.
-What a visit says of the copies in an arena:
+The kind of a visit says what it does with the copies in an arena:
 
 - ROUTED: the gate chooses anew which of the layer's experts are used.
-- REPEATED: used are exactly those of the layer's last routed visit (a backward after its forward).
-- GATHERED: as ROUTED, but of all layers at once, as an apply takes its records: in which order is not known beforehand.
-- UPDATED: nothing is used; copies that were used since the visit before of this kind are superseded (an update makes new ones).
-- REPLACED: nothing is used; all of the layer's copies are superseded (`updates="exact"`: untouched experts change too).
+- REPEATED: uses exactly the experts of the layer's last routed visit (a backward after its forward).
+- GATHERED: like ROUTED, but in all layers at once, as an apply takes its records, in an order not known beforehand.
+- UPDATED: uses nothing; supersedes copies that were used since the last visit of this kind (an update makes new ones).
+- REPLACED: uses nothing; supersedes all of the layer's copies (`updates="exact"`: untouched experts change too).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from paramstore.core.key import LAYERS_MAX
 from paramstore.errors import ConfigError
 
 VISITS_MAX = 1 << 14
-"""Of one cycle: 64 layers forward and backward for 127 micro-batches. It is looked at visit by visit, on the event loop."""
+"""The most visits of one cycle: 64 layers forward and backward for 127 micro-batches. The event loop looks at every visit."""
 
 
 class VisitKind(StrEnum):
-    """What happens to a layer's copies at a visit. See the module docstring."""
+    """The kinds of visits, by what they do with a layer's copies. See the module docstring."""
 
     ROUTED = "routed"
     REPEATED = "repeated"
@@ -35,9 +35,9 @@ class VisitKind(StrEnum):
 
 
 CHOSEN = frozenset({VisitKind.ROUTED, VisitKind.GATHERED})
-"""The kinds at which it is chosen anew what is used."""
+"""The kinds that choose anew which experts are used."""
 USES = CHOSEN | {VisitKind.REPEATED}
-"""The kinds that use copies; the others end them."""
+"""The kinds that use copies; the others supersede them."""
 
 
 class Visit(NamedTuple):
@@ -48,11 +48,11 @@ class Visit(NamedTuple):
 
 
 Visits = tuple[Visit, ...]
-"""One cycle, in order; empty: nothing is declared."""
+"""One cycle of visits, in order; empty if none is declared."""
 
 
 def training_visits(layers: Iterable[int], *, micro_batches: int = 1, is_exact: bool = False) -> Visits:
-    """A training step over `layers`, as the arena of `param` sees it: forward and backward for each of `micro_batches`, then
+    """The visits of a training step over `layers` to the arena of `param`: forward and backward for each of `micro_batches`, then
     the update, in backward order. is_exact: the update changes untouched experts too."""
     order = _ordered(layers, micro_batches)
     forward = tuple(Visit(layer, VisitKind.ROUTED) for layer in order)
@@ -62,8 +62,8 @@ def training_visits(layers: Iterable[int], *, micro_batches: int = 1, is_exact: 
 
 
 def apply_visits(layers: Iterable[int], *, is_exact: bool = False) -> Visits:
-    """The same step as the arena of `optim` sees it: the update, in backward order; is_exact: before it the forward, which
-    has the records that missed steps catch up."""
+    """The visits of a training step to the arena of `optim`: the update, in backward order; is_exact: before it the forward, for
+    which records make their missed steps."""
     order = _ordered(layers, 1)
     catching_up = order if is_exact else ()
     return (
@@ -73,12 +73,12 @@ def apply_visits(layers: Iterable[int], *, is_exact: bool = False) -> Visits:
 
 
 def ring_visits(layers: Iterable[int]) -> Visits:
-    """One token's pass over `layers`, as a ring or any other generation makes it."""
+    """The visits of one token's pass over `layers`, in a ring or any other way of generating."""
     return tuple(Visit(layer, VisitKind.ROUTED) for layer in _ordered(layers, 1))
 
 
 def check_visits(pairs: Sequence[tuple[int, str]], layers: Sequence[int], *, what: str) -> Visits:
-    """`pairs` of (layer, kind) as a cycle over some of `layers`. Raises ConfigError naming `what` and the first wrong one."""
+    """Makes a cycle of `pairs` of (layer, kind), of some of `layers`. Raises ConfigError naming `what` and the first wrong pair."""
     if isinstance(pairs, str) or not isinstance(pairs, Sequence):
         raise wrong(what, pairs, "a tuple of visits")
     if len(pairs) > VISITS_MAX:
