@@ -1,4 +1,4 @@
-"""The answers: what the daemon sends. See `paramstore.wire.messages`."""
+"""The messages that the daemon sends: answers, and what it sends unasked. See `paramstore.wire.messages`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from paramstore.wire.base import Message
 
 
 class Done(Message, tag="done"):
+    """The request was carried out. result: as the request's docstring says."""
+
     id: int
     result: Any = None
 
 
 class Granted(Message, tag="granted"):
-    """A lease. slots: per key (segment, offset_bytes, epoch, version), in the order asked. segments: (id, length_bytes)
-    of those this client sees for the first time; their fds are attached."""
+    """The lease is granted. slots: (segment, offset_bytes, epoch, version) of each key, in the order asked. segments: (id,
+    length_bytes) of those that this client sees for the first time; their fds are attached."""
 
     id: int
     slots: list[tuple[int, int, int, int]]
@@ -22,7 +24,7 @@ class Granted(Message, tag="granted"):
 
 
 class Uploaded(Message, tag="uploaded"):
-    """A new upload segment of this session, writable; its fd is attached."""
+    """The session has a new, writable upload segment; its fd is attached."""
 
     id: int
     segment: int
@@ -30,7 +32,7 @@ class Uploaded(Message, tag="uploaded"):
 
 
 class Failed(Message, tag="failed"):
-    """error: a class name of paramstore.errors."""
+    """The request failed, or (id 0) the daemon hangs up. error: a class name of paramstore.errors."""
 
     id: int
     error: str
@@ -38,13 +40,13 @@ class Failed(Message, tag="failed"):
 
 
 class Unmap(Message, tag="unmap"):
-    """The daemon gives these segments up: unmap them once no lease is left, then send Unmapped."""
+    """Asks the client to unmap these segments once no lease is left in them, and then to send Unmapped."""
 
     segments: list[int]
 
 
 class LeaseSlots(Message, tag="lease_slots"):
-    """How many slots this handle may lease from now on. Sent by daemons before PROMISE_MINOR alone."""
+    """Says how many slots this handle may lease from now on. Only daemons before PROMISE_MINOR send it."""
 
     handle: int
     slots: int

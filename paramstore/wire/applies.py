@@ -10,8 +10,8 @@ from paramstore.wire.base import Keys, Layers, Message, Seconds
 class Apply(Message, tag="apply"):
     """Runs the optimizer over everything pending. Result: {records, bytes_read, bytes_written}.
 
-    options: None for AdamW, whose options are the fields before; else the optimizer's, as `core.optimizers.describe` gives
-    them, and of the fields before `grad_scale` alone counts. Since TRAINING_MINOR.
+    options: None for AdamW, whose options are the fields before; otherwise as `core.optimizers.describe` returns them, and of
+    the fields before only `grad_scale` counts. Since TRAINING_MINOR.
     """
 
     ADDED_FIELDS: ClassVar[int] = 1
@@ -28,8 +28,8 @@ class Apply(Message, tag="apply"):
 
 
 class BeginApply(Message, tag="begin_apply"):
-    """Opens an apply before its gradients are there; the fields of an `Apply`. Answered when it is over, with the result of one,
-    or with why it came to no end. Since TRAINING_MINOR.
+    """Opens an apply before its gradients are there; has the fields of `Apply`. Answered when the apply is over, with the result of
+    an `Apply`, or with why it was given up. Since TRAINING_MINOR.
     """
 
     id: int
@@ -44,14 +44,14 @@ class BeginApply(Message, tag="begin_apply"):
 
 
 class EndApply(Message, tag="end_apply"):
-    """The open apply takes what is pending. Result: {records, bytes_read, bytes_written}, when it is over. Since TRAINING_MINOR."""
+    """Closes the open apply, which claims what is pending. Result, when it is over: as of `Apply`. Since TRAINING_MINOR."""
 
     id: int
     handle: int
 
 
 class EndLayers(Message, tag="end_layers"):
-    """While an apply is open: the sender pushes no more gradients of these layers before it is closed. Since ROOM_MINOR."""
+    """Says that the sender pushes no more gradients of these layers before the open apply is closed. Since ROOM_MINOR."""
 
     id: int
     handle: int
@@ -59,8 +59,8 @@ class EndLayers(Message, tag="end_layers"):
 
 
 class AwaitRoom(Message, tag="await_room"):
-    """While an apply is open: waits until it has read the gradients of some of `keys`, which the sender pushed, for the last time.
-    Result: those keys; their ranges are the sender's again. timeout_s: 0 asks without waiting, and may give none. Since ROOM_MINOR.
+    """Waits until the open apply has read the gradients of some of `keys`, which the sender pushed, for the last time. Result:
+    those keys; their ranges are the sender's again. timeout_s: 0 asks without waiting, and may return none. Since ROOM_MINOR.
     """
 
     id: int

@@ -1,4 +1,4 @@
-"""What every message has in common: limits, keys and the base class. `paramstore.wire.messages` is what others import."""
+"""The common parts of all messages: limits, keys and the base class. Others import `paramstore.wire.messages`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMISE_MINOR = 4
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17
-"""Keys in one request."""
+"""The most keys in one request."""
 EXTRA_BYTES_MAX = 64 << 10
 SEGMENTS_PER_FRAME_MAX = 64
 LABEL_MAX = 64
@@ -35,15 +35,15 @@ Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max)]
 
 
 VISITS_MAX = 1 << 14
-"""Visits of one declared cycle: 64 layers forward and backward for 127 micro-batches."""
+"""The most visits of one declared cycle: 64 layers forward and backward for 127 micro-batches."""
 VisitPairs = Annotated[tuple[tuple[int, str], ...], msgspec.Meta(max_length=VISITS_MAX)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Base of all; each message is an array whose first item is its tag.
+    """Base of all messages; each is an array whose first item is its tag.
 
-    ADDED_FIELDS: how many fields at its end an older peer of this major does not know. While all of them have their defaults
-    they are not sent, so that such a peer understands the rest.
+    ADDED_FIELDS: how many fields at its end an older peer of this major does not know. They are not sent while all of them have
+    their defaults, so that such a peer understands the rest.
     """
 
     ADDED_FIELDS: ClassVar[int] = 0

@@ -18,9 +18,9 @@ from paramstore.wire.messages import Answer, Message, Request
 
 LENGTH = struct.Struct("<I")
 FRAME_BYTES_MAX = 8 << 20
-"""KEYS_MAX keys and the largest `extra` fit; more is no correct peer."""
+"""The longest frame: KEYS_MAX keys and the largest `extra` fit; no correct peer sends more."""
 FIRST_FRAME_BYTES_MAX = 4096
-"""Until the hello is accepted."""
+"""The longest frame until the hello is accepted."""
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -28,11 +28,11 @@ _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answe
 _ANSWERED: dict[object, type[Message]] = {
     cls.__struct_config__.tag: cls for cls in get_args(Request) if cls.__struct_fields__[0] == "id"
 }
-"""By tag: the requests that are answered by their id; the others are one-way."""
+"""The requests that are answered, by tag: those with an id. The others are one-way."""
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """The first items of a request. What follows is passed over, and takes no memory."""
+    """The first items of a request. The decoder skips what follows, which takes no memory."""
 
     tag: str
     id: int
@@ -44,7 +44,7 @@ _handle_decoder = msgspec.msgpack.Decoder(int)
 
 
 class BrokenRequest(NamedTuple):
-    """What a body that is no request was meant to be. handle: None where it has none, or none that can be read."""
+    """The request that an unreadable body was meant to be. handle: None where it has none, or none that can be read."""
 
     kind: type[Message]
     id: int
@@ -52,7 +52,7 @@ class BrokenRequest(NamedTuple):
 
 
 def encode(message: Message) -> bytearray:
-    """The frame of `message`. Raises ProtocolError if it would exceed FRAME_BYTES_MAX, or a value cannot travel."""
+    """Makes the frame of `message`. Raises ProtocolError if it would exceed FRAME_BYTES_MAX, or a value cannot be encoded."""
     frame = bytearray(LENGTH.size)
     try:
         _encoder.encode_into(_shortened(message) if message.ADDED_FIELDS else message, frame, LENGTH.size)
@@ -66,7 +66,7 @@ def encode(message: Message) -> bytearray:
 
 
 def _shortened(message: Message) -> object:
-    """What is sent of a message that has grown: without the added fields if all of them have their defaults."""
+    """The values of a message to send: without its ADDED_FIELDS if all of them have their defaults."""
     values = [getattr(message, name) for name in message.__struct_fields__]
     added = message.ADDED_FIELDS
     if tuple(values[-added:]) != message.__struct_defaults__[-added:]:
@@ -82,7 +82,7 @@ def decode_request(body: bytes | bytearray | memoryview) -> Request:
 
 
 def broken_request(body: bytes | bytearray | memoryview) -> BrokenRequest | None:
-    """Which request a body was meant to be that `decode_request` refused; None where its tag and id cannot be read."""
+    """Finds out which request a body that `decode_request` refused was meant to be; None where its tag and id cannot be read."""
     try:
         head = _head_decoder.decode(body)
         kind = _ANSWERED[head.tag]
@@ -112,7 +112,7 @@ class FrameDecoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Bodies that `data` completes, in order. Raises ProtocolError at a length above the limit."""
+        """Yields the bodies that `data` completes, in order. Raises ProtocolError at a length above the limit."""
         self._buffer += data
         start = 0
         try:

@@ -1,9 +1,9 @@
-"""Every message that crosses the socket. `docs/protocol.md` tells the conversation; this file is the contract.
+"""Every message that crosses the socket. `docs/protocol.md` describes the conversation; these messages are the contract.
 
 A request carries `id`, chosen by the client, unique among its unanswered requests, never 0. The daemon answers each with
-one `Done`, `Granted`, `Uploaded` or `Failed` of the same id, in any order: a request is what a ticket stands for.
-`Release`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. `Unmap` is what the daemon sends unasked (before minor 4
-`LeaseSlots` too), and `Failed` of id 0, which says why it hangs up.
+one `Done`, `Granted`, `Uploaded` or `Failed` of the same id, in any order: a ticket stands for one request.
+`Release`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. Unasked the daemon sends `Unmap` (before minor 4 also
+`LeaseSlots`), and `Failed` with id 0, which says why it hangs up.
 
 Descriptors travel by SCM_RIGHTS at the first byte of the frame that names their segments, in that order, to the client only.
 """

@@ -1,4 +1,4 @@
-"""The requests: what a client sends. See `paramstore.wire.messages`."""
+"""The requests, which a client sends. See `paramstore.wire.messages`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paramstore.wire.base import Key, Keys, Message, Seconds, VisitPairs
 
 
 class Hello(Message, tag="hello"):
-    """First frame of a connection. Answered by Done with a `welcome` mapping, or Failed(VersionMismatch)."""
+    """Begins a connection. Answered by Done with a `welcome` mapping, or Failed(VersionMismatch)."""
 
     id: int
     magic: str
@@ -20,13 +20,13 @@ class Hello(Message, tag="hello"):
 
 
 class Namespaces(Message, tag="namespaces"):
-    """Result: list of mappings {name, schema, layers, experts, committed_step, prepared_step, epoch}."""
+    """Lists the namespaces. Result: list of {name, schema, layers, experts, committed_step, prepared_step, epoch}."""
 
     id: int
 
 
 class CreateNamespace(Message, tag="create"):
-    """Opens as writer too. Result as OpenNamespace. Errors: NamespaceExists, CapacityError, SchemaMismatch."""
+    """Creates a namespace, opened as writer. Result as of OpenNamespace. Errors: NamespaceExists, CapacityError, SchemaMismatch."""
 
     id: int
     name: str
@@ -37,10 +37,10 @@ class CreateNamespace(Message, tag="create"):
 
 
 class OpenNamespace(Message, tag="open"):
-    """mode: "read" or "write". at: a step; None means the newest committed. min_lease_slots: since PROMISE_MINOR.
+    """Opens a namespace. mode: "read" or "write". at: a step; None: the newest committed one. min_lease_slots: since PROMISE_MINOR.
 
     Result: mapping {handle, name, schema, layers, experts, committed_step, view_step, epoch, lease_slots, wait_timeout_s}.
-    Opening as writer fences the writers before it and rolls back to that step; a prepared one is committed if it is `at`.
+    Opening as writer fences earlier writers and rolls back to that step; a prepared one is committed if it is `at`.
     Error: StepPrepared, to a writer without `at` while a step is prepared; CapacityError where fewer slots than asked for are left.
     """
 
@@ -55,7 +55,7 @@ class OpenNamespace(Message, tag="open"):
 
 
 class CreateRank(CreateNamespace, tag="create_rank"):
-    """As CreateNamespace, by one of `world_size` ranks that write together. `group` names this start of the job.
+    """CreateNamespace sent by one of `world_size` ranks that write together. `group` names this start of the job.
 
     Answered when all ranks have sent it with equal arguments. Error: StepMismatch if they differ, or one does not come in time.
     """
@@ -66,7 +66,7 @@ class CreateRank(CreateNamespace, tag="create_rank"):
 
 
 class OpenRank(Message, tag="open_rank"):
-    """As OpenNamespace of mode "write", by one of `world_size` ranks that write together; see CreateRank."""
+    """OpenNamespace of mode "write", sent by one of `world_size` ranks that write together; see CreateRank."""
 
     ADDED_FIELDS: ClassVar[int] = 1
 
@@ -82,6 +82,8 @@ class OpenRank(Message, tag="open_rank"):
 
 
 class CloseNamespace(Message, tag="close"):
+    """Closes a handle."""
+
     id: int
     handle: int
 
@@ -101,7 +103,8 @@ class OpenUpload(Message, tag="upload"):
 
 
 class InitializeBegin(Message, tag="init_begin"):
-    """Starts the namespace over, at no record at all; `is_resumed` (from minor 3 on): at those that its draft has.
+    """Begins an initialization, which starts the namespace over without any record; `is_resumed` (from minor 3 on): with those of
+    its draft.
 
     Result: mapping {present, extra}: a bit per key in key order, lowest first, that is set if the key has its value; and what
     the draft was saved with, None without one. Error: StepOutOfOrder once it has a committed step.
@@ -115,7 +118,7 @@ class InitializeBegin(Message, tag="init_begin"):
 
 
 class InitializePut(Message, tag="init_put"):
-    """Initial values of one key, laid out as `schema.initial_fields()` at `offset_bytes` of an upload segment.
+    """Gives the initial value of one key, laid out as `schema.initial_fields()` at `offset_bytes` of an upload segment.
 
     Answered when the bytes have been taken; the range may be reused then.
     """
@@ -130,8 +133,8 @@ class InitializePut(Message, tag="init_put"):
 class InitializeSave(Message, tag="init_save"):
     """Makes the values put so far durable as the namespace's draft, for an initialization that resumes. From minor 3 on.
 
-    Result: {records, bytes_written, seconds}, once durable: of those that no draft had. Error: StepOutOfOrder outside of an
-    initialization.
+    Result, once durable: {records, bytes_written, seconds}, of the values that were in no earlier draft. Error: StepOutOfOrder
+    outside of an initialization.
     """
 
     id: int
@@ -140,14 +143,16 @@ class InitializeSave(Message, tag="init_save"):
 
 
 class InitializeEnd(Message, tag="init_end"):
-    """Answered when every key has a whole record on a volume. Error: StepFailed naming a key that was never put."""
+    """Ends an initialization. Answered when every key has a whole record on a volume. Error: StepFailed naming a key without
+    one."""
 
     id: int
     handle: int
 
 
 class Prefetch(Message, tag="prefetch"):
-    """Result: {loaded, resident, skipped, bytes}: keys it loaded, had already, had no room for; bytes moved."""
+    """Loads keys ahead of use. Result: {loaded, resident, skipped, bytes}: keys loaded, present before, without room; bytes
+    moved."""
 
     id: int
     handle: int
@@ -157,7 +162,7 @@ class Prefetch(Message, tag="prefetch"):
 
 
 class Acquire(Message, tag="acquire"):
-    """All keys or none. Answered by Granted; the lease is named by this request's id until released."""
+    """Leases all keys or none. Answered by Granted; this request's id names the lease until it is released."""
 
     id: int
     handle: int
@@ -167,23 +172,23 @@ class Acquire(Message, tag="acquire"):
 
 
 class Release(Message, tag="release"):
-    """One-way: ends leases. An id that names no lease is ignored (it was cancelled or its namespace closed)."""
+    """Ends leases (one-way). An id that names no lease is ignored (it was cancelled or its namespace closed)."""
 
     leases: list[int]
 
 
 class Cancel(Message, tag="cancel"):
-    """One-way: cancels the request `target` if it can still be; its own answer says what became of it."""
+    """Cancels the request `target` if that is still possible (one-way); the answer to `target` says what became of it."""
 
     target: int
 
 
 class Push(Message, tag="push"):
-    """Pending gradients of keys that had none: (layer, expert, segment, offset), laid out as `schema.gradient_fields()`.
+    """Makes gradients pending for keys that had none: (layer, expert, segment, offset), laid out as `schema.gradient_fields()`.
 
-    All entries or none. The ranges belong to the daemon until the apply or abort that consumes them is answered.
-    is_last: an apply is open, which may update these keys from now on: also keys that have a gradient, with their places. Since
-    TRAINING_MINOR.
+    Takes all entries or none. The ranges belong to the daemon until the apply or abort that consumes them is answered.
+    is_last: an apply is open, and may update these keys from now on; keys that have a pending gradient are named too, with its
+    place. Since TRAINING_MINOR.
     """
 
     ADDED_FIELDS: ClassVar[int] = 1
@@ -195,21 +200,21 @@ class Push(Message, tag="push"):
 
 
 class GradientNorm(Message, tag="norm"):
-    """Result: the L2 norm over everything pending in the namespace, a float."""
+    """Computes the L2 norm over all pending gradients of the namespace. Result: a float."""
 
     id: int
     handle: int
 
 
 class Abort(Message, tag="abort"):
-    """Drops pending gradients, and an open apply that has claimed none. Result: how many keys had some."""
+    """Drops pending gradients, and an open apply that has claimed none. Result: how many keys had pending gradients."""
 
     id: int
     handle: int
 
 
 class WriteBack(Message, tag="write_back"):
-    """Result: {written, bytes}. keys None: all that are dirty."""
+    """Writes dirty records. keys None: all. Result: {written, bytes}."""
 
     id: int
     handle: int
@@ -217,7 +222,7 @@ class WriteBack(Message, tag="write_back"):
 
 
 class Evict(Message, tag="evict"):
-    """Result: {evicted, skipped: [[layer, expert], ...]}; skipped ones are leased or in use."""
+    """Evicts copies from host memory. Result: {evicted, skipped: [[layer, expert], ...]}; skipped ones are leased or in use."""
 
     id: int
     handle: int
@@ -226,7 +231,7 @@ class Evict(Message, tag="evict"):
 
 
 class Protect(Message, tag="protect"):
-    """A wish to keep `param` copies of these keys (is_wanted) or its end (not is_wanted)."""
+    """Wishes that `param` copies of these keys are kept (is_wanted), or takes that wish back (not is_wanted)."""
 
     id: int
     handle: int
@@ -235,7 +240,8 @@ class Protect(Message, tag="protect"):
 
 
 class DeclareSchedule(Message, tag="schedule"):
-    """In which cycles of (layer, kind) the client visits its layers, by part; both empty: it takes that back. Kinds: `core.visits`.
+    """Declares the cycles of (layer, kind), one a part, in which the client visits its layers; both empty: takes that back. Kinds:
+    `core.visits`.
 
     Result: None. Error: ConfigError, naming the first visit that is of no layer or kind. Ends with the handle.
     """
@@ -247,7 +253,7 @@ class DeclareSchedule(Message, tag="schedule"):
 
 
 class Commit(Message, tag="commit"):
-    """Result: {step, records, bytes_written, seconds}, once durable."""
+    """Commits everything that has changed as `step`. Result, once durable: {step, records, bytes_written, seconds}."""
 
     id: int
     handle: int
@@ -256,11 +262,11 @@ class Commit(Message, tag="commit"):
 
 
 class Prepare(Commit, tag="prepare"):
-    """Result: as of Commit, once durable; the step is committed by Finalize. Error: StepPrepared if one is prepared."""
+    """Makes `step` durable, to be committed by Finalize. Result, once durable: as of Commit. Error: StepPrepared if one is."""
 
 
 class Finalize(Message, tag="finalize"):
-    """Result: None; the prepared `step` is committed. Error: StepOutOfOrder if another step, or none, is prepared."""
+    """Commits the prepared `step`. Result: None. Error: StepOutOfOrder if another step, or none, is prepared."""
 
     id: int
     handle: int
@@ -268,14 +274,14 @@ class Finalize(Message, tag="finalize"):
 
 
 class Steps(Message, tag="steps"):
-    """Result: the steps that can be opened, oldest first."""
+    """Lists the steps that can be opened. Result: their numbers, oldest first."""
 
     id: int
     handle: int
 
 
 class Extra(Message, tag="extra"):
-    """Result: the bytes committed with `step`. Error: StepDropped."""
+    """Asks for the caller's bytes committed with `step`. Result: these bytes. Error: StepDropped."""
 
     id: int
     handle: int
@@ -283,7 +289,7 @@ class Extra(Message, tag="extra"):
 
 
 class Rollback(Message, tag="rollback"):
-    """Result: the new epoch."""
+    """Rolls back to `step`. Result: the new epoch."""
 
     id: int
     handle: int
@@ -291,7 +297,7 @@ class Rollback(Message, tag="rollback"):
 
 
 class Snapshot(Message, tag="snapshot"):
-    """Result: None; `step` stays until DropSnapshot. Error: StepDropped, CapacityError."""
+    """Makes `step` a snapshot, which stays until DropSnapshot. Result: None. Error: StepDropped, CapacityError."""
 
     id: int
     handle: int
@@ -299,7 +305,7 @@ class Snapshot(Message, tag="snapshot"):
 
 
 class DropSnapshot(Message, tag="drop_snapshot"):
-    """Result: None. Error: StepDropped if `step` is no snapshot."""
+    """Makes a snapshot an ordinary step again. Result: None. Error: StepDropped if `step` is no snapshot."""
 
     id: int
     handle: int
@@ -307,7 +313,7 @@ class DropSnapshot(Message, tag="drop_snapshot"):
 
 
 class Snapshots(Message, tag="snapshots"):
-    """Result: the steps that are snapshots, oldest first."""
+    """Lists the steps that are snapshots. Result: their numbers, oldest first."""
 
     id: int
     handle: int
@@ -327,23 +333,24 @@ class Read(Message, tag="read"):
 
 
 class Residency(Message, tag="residency"):
-    """Result: {layers, experts, optim: [...], param: [...], heat: [...]} per key in key order (see engine.store)."""
+    """Asks where experts are. Result: {layers, experts, optim: [...], param: [...], heat: [...], hbm: [...]}, each list with an
+    item per key in key order (see `engine.report.residency`)."""
 
     id: int
     handle: int
 
 
 class Stats(Message, tag="stats"):
-    """Result: the daemon's counters and sizes, a mapping; see docs/protocol.md."""
+    """Asks for the daemon's counters and sizes. Result: a mapping; see docs/protocol.md."""
 
     id: int
 
 
 class Verify(Message, tag="verify"):
-    """Reads and checks records where they lie; one at a time. namespace None: all; keys None: all of it.
+    """Reads and checks records where they lie; one Verify runs at a time. namespace None: all; keys None: all of the namespace's.
 
     Result, once all are checked: {namespaces, bytes_per_s, state, records, records_total, bytes_read, bytes_total,
-    superseded, found, findings, seconds}. Damage is a finding, not an error.
+    superseded, copies, found, findings, copy_findings, seconds}. Damage is a finding, not an error.
     """
 
     id: int
@@ -353,26 +360,26 @@ class Verify(Message, tag="verify"):
 
 
 class TraceBegin(Message, tag="trace_begin"):
-    """From now on the daemon logs transfers for this session. Result: None."""
+    """Makes the daemon log transfers for this session from now on. Result: None."""
 
     id: int
 
 
 class TraceEnd(Message, tag="trace_end"):
-    """Result: {transfers, dropped, now_s}: those submitted since `TraceBegin` that have ended, as [kind, namespace, layer, expert,
-    urgency, bytes, submitted_s, started_s, ended_s]; times are CLOCK_MONOTONIC."""
+    """Ends the log that `TraceBegin` began. Result: {transfers, dropped, now_s}: the transfers that ended meanwhile, as [kind,
+    namespace, layer, expert, urgency, bytes, submitted_s, started_s, ended_s]; times are CLOCK_MONOTONIC."""
 
     id: int
 
 
 class Unmapped(Message, tag="unmapped"):
-    """One-way: the client has unmapped these segments."""
+    """Says that the client has unmapped these segments (one-way)."""
 
     segments: list[int]
 
 
 class DeviceReport(Message, tag="device"):
-    """One-way: what the client's HBM tier holds now, and keys it used there since the last report."""
+    """Says what the client's HBM tier holds now, and which keys it used there since the last report (one-way)."""
 
     handle: int
     resident: Keys
