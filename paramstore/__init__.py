@@ -7,7 +7,7 @@ daemon's decision layers never import torch.
 
 __version__ = "0.1.0"
 
-TYPE_CHECKING = False  # as type checkers know it; nothing is imported here, so that a command soon is at its first line
+TYPE_CHECKING = False  # type checkers know this name; importing `typing` for it would delay every command
 if TYPE_CHECKING:
     from paramstore_client import *  # noqa: F403
 

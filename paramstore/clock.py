@@ -1,4 +1,4 @@
-"""Time, as every other module sees it. Correctness never depends on wall-clock time; deadlines use `now_s`."""
+"""Clocks, from which every other module takes the time. Correctness never depends on wall-clock time; deadlines use `now_s`."""
 
 from __future__ import annotations
 

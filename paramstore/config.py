@@ -1,7 +1,7 @@
-"""Every setting of the service: unit in the name, default, and the trade-off in one sentence.
+"""Every setting of the service, with its unit in the name, its default, and the trade-off in one sentence.
 
-Precedence: flags, then `PARAMSTORE_*` environment variables, then the TOML file, then the defaults below. `load` is the
-one place where they meet; it validates once, at start, and raises ConfigError naming the setting and where it came from.
+Precedence: flags, then `PARAMSTORE_*` environment variables, then the TOML file, then the defaults below. Only `load` combines
+them; it validates once, at start, and raises ConfigError naming the setting and where it came from.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from paramstore.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "PARAMSTORE_"
 BUG_VARIABLE = "PARAMSTORE_BUG"
-"""Names a bug that the tests plant (`testing/canaries.py`); whoever serves refuses to start while it is set."""
+"""Names a bug that the tests plant (`testing/canaries.py`); a daemon refuses to start while it is set."""
 PMEM_PREFIX = "pmem:"
-"""Of a volume's path: the volume is one of persistent memory."""
+"""Prefix of a volume's path that makes it a volume on persistent memory."""
 VOLUMES_SEPARATOR = re.compile(r"(?<!^pmem)(?<!:pmem):")
-"""As in PATH, but the colon of `pmem:DIR` separates nothing."""
+"""Separates paths as in PATH, except that the colon of `pmem:DIR` separates nothing."""
 SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 SIZE_UNITS = {
     "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
 }  # fmt: skip
-"""A letter alone is binary, as docker and systemd have it; drives are sold in the decimal ones. Case matters nowhere."""
+"""Units of sizes. A single letter is binary, as in docker and systemd; drives are sold in decimal units. Case does not matter."""
 UNIT_BYTES = {"": 1, **{unit.lower(): unit_bytes for unit, unit_bytes in SIZE_UNITS.items()}}
 BARE_BYTES_MIN = 4096
-"""A size in text that is a smaller number and no unit is one whose unit was forgotten."""
+"""For a smaller number without a unit, in text, the unit was most likely forgotten."""
 SEGMENT_ALIGNMENT_BYTES = 2 << 20
-"""A huge page on x86-64, and on arm64 with 4 KiB pages. Memory is taken in multiples of it: a smaller budget serves nothing."""
+"""Size of a huge page on x86-64, and on arm64 with 4 KiB pages. Memory is taken in multiples of it, so no budget may be smaller."""
 
 RETAINED_STEPS = 2
 """Newest committed steps that stay readable, unless set otherwise; fewer would leave none while the next is published."""
 HELD_STEPS = 2
 """Old steps that readers may keep alive beyond the retained ones, unless set otherwise."""
 STEPS_MAX = 16
-"""Of each: note slots on the volumes are few."""
+"""The most retained steps, and the most held steps: note slots on the volumes are few."""
 
 
 class Retention(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Retention(msgspec.Struct, frozen=True):
 
 
 def parse_size(text: object) -> int:
-    """Bytes in `64GiB`, `64g`, `1.5MB` or a plain number. Raises ConfigError."""
+    """Returns the bytes of a size such as `64GiB`, `64g`, `1.5MB` or a plain number. Raises ConfigError."""
     if isinstance(text, int):
         return text
     match = SIZE_PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
@@ -69,7 +69,7 @@ def parse_size(text: object) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """`size_bytes` in the largest binary unit that keeps it at or above 1, for people."""
+    """Writes `size_bytes` for people, in the largest binary unit that keeps the number at or above 1."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size_bytes >= SIZE_UNITS[unit]:
             return f"{size_bytes / SIZE_UNITS[unit]:.4g} {unit}"
@@ -77,7 +77,7 @@ def format_size(size_bytes: int) -> str:
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which slots go first. The parameters are those of Algorithm 2 of MoESys; `lru` takes none of them."""
+    """Settings of the policy, which chooses what is evicted. The parameters are of Algorithm 2 of MoESys; `lru` takes none."""
 
     name: str = "schedule"
     """`schedule` keeps what is needed soonest once a client declares its order of visits, and is `decayed_lfu` without;
@@ -115,7 +115,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_steps: int = HELD_STEPS
     """Older steps that readers may stand on, each as large; beyond that the oldest reader loses its step."""
     reader_slots: int | None = None
-    """Of a training namespace, `param` slots that only readers may lease: writers may lease the others. None: a quarter of them,
+    """`param` slots of a training namespace that only readers may lease; writers may lease the others. None: a quarter of them,
     rounded down; none of fewer than 8."""
     io_workers: int = 8
     """Threads that read and write, per volume: 2 fill a disk, the others verify meanwhile; more cost staging memory."""
@@ -124,7 +124,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     piece_bytes: int = 16 << 20
     """Largest single read or write: 8 MiB fill a disk, 16 save a tenth of the CPU, more only delays what is urgent."""
     wait_timeout_s: float = 60.0
-    """What `timeout_s=None` means to a client."""
+    """How long a client's call with `timeout_s=None` waits."""
     shutdown_timeout_s: float = 30.0
     """How long SIGTERM lets transfers under way finish."""
     allow_buffered: bool = True
@@ -132,10 +132,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pmem_granularity: str = "page"
     """Smallest flush unit libpmem2 may assume: `page`, `cache_line` or `byte`; finer needs real persistent memory."""
     dirty_limit_bytes: int | None = None
-    """Of one namespace, dirty bytes above which records are written early: a commit waits for less, but what is updated again
-    before it is written twice. None: up to all of its `optim` slots."""
+    """Dirty bytes of one namespace above which records are written early: a commit then waits for less, but records that are
+    updated again before that commit are written twice. None: up to all of its `optim` slots."""
     volume_endurance_bytes: int | None = None
-    """What the drive under each volume may take over its life (its data sheet's TBW); `status` tells how much is used up."""
+    """Bytes that may be written to the drive under each volume over its life (its data sheet's TBW); `status` tells how much of
+    that is used up."""
     prefill: bool = True
     """Zero-fill new volume space in the background: never-written blocks halve the write rate."""
     scrub_days: float = 14.0
@@ -152,7 +153,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def volume_paths(self) -> tuple[Path, ...]:
-        """`volumes`, or the one in `dir`, and of `add_volumes` those that are not named twice."""
+        """The paths of all volumes: `volumes`, or the one in `dir`, and those of `add_volumes` that are not among them."""
         given = self.volumes or (self.dir / "volume",)
         places = set(map(_place, given))
         return (*given, *(path for path in self.add_volumes if _place(path) not in places))
@@ -169,7 +170,7 @@ SHORT_NAMES = {
     "volume_size": "volume_size_bytes", "host_budget": "host_budget_bytes", "gradient_budget": "gradient_budget_bytes",
     "dirty_limit": "dirty_limit_bytes", "volume_endurance": "volume_endurance_bytes",
 }  # fmt: skip
-"""Flags and variables leave out the unit, since a size carries its own."""
+"""Names without the unit, which flags and variables use, since a size there has a unit of its own."""
 FLAGS = {
     "dir": "--dir", "volumes": "--volume", "add_volumes": "--add-volume", "volume_size": "--volume-size",
     "host_budget": "--host-budget", "gradient_budget": "--gradient-budget", "socket": "--socket", "policy.name": "--policy",
@@ -181,12 +182,12 @@ OTHER_VARIABLES = frozenset({
     "PARAMSTORE_KILL_CYCLES", "PARAMSTORE_KILL_SEED",  # of the crash tests
     "PARAMSTORE_SIGNAL_TRIES", "PARAMSTORE_SIGNAL_SEED",  # of the commands' tests
 })  # fmt: skip
-"""Variables with our prefix that are no settings. Any other unknown one is refused: it is most likely misspelt."""
+"""Variables with our prefix that are not settings. Any other unknown one is refused, since it is most likely misspelt."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What a setting is converted to, what it must be in words, and whether a converted value is."""
+    """The rule for a setting: the type it is converted to, in words what it must be, and whether a converted value is that."""
 
     kind: object
     words: str
@@ -236,7 +237,7 @@ _RULES = {
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value and where it came from, in words."""
+    """A given value, and in words where it came from."""
 
     value: object
     source: str
@@ -246,7 +247,7 @@ def load(
     flags: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None, file: Path | None = None,
     origin: str = "flag",
 ) -> Config:  # fmt: skip
-    """The settings in force. flags: only those that were given; origin: what they are to whoever gave them.
+    """Returns the settings in force. flags: only those that were given. origin: what messages call them ("flag", "ServeOptions").
 
     Raises ConfigError naming setting and source; nothing is touched on disk.
     """
@@ -264,7 +265,7 @@ def load(
 
 
 def _checked(name: str, item: _Given) -> object:
-    """The value of setting `name` as its type. Raises ConfigError."""
+    """Converts the value of setting `name` to its type. Raises ConfigError."""
     rule, value = _RULES[name], item.value
     if name in SIZE_SETTINGS and value is not None:
         try:
@@ -294,7 +295,7 @@ def _check_distinct(volumes: tuple[Path, ...], source: str) -> None:
 
 
 def volume_directory(volume: Path) -> Path:
-    """The directory that a volume's path names, which may say that it is one of persistent memory."""
+    """The directory that a volume's path names, without the prefix of persistent memory."""
     return Path(str(volume).removeprefix(PMEM_PREFIX))
 
 
@@ -312,7 +313,7 @@ def _decode_path(kind: type, value: object) -> object:
 
 
 def _full_name(given: str, source: str) -> str:
-    """The setting that `given` names. Raises ConfigError if there is none."""
+    """Returns the full name of the setting that `given` names. Raises ConfigError if there is none."""
     name = SHORT_NAMES.get(given, given).replace("policy__", "policy.")
     if name not in _RULES:
         near = difflib.get_close_matches(name, [*SHORT_NAMES, *_RULES], n=1)
@@ -322,8 +323,8 @@ def _full_name(given: str, source: str) -> str:
 
 
 def _flattened(table: Mapping[str, object], source: str) -> Iterator[tuple[str, object]]:
-    """The entries of a table of settings, those of the table `policy` as `policy.name`, which its name alone stands for. Raises
-    ConfigError."""
+    """Yields the entries of a table of settings, those in its table `policy` as `policy.<entry>`; a plain text there is
+    `policy.name`. Raises ConfigError."""
     for name, value in table.items():
         if name != "policy":
             yield name, value
@@ -355,7 +356,7 @@ def _from_file(file: Path | None) -> dict[str, _Given]:
 
 
 def _from_environment(variables: Mapping[str, str]) -> dict[str, _Given]:
-    """`PARAMSTORE_HOST_BUDGET=4GiB`, `PARAMSTORE_POLICY__NAME=lru`."""
+    """Reads settings from variables such as `PARAMSTORE_HOST_BUDGET=4GiB`, `PARAMSTORE_POLICY__NAME=lru`."""
     given = {}
     for variable, text in variables.items():
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:

@@ -164,11 +164,11 @@ def _all_classes() -> dict[str, type[ParamStoreError]]:
 
 
 CLASSES = _all_classes()
-"""Every error class by name; what `from_wire` can rebuild."""
+"""Every error class by name; `from_wire` can rebuild these."""
 
 
 def from_wire(name: str, message: str) -> ParamStoreError:
-    """The error a peer sent as (class name, message). An unknown name becomes the base class, with the name kept."""
+    """Makes the error that a peer sent as (class name, message). An unknown name becomes the base class, with the name kept."""
     cls = CLASSES.get(name)
     if cls is None:
         return ParamStoreError(f"{name}: {message}")

@@ -1,3 +1,3 @@
-"""`import paramstore.hf`: transformers models with stored experts, `paramstore_client.hf`."""
+"""Gives `paramstore_client.hf`, transformers models with stored experts, the name `paramstore.hf`."""
 
 from paramstore_client.hf import *  # noqa: F403

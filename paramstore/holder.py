@@ -1,7 +1,7 @@
-"""The process that holds a store's directory, as the kernel names it: no file says so, whose number could be another's by now.
+"""Finds the process that holds a store's directory. The kernel names it; a process id in a file could be another's by now.
 
-Whoever takes the directory has a record lock on a byte of its lock file (fcntl(2), F_SETLK): that of daemons, or that of other
-programs. Anybody may ask whose it is (F_GETLK), and it ends with its process.
+Whoever takes the directory has a record lock on a byte of its lock file (fcntl(2), F_SETLK): one byte is for daemons, one for
+other programs. Anybody may ask which process has the lock (F_GETLK), and it ends with its process.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ FLOCK = struct.Struct("hhqqi4x")
 
 
 def hold(descriptor: int, byte: int) -> None:
-    """This process holds `byte` until it ends, or closes any descriptor of the file. Raises OSError."""
+    """Locks `byte` for this process, until it ends or closes any descriptor of the file. Raises OSError."""
     fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
 
 
 def holder(descriptor: int, *, length: int = 2) -> int | None:
-    """The process that holds the first of `length` bytes that another process holds, if any does."""
+    """Returns the process that has the first lock among the first `length` bytes; None if no other process has one."""
     answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, length, 0))
     kind, _, _, _, process_id = FLOCK.unpack(answer)
     return None if kind == fcntl.F_UNLCK else process_id
 
 
 def daemon_of(directory: Path) -> int | None:
-    """The daemon that holds the store in `directory`, whether or not it can be reached; None if none does. Raises OSError."""
+    """Returns the daemon that holds the store in `directory`, whether or not it can be reached; None if none does. Raises
+    OSError."""
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):

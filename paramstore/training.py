@@ -1,3 +1,3 @@
-"""`import paramstore.training`: what joins stored experts with a training loop, `paramstore_client.training`."""
+"""Gives `paramstore_client.training`, which joins stored experts with a training loop, the name `paramstore.training`."""
 
 from paramstore_client.training import *  # noqa: F403
