@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A monotonic clock in seconds. `paramstore.testing.ManualClock` is the one tests use."""
+    """A monotonic clock in seconds. Tests use `paramstore.testing.clock.ManualClock`."""
 
     def now_s(self) -> float:
         """Seconds since an arbitrary start; never goes backwards."""

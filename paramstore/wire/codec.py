@@ -1,6 +1,6 @@
 """Frames: a 4-byte little-endian length, then one msgpack message. Size limits are checked before a body is kept.
 
-`FrameDecoder` turns a byte stream into message bodies; `RequestCodec` and `AnswerCodec` turn bodies into messages.
+`FrameDecoder` cuts a byte stream into message bodies; `decode_request` and `decode_answer` turn bodies into messages.
 Whatever a peer sends, the outcome is a message or ProtocolError.
 """
 
