@@ -58,7 +58,10 @@ def draw(report: Report, file: Path) -> None:
 
 def check_target(file: Path) -> None:
     """Checks that `draw` can write `file`, and leaves nothing behind. Raises ConfigError, so that it is known before measuring."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise ConfigError(f"--plot {file}: pictures need matplotlib: pip install matplotlib") from error
 
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if file.suffix.lower().removeprefix(".") not in kinds:

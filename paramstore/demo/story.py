@@ -22,7 +22,6 @@ from paramstore.demo.batches import held_out_batches
 from paramstore.demo.checkpoint import CheckpointFolder, CheckpointName
 from paramstore.demo.corpus import Corpus, open_corpus
 from paramstore.demo.generation import Generation, generate
-from paramstore.demo.picture import draw
 from paramstore.demo.progress import DemoProgress, figures
 from paramstore.demo.report import DemoReport
 from paramstore.demo.run import NAMESPACE, StoredRun
@@ -55,11 +54,20 @@ def tell(settings: DemoSettings, directory: Path, *, progress: DemoProgress, kee
             _remove(directory / name)
         report = Story(settings, directory, daemon, progress).run()
         report.write(directory / REPORT)
-        draw(report, directory / PICTURE)
-        progress.fact(f"{directory / REPORT} and {directory / PICTURE}")
+        progress.fact(f"{directory / REPORT} and {_drawn(report, directory / PICTURE)}")
         if keeps_daemon:
             daemon.keep()
     return report
+
+
+def _drawn(report: DemoReport, file: Path) -> str:
+    """Draws the picture, and names it; without matplotlib says what is missing."""
+    try:
+        from paramstore.demo.picture import draw
+    except ImportError:
+        return f"no {file.name}, which needs matplotlib: pip install matplotlib"
+    draw(report, file)
+    return str(file)
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from paramstore.bench.plot import READ, WRITE, draw, label_of, panels_of
+from paramstore.bench.plot import READ, WRITE, check_target, draw, label_of, panels_of
 from paramstore.bench.report import Report, Row, Target, judged
+from paramstore.errors import ConfigError
 
 
 def row(name: str, subject: str, ratio: float, *, record_bytes: int = 57 << 20, case: str = "") -> Row:
@@ -55,6 +57,12 @@ def test_label_names_subject_and_case() -> None:
 def test_report_with_nothing_to_draw_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(report([]), tmp_path / "plot.png")
+
+
+def test_without_matplotlib_a_picture_is_refused_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        check_target(tmp_path / "plot.png")
 
 
 @pytest.mark.slow

@@ -2,10 +2,11 @@
 
 import errno
 import os
+import sys
 
 import pytest
 
-from paramstore.demo.story import MARKER, owned_directory
+from paramstore.demo.story import MARKER, _drawn, owned_directory
 from paramstore.errors import ConfigError, StoreLocked, WaitTimeout
 
 
@@ -59,3 +60,9 @@ def test_what_the_system_refuses_within_the_directory_names_it(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "corpus")
     with pytest.raises(WaitTimeout, match="a push"), owned_directory(tmp_path):
         raise WaitTimeout("a push")
+
+
+def test_without_matplotlib_the_demo_says_what_its_picture_needs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "paramstore.demo.picture", None)
+    assert "pip install matplotlib" in _drawn(None, tmp_path / "report.png")
+    assert list(tmp_path.iterdir()) == []
