@@ -1,7 +1,7 @@
 """Decayed counts of the experts that each layer used; a prefetch ahead of the routing chooses by them.
 
 Every visit multiplies a layer's counts by `beta` and adds one to those used (the hits of Algorithm 2 of MoESys,
-arXiv 2205.10034, section 3.3.1, kept per layer). Ties go to the lower expert, so the ranking is repeatable.
+arXiv 2205.10034, section 3.2.2, kept per layer). Ties go to the lower expert, so the ranking is repeatable.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
 """Decayed least frequently used: Algorithm 2 of MoESys (SE-MoE, arXiv 2205.10034, its hierarchical storage).
 
-From the paper: a table of `hits` per sparse parameter, also for parameters that are not cached; when room is needed, cached
-parameters whose hits are below `threshold` go first, then those with the fewest hits (LFU); every K steps each count is
-multiplied by β, a moving average that lets old habits fade.
+From the paper: a table of `hits` per sparse parameter; a `threshold`; every K steps each count is multiplied by β, a moving
+average that lets old habits fade. When room is needed, the parameter with the fewest hits goes (LFU).
+
+Two rules differ from the paper's:
+- The paper looks for the fewest hits at or above `threshold`, which leaves in the cache what was used least of all. Here names
+  whose hits are below it go first, then those with the fewest hits.
+- The paper deletes the hits of what it evicts. Here counts outlive eviction: in a cache that holds a part of the experts each of
+  them comes and goes, and one that began at 0 whenever it came would be the next to go.
 
 Where the paper is silent, this file decides:
 - Ties go to the least recently used.

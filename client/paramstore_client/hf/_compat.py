@@ -46,7 +46,7 @@ def transformers() -> Any:
     try:
         package = importlib.import_module("transformers")
     except ImportError as error:
-        raise ConfigError("paramstore.hf needs transformers: pip install 'paramstore[hf]'") from error
+        raise ConfigError("paramstore.hf needs transformers, 5.7 or newer: pip install transformers") from error
     found = tuple(int(number) for number in re.findall(r"\d+", package.__version__)[:2])
     if found < FLOOR:
         raise ConfigError(
