@@ -126,15 +126,17 @@ class DeviceSlots:
         """Ends a hold on the copies: the holder has given its last kernel on them to the current stream."""
         last_use = self._copier.mark_use()
         for copy in copies:
-            assert copy.lease_count > 0, f"lease of {copy.key} ended twice"
+            if copy.lease_count == 0:  # another holder's slot would be given away
+                raise LeaseError(f"the lease of {copy.key} on {self._device} was ended twice")
             self._last_use[copy.slot] = last_use
             copy.lease_count -= 1
             if copy.is_superseded and copy.lease_count == 0:
                 self._table.free(copy.slot)
 
     def views(self, copy: DeviceCopy) -> dict[str, Tensor]:
-        """The fields of a held copy."""
-        assert self._table.generation(copy.slot) == copy.generation, f"slot {copy.slot} of {copy.key} was given away"
+        """The fields of a held copy. Raises LeaseError where its slot was given away: another key's bytes are there."""
+        if self._table.generation(copy.slot) != copy.generation:
+            raise LeaseError(f"slot {copy.slot} of {copy.key} on {self._device} was given away")
         return {name: field[copy.slot] for name, field in self.fields.items()}
 
     def clear(self) -> None:

@@ -448,6 +448,5 @@ def test_a_ring_over_device_slots_gives_the_same_weights() -> None:
             for layer in range(5):
                 with ring.layer(layer) as experts:
                     assert_weights(ns, layer, experts)
-        assert ring.stats.hits == 10, "the prefetches had brought every layer to the device"
         assert tier.stats.bytes_copied > 0
     assert ns.leased == []
