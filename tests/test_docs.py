@@ -15,7 +15,7 @@ import pytest
 
 import paramstore
 from paramstore.cli.serve import serve
-from paramstore.config import format_size
+from paramstore.config import Config, format_size
 from paramstore.errors import CLASSES
 from paramstore.wire import messages
 from paramstore.wire.messages import Message
@@ -129,6 +129,12 @@ def test_every_limit_has_the_value_of_its_constant(name: str) -> None:
                 assert forms & {cell.strip() for cell in row.split("|")}, f"{constant} is {value}"
                 checked += 1
     assert checked >= 5
+
+
+def test_what_is_fixed_is_no_setting() -> None:
+    fixed = re.findall(r"^\| `([A-Z_]+)`", read("configuration.md"), flags=re.MULTILINE)
+    assert "CHUNK_BYTES" in fixed
+    assert {name.lower() for name in fixed}.isdisjoint(Config.__struct_fields__)
 
 
 @pytest.mark.parametrize("kind", message_classes(), ids=lambda kind: kind.__name__)
