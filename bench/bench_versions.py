@@ -82,7 +82,9 @@ def measure(file: Path, benches: list[str], arguments: argparse.Namespace) -> in
         before = report.rows
         for found in pairs_of(bench, arguments, console):
             report = msgspec.structs.replace(report, rows=[*before, *compared(found)], seconds=clock.now_s() - started_s)
-            file.write_bytes(encode(report))
+            half = file.with_suffix(".part")
+            half.write_bytes(encode(report))
+            half.replace(file)  # whole, whenever it ends
     table.render(report, Console())
     console.print(f"written: {file}")
     return 1 if report.short_rows else 0

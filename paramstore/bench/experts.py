@@ -10,7 +10,6 @@ import torch
 import paramstore as ps
 from paramstore.bench.plan import RecordSize
 from paramstore.core.schema import UPDATE_RULES, Schema
-from paramstore.engine.promises import share_of
 from paramstore.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -67,9 +66,11 @@ def create_param_namespace(
     with store.create_namespace(name, schema, layers=1, experts=count, host_bytes=host_bytes) as namespace:
         namespace.initialize(lambda key: param_values(schema, key))
         namespace.commit(1).wait(WAIT_S)
-    slots = int(store.stats()["namespaces"][name]["param"]["slots"])
-    # By itself a handle is promised half of what is left: others may come.
-    return store.open_namespace(name, "write", min_lease_slots=share_of(slots, is_writer=True, is_trainable=False))
+    half = namespace.lease_slots  # others may come; so all of them are twice as many, or one more
+    try:
+        return store.open_namespace(name, "write", min_lease_slots=2 * half + 1)
+    except CapacityError:
+        return store.open_namespace(name, "write", min_lease_slots=2 * half)
 
 
 def create_adamw_namespace(store: Store, name: str, schema: Schema, count: int) -> Namespace:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paramstore.bench.report import Row, Target
+from paramstore.bench.report import Row, Target, decode
 
 
 @pytest.fixture
@@ -69,3 +70,19 @@ def test_a_base_without_an_environment_ends_with_1_and_says_so(
     monkeypatch.setattr("sys.argv", ["bench_versions", str(tmp_path), "--bench", "commits", "--out", str(tmp_path / "out.json")])
     assert versions.main() == 1
     assert "bench_versions: " in capsys.readouterr().err
+
+
+def test_a_run_that_fails_keeps_the_pairs_before(versions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([rate(1.0), rate(1.0), rate(1.0), rate(1.0), rate(1.0)])  # the sixth, of the third pair, fails
+
+    def run(*_: object, is_full: bool) -> dict[tuple[str, str, None, str], Row]:
+        return {("load", "", None, ""): next(runs)}
+
+    monkeypatch.setattr(versions, "run", run)
+    monkeypatch.setattr(versions, "_commit", lambda _: "base")
+    arguments = argparse.Namespace(base=tmp_path / "base", dir=tmp_path, pairs=15, full=False, bench="tiers")
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        versions.measure(tmp_path / "versions.json", ["tiers"], arguments)
+    (row,) = decode((tmp_path / "versions.json").read_bytes()).rows
+    assert row.parts["pairs"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["versions.json"]
