@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
-from paramstore_testkit.source import Function, classes, functions, modules
+from paramstore_testkit.source import Function, classes, functions, imported_from, modules
 
 FILE_LINES, BODY_LINES, FOLDER_MODULES, CLASS_METHODS, CLASS_ATTRIBUTES, PARAMETERS = 400, 50, 16, 30, 20, 8
 
@@ -67,8 +67,8 @@ def test_no_folder_is_crowded() -> None:
 
 def test_no_class_is_large() -> None:
     """What a class inherits from one of this project's counts as its own; frozen records may have as many fields as they need."""
-    by_name = {node.name: node for _, node in classes()}
-    sizes = {name: _size(node, by_name) for name, node in classes() if not _is_record(node)}
+    by_name = dict(classes())
+    sizes = {name: _size(name, by_name) for name in by_name}
     assert {name: size for name, size in sizes.items() if size[0] > CLASS_METHODS or size[1] > CLASS_ATTRIBUTES} == LARGE
 
 
@@ -90,16 +90,17 @@ def _parameters(node: Function) -> int:
 def _is_record(node: ast.ClassDef) -> bool:
     """A frozen dataclass or a settings' or message's struct: fields, and little else."""
     said = [ast.unparse(each) for each in (*node.decorator_list, *node.bases, *node.keywords)]
-    return any("frozen=True" in each or "Struct" in each for each in said)
+    return any("frozen=True" in each or each in ("msgspec.Struct", "Message") for each in said)
 
 
-def _size(node: ast.ClassDef, by_name: dict[str, ast.ClassDef]) -> tuple[int, int]:
-    methods, attributes = _members(node, by_name)
-    return len(methods), len(attributes)
+def _size(name: str, by_name: dict[str, ast.ClassDef]) -> tuple[int, int]:
+    methods, attributes = _members(name, by_name)
+    return len(methods), 0 if _is_record(by_name[name]) else len(attributes)
 
 
-def _members(node: ast.ClassDef, by_name: dict[str, ast.ClassDef]) -> tuple[set[str], set[str]]:
+def _members(name: str, by_name: dict[str, ast.ClassDef]) -> tuple[set[str], set[str]]:
     """Names of a class's methods and of its attributes, its bases' among them."""
+    node, module = by_name[name], name.rpartition(".")[0]
     methods = {inner.name for inner in node.body if isinstance(inner, Function)}
     attributes = {
         inner.target.id for inner in node.body if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name)
@@ -108,7 +109,8 @@ def _members(node: ast.ClassDef, by_name: dict[str, ast.ClassDef]) -> tuple[set[
         if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self"
     }  # fmt: skip
     for base in node.bases:
-        if isinstance(base, ast.Name) and base.id in by_name and base.id != node.name:
-            inherited = _members(by_name[base.id], by_name)
+        origin = imported_from(module).get(ast.unparse(base), f"{module}.{ast.unparse(base)}")
+        if origin in by_name:
+            inherited = _members(origin, by_name)
             methods, attributes = methods | inherited[0], attributes | inherited[1]
     return methods, attributes

@@ -41,3 +41,11 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     """Every class, by module and name."""
     for module, path in modules():
         yield from ((f"{module}.{node.name}", node) for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+
+
+@cache
+def imported_from(module: str) -> dict[str, str]:
+    """For each name that a module imports from another: where it comes from, as module and name."""
+    (path,) = (path for name, path in modules() if name == module)
+    found = (node for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom))
+    return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in found for alias in node.names}
