@@ -23,7 +23,7 @@ from paramstore.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "PARAMSTORE_"
 BUG_VARIABLE = "PARAMSTORE_BUG"
-"""Names a bug that the tests plant (`testing/canaries.py`); a daemon refuses to start while it is set."""
+"""Names a bug that the tests plant (`bugs/canaries.py` of the test kit); a daemon refuses to start while it is set."""
 PMEM_PREFIX = "pmem:"
 """Prefix of a volume's path that makes it a volume on persistent memory."""
 VOLUMES_SEPARATOR = re.compile(r"(?<!^pmem)(?<!:pmem):")

@@ -267,7 +267,8 @@ class PendingGradients:
         return []
 
     def _take_now(self, count: int) -> list[Range]:
-        """Takes `count` ranges from the area without waiting; while an apply is open, those it has read before the area grows."""
+        """Takes `count` ranges from the area without waiting; while an apply is open, within this rank's share,
+        and those that the apply has read before the area grows."""
         take = partial(self._take_of_area, count)
         if self._open is None:
             return take(most_bytes=len(self._space) * self._range_bytes)

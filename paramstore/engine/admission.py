@@ -128,7 +128,7 @@ class Admission:
     ) -> View:  # fmt: skip
         """Returns a view of `name`. Mode "write" fences earlier writers and rolls back to `at`, or to the committed step; a
         prepared step is committed if it is `at`. Mode "read" stands on `at`, or on the committed step. Raises UnknownNamespace,
-        StepDropped, StepFailed before the first commit, StepPrepared to a writer without `at` while a step is prepared,
+        StepDropped, StepFailed to a reader before the first commit, StepPrepared to a writer without `at` while a step is prepared,
         CapacityError where `min_lease_slots` are not left."""
         if mode not in ("read", "write"):
             raise ConfigError(f"mode={mode!r}: use 'read' or 'write'")

@@ -38,7 +38,7 @@ class NamespaceStats:
     bytes_written: int = 0
     records_updated: int = 0
     records_caught_up: int = 0
-    """Updates in `records_updated` that had no gradient: the record made missed steps only."""
+    """Updates in `records_updated` that had no gradient: the record made steps with a gradient of zeros only."""
     records_advanced: int = 0
     """`param` copies and whole records read for which missed steps were made on a private copy."""
     missed_steps_made: int = 0

@@ -26,7 +26,7 @@ if "serve" in sys.orig_argv:
 
 def torture(kills: int, *, path: tuple[Path, ...] = ()) -> tuple[int, str]:
     """(exit code, what it printed)."""
-    paths = [str(entry) for entry in (*path, ROOT, ROOT / "client", ROOT / "native")]
+    paths = [str(entry) for entry in (*path, ROOT, ROOT / "client", ROOT / "native", ROOT / "testkit")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PARAMSTORE_")}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(

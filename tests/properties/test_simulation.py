@@ -63,7 +63,7 @@ def test_every_seed_keeps_every_promise_and_all_that_is_rare_has_happened(reques
     figures = run_seeds(SEEDS)
     tell(request, report(figures))
     assert figures.requests >= len(SEEDS) * REQUESTS
-    assert figures.missed() == {}, "too rare to prove anything: see LEAST in sim_markers"
+    assert figures.missed() == {}, "too rare to prove anything: see LEAST in sim/markers.py"
     assert figures.core_s < CORE_S_MAX
 
 

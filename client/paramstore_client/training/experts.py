@@ -35,6 +35,7 @@ class Experts(ExpertUpdates):
     With several ranks the gradients that they push are summed, and divided by their number where `reduce` is "mean", as DDP and
     FSDP do with the dense ones; `gradient_norm`, `step`, `abort`, `commit` and `rollback` are called by all of them.
 
+    reduce: "mean" or "sum".
     commit_on_state_dict: `state_dict` commits what was applied since the last commit, as the next step, instead of refusing.
     """
 

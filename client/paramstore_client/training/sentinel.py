@@ -70,7 +70,7 @@ class ExpertSentinel(nn.Module):
 
     @property
     def experts(self) -> object:
-        """The experts' handle, which knows this module and not the other way round. Raises IndexError before `bind` has made it."""
+        """The experts' handle, as `bind` has set it; an object, as its class lies above this one. Raises IndexError before that."""
         return self._experts[0]
 
     @experts.setter

@@ -3,7 +3,7 @@
 What a mapping holds in the processor's caches reaches the media in any order of 64-byte lines, and of a line any 8-byte
 words, until it was written back *and* that was waited for (granularity `byte`, `cache_line`), or the file was flushed (`page`).
 `Pmem` is one such module: it journals stores, persists and flushes. `LineDisk` derives the crash states, `PmemEnumeration` lets
-the real recovery open each of them, as `crash_states` does for disks.
+the real recovery open each of them, as `states` does for disks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Enumerates every crash of a life: at each event all states that a power cut may leave, and the crashes of the lives after that.
 
 A state is right if the real recovery opens it, last acknowledged step <= reopened step <= last started, the acknowledged step
-before is there too, and every record of every step is the model's (`crash_check`). On some states a daemon is really started;
+before is there too, and every record of every step is the model's (`check`). On some states a daemon is really started;
 a writer opens the store, trains and commits; its own writes are enumerated in turn, which gives crashes during recovery.
 """
 
