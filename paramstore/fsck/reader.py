@@ -127,18 +127,26 @@ class Header:
     checksums: tuple[int, ...]
 
 
+class OtherFormat(CorruptRecord):
+    """A whole structure of another format; or, where its other copies are not, one with a flipped bit."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"format version {version}, this program knows {VERSION}")
+        self.format = version
+
+
 def sealed_bytes(data: bytes, magic: bytes) -> int:
     """Checks the structure at the start of `data`, and gives its length. Raises CorruptRecord."""
     if len(data) < 24 or data[:8] != magic:
         raise CorruptRecord(f"starts with {data[:8]!r}, not {magic!r}")
     version, length, checksum = struct.unpack_from("<IIQ", data, 8)
-    if version != VERSION:
-        raise CorruptRecord(f"format version {version}, this program knows {VERSION}")
     if not 24 <= length <= len(data):
         raise CorruptRecord(f"says it has {length} bytes, {len(data)} are there")
     found = xxh3_64_intdigest(memoryview(data)[24:length])
     if found != checksum:
         raise CorruptRecord(f"checksum {found:016x}, it says {checksum:016x}")
+    if version != VERSION:
+        raise OtherFormat(version)
     return int(length)
 
 

@@ -10,7 +10,16 @@ from paramstore.core.schema import Part
 from paramstore.errors import CorruptRecord, VolumeError
 from paramstore.fsck.disks import Disk
 from paramstore.fsck.findings import Finding
-from paramstore.fsck.reader import NOTE_COPIES, SUPERBLOCK_AT, Note, Superblock, read_note, read_superblocks
+from paramstore.fsck.reader import (
+    NOTE_COPIES,
+    SUPERBLOCK_AT,
+    VERSION,
+    Note,
+    OtherFormat,
+    Superblock,
+    read_note,
+    read_superblocks,
+)
 from paramstore.fsck.scan import Found, Progress, scan
 
 
@@ -56,7 +65,8 @@ class Survey:
 def survey(
     disks: Sequence[Disk], progress: Progress = lambda _: None, *, layouts: Mapping[str, Part] = MappingProxyType({})
 ) -> Survey:
-    """Reads every volume from its first to its last byte. What cannot be read becomes a finding.
+    """Reads every volume from its first to its last byte. What cannot be read becomes a finding. Raises VolumeError for a volume of
+    another format.
 
     layouts: the stored parts of namespaces according to the catalog; for a namespace with a note, the note counts.
     """
@@ -82,6 +92,13 @@ def survey(
 def _take_superblock(result: Survey, disk: Disk) -> None:
     copies = read_superblocks(disk)
     whole = [copy for copy in copies if isinstance(copy, Superblock)]
+    formats = {copy.format if isinstance(copy, OtherFormat) else None for copy in copies}
+    if len(formats) == 1 and (found := formats.pop()) is not None:
+        age = "a newer" if found > VERSION else "an older"
+        raise VolumeError(
+            f"volume {disk.index} has volume format {found}, which {age} paramstore writes; this one reads format {VERSION}: check "
+            "the store with that one"
+        )
     for at, copy in zip(SUPERBLOCK_AT, copies, strict=True):
         if isinstance(copy, VolumeError):
             other = "; the other copy is whole" if whole else ""

@@ -46,7 +46,7 @@ DESCRIPTION_BYTES_MAX = 8 << 10
 EXTENTS_ALIGNMENT_BYTES = 1 << 20
 
 _HEADER_MAGIC = b"PSRECORD"
-_SUPERBLOCK_MAGIC = b"PSVOLUME"
+SUPERBLOCK_MAGIC = b"PSVOLUME"
 _NOTE_MAGIC = b"PSCOMMIT"
 
 # Each comes right after the prefix; the values are named where they are packed.
@@ -262,13 +262,13 @@ def pack_superblock(superblock: Superblock) -> bytes:
     data = bytearray(SUPERBLOCK_BYTES)
     uuids = _checked_uuid(superblock.store_uuid), _checked_uuid(superblock.volume_uuid)
     _SUPERBLOCK.pack_into(data, PREFIX_BYTES, *uuids, superblock.index, superblock.note_slots, superblock.granularity)
-    seal(data, _SUPERBLOCK_MAGIC, len(data))
+    seal(data, SUPERBLOCK_MAGIC, len(data))
     return bytes(data)
 
 
 def unpack_superblock(data: Bytes) -> Superblock:
     """Unpacks the superblock in the first SUPERBLOCK_BYTES of `data`. Raises CorruptRecord."""
-    unseal(data, _SUPERBLOCK_MAGIC, "superblock", length_bytes=SUPERBLOCK_BYTES)
+    unseal(data, SUPERBLOCK_MAGIC, "superblock", length_bytes=SUPERBLOCK_BYTES)
     store, volume, index, note_slots, granularity = _SUPERBLOCK.unpack_from(data, PREFIX_BYTES)
     if not 1 <= note_slots <= NOTE_SLOTS_MAX:
         raise CorruptRecord(f"superblock with {note_slots} note slots; 1 to {NOTE_SLOTS_MAX} are possible")

@@ -18,6 +18,7 @@ from paramstore.storage.format import (
     NOTES_START_BYTES,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_COPIES,
+    SUPERBLOCK_MAGIC,
     CommitNote,
     Superblock,
     extents_start_bytes,
@@ -27,6 +28,7 @@ from paramstore.storage.format import (
     unpack_note,
     unpack_superblock,
 )
+from paramstore.storage.sealing import FORMAT_VERSION, other_version
 from paramstore.storage.volume import Volume
 
 ZERO_BYTES = 1 << 20
@@ -93,9 +95,13 @@ def _write_zeros(volume: Volume, start: int, end: int) -> None:
 
 
 def read_superblock(volume: Volume) -> Superblock:
-    """Reads the volume's superblock. Raises CorruptRecord if no copy is whole, VolumeError if that cannot be known, or if whole
-    copies differ: then parts of two volumes lie in one file."""
-    superblock = _read_first(volume, SUPERBLOCK_COPIES, SUPERBLOCK_BYTES, unpack_superblock, what="superblock")
+    """Reads the volume's superblock. Raises CorruptRecord if no copy is whole, VolumeError if that cannot be known, if all copies
+    are of another format, or if whole copies differ: then parts of two volumes lie in one file."""
+    try:
+        superblock = _read_first(volume, SUPERBLOCK_COPIES, SUPERBLOCK_BYTES, unpack_superblock, what="superblock")
+    except CorruptRecord:
+        _check_format(volume)
+        raise
     last = _read_last_superblock(volume)
     if last is not None and last != superblock:
         raise VolumeError(
@@ -103,6 +109,21 @@ def read_superblock(volume: Volume) -> Superblock:
             f"{superblock.store_uuid.hex()}, and volume {last.volume_uuid.hex()} of store {last.store_uuid.hex()}"
         )
     return superblock
+
+
+def _check_format(volume: Volume) -> None:
+    """Raises VolumeError where every copy of the superblock is whole and of one other format: nothing is damaged then."""
+    buffer, formats = _buffer(SUPERBLOCK_BYTES), set()
+    for offset_bytes in SUPERBLOCK_COPIES:
+        volume.read(offset_bytes, [buffer])
+        formats.add(other_version(buffer, SUPERBLOCK_MAGIC))
+    (found, *others) = formats
+    if found is not None and not others:
+        age = "a newer" if found > FORMAT_VERSION else "an older"
+        raise VolumeError(
+            f"volume {volume.index} ({volume.describe().get('path')}) has volume format {found}, which {age} paramstore writes; "
+            f"this one reads format {FORMAT_VERSION}: open the store with that one"
+        )
 
 
 def _read_last_superblock(volume: Volume) -> Superblock | None:

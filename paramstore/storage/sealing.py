@@ -53,5 +53,17 @@ def unseal(data: Bytes, magic: bytes, what: str, length_bytes: int | None = None
     return int(found_bytes)
 
 
+def other_version(data: Bytes, magic: bytes) -> int | None:
+    """Returns the format version of the structure at the start of `data` where it is another one's and whole; else None.
+
+    (A flipped bit of the version looks the same: only all copies together tell.)
+    """
+    if len(data) < PREFIX_BYTES:
+        return None
+    found_magic, version, found_bytes, checksum = _PREFIX.unpack_from(data)
+    is_whole = PREFIX_BYTES <= found_bytes <= len(data) and _checksum(data, found_bytes) == checksum
+    return int(version) if found_magic == magic and is_whole and version != FORMAT_VERSION else None
+
+
 def _checksum(data: Bytes, length_bytes: int) -> int:
     return int(xxh3_64_intdigest(memoryview(data)[PREFIX_BYTES:length_bytes]))

@@ -72,3 +72,35 @@ def test_fsck_finds_nothing_and_makes_its_catalog_anew(packed: Path, tmp_path: P
     for command in ([*fsck, *volumes], [*fsck, "--rebuild", *volumes]):
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(("number", "age"), [(2, "a newer"), (0, "an older")])
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "without its catalog"])
+def test_another_format_is_refused_as_such_and_not_overwritten(
+    packed: Path, tmp_path: Path, number: int, age: str, is_known: bool
+) -> None:
+    daemon, _ = unpacked(packed, tmp_path)
+    if not is_known:
+        (daemon.directory / "catalog" / "data.mdb").unlink()
+    for file in daemon.directory.glob("*/volume-*.data"):
+        file.write_bytes(renumbered(file.read_bytes(), number))
+    before = {file: file.read_bytes() for file in daemon.directory.glob("*/volume-*.data")}
+    one, two = daemon.directory / "one", daemon.directory / "two"
+    for command in ("serve", "fsck"):
+        arguments = ["--dir", str(daemon.directory), "--volume", str(one), "--volume", str(two)]
+        done = subprocess.run(
+            [sys.executable, "-m", "paramstore", command, *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, "Corrupt" in done.stderr, "damage" in done.stderr) == (1, False, False), done.stderr
+        assert f"has volume format {number}, which {age} paramstore writes; this one reads format 1" in done.stderr
+    assert {file: file.read_bytes() for file in before} == before
+
+
+def renumbered(volume: bytes, number: int) -> bytes:
+    """The volume with another number in its superblocks and commit notes, as that format's program would write them."""
+    changed = bytearray(volume)
+    starts = [at for at in range(0, len(volume), 4096) if volume[at : at + 8] in (b"PSVOLUME", b"PSCOMMIT")]
+    assert len(starts) > 10
+    for at in starts:
+        changed[at + 8 : at + 12] = number.to_bytes(4, "little")
+    return bytes(changed)
