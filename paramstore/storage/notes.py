@@ -121,8 +121,8 @@ def _check_format(volume: Volume) -> None:
     if found is not None and not others:
         age = "a newer" if found > FORMAT_VERSION else "an older"
         raise VolumeError(
-            f"volume {volume.index} ({volume.describe().get('path')}) has volume format {found}, which {age} paramstore writes; "
-            f"this one reads format {FORMAT_VERSION}: open the store with that one"
+            f"volume {volume.index} ({volume.describe().get('path')}): its superblock has volume format {found}, which {age} "
+            f"paramstore writes; this one reads format {FORMAT_VERSION}: open the store with that one"
         )
 
 

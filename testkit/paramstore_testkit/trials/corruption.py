@@ -132,7 +132,7 @@ class SmallStore:
     def _try_copies(self, index: int, what: str, read: Callable[[Volume], object], expected: Superblock | CommitNote) -> str:
         try:
             found = read(self.volumes[index])
-        except CorruptRecord as error:
+        except VolumeError as error:  # the same bit of the version in all copies looks like another format
             return detected(error, f"volume {index}", what)
         assert found == expected, f"a damaged {what} was accepted: {found}"
         return FELL_BACK
