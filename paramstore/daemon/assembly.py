@@ -21,6 +21,7 @@ from paramstore.daemon.volume_places import adopt_new_volumes, check_all_unclaim
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.engine.arithmetic import load
+from paramstore.engine.buffers import Buffers
 from paramstore.engine.chain import Chain
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
@@ -202,8 +203,9 @@ def connect(
     recovered = open_store(contents, volumes, retained_steps=config.retained_steps)
     planner = Planner(recovered.space, config.retention, reader_slots=config.reader_slots)
     clock, hashing = MonotonicClock(), Hashing(at_once=max(1, core_count() // 2))
+    buffers = Buffers()
     transfers = Transfers(
-        planner, runner, volumes, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes, hashing=hashing,
+        planner, runner, volumes, buffers, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes, hashing=hashing,
         log=TransferLog(clock),
     )  # fmt: skip
     loader = Loader(planner, transfers, wait_timeout_s=config.wait_timeout_s)
@@ -218,7 +220,7 @@ def connect(
         stall_s=config.wait_timeout_s,
     )  # fmt: skip
     host = HostTier(
-        runner, memory, budget_bytes=config.host_budget_bytes, io_threads=config.io_workers * len(volumes),
+        runner, memory, buffers, budget_bytes=config.host_budget_bytes, io_threads=config.io_workers * len(volumes),
         piece_bytes=config.piece_bytes, pipeline_slots=update_workers + LOOKAHEAD_RECORDS,
         make_policy=lambda capacity: make_policy(config.policy, capacity), dirty_limit_bytes=config.dirty_limit_bytes,
         advance_buffers=update_workers + ADVANCE_LOOKAHEAD_RECORDS,

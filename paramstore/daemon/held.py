@@ -95,9 +95,9 @@ class HeldRequests:
     def _is_late(self, view: View, held: _Held) -> None:
         group = view.group
         assert group is not None
-        assert group.calls is not None
+        assert group.collective is not None
         lease = f"lease of {len(held.request.keys)} keys of {view.namespace.name!r}"
-        why = f"it waits for rank {view.rank}'s own call before it, and that for {ranks_named(group.calls.collective.missing)}"
+        why = f"it waits for rank {view.rank}'s own call before it, and that for {ranks_named(group.collective.missing)}"
         self._end(view, held, WaitTimeout(f"{lease}: {why}"))
 
     def _end(self, view: View, held: _Held, error: ParamStoreError) -> None:

@@ -23,8 +23,7 @@ from paramstore.daemon.lost import LostRequests
 from paramstore.daemon.peer import Peer
 from paramstore.daemon.uploads import Uploads
 from paramstore.daemon.welcome import refusal_of, welcome_to
-from paramstore.engine.namespace import View
-from paramstore.engine.requests import LeaseRequest
+from paramstore.engine.namespace import LeaseRequest, View
 from paramstore.engine.store import Store
 from paramstore.errors import LeaseError, ParamStoreError, ProtocolError, StoreUnavailable, TicketCancelled
 from paramstore.wire import messages as m

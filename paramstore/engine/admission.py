@@ -14,15 +14,17 @@ from typing import Any
 from paramstore.core.key import KeySpace, check_name
 from paramstore.core.schema import Schema
 from paramstore.engine.arithmetic import load
-from paramstore.engine.chain import Chain, prepared_error
+from paramstore.engine.chain import Chain
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.host import HostTier
 from paramstore.engine.namespace import NamespaceState, View, WriterGroup
 from paramstore.engine.planner import Planner, fresh_working
+from paramstore.engine.ranks import Ranks
 from paramstore.engine.runner import CPU_LANE
 from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.volumes import VolumeSet
+from paramstore.engine.writing import prepared_error
 from paramstore.errors import (
     CapacityError,
     ConfigError,
@@ -47,7 +49,7 @@ class Admission:
 
     def __init__(
         self, planner: Planner, transfers: Transfers, host: HostTier, volumes: VolumeSet, cleaner: Cleaner,
-        chain: Chain, transactions: Transactions, namespaces: dict[str, NamespaceState], *, retained_steps: int,
+        chain: Chain, transactions: Transactions, ranks: Ranks, namespaces: dict[str, NamespaceState], *, retained_steps: int,
     ) -> None:  # fmt: skip
         self._planner = planner
         self._transfers = transfers
@@ -56,6 +58,7 @@ class Admission:
         self._cleaner = cleaner
         self._chain = chain
         self._transactions = transactions
+        self._ranks = ranks
         self._namespaces = namespaces
         self._retained_steps = retained_steps
         self._lock = asyncio.Lock()
@@ -168,16 +171,20 @@ class Admission:
     ) -> View:  # fmt: skip
         """Fences the present writer and rolls back. The rollback waits for a commit of this namespace, so it runs outside the lock:
         other namespaces can be opened meanwhile. Writers that come at once open in turn, and each fences the one before."""
-        _fence(namespace)  # at once; the caller has checked just before that the slots asked for are left
+        self._fence(namespace)  # at once; the caller has checked just before that the slots asked for are left
         async with self._opening[namespace.name]:
             if min_lease_slots:
                 await self._check_slots(namespace, host_bytes, group=group, least=min_lease_slots)
-            _fence(namespace)
+            self._fence(namespace)
             await self._chain.reopen(namespace, at=at)
             async with self._lock:
                 await self._open_memory(namespace, host_bytes)
                 open_view = self._planner.leases.open_view
                 return open_view(namespace, is_writer=True, step=None, group=group, min_lease_slots=min_lease_slots)
+
+    def _fence(self, namespace: NamespaceState) -> None:
+        if namespace.group is not None:
+            self._ranks.fence(namespace.group)
 
     async def _check_slots(
         self, namespace: NamespaceState, host_bytes: int | None, *, group: WriterGroup | None, least: int
@@ -275,11 +282,6 @@ def make_namespace(ledger: Ledger) -> NamespaceState:
     namespace.turn = asyncio.Lock()
     namespace.working = fresh_working(namespace)
     return namespace
-
-
-def _fence(namespace: NamespaceState) -> None:
-    if namespace.group is not None:
-        namespace.group.fence()
 
 
 def _shape(schema: Schema, keys: KeySpace) -> dict[str, object]:

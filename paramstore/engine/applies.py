@@ -15,9 +15,8 @@ from typing import Any
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.engine.collective import ranks_named
-from paramstore.engine.gradients import GradientRange, UploadMemory
 from paramstore.engine.namespace import NamespaceState, View
-from paramstore.engine.open_apply import Claims
+from paramstore.engine.open_apply import Claims, GradientRange, UploadMemory
 from paramstore.engine.update import Updater
 from paramstore.engine.writing import check_changing, check_pushing, check_unclaimed, check_writer
 from paramstore.errors import ParamStoreError, ProtocolError, SchemaMismatch, StepFailed, StepMismatch, StepOutOfOrder, WaitTimeout
@@ -134,7 +133,7 @@ class Applies:
         namespace.schema.check_options(options)
         claims, epoch = self._updater.open(namespace, options, grad_scale), namespace.epoch
         outcome = claims.outcome
-        assert outcome is not None
+        assert isinstance(outcome, asyncio.Future)
 
         async def run() -> dict[str, int]:
             try:
@@ -155,10 +154,10 @@ class Applies:
         claims = _open_claims(namespace, "end_apply")
         self._updater.close(namespace, claims)
         outcome = claims.outcome
-        assert outcome is not None
+        assert isinstance(outcome, asyncio.Future)
 
         async def wait() -> dict[str, int]:
-            result = await asyncio.shield(outcome)
+            result: dict[str, int] | ParamStoreError = await asyncio.shield(outcome)
             if isinstance(result, ParamStoreError):
                 raise result
             return result

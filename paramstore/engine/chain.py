@@ -14,11 +14,11 @@ from functools import partial
 from paramstore.core.place import Extent
 from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.planner import Planner
-from paramstore.engine.runner import Runner
+from paramstore.engine.runner import Runner, until_woken
 from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
-from paramstore.engine.waiting import until_woken
-from paramstore.errors import ParamStoreError, StepOutOfOrder, StepPrepared
+from paramstore.engine.writing import prepared_error
+from paramstore.errors import ParamStoreError, StepOutOfOrder
 from paramstore.storage.note_slots import NoteSlots
 from paramstore.storage.publication import Publication
 
@@ -223,11 +223,3 @@ def check_uncommitted(namespace: NamespaceState) -> None:
     """Raises StepOutOfOrder once there is a committed step: from then on values are trained, not given."""
     if namespace.committed_step is not None:
         raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")
-
-
-def prepared_error(namespace: NamespaceState, *, what: str) -> StepPrepared:
-    """Makes the error that says why `what` is refused while a step is prepared, or is being prepared."""
-    return StepPrepared(
-        f"{what} on {namespace.name!r}: step {namespace.prepared_step} is prepared: finalize it, or go back to "
-        f"{namespace.committed_step}, first (a new writer does either with at=)"
-    )

@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterable, Sequence
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
 from paramstore.engine.load import Loader
-from paramstore.engine.namespace import NamespaceState, WorkingCopy
+from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.order import slots_to_clean
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
 from paramstore.engine.runner import BACKGROUND_LANE
+from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.transfers import Transfers
 from paramstore.engine.working import WRITE_TRIES
 from paramstore.errors import CapacityError, StepFailed
@@ -60,8 +61,8 @@ class Cleaner:
                     await self._until_written(namespace, working)
                     continue
                 self._transfers.drain()
-            elif working.move is not None and working.move.transfer is not None and working.state is Working.WRITING:
-                self._transfers.runner.promote(working.move.transfer, urgency)
+            elif working.state is Working.WRITING:
+                self._transfers.promote(working, urgency)
             is_written = working.state is Working.WRITING or is_written
             await self._loader.changed(namespace, working)
         return is_written

@@ -19,17 +19,17 @@ from functools import partial
 from paramstore.clock import Clock
 from paramstore.core.place import Extent
 from paramstore.core.residency import Working
-from paramstore.engine.chain import Chain, check_uncommitted, prepared_error
+from paramstore.engine.chain import Chain, check_uncommitted
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.counters import CommitProgress
-from paramstore.engine.moves import MoveKind
-from paramstore.engine.namespace import Cut, NamespaceState, WorkingCopy
+from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
-from paramstore.engine.runner import CATALOG_LANE, Runner, volume_lane
+from paramstore.engine.runner import CATALOG_LANE, Runner, until_woken, volume_lane
+from paramstore.engine.tables.copies import Cut
 from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
-from paramstore.engine.waiting import until_woken
+from paramstore.engine.writing import prepared_error
 from paramstore.errors import CapacityError, StepFailed, StepOutOfOrder, VolumeError
 from paramstore.storage.apply_log import pack_log
 from paramstore.storage.catalog import DRAFT_STEP, StepRow
@@ -184,8 +184,7 @@ class Committer:
             if working.state is Working.DIRTY:
                 self._planner.working.begin_write(namespace, working, Urgency.DEMAND)
             elif working.state is Working.WRITING:
-                assert working.move is not None
-                self._planner.outbox.promoted.append(working.move)
+                self._planner.outbox.promoted.append(working)
         self._transfers.drain()
         if cut.unwritten and all(namespace.working[key].state is Working.WRITING for key in cut.unwritten):
             cut.written = asyncio.get_running_loop().create_future()
@@ -236,7 +235,7 @@ class Committer:
             for extent in lost:
                 self._planner.space.quarantine(extent)
             written = namespace.in_state[Working.WRITING].values()
-            is_moving = namespace.cut is not None or any(_written_to(working, volume) for working in written)
+            is_moving = namespace.cut is not None or any(self._transfers.is_writing(working, volume) for working in written)
             if lost or is_moving:
                 self._planner.mark_broken(namespace, f"a flush of volume {volume} failed: {error}")
         self._transfers.drain()
@@ -293,12 +292,6 @@ def _note(namespace: NamespaceState, cut: Cut, row: StepRow, kept: frozenset[int
         steps=tuple(NotedStep(other.step, other.sequence, other.note_slot, other.is_snapshot) for other in older),
         description=pack_description(namespace.schema, namespace.keys), extra=row.extra, log=row.log,
     )  # fmt: skip
-
-
-def _written_to(working: WorkingCopy, volume: int) -> bool:
-    """Whether a write to `volume` is under way."""
-    move = working.move
-    return move is not None and move.kind is MoveKind.WRITE and move.located is not None and move.located.extent.volume == volume
 
 
 def _unpublished_on(namespace: NamespaceState, volume: int) -> Iterable[Extent]:

@@ -16,16 +16,19 @@ from paramstore.core.place import Identity, Located
 from paramstore.core.residency import MAY_MATERIALISE, Copy, CopyEvent, Working, next_copy
 from paramstore.engine.arena import Arena
 from paramstore.engine.moves import Move, MoveKind, Outbox
-from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
-from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
+from paramstore.engine.namespace import LeaseRequest, NamespaceState
+from paramstore.engine.requests import Urgency
+from paramstore.engine.slot_requests import WaitingRequests
+from paramstore.engine.tables.copies import ParamCopy, Waiter, WorkingCopy
 from paramstore.errors import ParamStoreError
 
 
 class CopyPlanner:
     """Decides about `param` copies; part of the planner, on the event-loop thread."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, requests: WaitingRequests) -> None:
         self._outbox = outbox
+        self._requests = requests
 
     def make_room(
         self, namespace: NamespaceState, count: int, *, keep: Container[ExpertKey], needed: Container[ParamCopy] | None = None,
@@ -116,8 +119,7 @@ class CopyPlanner:
             if working.state in MAY_MATERIALISE:
                 source = working
             elif working.state in (Working.LOADING, Working.UPDATING):
-                if working.move is not None:
-                    self._outbox.promoted.append(working.move)
+                self._outbox.promoted.append(working)
                 return
             else:
                 located = namespace.working_location(copy.key)
@@ -127,17 +129,13 @@ class CopyPlanner:
             return  # an apply, a fill or its first write will make these bytes
         if source is not None:
             source.holders += 1
+            located = None
         if copy.missed and working.identity != copy.identity:
-            move = Move(
-                MoveKind.ADVANCE, namespace, copy, urgency, located=None if source is not None else located, source=source,
-                deadline_s=deadline_s,
-            )  # fmt: skip
-        elif source is not None:
-            move = Move(MoveKind.MATERIALISE, namespace, copy, urgency, source=source, deadline_s=deadline_s)
+            kind = MoveKind.ADVANCE
         else:
-            move = Move(MoveKind.LOAD_PARAM, namespace, copy, urgency, located=located, deadline_s=deadline_s)
-        copy.move = move
-        self._outbox.moves.append(move)
+            kind = MoveKind.LOAD_PARAM if source is None else MoveKind.MATERIALISE
+        copy.is_moving = True
+        self._outbox.moves.append(Move(kind, namespace, copy, urgency, located=located, source=source, deadline_s=deadline_s))
 
     def feed_waiting(self, namespace: NamespaceState, key: ExpertKey) -> None:
         """Lets copies that wait for the working copy look for their source again; to be called after any change of it."""
@@ -151,43 +149,25 @@ class CopyPlanner:
         if error is not None:
             for request in waiters:  # all who lease a copy that has not landed wait for it
                 self._fail(request, copy, error)
-            copy.move = None
+            copy.is_moving = False
             if copy.state is not Copy.ABSENT:  # else it went with the last who waited for it
                 self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
             return
-        copy.move = None
+        copy.is_moving = False
         copy.state = next_copy(copy.state, CopyEvent.LOADED)
         image_bytes = namespace.schema.part("param").image_bytes
         for request in waiters:
-            if isinstance(request, LeaseRequest):
-                request.missing -= 1
-                if request.missing == 0:
-                    self._finish(request)
-            else:
-                request.loaded += 1
-                request.bytes_loaded += image_bytes
-                self._land_prefetch(request, copy)
+            if request.land(copy, image_bytes):
+                self._requests.finish(request)
         if copy.state is Copy.RETIRED and copy.leases == 0:
             self._remove(namespace, copy, CopyEvent.FREE)
 
-    def _fail(self, request: LeaseRequest | PrefetchRequest, copy: ParamCopy, error: ParamStoreError) -> None:
-        if request.error is None:
-            request.error = error
-        if isinstance(request, PrefetchRequest):
-            self._land_prefetch(request, copy)
-            return
-        self.unlease(request)
-        self._finish(request)
-
-    def _land_prefetch(self, request: PrefetchRequest, copy: ParamCopy) -> None:
-        request.pending.discard(copy)
-        if not request.pending:
-            self._finish(request)
-
-    def _finish(self, request: LeaseRequest | PrefetchRequest) -> None:
-        if not request.is_finished:
-            request.is_finished = True
-            self._outbox.finished.append(request)
+    def _fail(self, request: Waiter, copy: ParamCopy, error: ParamStoreError) -> None:
+        is_over = request.fail(copy, error)
+        if isinstance(request, LeaseRequest):
+            self.unlease(request)
+        if is_over:
+            self._requests.finish(request)
 
     def unlease(self, request: LeaseRequest) -> None:
         """Gives up every slot the request holds, landed or not."""
@@ -203,7 +183,7 @@ class CopyPlanner:
                 continue  # the usual case, kept cheap
             if request.missing and request in copy.waiters:
                 copy.waiters.remove(request)
-            if copy.leases == 0 and copy.state is Copy.RETIRED and copy.move is None:
+            if copy.leases == 0 and copy.state is Copy.RETIRED and not copy.is_moving:
                 self._free_retired(namespace, copy)
             elif copy.is_waiting and not copy.waiters:  # nobody wants what the working copy would give it
                 self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
@@ -248,16 +228,15 @@ class CopyPlanner:
     def retire(self, namespace: NamespaceState, copy: ParamCopy) -> None:
         """Makes the copy RETIRED: nobody new gets it, and it is freed when its last lease ends and nothing moves it."""
         copy.state = next_copy(copy.state, CopyEvent.RETIRE)
-        if copy.leases == 0 and copy.move is None:
+        if copy.leases == 0 and not copy.is_moving:
             self._free_retired(namespace, copy)
 
     def _free_retired(self, namespace: NamespaceState, copy: ParamCopy) -> None:
         """Frees a retired copy that nobody leases and nothing moves; prefetches that waited for it count it as skipped."""
         waiters, copy.waiters = copy.waiters, []
         for request in waiters:  # prefetches all: a lease would hold the copy
-            assert isinstance(request, PrefetchRequest)
-            request.skipped += 1
-            self._land_prefetch(request, copy)
+            if request.skip(copy):
+                self._requests.finish(request)
         self._remove(namespace, copy, CopyEvent.FREE)
 
     def _remove(self, namespace: NamespaceState, copy: ParamCopy, event: CopyEvent) -> None:

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES, format_size
 from paramstore.core.schema import CHUNK_BYTES, Schema
-from paramstore.engine.advance import Advances
 from paramstore.engine.arena import Arena, SegmentMemory, segment_lengths, slots_within
+from paramstore.engine.buffers import Buffers
 from paramstore.engine.namespace import NamespaceState
-from paramstore.engine.routes import Staging, cut_pieces
+from paramstore.engine.routes import cut_pieces
 from paramstore.engine.runner import BACKGROUND_LANE, Runner
 from paramstore.errors import CapacityError
 from paramstore.policy.base import Policy
@@ -124,13 +124,15 @@ class HostTier:
     """Allocates host memory; owns every segment and both budgets."""
 
     def __init__(
-        self, runner: Runner, memory: Memory, *, budget_bytes: int, io_threads: int, piece_bytes: int, pipeline_slots: int,
-        make_policy: Callable[[int], Policy], dirty_limit_bytes: int | None = None, advance_buffers: int = 2,
+        self, runner: Runner, memory: Memory, buffers: Buffers, *, budget_bytes: int, io_threads: int, piece_bytes: int,
+        pipeline_slots: int, make_policy: Callable[[int], Policy], dirty_limit_bytes: int | None = None, advance_buffers: int = 2,
     ) -> None:  # fmt: skip
-        """dirty_limit_bytes: of every namespace's working arena. advance_buffers: record-sized buffers of each exact namespace."""
+        """buffers: takes the memory beside the arenas. dirty_limit_bytes: of every namespace's working arena. advance_buffers:
+        record-sized buffers of each exact namespace."""
         self.budget_bytes = budget_bytes
         self.memory = memory
         self._runner = runner
+        self._buffers = buffers
         self._io_threads = io_threads
         self._piece_bytes = piece_bytes
         self._pipeline_slots = pipeline_slots
@@ -201,7 +203,7 @@ class HostTier:
             working.dirty_limit_bytes = self._dirty_limit_bytes
         namespace.param_arena, namespace.working_arena = param, working
         if split.staging_bytes:
-            namespace.staging = await self._make_staging(namespace, split.staging_bytes)
+            await self._lend_buffers(namespace, split.staging_bytes)
         if working is not param:
             self._plan_segments(namespace, working, split.working_slots, is_shared=False)
         self._plan_segments(namespace, param, split.param_slots, is_shared=True)
@@ -254,24 +256,22 @@ class HostTier:
         self._segments[segment_id] = _Segment(memory, namespace.name, is_shared)
         return segment_id, memory
 
-    async def _make_staging(self, namespace: NamespaceState, staging_bytes: int) -> Staging:
+    async def _lend_buffers(self, namespace: NamespaceState, staging_bytes: int) -> None:
         _, memory = self._new_segment(namespace, staging_bytes, is_shared=False)
         await self._runner.call(BACKGROUND_LANE, memory.touch)
         each = _buffer_bytes(namespace.schema, self._piece_bytes)
-        staging = Staging()
+        lent = self._buffers.lend(namespace.name)
         for index in range(self._io_threads):
-            staging.add(memory.view(index * each, each))
+            lent.staging.add(memory.view(index * each, each))
         if namespace.is_exact:
             start, record_bytes = self._io_threads * each, namespace.schema.record_bytes
-            count = self._advance_buffers
-            namespace.advances = Advances([memory.view(start + index * record_bytes, record_bytes) for index in range(count)])
-        return staging
+            lent.advance.extend(memory.view(start + index * record_bytes, record_bytes) for index in range(self._advance_buffers))
 
     def close_arenas(self, namespace: NamespaceState) -> dict[object, list[int]]:
         """Gives up a namespace's memory, of which nothing may be in use. Returns the clients that mapped a segment, with the ids
         that they must unmap; the segments' bytes come back to the budget when they have."""
         namespace.param_arena = namespace.working_arena = None
-        namespace.staging = namespace.advances = None
+        self._buffers.take_back(namespace.name)
         to_unmap: dict[object, list[int]] = {}
         for segment_id, segment in list(self._segments.items()):
             if segment.namespace == namespace.name:

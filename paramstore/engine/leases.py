@@ -13,10 +13,12 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Copy
 from paramstore.engine.copies import CopyPlanner
 from paramstore.engine.moves import Outbox
-from paramstore.engine.namespace import NamespaceState, ParamCopy, View, WorkingCopy, WriterGroup, fenced_error
+from paramstore.engine.namespace import LeaseRequest, NamespaceState, View, WriterGroup, fenced_error
 from paramstore.engine.promises import holders, promise
-from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
+from paramstore.engine.requests import PrefetchRequest, SlotRequest, Urgency
 from paramstore.engine.schedules import choose_schedule
+from paramstore.engine.slot_requests import WaitingRequests
+from paramstore.engine.tables.copies import ParamCopy, WorkingCopy
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import CapacityError, LeaseError, ParamStoreError, StepDropped, StepFailed, UnknownKey
 
@@ -25,9 +27,11 @@ class LeasePlanner:
     """Decides who gets which slots, and who waits; part of the planner, on the event-loop thread."""
 
     def __init__(
-        self, outbox: Outbox, copies: CopyPlanner, working: WorkingPlanner, *, reader_slots: int | None = None
-    ) -> None:
+        self, outbox: Outbox, requests: WaitingRequests, copies: CopyPlanner, working: WorkingPlanner, *,
+        reader_slots: int | None = None,
+    ) -> None:  # fmt: skip
         self._outbox = outbox
+        self._requests = requests
         self._copies = copies
         self._working = working
         self._reader_slots = reader_slots
@@ -75,11 +79,29 @@ class LeasePlanner:
             self.cancel_lease(request, LeaseError("the session ended"))
         if view in namespace.views:
             namespace.views.remove(view)
-        view.leave_group()
+        self._leave_group(view)
         if view.declared is not None:
             choose_schedule(namespace)
         self._copies.retire_unseen(namespace)
         self.pump(namespace)
+
+    def end_writing(self, view: View) -> None:
+        """Ends a view's writing only: its session is gone, but its process may still read what it leased."""
+        view.is_fenced = True
+        self._leave_group(view)
+        choose_schedule(view.namespace)
+
+    @staticmethod
+    def _leave_group(view: View) -> None:
+        """Takes a writer's view out of its group. All pending gradients go with any of the ranks: none can be applied any more."""
+        group, namespace = view.group, view.namespace
+        if group is None or group.members.get(view.rank) is not view:
+            return
+        del group.members[view.rank]
+        if namespace.group is group:
+            namespace.pending.clear()
+            if not group.members:
+                namespace.group = None
 
     def move_view(self, view: View, step: int) -> None:
         """Moves a reader's view to `step`; what it leased before stays leased."""
@@ -225,15 +247,14 @@ class LeasePlanner:
             if copy.state is not Copy.READY and not copy.has_landed:
                 self._join(request, copy)
         if not request.missing:
-            request.is_finished = True
-            self._outbox.finished.append(request)
+            self._requests.finish(request)
         return True
 
     def _join(self, request: LeaseRequest, copy: ParamCopy) -> None:
         request.missing += 1
         copy.waiters.append(request)
-        if copy.move is not None:
-            self._outbox.promoted.append(copy.move)
+        if copy.is_moving:
+            self._outbox.promoted.append(copy)
         else:  # the copy waits for a working copy's load or update, which becomes urgent now
             self._copies.feed(request.view.namespace, copy)
 
@@ -251,8 +272,7 @@ class LeasePlanner:
         namespace = request.view.namespace
         if not request.is_finished:
             request.error = error
-            request.is_finished = True
-            self._outbox.finished.append(request)
+            self._requests.finish(request)
         self._copies.unlease(request)
         assert namespace.param_arena is not None
         if request in namespace.param_arena.waiting:
@@ -274,8 +294,7 @@ class LeasePlanner:
             for key in dict.fromkeys(keys):
                 self._prefetch_param(request, view, key, wanted)
         if not request.pending:
-            request.is_finished = True
-            self._outbox.finished.append(request)
+            self._requests.finish(request)
 
     def _prefetch_param(self, request: PrefetchRequest, view: View, key: ExpertKey, wanted: frozenset[ExpertKey]) -> None:
         namespace = request.namespace
@@ -340,9 +359,8 @@ class LeasePlanner:
             self._check_promise(request)  # the copies that the view holds may be of an older step by now
         except ParamStoreError as error:
             request.error = error
-            request.is_finished = True
             request.view.leases.pop(request.lease_id, None)
-            self._outbox.finished.append(request)
+            self._requests.finish(request)
             return True
         return self._plan_lease(request, found, may_take_slots=True)
 

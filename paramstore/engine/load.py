@@ -10,11 +10,12 @@ import asyncio
 from collections.abc import Container, Sequence
 
 from paramstore.core.key import ExpertKey
-from paramstore.engine.namespace import NamespaceState, View, WorkingCopy
+from paramstore.engine.namespace import LeaseRequest, NamespaceState, View
 from paramstore.engine.planner import Planner
-from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
+from paramstore.engine.requests import PrefetchRequest, SlotRequest, Urgency
+from paramstore.engine.runner import until_woken
+from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.transfers import Transfers
-from paramstore.engine.waiting import until_woken
 from paramstore.errors import ParamStoreError, SchemaMismatch, StepFailed, WaitTimeout
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from paramstore.core.place import Located
-from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
-from paramstore.engine.requests import Request, Urgency
-
-if TYPE_CHECKING:
-    from paramstore.engine.scheduler import Transfer
+from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.requests import Urgency
+from paramstore.engine.tables.copies import ParamCopy, Waiter, WorkingCopy
 
 
 class MoveKind(StrEnum):
@@ -35,10 +32,10 @@ class MoveKind(StrEnum):
     """New bytes into a working slot: an optimizer's, or initial values."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Move:
     """One planned copy of bytes. subject: the copy whose state changes when the move is done. located: the extent read from, or
-    written to. source: the working copy whose slot is read. transfer: carries the move out, once started.
+    written to. source: the working copy whose slot is read. urgency: what it was planned with, which may rise.
     """
 
     kind: MoveKind
@@ -48,7 +45,6 @@ class Move:
     located: Located | None = None
     source: WorkingCopy | None = None
     deadline_s: float | None = None
-    transfer: Transfer | None = None
 
 
 class Outbox:
@@ -56,9 +52,9 @@ class Outbox:
 
     def __init__(self) -> None:
         self.moves: list[Move] = []
-        self.promoted: list[Move] = []
-        """Moves to raise to DEMAND."""
-        self.finished: list[Request] = []
+        self.promoted: list[ParamCopy | WorkingCopy] = []
+        """Copies whose moves, where they have one under way, are raised to DEMAND."""
+        self.finished: list[Waiter] = []
         self.woken: list[object] = []
         """Futures to wake, of those who wait for a change: of a working copy, an apply, a commit, the space on volumes."""
 

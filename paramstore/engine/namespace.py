@@ -7,116 +7,23 @@ A key's *working location*, where its newest bytes are, is the slot, if the stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey, KeySpace
-from paramstore.core.optimizers import Options
-from paramstore.core.place import Extent, Identity, Located
-from paramstore.core.residency import Copy, Working
+from paramstore.core.place import Identity, Located
+from paramstore.core.residency import Working
 from paramstore.core.schema import Schema
 from paramstore.core.visits import Visits
 from paramstore.engine.arena import Arena
-from paramstore.engine.counters import CommitProgress, NamespaceStats
-from paramstore.engine.gradients import GradientRange
-from paramstore.engine.open_apply import Claims
-from paramstore.errors import WriterFenced
+from paramstore.engine.collective import Collective
+from paramstore.engine.counters import NamespaceStats
+from paramstore.engine.open_apply import Claims, GradientRange
+from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
+from paramstore.errors import ParamStoreError, WriterFenced
 from paramstore.storage.ledger import Ledger
-
-if TYPE_CHECKING:
-    from paramstore.engine.advance import Advances
-    from paramstore.engine.moves import Move
-    from paramstore.engine.ranks import Gathering
-    from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
-    from paramstore.engine.routes import Staging
-
-
-class WorkingCopy:
-    """One key's working copy of the stored part. State changes go through `core.residency` only."""
-
-    __slots__ = (
-        "current", "failed_volume", "holders", "identity", "is_cut", "is_orphan", "key", "last_apply", "move", "optimizer_step",
-        "prefetches", "requests", "reserved", "slot", "state", "target", "uncommitted", "waiters", "write_error", "write_failures",
-    )  # fmt: skip
-
-    def __init__(self, key: ExpertKey, identity: Identity | None) -> None:
-        self.key = key
-        self.state = Working.ABSENT
-        self.slot: int | None = None
-        self.identity = identity
-        """Identity of the newest bytes that exist; None before `initialize`."""
-        self.target = identity
-        """Identity of the bytes once every apply called so far has run; in an exact namespace, every one that claimed this key."""
-        self.uncommitted: Located | None = None
-        """The newest whole record on a volume that no step has published."""
-        self.reserved: Extent | None = None
-        """The extent that the next write-back goes to."""
-        self.optimizer_step = 0
-        self.last_apply = 0
-        self.holders = 0
-        """Number of readers of the slot; above 0 it is neither updated nor evicted."""
-        self.is_cut = False
-        """Whether a commit waits for this record's write: it was dirty at the cut, and is not updated before it is written."""
-        self.is_orphan = False
-        """Whether a rollback discarded it while a worker or holder used the slot, which is freed when the last returns."""
-        self.current: ParamCopy | None = None
-        """The `param` copy that the writer sees, if there is one; in an exact namespace, the one it saw when it last asked."""
-        self.move: Move | None = None
-        """The load, update or write under way."""
-        self.requests: list[SlotRequest] = []
-        """Requests that wait for the load or update under way to land."""
-        self.prefetches: list[PrefetchRequest] = []
-        self.waiters: list[object] = []
-        """Futures of those who wait for any change of this copy; opaque to the planner."""
-        self.write_failures = 0
-        """Number of failed writes of these bytes, each on another extent."""
-        self.write_error: Exception | None = None
-        """Error of the last failed write of these bytes."""
-        self.failed_volume: int | None = None
-        """Volume on which that write failed: the next goes to another volume, if there is one with space."""
-
-
-class ParamCopy:
-    """One immutable copy of a key's `param` part. The policy knows it by its key, so use counts outlive versions."""
-
-    __slots__ = (
-        "base", "identity", "is_prefetched", "key", "leases", "located", "missed", "move", "place", "slot", "state", "waiters",
-    )  # fmt: skip
-
-    def __init__(
-        self, key: ExpertKey, identity: Identity, slot: int, located: Located | None, *, segment: int, offset_bytes: int,
-        base: Identity | None = None, missed: tuple[Options, ...] = (),
-    ) -> None:  # fmt: skip
-        self.key = key
-        self.identity = identity
-        self.base = identity if base is None else base
-        """Identity of the record that it is made from: differs from `identity` where that record has missed steps."""
-        self.missed = missed
-        """Options of the missed steps between `base` and `identity`."""
-        self.state = Copy.ABSENT
-        self.slot = slot
-        self.place = (segment, offset_bytes, *identity)
-        """(segment, offset, epoch, version): tells a lease's client where the bytes are, and their identity."""
-        self.located = located
-        """The extent that holds exactly `base`, where one is known; else the working copy makes it."""
-        self.leases = 0
-        self.is_prefetched = False
-        """Whether it was loaded ahead of use and not used yet."""
-        self.move: Move | None = None
-        """The load under way; None while LOADING means that it waits for the working copy."""
-        self.waiters: list[LeaseRequest | PrefetchRequest] = []
-
-    @property
-    def has_landed(self) -> bool:
-        """Whether its bytes are in the slot. (It may have retired before they were.)"""
-        return self.state is not Copy.LOADING and self.move is None and not self.waiters
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether its bytes have not landed and no move brings them: it waits for the working copy."""
-        return self.move is None and (self.state is Copy.LOADING or bool(self.waiters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +47,15 @@ class ViewClient(Protocol):
 
 
 class WriterGroup:
-    """The writers of a namespace: one view, or those of the ranks that opened it together; only the latter have `calls`."""
+    """The writers of a namespace: one view, or those of the ranks that opened it together; only the latter have `collective`."""
 
-    def __init__(self, name: str = "", world_size: int = 1) -> None:
+    def __init__(self, name: str = "", world_size: int = 1, collective: Collective | None = None) -> None:
         self.name = name
         self.world_size = world_size
+        self.collective = collective
+        """State of the calls that its ranks make together."""
         self.members: dict[int, View] = {}
         """Views by rank, without those that are gone."""
-        self.calls: Gathering | None = None
         self.lease_slots = 0
         """Slots that each of its views is promised."""
         self.is_fenced = False
@@ -164,29 +72,27 @@ class WriterGroup:
         self.members[view.rank] = view
 
     def fence(self) -> None:
-        """Fences these views, since another writer opened the namespace; calls that wait for other ranks end with an error."""
+        """Fences these views, since another writer opened the namespace."""
         self.is_fenced = True
         for view in self.members.values():
             view.is_fenced = True
-        if self.calls is not None:
-            self.calls.end(fenced_error(self.first.namespace))
 
     def check_whole(self) -> None:
         """Raises WriterFenced, and RankLost if a rank is gone."""
         if self.is_fenced:
             raise fenced_error(self.first.namespace)
-        if self.calls is not None:
-            self.calls.collective.check_whole()
+        if self.collective is not None:
+            self.collective.check_whole()
 
     def check_in_step(self) -> None:
         """Raises RankLost, and StepMismatch while the ranks are out of step."""
-        if self.calls is not None:
-            self.calls.collective.check_in_step()
+        if self.collective is not None:
+            self.collective.check_in_step()
 
     @property
     def waiting(self) -> tuple[int, ...]:
         """Ranks whose call waits for others."""
-        return () if self.calls is None else self.calls.collective.waiting
+        return () if self.collective is None else self.collective.waiting
 
 
 def fenced_error(namespace: NamespaceState) -> WriterFenced:
@@ -227,22 +133,6 @@ class View:
         self.leases: dict[int, LeaseRequest] = {}
         """Granted and waiting leases, by the client's id."""
 
-    def end_writing(self) -> None:
-        """Ends writing only: the connection is gone, but its process may still read what it leased."""
-        self.is_fenced = True
-        self.leave_group()
-
-    def leave_group(self) -> None:
-        """Takes a writer's view out of its group. All pending gradients go with any of the ranks: none can be applied any more."""
-        group = self.group
-        if group is None or group.members.get(self.rank) is not self:
-            return
-        del group.members[self.rank]
-        if self.namespace.group is group:
-            self.namespace.pending.clear()
-            if not group.members:
-                self.namespace.group = None
-
     def locate(self, key: ExpertKey) -> tuple[Identity | None, Located | None]:
         """The identity this view sees of `key`, and its extent if the identity is a committed one."""
         if self.is_writer:
@@ -257,20 +147,30 @@ class View:
         return self.namespace.log if self.step is None else self.namespace.ledger.log_at(self.step)
 
 
-@dataclass(slots=True)
-class Cut:
-    """The records that one commit publishes, fixed at the cut. `located` fills up as the dirty records are written."""
+@dataclass(slots=True, eq=False)
+class LeaseRequest:
+    """Request of `view` to lease all of `keys` or none. Once planned, `copies` are in order of `keys`, and `missing` of them still
+    load."""
 
-    sequence: int
-    applies: int
-    keys: frozenset[ExpertKey]
-    unwritten: set[ExpertKey]
-    located: dict[ExpertKey, Located]
-    log: ApplyLog = field(default_factory=ApplyLog)
-    """Apply log of the step: which steps its records may have missed."""
-    progress: CommitProgress | None = None
-    written: object | None = None
-    """Future of the commit, which waits until `unwritten` is empty or one of its writes has failed; opaque to the planner."""
+    view: View
+    lease_id: int
+    keys: Sequence[ExpertKey]
+    copies: list[ParamCopy] = field(default_factory=list)
+    missing: int = 0
+    error: ParamStoreError | None = None
+    is_finished: bool = False
+    future: object | None = None
+
+    def land(self, copy: WorkingCopy | ParamCopy, bytes_loaded: int) -> bool:
+        self.missing -= 1
+        return self.missing == 0
+
+    def fail(self, copy: WorkingCopy | ParamCopy, error: ParamStoreError) -> bool:
+        self.error = self.error or error
+        return True
+
+    def skip(self, copy: WorkingCopy | ParamCopy) -> bool:
+        raise AssertionError("a copy that is leased stays")
 
 
 class NamespaceState:
@@ -291,10 +191,6 @@ class NamespaceState:
         self.param_arena: Arena | None = None
         self.working_arena: Arena | None = None
         """Arena of the stored part, `optim`; for a param schema the same arena as `param_arena`."""
-        self.staging: Staging | None = None
-        """Buffers for reads that end in another layout."""
-        self.advances: Advances | None = None
-        """Buffers in which records make missed steps, and the moves that wait for one."""
         self.working: dict[ExpertKey, WorkingCopy] = {}
         self.resident: dict[ExpertKey, WorkingCopy] = {}
         """Working copies that have a slot; the one that has had it longest is first."""

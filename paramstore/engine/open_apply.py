@@ -1,4 +1,4 @@
-"""The claims of an apply: which records it updates, with which gradients, and which of them still wait for their update.
+"""Pushed gradients, and the claims of an apply: which records it updates, with which of them, and which still wait.
 
 The claims of a plain apply are complete from the start. An *open* apply begins before its gradients are there, so its claims grow:
 it claims a key when all ranks have pushed their last gradient of it, and the remaining keys when it is closed. The planner is the
@@ -7,18 +7,40 @@ only writer of the claims; the updater takes keys from the queue.
 
 from __future__ import annotations
 
-from asyncio import Future
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
-from paramstore.engine.gradients import Claimed
 from paramstore.errors import ParamStoreError
 
 HOT_SHARE = 0.5
 """An open apply awaits records in memory with at least this share of the heat of the hottest one."""
+
+
+class UploadMemory(Protocol):
+    """A segment of a session's upload area."""
+
+    def view(self, offset_bytes: int, length_bytes: int) -> memoryview: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRange:
+    """The place of a rank's pending gradient of one key: `length_bytes` at `offset_bytes` of its session's upload area."""
+
+    memory: UploadMemory
+    offset_bytes: int
+    length_bytes: int
+    rank: int = 0
+
+    def view(self) -> memoryview:
+        return self.memory.view(self.offset_bytes, self.length_bytes)
+
+
+Claimed = dict[ExpertKey, tuple[GradientRange, ...]]
+"""The keys that an apply updates, each with its gradients, which are summed in this order; an empty tuple stands for zeros."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +68,8 @@ class Claims:
     """Futures of those who wait for a change of the claims; opaque to the planner."""
     room_waiters: list[object] = field(default_factory=list)
     """Futures of those who wait for `read` to grow, or for the apply to end."""
-    outcome: Future[dict[str, int] | ParamStoreError] | None = None
-    """Result of an open apply, or the error with which it ended; None for a plain apply."""
+    outcome: object | None = None
+    """Future of an open apply's result, or of the error with which it ended; None for a plain apply."""
 
     @property
     def has_begun(self) -> bool:

@@ -1,14 +1,24 @@
-"""The order in which an apply updates its records, and how many it has written back ahead of itself. Pure functions."""
+"""What an apply does in which order: its records, what it has written back ahead of itself, and who catches up. Pure functions.
+
+In an exact namespace each apply looks at a few keys in turn, so that every key is looked at once in MISSED_MAX / 2 applies, and
+includes those that have missed more than MISSED_MAX / 2 steps, although they have no gradient. So no record ever misses more than
+MISSED_MAX, no apply gets a burst of such records, and a record that is updated more often is never included.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import islice
 
+from paramstore.core.apply_log import MISSED_MAX
 from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import Options
 from paramstore.core.residency import Working
 from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.tables.copies import WorkingCopy
 
+LATE_AFTER = MISSED_MAX // 2
+"""An apply that looks at a record includes it if it has missed more steps than this."""
 LOOKAHEAD_DEPTHS = 8
 """How far ahead an apply looks for keys that need a slot, in multiples of its pipeline's depth."""
 
@@ -60,3 +70,26 @@ def slots_to_clean(namespace: NamespaceState, wanted_slots: int, spared: Collect
             ready = (key for key in reversed(namespace.in_state[state]) if key not in spared)  # the newest are likely not spared
             missing -= sum(1 for _ in islice(ready, missing))
     return max(0, missing)
+
+
+def due_keys(namespace: NamespaceState) -> list[ExpertKey]:
+    """The keys that the newest apply includes even where they have no gradient."""
+    keys, apply = namespace.keys, namespace.log.last
+    count = -(-len(keys) // LATE_AFTER)
+    due = []
+    for position in range(apply * count, (apply + 1) * count):
+        number = position % len(keys)
+        key = (keys.layers[number // keys.experts], number % keys.experts)
+        target = namespace.working[key].target
+        if target is not None and apply - target.version > LATE_AFTER:
+            due.append(key)
+    return due
+
+
+def missed_steps(namespace: NamespaceState, working: WorkingCopy, *, has_gradient: bool) -> tuple[Options, ...]:
+    """Options of the zero-gradient steps that the apply under way makes on a record: one for each step that the record missed, and
+    for a record without a gradient one for the apply itself."""
+    if not namespace.is_exact:
+        return ()
+    assert working.identity is not None
+    return namespace.log.missed(after=working.identity.version, until=namespace.applies - has_gradient)

@@ -17,15 +17,15 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.core.place import Extent, Identity
 from paramstore.core.residency import Copy, Working
-from paramstore.engine.catch_up import due_keys
 from paramstore.engine.copies import CopyPlanner
-from paramstore.engine.gradients import Claimed
 from paramstore.engine.leases import LeasePlanner
 from paramstore.engine.moves import Outbox
-from paramstore.engine.namespace import Cut, NamespaceState, ParamCopy, View, WorkingCopy
-from paramstore.engine.open_apply import Claims, awaited_keys
-from paramstore.engine.order import backward_order, update_order
+from paramstore.engine.namespace import NamespaceState, View
+from paramstore.engine.open_apply import Claimed, Claims, awaited_keys
+from paramstore.engine.order import backward_order, due_keys, update_order
 from paramstore.engine.requests import SlotRequest, Urgency
+from paramstore.engine.slot_requests import WaitingRequests
+from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
 from paramstore.storage.extents import Space
@@ -38,9 +38,10 @@ class Planner:
         self.space = space
         self._retention = retention or Retention()
         self.outbox = Outbox()
-        self.copies = CopyPlanner(self.outbox)
-        self.working = WorkingPlanner(space, self.outbox)
-        self.leases = LeasePlanner(self.outbox, self.copies, self.working, reader_slots=reader_slots)
+        requests = WaitingRequests(self.outbox)
+        self.copies = CopyPlanner(self.outbox, requests)
+        self.working = WorkingPlanner(space, self.outbox, requests)
+        self.leases = LeasePlanner(self.outbox, requests, self.copies, self.working, reader_slots=reader_slots)
         self.space_waiters: list[object] = []
         """Futures of those who wait for space on the volumes to come free; opaque to the planner."""
         self._freed_seen = 0
@@ -129,8 +130,7 @@ class Planner:
             for request in arena.waiting:
                 if isinstance(request, SlotRequest):
                     request.urgency = Urgency.DEMAND
-        moves = (namespace.working[key].move for key in taken)
-        self.outbox.promoted.extend(move for move in moves if move is not None)
+        self.outbox.promoted.extend(namespace.working[key] for key in taken)
         self.leases.pump(namespace)
 
     def drop_apply(self, namespace: NamespaceState, reason: str) -> None:
@@ -205,14 +205,14 @@ class Planner:
         self.working.begin_update(namespace, working)
         copy = self._made_copy(namespace, working)
         if copy is not None:
-            copy.move = working.move
+            copy.is_moving = True
         return copy
 
     def _made_copy(self, namespace: NamespaceState, working: WorkingCopy) -> ParamCopy | None:
         identity = self._made_identity(namespace, working)
         copy = namespace.find_copy(working.key, identity)
         if copy is not None:
-            return copy if copy.move is None else None
+            return None if copy.is_moving else copy
         if namespace.wanted(working) != identity:
             return None
         assert namespace.param_arena is not None

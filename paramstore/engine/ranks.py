@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from paramstore.engine.collective import MENDING, Call, Collective, Settled, check_rank
-from paramstore.engine.namespace import View, WriterGroup
+from paramstore.engine.namespace import View, WriterGroup, fenced_error
 from paramstore.engine.planner import Planner
 from paramstore.errors import CapacityError, ParamStoreError, StoreUnavailable, TicketCancelled
 
@@ -159,6 +159,8 @@ class Ranks:
         self._on_call = on_call
         self._wait_timeout_s = wait_timeout_s
         self._forming: dict[tuple[str, str], Gathering] = {}
+        self._gatherings: dict[WriterGroup, Gathering] = {}
+        """Of every group that has opened a namespace, until its last rank leaves."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- opening
@@ -188,12 +190,12 @@ class Ranks:
     async def _open(
         self, arrival: Arrival, open_first: Callable[[WriterGroup], Coroutine[Any, Any, View]]
     ) -> dict[int, View]:
-        group = WriterGroup(arrival.group, arrival.world_size)
         collective = Collective(arrival.world_size, what=arrival.what, way_on=WAY_ON)
-        group.calls = Gathering(
+        group = WriterGroup(arrival.group, arrival.world_size, collective)
+        first = await open_first(group)
+        self._gatherings[group] = Gathering(
             collective, timeout_s=self._wait_timeout_s, tasks=self._tasks, on_settled=partial(self._go_on, group)
         )
-        first = await open_first(group)
         namespace, open_rank = first.namespace, self._planner.leases.open_rank
         return {0: first, **{rank: open_rank(namespace, group, rank) for rank in range(1, group.world_size)}}
 
@@ -216,19 +218,22 @@ class Ranks:
 
         Raises LeaseError, WriterFenced, RankLost, StepMismatch; then this rank's call counts as never made.
         """
-        group = view.group
-        assert group is not None
-        assert group.calls is not None
         self._planner.leases.check_view(view)
-        future = group.calls.call(view.rank, call, partial(begin, view))
+        assert view.group is not None
+        future = self._gatherings[view.group].call(view.rank, call, partial(begin, view))
         self._on_call(view, call.name)
         return future
 
-    @staticmethod
-    def note_progress(view: View) -> None:
+    def fence(self, group: WriterGroup) -> None:
+        """Fences the views of `group`, since another writer opened the namespace; calls that wait for other ranks fail."""
+        group.fence()
+        if group in self._gatherings:
+            self._gatherings[group].end(fenced_error(group.first.namespace))
+
+    def note_progress(self, view: View) -> None:
         """Restarts the deadline of waiting ranks, since this rank is at work on what they wait for (such as initial values)."""
-        if view.group is not None and view.group.calls is not None:
-            view.group.calls.put_off()
+        if view.group in self._gatherings:
+            self._gatherings[view.group].put_off()
 
     @staticmethod
     def _go_on(group: WriterGroup, ranks: tuple[int, ...]) -> None:
@@ -238,11 +243,14 @@ class Ranks:
             if view is not None and view.client is not None:
                 view.client.calls_go_on(view)
 
-    @staticmethod
-    def leave(view: View, reason: str) -> None:
+    def leave(self, view: View, reason: str) -> None:
         """Breaks the group, because the rank of `view` writes no more; the others learn of it with their next call."""
-        if view.is_ranked and view.group is not None and view.group.calls is not None:
-            view.group.calls.lose(view.rank, reason)
+        group = view.group
+        if group is None or group not in self._gatherings:
+            return
+        self._gatherings[group].lose(view.rank, reason)
+        if not group.members.keys() - {view.rank}:
+            del self._gatherings[group]
 
     async def close(self) -> None:
         """Fails groups that are forming, and stops collective calls under way."""

@@ -10,7 +10,7 @@ from paramstore.core.residency import Copy, Working
 from paramstore.engine.arena import Arena
 from paramstore.engine.counters import PartStats
 from paramstore.engine.namespace import NamespaceState, WriterGroup
-from paramstore.engine.transfers import VolumeTraffic
+from paramstore.engine.record_reads import VolumeTraffic
 from paramstore.engine.volumes import VolumeSet
 from paramstore.storage.mounts import free_bytes, shown
 

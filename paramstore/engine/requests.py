@@ -1,17 +1,17 @@
-"""Requests that wait: for leases, prefetches, and working copies in their slots. Plain data of the planner.
+"""Requests that wait for prefetches and for working copies in their slots, beside leases, which belong to a view. Plain data.
 
-`future` belongs to the store (an asyncio future, opaque here): the planner says which requests are finished, the store
-wakes whoever awaits them.
+`future` belongs to whoever awaits a request (opaque here): the planner says which requests are finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from paramstore.core.key import ExpertKey
-from paramstore.engine.namespace import NamespaceState, ParamCopy, View, WorkingCopy
+from paramstore.engine.namespace import LeaseRequest, NamespaceState
+from paramstore.engine.tables.copies import ParamCopy, WorkingCopy
 from paramstore.errors import ParamStoreError
 
 
@@ -21,20 +21,6 @@ class Urgency(IntEnum):
     DEMAND = 0
     PREFETCH = 1
     WRITE_BACK = 2
-
-
-@dataclass(slots=True, eq=False)
-class LeaseRequest:
-    """Request to lease all of `keys` or none. Once planned, `copies` are in order of `keys`, and `missing` of them still load."""
-
-    view: View
-    lease_id: int
-    keys: Sequence[ExpertKey]
-    copies: list[ParamCopy] = field(default_factory=list)
-    missing: int = 0
-    error: ParamStoreError | None = None
-    is_finished: bool = False
-    future: object | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +39,23 @@ class PrefetchRequest:
     is_finished: bool = False
     future: object | None = None
 
+    def land(self, copy: WorkingCopy | ParamCopy, bytes_loaded: int) -> bool:
+        self.loaded += 1
+        self.bytes_loaded += bytes_loaded
+        return self._is_last(copy)
+
+    def fail(self, copy: WorkingCopy | ParamCopy, error: ParamStoreError) -> bool:
+        self.error = self.error or error
+        return self._is_last(copy)
+
+    def skip(self, copy: WorkingCopy | ParamCopy) -> bool:
+        self.skipped += 1
+        return self._is_last(copy)
+
+    def _is_last(self, copy: WorkingCopy | ParamCopy) -> bool:
+        self.pending.discard(copy)
+        return not self.pending
+
 
 @dataclass(slots=True, eq=False)
 class SlotRequest:
@@ -69,6 +72,16 @@ class SlotRequest:
     is_finished: bool = False
     error: ParamStoreError | None = None
     future: object | None = None
+
+    def land(self, copy: WorkingCopy | ParamCopy, bytes_loaded: int) -> bool:
+        return True
+
+    def fail(self, copy: WorkingCopy | ParamCopy, error: ParamStoreError) -> bool:
+        self.error = self.error or error
+        return True
+
+    def skip(self, copy: WorkingCopy | ParamCopy) -> bool:
+        raise AssertionError("a working copy that somebody waits for stays")
 
 
 Request = LeaseRequest | PrefetchRequest | SlotRequest

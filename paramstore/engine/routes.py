@@ -6,13 +6,13 @@ begin where checksum chunks begin; each worker hashes what it just moved, while 
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from paramstore.core.place import Extent
 from paramstore.core.schema import ITEM_BYTES, MASTER_DTYPE, PAGE_BYTES, Chunk, Part, Schema, round_up
+from paramstore.engine.buffers import Staging
 from paramstore.engine.hashing import Hashing
 from paramstore.storage.format import Header, check_checksums, header_root, pack_header
 from paramstore.storage.volume import Volume
@@ -87,22 +87,6 @@ class ImageRead:
         self._volume.read(self._offset_bytes + piece.start, (target,))
         header = bytes(target[: self._header_bytes]) if piece.start == 0 else None
         return PieceRead(piece.first_chunk, self._hashing.checksums(target, piece.chunks, piece.start), header)
-
-
-class Staging:
-    """Buffers that workers borrow for one piece at a time; there are as many as workers, so none ever waits."""
-
-    def __init__(self) -> None:
-        self._buffers: deque[memoryview] = deque()
-
-    def add(self, buffer: memoryview) -> None:
-        self._buffers.append(buffer)
-
-    def borrow(self) -> memoryview:
-        return self._buffers.pop()
-
-    def give_back(self, buffer: memoryview) -> None:
-        self._buffers.append(buffer)
 
 
 class MasterRead:

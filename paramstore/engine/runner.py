@@ -11,7 +11,7 @@ from typing import Any
 from paramstore.engine.requests import Urgency
 from paramstore.engine.scheduler import Burst, Outcome, Scheduler, Transfer
 from paramstore.engine.workers import Workers, outcome_of
-from paramstore.errors import ParamStoreError, StoreUnavailable
+from paramstore.errors import ParamStoreError, StoreUnavailable, WaitTimeout
 
 CPU_LANE = "cpu"
 CATALOG_LANE = "catalog"
@@ -122,3 +122,17 @@ def wake(future: object) -> None:
     """Lets whoever awaits `future` go on; they look up themselves what has become of it."""
     if isinstance(future, asyncio.Future) and not future.done():
         future.set_result(None)
+
+
+async def until_woken(future: asyncio.Future[None], runner: Runner, *, stall_s: float, what: str) -> None:
+    """Waits until `future` is done. Raises WaitTimeout, saying `what` was waited for; the future is left as it is.
+
+    A commit of a large model takes as long as its bytes take, and so does whatever waits behind it: a fixed bound would break a
+    healthy namespace. So this fails when no worker of the store has finished anything for `stall_s`: a device hangs, or there is a
+    bug.
+    """
+    while not future.done():
+        finished = runner.finished
+        await asyncio.wait([future], timeout=stall_s)
+        if not future.done() and runner.finished == finished:
+            raise WaitTimeout(f"{what}: nothing in the store has moved for {stall_s} s")

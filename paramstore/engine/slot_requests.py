@@ -1,14 +1,17 @@
-"""Ends requests for working copies: those that wait for a slot, for a load, or for an update that makes what they want."""
+"""Ends requests: those that wait for a slot, for a load, or for an update that makes what they want."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from paramstore.engine.moves import Outbox
-from paramstore.engine.namespace import NamespaceState, WorkingCopy
-from paramstore.engine.requests import PrefetchRequest, SlotRequest
+from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.requests import SlotRequest
+from paramstore.engine.tables.copies import Waiter, WorkingCopy
 from paramstore.errors import ParamStoreError, StepFailed
 
 
-class SlotRequests:
+class WaitingRequests:
     """Tells requests how they ended; part of the planner, on the event-loop thread."""
 
     def __init__(self, outbox: Outbox) -> None:
@@ -23,36 +26,28 @@ class SlotRequests:
                 self.finish(request)
 
     def land(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        """Finishes requests whose record is now in its slot: each request for the slot holds it, and prefetches count it."""
-        requests, working.requests = working.requests, []
-        for request in requests:
-            working.holders += 1
-            self.finish(request)
-        prefetches, working.prefetches = working.prefetches, []
-        for prefetch in prefetches:
-            prefetch.loaded += 1
-            prefetch.bytes_loaded += namespace.schema.record_bytes
-            self._land_prefetch(prefetch, working)
+        """Tells requests whose record is now in its slot: each request for the slot holds it."""
+        working.holders += len(working.requests)
+        record_bytes = namespace.schema.record_bytes
+        self._finish_those(waiter for waiter in _taken(working) if waiter.land(working, record_bytes))
 
     def fail(self, working: WorkingCopy, error: ParamStoreError | None) -> None:
         """Fails requests whose record will not be in its slot: with `error`, or (None) saying that a rollback discarded it."""
         reason = error or StepFailed(f"{working.key} was discarded by a rollback")
-        requests, working.requests = working.requests, []
-        for request in requests:
-            request.error = reason
-            self.finish(request)
-        prefetches, working.prefetches = working.prefetches, []
-        for prefetch in prefetches:
-            prefetch.error = prefetch.error or reason
-            self._land_prefetch(prefetch, working)
+        self._finish_those(waiter for waiter in _taken(working) if waiter.fail(working, reason))
 
-    def _land_prefetch(self, request: PrefetchRequest, working: WorkingCopy) -> None:
-        request.pending.discard(working)
-        if not request.pending and not request.is_finished:
-            request.is_finished = True
-            self._outbox.finished.append(request)
+    def _finish_those(self, waiters: Iterable[Waiter]) -> None:
+        for waiter in waiters:
+            self.finish(waiter)
 
-    def finish(self, request: SlotRequest) -> None:
-        """Finishes the request; whoever awaits it is woken when the outbox is drained."""
-        request.is_finished = True
-        self._outbox.finished.append(request)
+    def finish(self, waiter: Waiter) -> None:
+        """Finishes a request, unless it is already; whoever awaits it is woken when the outbox is drained."""
+        if not waiter.is_finished:
+            waiter.is_finished = True
+            self._outbox.finished.append(waiter)
+
+
+def _taken(working: WorkingCopy) -> list[Waiter]:
+    waiters = [*working.requests, *working.prefetches]
+    working.requests, working.prefetches = [], []
+    return waiters

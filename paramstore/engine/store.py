@@ -26,19 +26,19 @@ from paramstore.engine.applies import Applies
 from paramstore.engine.chain import Chain
 from paramstore.engine.cleaner import Cleaner
 from paramstore.engine.commit import Committer
-from paramstore.engine.gradients import UploadMemory
 from paramstore.engine.host import HostTier
 from paramstore.engine.initialization import Initializer
 from paramstore.engine.load import Loader
-from paramstore.engine.namespace import NamespaceState, View
+from paramstore.engine.namespace import LeaseRequest, NamespaceState, View
+from paramstore.engine.open_apply import UploadMemory
 from paramstore.engine.patrol import Patrol
 from paramstore.engine.planner import Planner
 from paramstore.engine.ranks import Ranks
 from paramstore.engine.reading import Reading
 from paramstore.engine.report import disk_stats, namespace_stats, residency, volume_stats
-from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Urgency
+from paramstore.engine.requests import PrefetchRequest, Urgency
 from paramstore.engine.runner import Runner
-from paramstore.engine.schedules import choose_schedule, declare_schedule
+from paramstore.engine.schedules import declare_schedule
 from paramstore.engine.scrub import Scrub, Scrubber
 from paramstore.engine.transactions import Transactions
 from paramstore.engine.transfers import Transfers
@@ -80,13 +80,14 @@ class Store:
         self._chain = chain
         self._transactions = transactions
         self.applies = Applies(updater)
+        self.ranks = Ranks(planner, wait_timeout_s=config.wait_timeout_s, on_call=self.applies.note_call)
         self._initializer = Initializer(chain, updater, cleaner, committer)
         self.scrubber = scrubber
         self.patrol = patrol
         self.admission = Admission(
-            planner, transfers, host, volumes, cleaner, chain, transactions, namespaces, retained_steps=config.retained_steps
-        )
-        self.ranks = Ranks(planner, wait_timeout_s=config.wait_timeout_s, on_call=self.applies.note_call)
+            planner, transfers, host, volumes, cleaner, chain, transactions, self.ranks, namespaces,
+            retained_steps=config.retained_steps,
+        )  # fmt: skip
         self._reading = Reading(planner, transfers, loader, runner)
         self._clock = clock
         self._started_s = clock.now_s()
@@ -105,8 +106,7 @@ class Store:
         """Ends a view's writing only: its session is gone, but its process may still read what it leased."""
         self.ranks.leave(view, reason)
         self.applies.leave(view, reason)
-        view.end_writing()
-        choose_schedule(view.namespace)
+        self._planner.leases.end_writing(view)
 
     def refresh(self, view: View) -> int:
         """Moves a reader to the newest committed step that no transaction under way drops, and returns that step."""

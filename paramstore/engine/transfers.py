@@ -8,60 +8,58 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
-from paramstore.core.schema import Part
 from paramstore.engine.advance import Advancer
 from paramstore.engine.arithmetic import materialise
+from paramstore.engine.buffers import Buffers
 from paramstore.engine.hashing import Hashing
 from paramstore.engine.moves import Move, MoveKind
-from paramstore.engine.namespace import NamespaceState, ParamCopy, WorkingCopy
+from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.planner import Planner
+from paramstore.engine.record_reads import RecordReads, read_transfer
 from paramstore.engine.requests import PrefetchRequest, Urgency
-from paramstore.engine.routes import ImageRead, ImageWrite, MasterRead, Piece, PieceRead, check_pieces, cut_for_write, cut_pieces
+from paramstore.engine.routes import ImageWrite, MasterRead, cut_for_write, cut_pieces
 from paramstore.engine.runner import CPU_LANE, Runner, call, volume_lane, wake
 from paramstore.engine.scheduler import Transfer
+from paramstore.engine.tables.copies import ParamCopy, WorkingCopy
 from paramstore.engine.transfer_log import TransferLog, bytes_of
 from paramstore.errors import ParamStoreError, TicketCancelled
-from paramstore.storage.format import Header, check_header
+from paramstore.storage.format import Header
 from paramstore.storage.volume import Volume
 
 
-@dataclass(slots=True)
-class VolumeTraffic:
-    """Bytes moved since start, per volume. bytes_written: records and notes, without zero-fill and without what failed."""
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    note_bytes: int = 0
-    reads: int = 0
-    writes: int = 0
-    failures: int = 0
-
-
 class Transfers:
-    """Starts and settles moves; owner of the traffic counters."""
+    """Starts and settles moves; knows the transfer under way of every copy. buffers: lent by the host tier."""
 
     def __init__(
-        self, planner: Planner, runner: Runner, volumes: Mapping[int, Volume], *, store_uuid: bytes, piece_bytes: int,
-        hashing: Hashing, log: TransferLog,
+        self, planner: Planner, runner: Runner, volumes: Mapping[int, Volume], buffers: Buffers, *, store_uuid: bytes,
+        piece_bytes: int, hashing: Hashing, log: TransferLog,
     ) -> None:  # fmt: skip
         self.planner = planner
         self.log = log
         self.runner = runner
-        self.traffic = {index: VolumeTraffic() for index in volumes}
         self.watch_writes: Callable[[], None] = lambda: None
         """Callback after every record that was written, for whoever counts bytes over the store's life."""
-        self.volumes = volumes
+        self._volumes = volumes
+        self._buffers = buffers
         self._store_uuid = store_uuid
         self._piece_bytes = piece_bytes
-        self.hashing = hashing
-        self._advancer = Advancer(self)
+        self._hashing = hashing
+        self._reads = RecordReads(volumes, store_uuid=store_uuid, piece_bytes=piece_bytes, hashing=hashing)
+        self.traffic = self._reads.traffic
+        self.advancer = Advancer(self._reads, runner, planner.space, buffers, log, settle=self._settle_made, drain=self.drain)
+        self._under_way: dict[ParamCopy | WorkingCopy, tuple[Move, Transfer]] = {}
+        """The move of every copy that is on its way, with its transfer; an update stands under both copies that it makes."""
+        self._starts: dict[MoveKind, Callable[[Move], None]] = {
+            MoveKind.LOAD_PARAM: self._start_load_param, MoveKind.MATERIALISE: self._start_materialise,
+            MoveKind.ADVANCE: self.advancer.start, MoveKind.LOAD_WORKING: self._start_load,
+            MoveKind.WRITE: self._start_write,
+        }  # fmt: skip
 
     def drain(self) -> None:
         """Carries out everything in the planner's outbox."""
@@ -73,12 +71,9 @@ class Transfers:
             finished, outbox.finished = outbox.finished, []
             woken, outbox.woken = outbox.woken, []
             for move in moves:
-                self._start(move)
-            for move in promoted:
-                if move.kind is MoveKind.ADVANCE:
-                    self._advancer.promote(move)
-                if move.transfer is not None:
-                    self.runner.promote(move.transfer, Urgency.DEMAND)
+                self._starts[move.kind](move)
+            for copy in promoted:
+                self.promote(copy, Urgency.DEMAND)
             for request in finished:
                 wake(request.future)
             for future in woken:
@@ -90,34 +85,49 @@ class Transfers:
             self.planner.leases.pump(namespace)
         self.drain()
 
+    def promote(self, copy: ParamCopy | WorkingCopy, urgency: Urgency) -> None:
+        """Raises the transfer of `copy`, if one is under way."""
+        if copy in self._under_way:
+            self.runner.promote(self._under_way[copy][1], urgency)
+        elif isinstance(copy, ParamCopy) and urgency is Urgency.DEMAND:
+            self.advancer.promote(copy)
+
+    def is_writing(self, working: WorkingCopy, volume: int) -> bool:
+        """Whether a write of the record to `volume` is under way."""
+        if working not in self._under_way:
+            return False
+        move, _ = self._under_way[working]
+        return move.kind is MoveKind.WRITE and move.located is not None and move.located.extent.volume == volume
+
     # --- starting
 
-    def _start(self, move: Move) -> None:
-        if move.kind is MoveKind.MATERIALISE:
-            self._start_materialise(move)
-        elif move.kind is MoveKind.WRITE:
-            self._start_write(move)
-        elif move.kind is MoveKind.ADVANCE:
-            self._advancer.start(move)
-        else:
-            self._start_read(move)
-
-    def _start_read(self, move: Move) -> None:
+    def _start_load_param(self, move: Move) -> None:
+        schema = move.namespace.schema
+        if not schema.is_trainable:
+            self._start_load(move)
+            return
         assert move.located is not None
-        schema, extent = move.namespace.schema, move.located.extent
-        slot = self._slot_view(move)
-        volume = self.volumes[extent.volume]
+        extent, staging = move.located.extent, self._buffers.of(move.namespace.name).staging
+        read = MasterRead(self._volumes[extent.volume], extent, schema, self._slot_view(move), staging, self._hashing)
+        pieces = cut_pieces(schema.stored, self._piece_bytes, len(schema.specs))
         self.planner.space.pin(extent)
-        read: ImageRead | MasterRead
-        if move.kind is MoveKind.LOAD_PARAM and schema.is_trainable:
-            assert move.namespace.staging is not None
-            read = MasterRead(volume, extent, schema, slot, move.namespace.staging, self.hashing)
-            pieces = cut_pieces(schema.stored, self._piece_bytes, len(schema.specs))
-        else:
-            read = ImageRead(volume, extent, slot, schema.stored.header_bytes, self.hashing)
-            pieces = self.pieces_of(schema.stored)
-        light_bytes = schema.record_bytes if len(pieces) == 1 else 0
-        self._submit(move, volume_lane(extent.volume), read.run, deque(pieces), self._settle_read, light_bytes=light_bytes)
+        settle = partial(self._settle_load_param, move)
+        transfer = read_transfer(
+            extent, read.run, pieces, schema.record_bytes, urgency=move.urgency, settle=settle, deadline_s=move.deadline_s
+        )
+        self._submit(move, transfer)
+
+    def _start_load(self, move: Move) -> None:
+        """Starts reading a whole record into a slot."""
+        assert move.located is not None
+        extent = move.located.extent
+        self.planner.space.pin(extent)
+        settle = self._settle_load_param if isinstance(move.subject, ParamCopy) else self._settle_load_working
+        transfer = self._reads.whole(
+            move.namespace.schema.stored, extent, self._slot_view(move), urgency=move.urgency, deadline_s=move.deadline_s,
+            settle=partial(settle, move),
+        )  # fmt: skip
+        self._submit(move, transfer)
 
     def _start_materialise(self, move: Move) -> None:
         assert move.source is not None
@@ -125,7 +135,7 @@ class Transfers:
         assert move.namespace.working_arena is not None
         image = move.namespace.working_arena.view(move.source.slot)
         job = partial(materialise, move.namespace.schema, image, self._slot_view(move))
-        self._submit(move, CPU_LANE, call, deque([job]), self._settle_materialise)
+        self._submit(move, _compute(move, [job], partial(self._settle_materialise, move)))
 
     def _start_write(self, move: Move) -> None:
         working, located, namespace = move.subject, move.located, move.namespace
@@ -139,14 +149,15 @@ class Transfers:
             optimizer_step=working.optimizer_step, last_apply=working.last_apply, checksums=(),
         )  # fmt: skip
         part = namespace.schema.stored
-        volume = self.volumes[located.extent.volume]
+        volume = self._volumes[located.extent.volume]
         first, *others = pieces = cut_for_write(part, self._piece_bytes)
         checksums = [0] * sum(len(piece.chunks) for piece in pieces)
-        write = ImageWrite(volume, located.extent, part, self._slot_view(move), header, checksums, self.hashing)
-        lane = volume_lane(located.extent.volume)
-        settle = partial(self._settle_write, write=write)
-        light_bytes = 0 if others else part.image_bytes
-        self._submit(move, lane, write.run, deque(others), settle, final=first, light_bytes=light_bytes)
+        write = ImageWrite(volume, located.extent, part, self._slot_view(move), header, checksums, self._hashing)
+        transfer = Transfer(
+            lane=volume_lane(located.extent.volume), urgency=move.urgency, run=write.run, pieces=deque[Any](others), final=first,
+            settle=partial(self._settle_write, move, write), light_bytes=0 if others else part.image_bytes,
+        )  # fmt: skip
+        self._submit(move, transfer)
 
     def _slot_view(self, move: Move) -> memoryview:
         namespace, subject = move.namespace, move.subject
@@ -155,82 +166,79 @@ class Transfers:
         assert subject.slot is not None
         return arena.view(subject.slot)
 
-    def _submit(
-        self, move: Move, lane: Hashable, run: Callable[..., object], pieces: deque[Any],
-        settle: Callable[[Move, Transfer], None], final: object = None, light_bytes: int = 0,
+    def _submit(self, move: Move, transfer: Transfer) -> None:
+        self._under_way[move.subject] = move, transfer
+        self.log.watch(move, transfer, bytes_moved=bytes_of(move))
+        self.runner.submit(transfer)
+
+    async def run_update(
+        self, namespace: NamespaceState, working: WorkingCopy, copy: ParamCopy | None, jobs: Sequence[Callable[[], object]], *,
+        urgency: Urgency, settle: Callable[[ParamStoreError | None], None],
     ) -> None:  # fmt: skip
-        move.transfer = Transfer(
-            lane=lane, urgency=move.urgency, run=run, pieces=pieces, final=final, deadline_s=move.deadline_s,
-            settle=partial(settle, move), light_bytes=light_bytes,
-        )  # fmt: skip
-        self.log.watch(move, move.transfer, bytes_moved=bytes_of(move))
-        self.runner.submit(move.transfer)
+        """Runs `jobs`, which together make new bytes in `working`'s slot, and in that of `copy`, where given. On return they are
+        settled: `settle` was called with the error, if any, which is then raised. Cancelling this call does not stop them."""
+        move = Move(MoveKind.UPDATE, namespace, working, urgency)
+        future = asyncio.get_running_loop().create_future()
+        copies = (working,) if copy is None else (working, copy)
+
+        def settle_and_wake(transfer: Transfer) -> None:
+            for each in copies:
+                del self._under_way[each]
+            settle(transfer.error)
+            self.drain()
+            wake(future)
+
+        transfer = _compute(move, jobs, settle_and_wake)
+        self.log.watch(move, transfer, bytes_moved=bytes_of(move))
+        for each in copies:
+            self._under_way[each] = move, transfer
+        self.drain()
+        self.runner.submit(transfer)
+        await asyncio.shield(future)
+        if transfer.error is not None:
+            raise transfer.error
 
     # --- settling
 
-    def _settle_read(self, move: Move, transfer: Transfer) -> None:
-        located, namespace, subject = move.located, move.namespace, move.subject
-        assert located is not None
-        self.planner.space.unpin(located.extent)
-        header, error = self.verify_read(move, located, transfer)
-        if isinstance(subject, ParamCopy):
-            self.planner.copies.settle(namespace, subject, error)
-            self.planner.leases.pump(namespace)
-        else:
-            step, last_apply = (header.optimizer_step, header.last_apply) if header is not None else (0, 0)
-            self.planner.working.settle_load(namespace, subject, optimizer_step=step, last_apply=last_apply, error=error)
-            self.planner.after_working(namespace, subject)
-        self.drain()
-
-    def verify_read(self, move: Move, located: Located, transfer: Transfer) -> tuple[Header | None, ParamStoreError | None]:
-        """Checks a record that was read; returns its header, or the error that the read ended with. Counts the read either way."""
-        header, error = None, transfer.error
-        if error is None:
-            try:
-                header = self._verify_record(move.namespace, move.subject.key, located, transfer.results)
-            except ParamStoreError as caught:
-                error = caught
-        self._count_read(move, located, transfer, error)
-        return header, error
-
-    def pieces_of(self, part: Part) -> tuple[Piece, ...]:
-        """The pieces in which a whole record is read."""
-        return cut_pieces(part, self._piece_bytes, len(part.fields))
-
-    def _verify_record(
-        self, namespace: NamespaceState, key: ExpertKey, located: Located, results: list[PieceRead]
-    ) -> Header:
-        part, extent = namespace.schema.stored, located.extent
-        place = f"volume {extent.volume}, offset {extent.offset_bytes}"
-        head = next(result.header for result in results if result.header is not None)
-        header = check_header(
-            head, part=part, root=located.root, store_uuid=self._store_uuid, namespace=namespace.name,
-            key=key, identity=located.identity, place=place,
-        )  # fmt: skip
-        check_pieces(header, part, results, place=place)
-        return header
-
-    def _count_read(self, move: Move, located: Located, transfer: Transfer, error: ParamStoreError | None) -> None:
-        traffic = self.traffic[located.extent.volume]
-        if error is not None and not isinstance(error, TicketCancelled):
-            traffic.failures += 1
-        moved = bytes_of(move)
-        if transfer.error is None:
-            traffic.bytes_read += moved
-            traffic.reads += 1
-            move.namespace.stats.bytes_read += moved
-
-    def _settle_materialise(self, move: Move, transfer: Transfer) -> None:
+    def _settle_load_param(self, move: Move, transfer: Transfer) -> None:
+        _, error = self._verify_load(move, transfer)
         assert isinstance(move.subject, ParamCopy)
-        assert move.source is not None
-        self.planner.working.unhold(move.namespace, move.source)
-        self.planner.copies.settle(move.namespace, move.subject, transfer.error)
+        self.planner.copies.settle(move.namespace, move.subject, error)
         self.planner.leases.pump(move.namespace)
         self.drain()
 
-    def _settle_write(self, move: Move, transfer: Transfer, *, write: ImageWrite) -> None:
+    def _settle_load_working(self, move: Move, transfer: Transfer) -> None:
+        header, error = self._verify_load(move, transfer)
+        step, last_apply = (header.optimizer_step, header.last_apply) if header is not None else (0, 0)
+        working, namespace = move.subject, move.namespace
+        assert isinstance(working, WorkingCopy)
+        self.planner.working.settle_load(namespace, working, optimizer_step=step, last_apply=last_apply, error=error)
+        self.planner.after_working(namespace, working)
+        self.drain()
+
+    def _verify_load(self, move: Move, transfer: Transfer) -> tuple[Header | None, ParamStoreError | None]:
+        assert move.located is not None
+        del self._under_way[move.subject]
+        self.planner.space.unpin(move.located.extent)
+        return self._reads.verify(move.namespace, move.subject.key, move.located, transfer, read_bytes=bytes_of(move))
+
+    def _settle_materialise(self, move: Move, transfer: Transfer) -> None:
+        del self._under_way[move.subject]
+        self._settle_made(move, transfer.error)
+
+    def _settle_made(self, move: Move, error: ParamStoreError | None) -> None:
+        """Settles a `param` copy that was made from a slot or an extent, and lets go of the slot."""
+        assert isinstance(move.subject, ParamCopy)
+        if move.source is not None:
+            self.planner.working.unhold(move.namespace, move.source)
+        self.planner.copies.settle(move.namespace, move.subject, error)
+        self.planner.leases.pump(move.namespace)
+        self.drain()
+
+    def _settle_write(self, move: Move, write: ImageWrite, transfer: Transfer) -> None:
         assert isinstance(move.subject, WorkingCopy)
         assert move.located is not None
+        del self._under_way[move.subject]
         located = move.located._replace(root=write.root)
         self.planner.space.unpin(located.extent)
         traffic = self.traffic[located.extent.volume]
@@ -260,13 +268,12 @@ class Transfers:
     async def read_into(self, namespace: NamespaceState, key: ExpertKey, located: Located, target: memoryview) -> Header:
         """Fills `target` (record_bytes, page-aligned) with a whole, verified record, and returns its header. Raises VolumeError,
         CorruptRecord."""
-        part, extent = namespace.schema.stored, located.extent
-        read = ImageRead(self.volumes[extent.volume], extent, target, part.header_bytes, self.hashing)
+        extent = located.extent
         future = asyncio.get_running_loop().create_future()
-        pieces: deque[Any] = deque(self.pieces_of(part))
-        transfer = Transfer(
-            lane=volume_lane(extent.volume), urgency=Urgency.DEMAND, run=read.run, pieces=pieces, settle=lambda _: wake(future)
+        transfer = self._reads.whole(
+            namespace.schema.stored, extent, target, urgency=Urgency.DEMAND, settle=lambda _: wake(future)
         )
+        transfer.light_bytes = 0  # it goes alone: loads that others wait for shall not wait for it
         self.planner.space.pin(extent)
         try:
             self.runner.submit(transfer)
@@ -276,7 +283,7 @@ class Transfers:
             self.pump([namespace])  # somebody may wait for the extent
         if transfer.error is not None:
             raise transfer.error
-        return self._verify_record(namespace, key, located, transfer.results)
+        return self._reads.check(namespace, key, located, transfer.results)
 
     # --- cancelling
 
@@ -285,15 +292,23 @@ class Transfers:
         error = TicketCancelled("the prefetch was cancelled")
         for subject in list(request.pending):
             others = subject.waiters if isinstance(subject, ParamCopy) else [*subject.prefetches, *subject.requests]
-            move = subject.move
-            if move is None or list(others) != [request]:
+            if list(others) != [request]:
                 continue
-            if move.transfer is not None and move.transfer.urgency is not Urgency.DEMAND:
-                self.runner.cancel(move.transfer, error)
-            elif move.kind is MoveKind.ADVANCE and move.urgency is not Urgency.DEMAND:
-                self._advancer.give_up(move, error)
+            if subject in self._under_way:
+                _, transfer = self._under_way[subject]
+                if transfer.urgency is not Urgency.DEMAND:
+                    self.runner.cancel(transfer, error)
+            elif isinstance(subject, ParamCopy):
+                self.advancer.cancel(subject, error)
         if not request.is_finished:
             request.error = request.error or error
             request.is_finished = True
             wake(request.future)
         self.drain()
+
+
+def _compute(move: Move, jobs: Iterable[Callable[[], object]], settle: Callable[[Transfer], None]) -> Transfer:
+    """Makes the transfer that runs `jobs` in the CPU's workers."""
+    return Transfer(
+        lane=CPU_LANE, urgency=move.urgency, run=call, pieces=deque[Any](jobs), settle=settle, deadline_s=move.deadline_s
+    )

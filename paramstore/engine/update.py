@@ -8,7 +8,6 @@ working slot; the new `param` version is made in the same pass where there is a 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from math import fsum, sqrt
@@ -16,17 +15,15 @@ from math import fsum, sqrt
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.engine.arithmetic import cut_update, fill_initial, square_sum, update
-from paramstore.engine.catch_up import missed_steps
 from paramstore.engine.cleaner import Cleaner
-from paramstore.engine.gradients import Claimed, GradientRange
 from paramstore.engine.load import Loader
-from paramstore.engine.namespace import NamespaceState, WorkingCopy
-from paramstore.engine.open_apply import Claims
-from paramstore.engine.order import absent_ahead
+from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.open_apply import Claimed, Claims, GradientRange
+from paramstore.engine.order import absent_ahead, missed_steps
 from paramstore.engine.planner import Planner
 from paramstore.engine.requests import Urgency
-from paramstore.engine.runner import CPU_LANE, call, wake
-from paramstore.engine.scheduler import Transfer
+from paramstore.engine.runner import CPU_LANE
+from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.transfers import Transfers
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
 
@@ -242,36 +239,19 @@ class Updater:
             missed=missed, key=working.key,
         )  # fmt: skip
         jobs = [partial(job, spans=spans) for spans in cut_update(namespace.schema)] if is_shared else [job]
-        future = asyncio.get_running_loop().create_future()
 
-        def settle(transfer: Transfer) -> None:
-            if transfer.error is None:
+        def settle(error: ParamStoreError | None) -> None:
+            if error is None:
                 working.optimizer_step = optimizer_step
                 working.last_apply = namespace.applies
                 namespace.stats.records_updated += 1
                 namespace.stats.records_caught_up += not gradients
                 namespace.stats.missed_steps_made += len(missed)
                 self._planner.end_claim(claims, working.key)
-            self._planner.settle_update(namespace, working, copy, transfer.error)
-            self._transfers.drain()
-            wake(future)
+            self._planner.settle_update(namespace, working, copy, error)
 
         urgency = Urgency.PREFETCH if claims.is_open else Urgency.DEMAND
-        await self._run(working, jobs, future, settle, urgency)
-
-    async def _run(
-        self, working: WorkingCopy, jobs: Sequence[Callable[[], object]], future: asyncio.Future[None],
-        settle: Callable[[Transfer], None], urgency: Urgency = Urgency.DEMAND,
-    ) -> None:  # fmt: skip
-        transfer = Transfer(lane=CPU_LANE, urgency=urgency, run=call, pieces=deque(jobs), settle=settle)
-        if working.move is not None:
-            working.move.transfer = transfer
-            self._transfers.log.watch(working.move, transfer, bytes_moved=working.move.namespace.schema.record_bytes)
-        self._transfers.drain()
-        self._transfers.runner.submit(transfer)
-        await asyncio.shield(future)
-        if transfer.error is not None:
-            raise transfer.error
+        await self._transfers.run_update(namespace, working, copy, jobs, urgency=urgency, settle=settle)
 
     @staticmethod
     def _image(namespace: NamespaceState, working: WorkingCopy) -> memoryview:
@@ -295,18 +275,15 @@ class Updater:
         self._check_empty(namespace, key)  # the same key may have come twice while we waited
         working = await self._loader.hold(namespace, key, is_fill=True)
         job = partial(fill_initial, namespace.schema, initial, self._image(namespace, working))
-        future = asyncio.get_running_loop().create_future()
 
-        def settle(transfer: Transfer) -> None:
+        def settle(error: ParamStoreError | None) -> None:
             assert working.target is not None
-            self._planner.working.settle_update(namespace, working, working.target, transfer.error)
-            if transfer.error is None and not working.is_orphan:
+            self._planner.working.settle_update(namespace, working, working.target, error)
+            if error is None and not working.is_orphan:
                 self._planner.working.begin_write(namespace, working, Urgency.WRITE_BACK)
             self._planner.after_working(namespace, working)
-            self._transfers.drain()
-            wake(future)
 
-        await self._run(working, [job], future, settle)
+        await self._transfers.run_update(namespace, working, None, [job], urgency=Urgency.DEMAND, settle=settle)
 
     @staticmethod
     def _check_empty(namespace: NamespaceState, key: ExpertKey) -> None:

@@ -19,8 +19,8 @@ from paramstore.config import Retention, format_size
 from paramstore.core.place import Extent, Tier
 from paramstore.core.schema import Schema, round_up
 from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.record_reads import VolumeTraffic
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, Runner, volume_lane
-from paramstore.engine.transfers import VolumeTraffic
 from paramstore.errors import CapacityError, CatalogError, ParamStoreError, VolumeError
 from paramstore.storage.catalog import STEP_ROWS_BOUND, Catalog, Change, VolumeRow
 from paramstore.storage.extents import Space

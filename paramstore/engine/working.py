@@ -17,9 +17,10 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.residency import MAY_MATERIALISE, Working, WorkingEvent, next_working
 from paramstore.engine.moves import Move, MoveKind, Outbox
-from paramstore.engine.namespace import NamespaceState, WorkingCopy
+from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.requests import PrefetchRequest, SlotRequest, Urgency
-from paramstore.engine.slot_requests import SlotRequests
+from paramstore.engine.slot_requests import WaitingRequests
+from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.errors import ParamStoreError, VolumeError
 from paramstore.storage.extents import Space
 
@@ -30,10 +31,10 @@ WRITE_TRIES = 2
 class WorkingPlanner:
     """Decides about working copies; part of the planner, on the event-loop thread."""
 
-    def __init__(self, space: Space, outbox: Outbox) -> None:
+    def __init__(self, space: Space, outbox: Outbox, requests: WaitingRequests) -> None:
         self._space = space
         self._outbox = outbox
-        self.requests = SlotRequests(outbox)
+        self.requests = requests
         self.orphan_writes = 0
         """Number of writes under way of records that a rollback discarded: their extents come free when they end."""
 
@@ -65,8 +66,8 @@ class WorkingPlanner:
         if working.state in (Working.LOADING, Working.UPDATING):
             working.requests.append(request)
             namespace.stats.optim.joins += 1
-            if working.move is not None and request.urgency is Urgency.DEMAND:
-                self._outbox.promoted.append(working.move)
+            if request.urgency is Urgency.DEMAND:
+                self._outbox.promoted.append(working)
             return True
         slot = self._make_room(namespace, request.spared)
         if slot is None:
@@ -75,7 +76,7 @@ class WorkingPlanner:
             self._take_slot(namespace, working, slot)
             self._record(namespace, working.key)
             _change(namespace, working, WorkingEvent.FILL)
-            working.move = Move(MoveKind.UPDATE, namespace, working, Urgency.DEMAND)
+            working.is_moving = True
             self.requests.finish(request)
         else:
             working.requests.append(request)
@@ -101,10 +102,9 @@ class WorkingPlanner:
         assert located is not None, f"{working.key} has no record"
         self._take_slot(namespace, working, slot)
         _change(namespace, working, WorkingEvent.LOAD)
-        move = Move(MoveKind.LOAD_WORKING, namespace, working, urgency, located=located, deadline_s=deadline_s)
-        working.move = move
+        working.is_moving = True
         self._record(namespace, working.key, is_ahead=is_ahead)
-        self._outbox.moves.append(move)
+        self._outbox.moves.append(Move(MoveKind.LOAD_WORKING, namespace, working, urgency, located=located, deadline_s=deadline_s))
 
     def _record(self, namespace: NamespaceState, key: ExpertKey, *, is_ahead: bool = False) -> None:
         """Tells the policy of a use, or of a record held ahead of one. (A param schema's arena ranks `param` copies alone.)"""
@@ -166,9 +166,8 @@ class WorkingPlanner:
             return
         needed, urgency, spared = len(requests), min(request.urgency for request in requests), requests[0].spared
         for working in namespace.in_state[Working.WRITING].values():
-            assert working.move is not None
             if urgency is Urgency.DEMAND:
-                self._outbox.promoted.append(working.move)
+                self._outbox.promoted.append(working)
             needed -= working.key not in spared
         self.clean(namespace, needed, urgency, spared=spared)
 
@@ -206,16 +205,15 @@ class WorkingPlanner:
             return False
         assert working.identity is not None
         _change(namespace, working, WorkingEvent.WRITE)
-        move = Move(MoveKind.WRITE, namespace, working, urgency, located=Located(extent, working.identity, 0))
-        working.move = move
-        self._outbox.moves.append(move)
+        working.is_moving = True
+        self._outbox.moves.append(Move(MoveKind.WRITE, namespace, working, urgency, located=Located(extent, working.identity, 0)))
         return True
 
     def settle_write(
         self, namespace: NamespaceState, working: WorkingCopy, located: Located, error: ParamStoreError | None
     ) -> None:
         """Settles a write: the record is whole in `located`; or it failed, the extent is quarantined and the slot dirty again."""
-        working.move = None
+        working.is_moving = False
         if error is not None:
             self._space.quarantine(located.extent)
             if isinstance(error, VolumeError):
@@ -271,7 +269,7 @@ class WorkingPlanner:
         error: ParamStoreError | None,
     ) -> None:  # fmt: skip
         """Settles a load: the record is in its slot, verified; or it failed, the slot is free and all who waited get the error."""
-        working.move = None
+        working.is_moving = False
         if working.is_orphan:
             self.requests.fail(working, error)
             self.settle_orphan(namespace, working)
@@ -295,13 +293,13 @@ class WorkingPlanner:
         assert self.may_update(working)
         working.holders = 0
         _change(namespace, working, WorkingEvent.UPDATE)
-        working.move = Move(MoveKind.UPDATE, namespace, working, Urgency.DEMAND)
+        working.is_moving = True
 
     def settle_update(
         self, namespace: NamespaceState, working: WorkingCopy, identity: Identity, error: ParamStoreError | None
     ) -> None:
         """Settles an update: the slot holds `identity`; or it failed, and the slot with its torn bytes is free."""
-        working.move = None
+        working.is_moving = False
         if working.is_orphan:
             self.requests.fail(working, error)
             self.settle_orphan(namespace, working)
@@ -358,7 +356,7 @@ class WorkingPlanner:
         return extents
 
     def settle_orphan(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        if working.move is None and working.holders == 0 and working.slot is not None:
+        if not working.is_moving and working.holders == 0 and working.slot is not None:
             self._free_slot(namespace, working)
 
     def _wake(self, working: WorkingCopy) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from paramstore.engine.chain import prepared_error
 from paramstore.engine.leases import LeasePlanner
 from paramstore.engine.namespace import NamespaceState, View
-from paramstore.errors import SchemaMismatch, StepFailed, StepOutOfOrder
+from paramstore.errors import SchemaMismatch, StepFailed, StepOutOfOrder, StepPrepared
 
 
 def check_writing(view: View) -> NamespaceState:
@@ -59,3 +58,11 @@ def check_changing(view: View) -> NamespaceState:
     if namespace.prepared_step is not None:
         raise prepared_error(namespace, what="apply or prepare")
     return check_closed(namespace, what="apply or prepare")
+
+
+def prepared_error(namespace: NamespaceState, *, what: str) -> StepPrepared:
+    """Makes the error that says why `what` is refused while a step is prepared, or is being prepared."""
+    return StepPrepared(
+        f"{what} on {namespace.name!r}: step {namespace.prepared_step} is prepared: finalize it, or go back to "
+        f"{namespace.committed_step}, first (a new writer does either with at=)"
+    )

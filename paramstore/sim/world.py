@@ -15,12 +15,13 @@ from paramstore.core.place import Identity, Located
 from paramstore.core.schema import Schema
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.arena import Arena
-from paramstore.engine.gradients import GradientRange
 from paramstore.engine.moves import Move, MoveKind
-from paramstore.engine.namespace import NamespaceState, ParamCopy, View
+from paramstore.engine.namespace import LeaseRequest, NamespaceState, View
+from paramstore.engine.open_apply import GradientRange
 from paramstore.engine.planner import Planner
 from paramstore.engine.promises import share_of
-from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest
+from paramstore.engine.requests import PrefetchRequest, SlotRequest
+from paramstore.engine.tables.copies import ParamCopy
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
 from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow

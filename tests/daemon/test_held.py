@@ -24,11 +24,11 @@ class Site:
 
     def __init__(self) -> None:
         small = SmallPlanner()
-        group = WriterGroup("g", 2)
-        group.calls = Gathering(Collective(2, what="g", way_on=""), timeout_s=60.0, tasks=set(), on_settled=lambda _: None)
+        collective = Collective(2, what="g", way_on="")
+        group = WriterGroup("g", 2, collective)
         small.namespace.group = group
         self.view: View = small.planner.leases.open_rank(small.namespace, group, 0)
-        self.calls = group.calls
+        self.calls = Gathering(collective, timeout_s=60.0, tasks=set(), on_settled=lambda _: None)
         self.answers: list[tuple[int, type[ParamStoreError] | None]] = []
         self.taken: list[Any] = []
         self.held = HeldRequests(asyncio.get_running_loop(), run=self.run, fail=self.fail)

@@ -291,10 +291,9 @@ def test_demand_goes_before_prefetch_where_buffers_are_short() -> None:
     async def scenario(site: Site) -> None:
         await site.idle()
         keys, order = keys_of(site.view), list[ExpertKey]()
-        advances = site.namespace.advances
-        assert advances is not None
-        while len(advances.free) > 1:
-            advances.free.pop()
+        free = site.store._transfers._buffers.of("moe").advance
+        while len(free) > 1:
+            free.pop()
         settle = site.store._planner.copies.settle
 
         def noting(namespace: NamespaceState, copy: Any, error: Any) -> None:
@@ -306,7 +305,7 @@ def test_demand_goes_before_prefetch_where_buffers_are_short() -> None:
         await lease(site.store, site.view, [keys[5]])
         await site.store.wait_prefetch(prefetch)
         assert order.index(keys[5]) <= 1, "behind the one that has the buffer, at most"
-        assert len(advances.free) == 1
+        assert len(free) == 1
 
     on_site(scenario)
 
@@ -314,16 +313,16 @@ def test_demand_goes_before_prefetch_where_buffers_are_short() -> None:
 def test_an_advance_that_somebody_comes_to_wait_for_is_demand() -> None:
     async def scenario(site: Site) -> None:
         await site.idle()
-        keys, advances = keys_of(site.view), site.namespace.advances
-        assert advances is not None
-        free, advances.free = list(advances.free), type(advances.free)()
+        keys, transfers = keys_of(site.view), site.store._transfers
+        advances, buffers = transfers.advancer.of("moe"), transfers._buffers.of("moe").advance
+        free = [buffers.pop() for _ in range(len(buffers))]
         prefetch = site.store.prefetch(site.view, keys[:3], "param", None)
         request = site.store.acquire(site.view, 7, [keys[2]], "param")
         await turns()
-        assert [(move.subject.key, move.urgency) for move in advances.waiting] == [(keys[0], 1), (keys[1], 1), (keys[2], 0)]
-        advances.free.extend(free)
-        site.store._transfers._advancer._give_buffers(site.namespace)
-        site.store._transfers.drain()
+        assert [(waiting.copy.key, waiting.urgency) for waiting in advances.waiting] == [(keys[0], 1), (keys[1], 1), (keys[2], 0)]
+        buffers.extend(free)
+        transfers.advancer._give_buffers(site.namespace)
+        transfers.drain()
         await site.store.wait_lease(request, 5.0)
         await site.store.wait_prefetch(prefetch)
 
@@ -341,9 +340,7 @@ def test_a_damaged_record_fails_who_asked_for_it_and_nobody_else() -> None:
             await lease(site.store, site.view, [keys[1]])
         assert await first_values(site.store, site.view, [keys[0], keys[2]]) == [dense(range(6), 1)[at] for at in (0, 2)]
         assert site.namespace.broken is None
-        advances = site.namespace.advances
-        assert advances is not None
-        assert not advances.running
+        assert not site.store._transfers.advancer.of("moe").running
 
     on_site(scenario)
 
@@ -360,11 +357,10 @@ def test_a_lease_given_up_and_a_view_closed_leave_no_buffer_behind() -> None:
         site.machine.workers.resume()
         while not site.store._runner.is_idle:
             await asyncio.sleep(0)
-        advances = site.namespace.advances
-        assert advances is not None
+        advances = site.store._transfers.advancer.of("moe")
         assert not advances.waiting
         assert not advances.running
-        assert all(isinstance(buffer, memoryview) for buffer in advances.free)
+        assert all(isinstance(buffer, memoryview) for buffer in site.store._transfers._buffers.of("moe").advance)
         assert all(copy.leases == 0 for copies in site.namespace.copies.values() for copy in copies)
 
     on_site(scenario)

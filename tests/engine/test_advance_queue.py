@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from paramstore.core.schema import Schema
-from paramstore.engine.advance import Advances
-from paramstore.engine.requests import PrefetchRequest, Urgency
+from paramstore.engine.advance import Advance, Advances
+from paramstore.engine.requests import PrefetchRequest
 from paramstore.errors import StepFailed
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_planner import SmallPlanner
@@ -51,17 +51,17 @@ def test_a_cancelled_prefetch_gives_up_the_advances_that_have_no_buffer() -> Non
         view = await create(store, schema=EXACT, experts=6)
         await train(store, view, [])
         await store.evict(view, None, None)
-        keys, advances, stats = keys_of(view), view.namespace.advances, view.namespace.stats
-        assert advances is not None
-        free, advances.free = list(advances.free), type(advances.free)()
+        keys, transfers, stats = keys_of(view), store._transfers, view.namespace.stats
+        advances, buffers = transfers.advancer.of("moe"), transfers._buffers.of("moe").advance
+        free = [buffers.pop() for _ in range(len(buffers))]
         given_up, wanted = (store.prefetch(view, some, "param", None) for some in (keys[:4], keys[2:]))
         request = store.acquire(view, 7, [keys[1]], "param")
         store.cancel_prefetch(given_up)
-        assert [move.subject.key for move in advances.waiting] == keys[1:], "what nobody else waits for"
+        assert [waiting.copy.key for waiting in advances.waiting] == keys[1:], "what nobody else waits for"
         assert keys[0] not in view.namespace.copies
-        advances.free.extend(free)
-        store._transfers._advancer._give_buffers(view.namespace)
-        store._transfers.drain()
+        buffers.extend(free)
+        transfers.advancer._give_buffers(view.namespace)
+        transfers.drain()
         await store.wait_lease(request, 5.0)
         assert (await store.wait_prefetch(wanted))["loaded"] == 4
         assert stats.records_advanced == 5
@@ -77,13 +77,12 @@ def test_those_who_wait_for_a_buffer_get_it_by_urgency_deadline_and_order() -> N
     for key, deadline_s in zip(small.keys, (None, 2.0, 1.0, None), strict=True):
         request = PrefetchRequest(small.namespace, "param", deadline_s)
         small.planner.leases.request_prefetch(request, view, [key])
-    advances, moves = Advances([]), small.start()
-    for move in moves:
-        advances.add(move)
-    moves[3].urgency = Urgency.DEMAND
-    advances.raise_urgency(moves[3])
+    advances, started = Advances(), [Advance(move, move.urgency) for move in small.start()]
+    for advance in started:
+        advances.add(advance)
+    advances.raise_urgency(started[3])
     found = []
     while (head := advances.head()) is not None:
-        found.append(head.subject.key)
+        found.append(head.copy.key)
         del advances.waiting[head]
     assert found == [small.keys[at] for at in (3, 2, 1, 0)]

@@ -113,12 +113,10 @@ def test_a_write_is_joined_by_who_wants_the_same_and_raised_to_their_class() -> 
         site.machine.workers.pause()
         first = asyncio.ensure_future(site.cleaner.write(site.namespace, A, Urgency.WRITE_BACK))
         await turns(1)
-        move = site.namespace.working[A].move
-        assert move is not None
-        assert move.transfer is not None
+        _, transfer = site.store._transfers._under_way[site.namespace.working[A]]
         second = asyncio.ensure_future(site.cleaner.write(site.namespace, A, Urgency.DEMAND))
         await turns(1)
-        assert move.transfer.urgency is Urgency.DEMAND
+        assert transfer.urgency is Urgency.DEMAND
         site.machine.workers.resume()
         assert await asyncio.gather(first, second) == [True, True]
         assert site.volume.calls["write"] > 0
@@ -286,10 +284,8 @@ def test_what_is_dirty_beyond_the_limit_is_written_in_the_background_those_first
         site.machine.workers.pause()
         site.cleaner.clean_ahead(site.namespace, 0)
         assert site.states() == [Working.DIRTY, Working.DIRTY, Working.DIRTY, Working.WRITING], "D was updated before B"
-        move = site.namespace.working[D].move
-        assert move is not None
-        assert move.transfer is not None
-        assert move.transfer.urgency is Urgency.WRITE_BACK
+        _, transfer = site.store._transfers._under_way[site.namespace.working[D]]
+        assert transfer.urgency is Urgency.WRITE_BACK
         limit(site, 2)
         site.cleaner.clean_ahead(site.namespace, 0)
         assert site.states() == [Working.DIRTY, Working.WRITING, Working.DIRTY, Working.WRITING]

@@ -59,7 +59,7 @@ def test_a_copy_waits_for_a_working_load_under_way_and_raises_it_to_demand() -> 
     (load,) = small.start()
     request = small.lease(view, A)
     assert small.start() == [], "nothing is read twice"
-    assert load in small.planner.outbox.promoted
+    assert load.subject in small.planner.outbox.promoted
     small.land(load)
     (made,) = small.start()
     assert made.kind is MoveKind.MATERIALISE

@@ -31,7 +31,7 @@ def test_a_lease_that_joins_a_prefetch_promotes_it_to_demand() -> None:
     (move,) = small.start()
     assert move.urgency is Urgency.PREFETCH
     lease = small.lease(view, A)
-    assert small.planner.outbox.promoted == [move]
+    assert small.planner.outbox.promoted == [move.subject]
     assert small.namespace.unused_prefetches == 0
     small.land(move)
     assert lease.is_finished

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paramstore.core.place import Extent, Identity, Located
-from paramstore.engine.gradients import GradientRange
+from paramstore.engine.open_apply import GradientRange
 from paramstore_testkit.disks.machine import PlainSegment
 from paramstore_testkit.stores.small_planner import SmallPlanner
 
@@ -90,7 +90,7 @@ def test_a_writer_whose_connection_ended_writes_no_more_but_keeps_its_leases() -
     view = small.writer()
     held = small.leased(view, A)
     small.namespace.pending[A] = (GradientRange(PlainSegment(4096), 0, 4096),)
-    view.end_writing()
+    small.planner.leases.end_writing(view)
     assert view.is_fenced
     assert small.namespace.writer is None
     assert not small.namespace.pending
@@ -101,7 +101,7 @@ def test_the_end_of_a_fenced_writer_takes_nothing_from_the_one_after_it() -> Non
     small = SmallPlanner()
     old, new = small.writer(), small.writer()
     small.namespace.pending[A] = (GradientRange(PlainSegment(4096), 0, 4096),)
-    old.end_writing()
+    small.planner.leases.end_writing(old)
     small.planner.leases.close_view(old)
     assert small.namespace.writer is new
     assert A in small.namespace.pending

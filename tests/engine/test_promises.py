@@ -99,7 +99,7 @@ def test_a_reader_whose_session_is_gone_keeps_what_it_holds_and_no_more() -> Non
     small.leased(gone, KEYS[0])
     small.leased(also_gone, KEYS[0], KEYS[1])
     for view in (gone, also_gone):
-        view.end_writing()
+        small.planner.leases.end_writing(view)
     assert open_view(small, "read").lease_slots == 3, "half of six: they hold the same copy of one key"
 
 

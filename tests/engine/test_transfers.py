@@ -11,9 +11,9 @@ import pytest
 from paramstore.core.residency import Copy, Working
 from paramstore.core.schema import Schema
 from paramstore.engine.namespace import NamespaceState, View
+from paramstore.engine.record_reads import VolumeTraffic
 from paramstore.engine.requests import Urgency
 from paramstore.engine.store import Store
-from paramstore.engine.transfers import VolumeTraffic
 from paramstore.errors import CorruptRecord, TicketCancelled, VolumeError
 from paramstore.storage.format import unpack_header
 from paramstore.testing.volumes import Fault, FaultyVolume, page_aligned
@@ -226,10 +226,8 @@ def test_a_record_written_for_a_cut_bears_the_sequence_of_that_cut_and_a_later_o
         for key, sequence in ((A, cut.sequence), (B, cut.sequence + 1)):
             assert planner.working.begin_write(namespace, namespace.working[key], Urgency.DEMAND)
             site.store._transfers.drain()
-            move = namespace.working[key].move
-            assert move is not None
-            assert move.transfer is not None
-            assert move.transfer.run.__self__.header.sequence == sequence  # type: ignore[attr-defined]
+            _, transfer = site.store._transfers._under_way[namespace.working[key]]
+            assert transfer.run.__self__.header.sequence == sequence  # type: ignore[attr-defined]
 
     on_site(scenario)
 

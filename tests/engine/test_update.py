@@ -357,8 +357,7 @@ def test_updates_take_the_demand_class() -> None:
         site.pause()
         training = asyncio.ensure_future(train(site.store, site.view))
         await turns()
-        moves = [working.move for working in site.namespace.resident.values()]
-        assert {move.urgency for move in moves if move is not None} == {Urgency.DEMAND}
+        assert {transfer.urgency for _, transfer in site.store._transfers._under_way.values()} == {Urgency.DEMAND}
         site.resume()
         await training
 

@@ -10,7 +10,7 @@ import pytest
 
 from paramstore.config import HELD_STEPS, RETAINED_STEPS
 from paramstore.core.schema import Schema
-from paramstore.engine.transfers import VolumeTraffic
+from paramstore.engine.record_reads import VolumeTraffic
 from paramstore.engine.volumes import PIPELINE_RECORDS_MIN, RECORDED_BYTES, entitled_bytes
 from paramstore.errors import CapacityError, CatalogError, ParamStoreError
 from paramstore.storage.catalog import STEP_ROWS_BOUND, Change

@@ -9,8 +9,8 @@ import pytest
 from paramstore.core.residency import IllegalTransition, Working
 from paramstore.core.schema import Schema
 from paramstore.engine.moves import Move, MoveKind
-from paramstore.engine.namespace import WorkingCopy
 from paramstore.engine.requests import SlotRequest, Urgency
+from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.errors import VolumeError
 from paramstore_testkit.stores.small_planner import A, B, C, D, SmallPlanner, in_state
 from paramstore_testkit.stores.small_planner import working_desk as desk
@@ -88,7 +88,7 @@ def test_a_write_under_way_on_which_a_slot_waits_is_raised_to_demand() -> None:
     write = small.begin_write(A)
     assert write.urgency is Urgency.WRITE_BACK
     small.hold(C)
-    assert small.planner.outbox.promoted == [write]
+    assert small.planner.outbox.promoted == [write.subject]
     assert small.start() == [], "it will free a slot: nothing else is written"
 
 
@@ -176,7 +176,7 @@ def test_who_wants_a_copy_that_is_updated_gets_it_when_the_update_lands() -> Non
     small, working = in_state(Working.UPDATING)
     request = small.hold(A)
     assert not request.is_finished
-    assert working in [move.subject for move in small.planner.outbox.promoted]
+    assert working in small.planner.outbox.promoted
     small.planner.settle_update(small.namespace, working, None, None)
     assert request.is_finished
     assert working.holders == 1

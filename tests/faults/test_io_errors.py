@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 
 from paramstore.engine.commit import Committer
-from paramstore.engine.namespace import Cut, NamespaceState
+from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.planner import Planner
-from paramstore.engine.slot_requests import SlotRequests
+from paramstore.engine.slot_requests import WaitingRequests
+from paramstore.engine.tables.copies import Cut
 from paramstore.engine.transactions import Transactions
 from paramstore.engine.working import WorkingPlanner
 from paramstore.errors import ParamStoreError, VolumeError
@@ -333,7 +334,7 @@ class TestTheSweepFinds:
 
     def test_a_caller_that_waits_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("paramstore_testkit.trials.io_trial.LIMIT_S", 0.2)
-        monkeypatch.setattr(SlotRequests, "fail", lambda *_: None)
+        monkeypatch.setattr(WaitingRequests, "fail", lambda *_: None)
         assert "hung" in fails("evict", "read")
 
     def test_an_error_without_a_place(self, monkeypatch: pytest.MonkeyPatch) -> None:

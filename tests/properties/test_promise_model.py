@@ -10,9 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Copy
 from paramstore.core.schema import Schema
-from paramstore.engine.namespace import View, WriterGroup
+from paramstore.engine.namespace import LeaseRequest, View, WriterGroup
 from paramstore.engine.promises import reserve_of
-from paramstore.engine.requests import LeaseRequest
 from paramstore.errors import CapacityError, LeaseError
 from paramstore_testkit.stores.small_planner import SCHEMA, SmallPlanner
 from paramstore_testkit.trials.state_machines import run_fixed, run_new
@@ -87,7 +86,7 @@ class PromiseMachine(RuleBasedStateMachine):
         held = [request for request in self.granted if request.view is view]
         self.forget(view)
         self.granted += held
-        view.end_writing()
+        self.small.planner.leases.end_writing(view)
 
     def forget(self, view: View) -> None:
         self.granted = [request for request in self.granted if request.view is not view]

@@ -134,9 +134,9 @@ def _publish_before_written() -> list[Patch]:
 def _ignore_failed_write() -> list[Patch]:
     settle = Transfers._settle_write
 
-    def believe(self: Transfers, move: Any, transfer: Any, *, write: Any) -> None:
+    def believe(self: Transfers, move: Any, write: Any, transfer: Any) -> None:
         transfer.error = None
-        settle(self, move, transfer, write=write)
+        settle(self, move, write, transfer)
 
     return [(Transfers, "_settle_write", believe)]
 

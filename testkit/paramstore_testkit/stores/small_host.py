@@ -7,6 +7,7 @@ import asyncio
 from paramstore.core.key import KeySpace
 from paramstore.core.schema import Schema
 from paramstore.engine.admission import make_namespace
+from paramstore.engine.buffers import Buffers
 from paramstore.engine.host import HostTier
 from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.runner import BACKGROUND_LANE, Runner
@@ -57,7 +58,7 @@ def host_tier(memory: PlainMemory, *, budget_bytes: int = 64 * MIB, io_threads: 
     runner = Runner(InlineWorkers(asyncio.get_running_loop()))
     runner.scheduler.add_lane(BACKGROUND_LANE, 1)
     return HostTier(
-        runner, memory, budget_bytes=budget_bytes, io_threads=io_threads, piece_bytes=MIB, pipeline_slots=6,
+        runner, memory, Buffers(), budget_bytes=budget_bytes, io_threads=io_threads, piece_bytes=MIB, pipeline_slots=6,
         make_policy=lambda capacity: Lru(),
     )  # fmt: skip
 

@@ -16,10 +16,11 @@ from paramstore.core.place import Extent, Identity
 from paramstore.core.residency import Working
 from paramstore.core.schema import Schema
 from paramstore.engine.arena import Arena
-from paramstore.engine.gradients import GradientRange
 from paramstore.engine.moves import Move, MoveKind
-from paramstore.engine.namespace import Cut, NamespaceState, ParamCopy, View, WorkingCopy
-from paramstore.engine.requests import LeaseRequest, PrefetchRequest, SlotRequest, Urgency
+from paramstore.engine.namespace import LeaseRequest, NamespaceState, View
+from paramstore.engine.open_apply import GradientRange
+from paramstore.engine.requests import PrefetchRequest, SlotRequest, Urgency
+from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
 from paramstore.policy.lru import Lru
@@ -144,8 +145,13 @@ class SmallPlanner(PlannerAlone):
         working = self.namespace.working[key]
         assert self.planner.working.begin_write(self.namespace, working, urgency)
         self.start()
-        assert working.move is not None
-        return working.move
+        move = self.move_of(working)
+        assert move is not None
+        return move
+
+    def move_of(self, copy: WorkingCopy | ParamCopy) -> Move | None:
+        """Finds the move of `copy` that a worker has; None if there is none."""
+        return next((move for move in self.under_way if move.subject is copy), None)
 
     def write(self, key: ExpertKey) -> None:
         if self.namespace.working[key].state == "dirty":

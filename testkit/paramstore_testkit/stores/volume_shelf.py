@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.record_reads import VolumeTraffic
 from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
-from paramstore.engine.transfers import VolumeTraffic
 from paramstore.engine.volumes import VolumeSet
 from paramstore.storage.catalog import Catalog, VolumeRow
 from paramstore.storage.extents import Space

@@ -12,8 +12,8 @@ import pytest
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Identity
 from paramstore.core.residency import Working
-from paramstore.engine.namespace import WorkingCopy
 from paramstore.engine.requests import SlotRequest, Urgency
+from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.errors import CapacityError, VolumeError, WaitTimeout
 from paramstore.sim.world import FIRST
 from paramstore_testkit.stores.small_planner import SmallPlanner
@@ -79,7 +79,7 @@ class ResidencyActs(ResidencyChecks):
         if pick or writer is None:
             return
         writer.is_fenced = True
-        writer.view.end_writing()
+        self.planner.leases.end_writing(writer.view)
 
     def refresh(self, pick: int) -> None:
         view = chosen([view for view in self.model.open_views() if view.step is not None], pick)
@@ -135,7 +135,7 @@ class ResidencyActs(ResidencyChecks):
             self.ask(second, absent[-1:])
 
     def _slots_left(self) -> int:
-        idle = [copy for copies in self.namespace.copies.values() for copy in copies if not copy.leases and copy.move is None]
+        idle = [copy for copies in self.namespace.copies.values() for copy in copies if not copy.leases and not copy.is_moving]
         return self.small.param_arena.slots.free_count + len(idle)
 
     # --- slots
@@ -201,8 +201,8 @@ class ResidencyActs(ResidencyChecks):
         if all(held is not working for _, held in self.holds):
             self.holds.append((self.small.hold(key), working))
             self.small.start()
-        if not self._hold_of(key) and working.move in self.small.under_way:
-            self.small.land(working.move)
+        if not self._hold_of(key) and (move := self.small.move_of(working)) is not None:
+            self.small.land(move)
         mine = self._hold_of(key)
         if mine is None:
             return  # the request waits for a slot

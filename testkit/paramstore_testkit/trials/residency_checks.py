@@ -8,9 +8,10 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent
 from paramstore.core.residency import Copy, Working
 from paramstore.engine.moves import MoveKind
-from paramstore.engine.namespace import Cut, NamespaceState, ParamCopy, WorkingCopy
+from paramstore.engine.namespace import LeaseRequest, NamespaceState
 from paramstore.engine.planner import Planner
-from paramstore.engine.requests import LeaseRequest, PrefetchRequest, Request, SlotRequest
+from paramstore.engine.requests import PrefetchRequest, SlotRequest
+from paramstore.engine.tables.copies import Cut, ParamCopy, Waiter, WorkingCopy
 from paramstore_testkit.stores.small_planner import SmallPlanner, held_extents, taken
 from paramstore_testkit.trials.residency_model import ModelLease, ModelView, ResidencyModel
 
@@ -32,7 +33,7 @@ class ResidencyChecks:
     quarantined: list[Extent]
     orphans: list[WorkingCopy]
     prefetches: list[PrefetchRequest]
-    finished: set[Request]
+    finished: set[Waiter]
     known: set[ParamCopy]
     """Copies that existed after the last rule."""
 
@@ -120,7 +121,7 @@ class ResidencyChecks:
         for copy in copies:
             is_seen = self.model.is_seen(copy.key, copy.identity)
             assert is_seen or copy.state is Copy.RETIRED
-            assert copy.state is not Copy.RETIRED or copy.leases or copy.move is not None
+            assert copy.state is not Copy.RETIRED or copy.leases or copy.is_moving
 
     def check_leases(self) -> None:
         """Checks that a lease has all or nothing of what the view sees, and that nothing of a leased copy changes."""
@@ -138,7 +139,7 @@ class ResidencyChecks:
                 assert (copy.identity, copy.slot, copy.place) == (identity, slot, place)
                 assert copy in self.namespace.copies[copy.key]
                 counts[copy] = counts.get(copy, 0) + 1
-            missing = sum(copy.move is not None or copy.is_waiting for copy, *_ in lease.held)
+            missing = sum(copy.is_moving or copy.is_waiting for copy, *_ in lease.held)
             assert request.missing == missing
             assert request.is_finished == (bool(lease.held) and not missing)
         for copies in self.namespace.copies.values():

@@ -22,9 +22,9 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
 from paramstore.engine.arena import Arena
-from paramstore.engine.namespace import ParamCopy, View
-from paramstore.engine.requests import LeaseRequest
+from paramstore.engine.namespace import LeaseRequest, View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.copies import ParamCopy
 from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, TicketCancelled, WriterFenced
 from paramstore.storage.format import extents_start_bytes
 from paramstore_testkit.disks.machine import Machine, PlainSegment
@@ -376,14 +376,16 @@ class StoreTrial:
         for view in (self.writer, *self.readers):
             assert not view.leased
             assert not view.leases
-        if namespace.advances is not None:
-            assert not namespace.advances.waiting
-            assert not namespace.advances.running
-            assert len(namespace.advances.free) == len(set(map(id, namespace.advances.free))) > 0
+        if namespace.is_exact:
+            transfers = self.store._transfers
+            advances, free = transfers.advancer.of(namespace.name), transfers._buffers.of(namespace.name).advance
+            assert not advances.waiting
+            assert not advances.running
+            assert len(free) == len(set(map(id, free))) > 0
         copies = sum(len(found) for found in namespace.copies.values())
         for arena, used in ((namespace.param_arena, copies), (namespace.working_arena, len(namespace.resident))):
             assert arena.slots.count - arena.slots.free_count - self.stolen[arena] == used
-        assert all(working.holders == 0 and working.move is None for working in namespace.working.values())
+        assert all(working.holders == 0 and not working.is_moving for working in namespace.working.values())
         space, used_bytes = self.store._planner.space, len(set(held_extents(namespace))) * self.schema.record_bytes
         start_bytes = sum(extents_start_bytes(self.store._committer._superblocks[index]) for index in self.machine.disks)
         taken_bytes = sum(volume.size_bytes - volume.free_bytes - volume.prefilling_bytes for volume in space.stats())

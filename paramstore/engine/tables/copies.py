@@ -1,0 +1,142 @@
+"""The planner's tables of one key: its working copy, its `param` copies, and who waits for them.
+
+Plain data. The planner is the only writer; everybody else reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paramstore.core.apply_log import ApplyLog
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import Options
+from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.residency import Copy, Working
+from paramstore.engine.counters import CommitProgress
+from paramstore.errors import ParamStoreError
+
+
+class Waiter(Protocol):
+    """A request that waits for copies. Each method counts how one of them ended, and says whether the request waits no more."""
+
+    is_finished: bool
+    """Whether it waits no more; written by the planner."""
+    future: object | None
+    """Future of whoever awaits it; opaque to the planner."""
+
+    def land(self, copy: WorkingCopy | ParamCopy, bytes_loaded: int) -> bool:
+        """Counts `copy`, whose bytes are in its slot now. bytes_loaded: their number."""
+        ...
+
+    def fail(self, copy: WorkingCopy | ParamCopy, error: ParamStoreError) -> bool:
+        """Counts `copy`, whose bytes will not come, for `error`."""
+        ...
+
+    def skip(self, copy: WorkingCopy | ParamCopy) -> bool:
+        """Counts `copy`, which was given up since nobody uses it any more."""
+        ...
+
+
+class WorkingCopy:
+    """One key's working copy of the stored part. State changes go through `core.residency` only."""
+
+    __slots__ = (
+        "current", "failed_volume", "holders", "identity", "is_cut", "is_moving", "is_orphan", "key", "last_apply",
+        "optimizer_step", "prefetches", "requests", "reserved", "slot", "state", "target", "uncommitted", "waiters", "write_error",
+        "write_failures",
+    )  # fmt: skip
+
+    def __init__(self, key: ExpertKey, identity: Identity | None) -> None:
+        self.key = key
+        self.state = Working.ABSENT
+        self.slot: int | None = None
+        self.identity = identity
+        """Identity of the newest bytes that exist; None before `initialize`."""
+        self.target = identity
+        """Identity of the bytes once every apply called so far has run; in an exact namespace, every one that claimed this key."""
+        self.uncommitted: Located | None = None
+        """The newest whole record on a volume that no step has published."""
+        self.reserved: Extent | None = None
+        """The extent that the next write-back goes to."""
+        self.optimizer_step = 0
+        self.last_apply = 0
+        self.holders = 0
+        """Number of readers of the slot; above 0 it is neither updated nor evicted."""
+        self.is_cut = False
+        """Whether a commit waits for this record's write: it was dirty at the cut, and is not updated before it is written."""
+        self.is_orphan = False
+        """Whether a rollback discarded it while a worker or holder used the slot, which is freed when the last returns."""
+        self.current: ParamCopy | None = None
+        """The `param` copy that the writer sees, if there is one; in an exact namespace, the one it saw when it last asked."""
+        self.is_moving = False
+        """Whether a load, update or write is under way."""
+        self.requests: list[Waiter] = []
+        """Requests that wait for the load or update under way to land, and hold the slot then."""
+        self.prefetches: list[Waiter] = []
+        """Requests that wait for it to land, and hold nothing."""
+        self.waiters: list[object] = []
+        """Futures of those who wait for any change of this copy; opaque to the planner."""
+        self.write_failures = 0
+        """Number of failed writes of these bytes, each on another extent."""
+        self.write_error: Exception | None = None
+        """Error of the last failed write of these bytes."""
+        self.failed_volume: int | None = None
+        """Volume on which that write failed: the next goes to another volume, if there is one with space."""
+
+
+class ParamCopy:
+    """One immutable copy of a key's `param` part. The policy knows it by its key, so use counts outlive versions."""
+
+    __slots__ = (
+        "base", "identity", "is_moving", "is_prefetched", "key", "leases", "located", "missed", "place", "slot", "state", "waiters",
+    )  # fmt: skip
+
+    def __init__(
+        self, key: ExpertKey, identity: Identity, slot: int, located: Located | None, *, segment: int, offset_bytes: int,
+        base: Identity | None = None, missed: tuple[Options, ...] = (),
+    ) -> None:  # fmt: skip
+        self.key = key
+        self.identity = identity
+        self.base = identity if base is None else base
+        """Identity of the record that it is made from: differs from `identity` where that record has missed steps."""
+        self.missed = missed
+        """Options of the missed steps between `base` and `identity`."""
+        self.state = Copy.ABSENT
+        self.slot = slot
+        self.place = (segment, offset_bytes, *identity)
+        """(segment, offset, epoch, version): tells a lease's client where the bytes are, and their identity."""
+        self.located = located
+        """The extent that holds exactly `base`, where one is known; else the working copy makes it."""
+        self.leases = 0
+        self.is_prefetched = False
+        """Whether it was loaded ahead of use and not used yet."""
+        self.is_moving = False
+        """Whether its load is under way; not while it is LOADING and waits for the working copy."""
+        self.waiters: list[Waiter] = []
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether its bytes are in the slot. (It may have retired before they were.)"""
+        return self.state is not Copy.LOADING and not self.is_moving and not self.waiters
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its bytes have not landed and no move brings them: it waits for the working copy."""
+        return not self.is_moving and (self.state is Copy.LOADING or bool(self.waiters))
+
+
+@dataclass(slots=True)
+class Cut:
+    """The records that one commit publishes, fixed at the cut. `located` fills up as the dirty records are written."""
+
+    sequence: int
+    applies: int
+    keys: frozenset[ExpertKey]
+    unwritten: set[ExpertKey]
+    located: dict[ExpertKey, Located]
+    log: ApplyLog = field(default_factory=ApplyLog)
+    """Apply log of the step: which steps its records may have missed."""
+    progress: CommitProgress | None = None
+    written: object | None = None
+    """Future of the commit, which waits until `unwritten` is empty or one of its writes has failed; opaque to the planner."""
