@@ -38,8 +38,8 @@ from paramstore.cli.signals import end_as_interrupt
 from paramstore.config import Config
 from paramstore.demo.batches import BatchSampler
 from paramstore.demo.corpus import Corpus, open_corpus
-from paramstore.engine.advance import ADVANCE_LOOKAHEAD_RECORDS
-from paramstore.engine.host import staging_bytes_of
+from paramstore.engine.capacity.host import staging_bytes_of
+from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.errors import ConfigError, ParamStoreError
 
 RESULTS = Path(__file__).parent / "results"

@@ -13,14 +13,14 @@ from paramstore_testkit.source import Function, classes, functions, imported_fro
 FILE_LINES, BODY_LINES, FOLDER_MODULES, CLASS_METHODS, CLASS_ATTRIBUTES, PARAMETERS = 400, 50, 16, 30, 20, 8
 
 CROWDED = {
-    "paramstore.bench": 30, "paramstore.engine": 47, "paramstore.storage": 23, "paramstore_client": 34, "paramstore_client.hf": 25,
+    "paramstore.bench": 30, "paramstore.storage": 23, "paramstore_client": 34, "paramstore_client.hf": 25,
 }  # fmt: skip
 LARGE = {
     "paramstore.storage.extents.Space": (36, 11),  # one set of guarantees over one set of ranges
     "paramstore.storage.ledger.Ledger": (32, 5),  # the rules of one table
     "paramstore_client.namespace.Namespace": (65, 21),  # one page for its users
     "paramstore.daemon.session.Session": (34, 19),
-    "paramstore.engine.namespace.NamespaceState": (14, 30),
+    "paramstore.engine.tables.namespace.NamespaceState": (14, 30),
     "paramstore.engine.scrub_progress.Scrub": (2, 22),
     "paramstore.engine.store.Store": (45, 24),
     "paramstore_testkit.sim.client.SimClient": (21, 21),
@@ -36,8 +36,8 @@ WIDE = {
     "paramstore.cli.import_.import_checkpoint": 10,
     "paramstore.cli.plan.plan": 12,
     "paramstore.cli.serve.serve": 10,
-    "paramstore.engine.arithmetic.update": 10,
-    "paramstore.engine.copies.start": 9,
+    "paramstore.engine.transfers.arithmetic.update": 10,
+    "paramstore.engine.planner.param_copies.start": 9,
     "paramstore.optim.native_adamw.update_vectors": 9,
     "paramstore.optim.update.update": 11,
     "paramstore.testing.memory_namespace.of_swiglu": 9,

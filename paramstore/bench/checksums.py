@@ -12,7 +12,7 @@ from paramstore.bench.context import GIGA, Bench
 from paramstore.bench.plan import MIB
 from paramstore.bench.report import SUBJECT, Row
 from paramstore.core.schema import CHUNK_BYTES, Chunk
-from paramstore.engine.hashing import Hashing
+from paramstore.engine.transfers.hashing import Hashing
 
 IMAGE_BYTES = 256 * MIB
 

@@ -30,10 +30,10 @@ from paramstore.bench.service import Service, serving
 from paramstore.bench.update_alone import UpdateAlone
 from paramstore.config import Config
 from paramstore.core.schema import Schema
-from paramstore.engine.advance import ADVANCE_LOOKAHEAD_RECORDS
-from paramstore.engine.arena import segment_lengths
-from paramstore.engine.host import staging_bytes_of
-from paramstore.engine.update import LOOKAHEAD_RECORDS
+from paramstore.engine.capacity.host import staging_bytes_of
+from paramstore.engine.records.update import LOOKAHEAD_RECORDS
+from paramstore.engine.tables.arena import segment_lengths
+from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
 
 if TYPE_CHECKING:
     from paramstore_client import Namespace

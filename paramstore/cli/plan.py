@@ -17,7 +17,7 @@ from paramstore.errors import ConfigError, SchemaMismatch
 
 if TYPE_CHECKING:
     from paramstore.core.schema import Schema
-    from paramstore.engine.estimate import Estimate
+    from paramstore.engine.capacity.estimate import Estimate
 
 
 def plan(
@@ -36,7 +36,7 @@ def plan(
 ) -> None:
     """Print bytes per parameter and per expert, and what volumes and host memory must hold. Exit code 1 if it is too small."""
     from paramstore.core.key import KeySpace
-    from paramstore.engine.estimate import estimate
+    from paramstore.engine.capacity.estimate import estimate
 
     flags = {"host_budget": host_budget, "retained_steps": retained_steps, "held_steps": held_steps}
     config = load({name: value for name, value in flags.items() if value is not None})

@@ -19,27 +19,27 @@ from paramstore.clock import MonotonicClock
 from paramstore.config import Config, format_size
 from paramstore.daemon.volume_places import adopt_new_volumes, check_all_unclaimed, check_volume_size, open_volumes
 from paramstore.engine.admission import make_namespace
-from paramstore.engine.advance import ADVANCE_LOOKAHEAD_RECORDS
-from paramstore.engine.arithmetic import load
-from paramstore.engine.buffers import Buffers
-from paramstore.engine.chain import Chain
-from paramstore.engine.cleaner import Cleaner
-from paramstore.engine.commit import Committer
-from paramstore.engine.hashing import Hashing
-from paramstore.engine.host import HostTier, Memory
-from paramstore.engine.load import Loader
+from paramstore.engine.capacity.host import HostTier, Memory
+from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.patrol import Patrol, patrol_start
-from paramstore.engine.planner import Planner
-from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
+from paramstore.engine.planner.planner import Planner
+from paramstore.engine.records.access import Loader
+from paramstore.engine.records.cleaner import Cleaner
+from paramstore.engine.records.update import LOOKAHEAD_RECORDS, Updater
 from paramstore.engine.scrub import Scrubber
 from paramstore.engine.scrub_notes import NoteScrub
+from paramstore.engine.steps.commit import Committer
+from paramstore.engine.steps.history import Chain
+from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.store import Store
-from paramstore.engine.transactions import Transactions
-from paramstore.engine.transfer_log import TransferLog
-from paramstore.engine.transfers import Transfers
-from paramstore.engine.update import LOOKAHEAD_RECORDS, Updater
-from paramstore.engine.volumes import VolumeSet
-from paramstore.engine.workers import ThreadWorkers, Workers
+from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
+from paramstore.engine.transfers.arithmetic import load
+from paramstore.engine.transfers.buffers import Buffers
+from paramstore.engine.transfers.hashing import Hashing
+from paramstore.engine.transfers.log import TransferLog
+from paramstore.engine.transfers.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
+from paramstore.engine.transfers.transfers import Transfers
+from paramstore.engine.transfers.workers import ThreadWorkers, Workers
 from paramstore.errors import CatalogError, ConfigError
 from paramstore.memory.arena import PageReport, Segment, allocate_private, allocate_shared, allocate_upload, probe_pages
 from paramstore.policy.make import make_policy

@@ -12,11 +12,11 @@ from typing import Any
 
 from paramstore.daemon.channel import Channel
 from paramstore.daemon.uploads import Uploads
-from paramstore.engine.arena import SegmentMemory
-from paramstore.engine.collective import Argument, Call, check_rank
-from paramstore.engine.namespace import View
 from paramstore.engine.ranks import Arrival
 from paramstore.engine.store import Store
+from paramstore.engine.tables.arena import SegmentMemory
+from paramstore.engine.tables.collective import Argument, Call, check_rank
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import ConfigError, LeaseError, TicketCancelled
 from paramstore.wire import messages as m
 from paramstore.wire.options import options_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from paramstore.engine.collective import ranks_named
-from paramstore.engine.namespace import View
+from paramstore.engine.tables.collective import ranks_named
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import ParamStoreError, TicketCancelled, WaitTimeout
 from paramstore.wire import messages as m
 

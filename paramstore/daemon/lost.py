@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paramstore.daemon.handlers import ORDERED
-from paramstore.engine.namespace import View
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import ProtocolError, StepFailed
 from paramstore.wire import messages as m
 from paramstore.wire.codec import BrokenRequest

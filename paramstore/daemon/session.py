@@ -23,8 +23,8 @@ from paramstore.daemon.lost import LostRequests
 from paramstore.daemon.peer import Peer
 from paramstore.daemon.uploads import Uploads
 from paramstore.daemon.welcome import refusal_of, welcome_to
-from paramstore.engine.namespace import LeaseRequest, View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import LeaseRequest, View
 from paramstore.errors import LeaseError, ParamStoreError, ProtocolError, StoreUnavailable, TicketCancelled
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FRAME_BYTES_MAX, broken_request, decode_request

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import PAGE_BYTES
-from paramstore.engine.arena import SegmentMemory
+from paramstore.engine.tables.arena import SegmentMemory
 from paramstore.errors import ProtocolError
 
 

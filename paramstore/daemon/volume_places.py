@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paramstore.config import PMEM_PREFIX, Config, volume_directory
-from paramstore.engine.volumes import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES
+from paramstore.engine.capacity.volumes import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
 from paramstore.storage.backing_file import volume_indices, volume_path
 from paramstore.storage.catalog import Catalog, Change, Contents, VolumeRow

@@ -13,18 +13,18 @@ from typing import Any
 
 from paramstore.core.key import KeySpace, check_name
 from paramstore.core.schema import Schema
-from paramstore.engine.arithmetic import load
-from paramstore.engine.chain import Chain
-from paramstore.engine.cleaner import Cleaner
-from paramstore.engine.host import HostTier
-from paramstore.engine.namespace import NamespaceState, View, WriterGroup
-from paramstore.engine.planner import Planner, fresh_working
+from paramstore.engine.capacity.host import HostTier
+from paramstore.engine.capacity.volumes import VolumeSet
+from paramstore.engine.planner.permission import prepared_error
+from paramstore.engine.planner.planner import Planner, fresh_namespace
 from paramstore.engine.ranks import Ranks
-from paramstore.engine.runner import CPU_LANE
-from paramstore.engine.transactions import Transactions
-from paramstore.engine.transfers import Transfers
-from paramstore.engine.volumes import VolumeSet
-from paramstore.engine.writing import prepared_error
+from paramstore.engine.records.cleaner import Cleaner
+from paramstore.engine.steps.history import Chain
+from paramstore.engine.steps.transactions import Transactions
+from paramstore.engine.tables.namespace import NamespaceState, View, WriterGroup
+from paramstore.engine.transfers.arithmetic import load
+from paramstore.engine.transfers.runner import CPU_LANE
+from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import (
     CapacityError,
     ConfigError,
@@ -113,7 +113,7 @@ class Admission:
             self._host.close_arenas(namespace)
             raise
         self._namespaces[name] = namespace
-        return self._planner.leases.open_view(namespace, is_writer=True, step=None, group=group)
+        return self._planner.views.open(namespace, is_writer=True, step=None, group=group)
 
     @staticmethod
     def _check_reusable(existing: NamespaceState, schema: Schema, keys: KeySpace) -> None:
@@ -152,7 +152,7 @@ class Admission:
         async with self._lock:
             await self._open_memory(namespace, host_bytes)
             step = self._reader_step(namespace, at)  # a commit may have dropped it meanwhile
-            return self._planner.leases.open_view(namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots)
+            return self._planner.views.open(namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots)
 
     @staticmethod
     def _reader_step(namespace: NamespaceState, at: int | None) -> int:
@@ -179,7 +179,7 @@ class Admission:
             await self._chain.reopen(namespace, at=at)
             async with self._lock:
                 await self._open_memory(namespace, host_bytes)
-                open_view = self._planner.leases.open_view
+                open_view = self._planner.views.open
                 return open_view(namespace, is_writer=True, step=None, group=group, min_lease_slots=min_lease_slots)
 
     def _fence(self, namespace: NamespaceState) -> None:
@@ -193,7 +193,7 @@ class Admission:
         async with self._lock:
             await self._open_memory(namespace, host_bytes)
             world_size = 1 if group is None else group.world_size
-            self._planner.leases.promise(namespace, is_writer=True, world_size=world_size, least=least)
+            self._planner.views.promise(namespace, is_writer=True, world_size=world_size, least=least)
 
     async def snapshot(self, namespace: NamespaceState, step: int) -> None:
         """Makes room for one more step and keeps `step` durably; nothing to do if it is kept. Raises StepDropped, CapacityError."""
@@ -272,15 +272,8 @@ class Admission:
 
 def make_namespace(ledger: Ledger) -> NamespaceState:
     """Makes the state of a namespace from its ledger; it has no arenas yet."""
-    row = ledger.namespace
-    schema = Schema.from_description(row.schema)
-    keys = KeySpace.of(row.layers, row.experts)
-    namespace = NamespaceState(row.name, schema, keys, ledger, epoch=row.epoch, sequence=row.sequence)
-    namespace.applies = row.applies
-    if namespace.is_exact:
-        namespace.log = ledger.newest_log
+    namespace = fresh_namespace(ledger)
     namespace.turn = asyncio.Lock()
-    namespace.working = fresh_working(namespace)
     return namespace
 
 

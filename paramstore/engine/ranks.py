@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paramstore.engine.collective import MENDING, Call, Collective, Settled, check_rank
-from paramstore.engine.namespace import View, WriterGroup, fenced_error
-from paramstore.engine.planner import Planner
+from paramstore.engine.planner.permission import check_view
+from paramstore.engine.planner.planner import Planner
+from paramstore.engine.tables.collective import MENDING, Call, Collective, Settled, check_rank
+from paramstore.engine.tables.namespace import View, WriterGroup, fenced_error
 from paramstore.errors import CapacityError, ParamStoreError, StoreUnavailable, TicketCancelled
 
 WAY_ON = "All ranks call rollback (before the first commit: initialize), or open it again"
@@ -196,7 +197,7 @@ class Ranks:
         self._gatherings[group] = Gathering(
             collective, timeout_s=self._wait_timeout_s, tasks=self._tasks, on_settled=partial(self._go_on, group)
         )
-        namespace, open_rank = first.namespace, self._planner.leases.open_rank
+        namespace, open_rank = first.namespace, self._planner.views.open_rank
         return {0: first, **{rank: open_rank(namespace, group, rank) for rank in range(1, group.world_size)}}
 
     def withdraw(self, arrival: Arrival) -> None:
@@ -218,7 +219,7 @@ class Ranks:
 
         Raises LeaseError, WriterFenced, RankLost, StepMismatch; then this rank's call counts as never made.
         """
-        self._planner.leases.check_view(view)
+        check_view(view)
         assert view.group is not None
         future = self._gatherings[view.group].call(view.rank, call, partial(begin, view))
         self._on_call(view, call.name)

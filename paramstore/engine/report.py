@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paramstore.core.residency import Copy, Working
-from paramstore.engine.arena import Arena
-from paramstore.engine.counters import PartStats
-from paramstore.engine.namespace import NamespaceState, WriterGroup
-from paramstore.engine.record_reads import VolumeTraffic
-from paramstore.engine.volumes import VolumeSet
+from paramstore.engine.capacity.volumes import VolumeSet
+from paramstore.engine.tables.arena import Arena
+from paramstore.engine.tables.counters import PartStats
+from paramstore.engine.tables.namespace import NamespaceState, WriterGroup
+from paramstore.engine.transfers.record_reads import VolumeTraffic
 from paramstore.storage.mounts import free_bytes, shown
 
 

@@ -26,16 +26,16 @@ from paramstore.clock import Clock
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located
 from paramstore.core.schema import CHUNK_BYTES, PAGE_BYTES, Part
-from paramstore.engine.hashing import Hashing
-from paramstore.engine.namespace import NamespaceState
-from paramstore.engine.requests import Urgency
-from paramstore.engine.routes import Piece, PieceRead, check_pieces, cut_pieces
-from paramstore.engine.runner import volume_lane, wake
-from paramstore.engine.scheduler import Transfer
 from paramstore.engine.scrub_notes import NoteScrub
 from paramstore.engine.scrub_progress import Finding
 from paramstore.engine.scrub_progress import Scrub as Scrub
-from paramstore.engine.transfers import Transfers
+from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.tables.requests import Urgency
+from paramstore.engine.transfers.hashing import Hashing
+from paramstore.engine.transfers.routes import Piece, PieceRead, check_pieces, cut_pieces
+from paramstore.engine.transfers.runner import volume_lane, wake
+from paramstore.engine.transfers.scheduler import Transfer
+from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import CapacityError, ConfigError, ParamStoreError, TicketCancelled, UnknownNamespace, VolumeError
 from paramstore.storage.format import Header, check_header
 from paramstore.storage.volume import Volume

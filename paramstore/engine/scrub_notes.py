@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from paramstore.engine.namespace import NamespaceState
+from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.errors import VolumeError
 from paramstore.storage.catalog import StepRow
 from paramstore.storage.format import (

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from paramstore.core.key import ExpertKey
-from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.scrub_notes import CopyFinding
+from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.errors import ParamStoreError
 
 

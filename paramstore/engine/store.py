@@ -22,29 +22,29 @@ from paramstore.core.optimizers import Options
 from paramstore.core.place import Identity
 from paramstore.core.visits import check_visits
 from paramstore.engine.admission import Admission
-from paramstore.engine.applies import Applies
-from paramstore.engine.chain import Chain
-from paramstore.engine.cleaner import Cleaner
-from paramstore.engine.commit import Committer
-from paramstore.engine.host import HostTier
-from paramstore.engine.initialization import Initializer
-from paramstore.engine.load import Loader
-from paramstore.engine.namespace import LeaseRequest, NamespaceState, View
-from paramstore.engine.open_apply import UploadMemory
+from paramstore.engine.capacity.host import HostTier
+from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.patrol import Patrol
-from paramstore.engine.planner import Planner
+from paramstore.engine.planner.permission import check_changing, check_unclaimed, check_view, check_writer, check_writing
+from paramstore.engine.planner.planner import Planner
+from paramstore.engine.planner.schedules import declare_schedule
 from paramstore.engine.ranks import Ranks
-from paramstore.engine.reading import Reading
+from paramstore.engine.records.access import Loader
+from paramstore.engine.records.applies import Applies
+from paramstore.engine.records.cleaner import Cleaner
+from paramstore.engine.records.reading import Reading
+from paramstore.engine.records.update import Updater
 from paramstore.engine.report import disk_stats, namespace_stats, residency, volume_stats
-from paramstore.engine.requests import PrefetchRequest, Urgency
-from paramstore.engine.runner import Runner
-from paramstore.engine.schedules import declare_schedule
 from paramstore.engine.scrub import Scrub, Scrubber
-from paramstore.engine.transactions import Transactions
-from paramstore.engine.transfers import Transfers
-from paramstore.engine.update import Updater
-from paramstore.engine.volumes import VolumeSet
-from paramstore.engine.writing import check_changing, check_unclaimed, check_writer, check_writing
+from paramstore.engine.steps.commit import Committer
+from paramstore.engine.steps.history import Chain
+from paramstore.engine.steps.initialization import Initializer
+from paramstore.engine.steps.transactions import Transactions
+from paramstore.engine.tables.apply import UploadMemory
+from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View
+from paramstore.engine.tables.requests import PrefetchRequest, Urgency
+from paramstore.engine.transfers.runner import Runner
+from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import (
     ConfigError,
     ParamStoreError,
@@ -99,14 +99,14 @@ class Store:
         if not view.is_closed:
             self.ranks.leave(view, reason)
             self.applies.leave(view, reason)
-            self._planner.leases.close_view(view)
+            self._planner.views.close(view)
             self._transfers.drain()
 
     def end_writing(self, view: View, *, reason: str) -> None:
         """Ends a view's writing only: its session is gone, but its process may still read what it leased."""
         self.ranks.leave(view, reason)
         self.applies.leave(view, reason)
-        self._planner.leases.end_writing(view)
+        self._planner.views.end_writing(view)
 
     def refresh(self, view: View) -> int:
         """Moves a reader to the newest committed step that no transaction under way drops, and returns that step."""
@@ -114,7 +114,7 @@ class Store:
             raise ConfigError("a writer sees its working state; refresh() moves readers")
         step = view.namespace.standing_step
         assert step is not None
-        self._planner.leases.move_view(view, step)
+        self._planner.views.move(view, step)
         self._transfers.drain()
         return step
 
@@ -162,7 +162,7 @@ class Store:
 
     def declare_schedule(self, view: View, param: Sequence[tuple[int, str]], optim: Sequence[tuple[int, str]]) -> None:
         """Declares the order in which the view's client visits its layers. Raises ConfigError, and nothing has changed."""
-        self._planner.leases.check_view(view)
+        check_view(view)
         layers = view.namespace.keys.layers
         cycles = check_visits(param, layers, what="param_visits"), check_visits(optim, layers, what="optim_visits")
         declare_schedule(view, param=cycles[0], optim=cycles[1])

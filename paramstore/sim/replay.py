@@ -14,16 +14,16 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.trace import Trace, TraceEvent, TraceEventKind
 from paramstore.core.visits import Visits
-from paramstore.engine.open_apply import Claims
-from paramstore.engine.order import absent_ahead, slots_to_clean
-from paramstore.engine.requests import SlotRequest, Urgency
-from paramstore.engine.schedules import declare_schedule
+from paramstore.engine.planner.apply_order import absent_ahead, slots_to_clean
+from paramstore.engine.planner.schedules import declare_schedule
+from paramstore.engine.tables.apply import Claims
+from paramstore.engine.tables.requests import SlotRequest, Urgency
 from paramstore.policy.base import Policy
 from paramstore.sim.belady import Belady
 from paramstore.sim.world import World
 
 UPDATE_DEPTH = 6
-"""Number of records of an apply that hold a slot at once: two workers and the lookahead of `engine/update.py`."""
+"""Number of records of an apply that hold a slot at once: two workers and the lookahead of `engine/records/update.py`."""
 SLOTS_MIN = 2
 
 Part = tuple[TraceEventKind, list[ExpertKey]]

@@ -13,15 +13,14 @@ from itertools import count
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.place import Identity, Located
 from paramstore.core.schema import Schema
-from paramstore.engine.admission import make_namespace
-from paramstore.engine.arena import Arena
-from paramstore.engine.moves import Move, MoveKind
-from paramstore.engine.namespace import LeaseRequest, NamespaceState, View
-from paramstore.engine.open_apply import GradientRange
-from paramstore.engine.planner import Planner
-from paramstore.engine.promises import share_of
-from paramstore.engine.requests import PrefetchRequest, SlotRequest
+from paramstore.engine.planner.planner import Planner, fresh_namespace
+from paramstore.engine.planner.promises import share_of
+from paramstore.engine.tables.apply import GradientRange
+from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.copies import ParamCopy
+from paramstore.engine.tables.moves import Move, MoveKind
+from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View
+from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
 from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow
@@ -95,7 +94,7 @@ class PlannerAlone:
             assert extent is not None
             contents.rows[key] = [Row(0, Located(extent, FIRST, number))]
             contents.steps[0] = StepRow(0, 1, 0, len(keys), b"")
-        return make_namespace(Ledger(contents))
+        return fresh_namespace(Ledger(contents))
 
     def settle(
         self, move: Move, error: ParamStoreError | None = None, *, root: int = 0, optimizer_step: int = 0, last_apply: int = 0
@@ -135,7 +134,7 @@ class World(PlannerAlone):
         """Opens the only view there is: it may lease all slots but the reserve."""
         slots = share_of(self.param_arena.planned_slots, is_writer=True, reader_slots=0)
         step = None if is_writer else 0
-        return self.planner.leases.open_view(self.namespace, is_writer=is_writer, step=step, min_lease_slots=slots)
+        return self.planner.views.open(self.namespace, is_writer=is_writer, step=step, min_lease_slots=slots)
 
     def lease(self, view: View, keys: Sequence[ExpertKey]) -> None:
         """Acquires `keys`, moving whatever must be moved, and releases them."""

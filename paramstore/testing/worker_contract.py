@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from paramstore.engine.workers import Workers
+from paramstore.engine.transfers.workers import Workers
 from paramstore.errors import ParamStoreError, VolumeError
 
 LIMIT_S = 5.0

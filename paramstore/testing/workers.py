@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from random import Random
 from typing import Any
 
-from paramstore.engine.workers import outcome_of
+from paramstore.engine.transfers.workers import outcome_of
 from paramstore.errors import ParamStoreError
 
 

@@ -25,7 +25,7 @@ from paramstore.bench.update_phase import (
     touched_keys,
 )
 from paramstore.config import Config
-from paramstore.engine.host import split_budget, staging_bytes_of
+from paramstore.engine.capacity.host import split_budget, staging_bytes_of
 
 RATES = Rates(read=2.0, write=4.0, update=10.0)
 PEER = "DeepSpeed ZeRO-Infinity NVMe, pipelined"

@@ -135,5 +135,5 @@ def test_records_that_no_machine_holds_are_answered_by_arithmetic(
 @pytest.mark.slow
 def test_it_loads_no_torch_and_asks_no_daemon(modules_of: Callable[..., set[str]]) -> None:
     modules = modules_of("plan", *QWEN3_30B)
-    assert "paramstore.engine.estimate" in modules
+    assert "paramstore.engine.capacity.estimate" in modules
     assert not modules & {"torch", "lmdb", "paramstore_client"}

@@ -19,8 +19,8 @@ import torch
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.optim.tensors import field_tensor
 from paramstore.testing.volumes import Keep, drop_write, keep_all, keep_none, keep_random, tear_write
 from paramstore_testkit.disks.journal import Journal, Replay

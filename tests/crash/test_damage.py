@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from paramstore.core.place import Located
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import CorruptRecord, StepFailed
 from paramstore.storage.format import pack_header, unpack_header
 from paramstore.testing.volumes import MemoryVolume

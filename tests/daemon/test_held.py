@@ -8,9 +8,9 @@ from random import Random
 from typing import Any
 
 from paramstore.daemon.held import HeldRequests
-from paramstore.engine.collective import Call, Collective
-from paramstore.engine.namespace import View, WriterGroup
 from paramstore.engine.ranks import Gathering
+from paramstore.engine.tables.collective import Call, Collective
+from paramstore.engine.tables.namespace import View, WriterGroup
 from paramstore.errors import ParamStoreError, TicketCancelled, WaitTimeout
 from paramstore.wire import messages as m
 from paramstore_testkit.sim.loop import VirtualLoop
@@ -27,7 +27,7 @@ class Site:
         collective = Collective(2, what="g", way_on="")
         group = WriterGroup("g", 2, collective)
         small.namespace.group = group
-        self.view: View = small.planner.leases.open_rank(small.namespace, group, 0)
+        self.view: View = small.planner.views.open_rank(small.namespace, group, 0)
         self.calls = Gathering(collective, timeout_s=60.0, tasks=set(), on_settled=lambda _: None)
         self.answers: list[tuple[int, type[ParamStoreError] | None]] = []
         self.taken: list[Any] = []

@@ -10,7 +10,7 @@ import pytest
 
 from paramstore.core.schema import Schema
 from paramstore.daemon.handlers import COLLECTIVE, OPENING, ORDERED, call_of
-from paramstore.engine.collective import Argument, Call
+from paramstore.engine.tables.collective import Argument, Call
 from paramstore.errors import (
     ConfigError,
     LeaseError,

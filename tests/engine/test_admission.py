@@ -10,7 +10,7 @@ import pytest
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.schema import Schema
 from paramstore.engine.admission import make_namespace
-from paramstore.engine.namespace import View
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import (
     CapacityError,
     CatalogError,

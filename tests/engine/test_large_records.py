@@ -17,10 +17,10 @@ from paramstore.bench.process import resident_bytes
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent
 from paramstore.core.schema import CHUNK_BYTES, PAGE_BYTES, Schema
-from paramstore.engine import update as update_module
-from paramstore.engine.arena import Arena
-from paramstore.engine.namespace import View
+from paramstore.engine.records import update as update_module
 from paramstore.engine.store import Store
+from paramstore.engine.tables.arena import Arena
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.fsck.check import examine
 from paramstore.fsck.rebuild import new_contents

@@ -9,8 +9,8 @@ import pytest
 
 from paramstore.core.schema import Schema
 from paramstore.engine import patrol as patrol_module
-from paramstore.engine.namespace import View
 from paramstore.engine.patrol import BUSY_SHARE_MAX, BYTES_PER_S_MAX, DAY_S, QUIET_S, RETRY_S, patrol_start
+from paramstore.engine.tables.namespace import View
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.patrolled import Patrolled
 from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, run, train

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from paramstore.engine import patrol as patrol_module
-from paramstore.engine import volumes as volumes_module
-from paramstore.engine.namespace import View
+from paramstore.engine.capacity import volumes as volumes_module
 from paramstore.engine.patrol import DAY_S, RETRY_S
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import TicketCancelled
 from paramstore.testing.volumes import Fault, FaultyVolume
 from paramstore_testkit.disks.machine import Machine

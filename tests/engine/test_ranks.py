@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from paramstore.core.optimizers import AdamW
-from paramstore.engine.collective import Call
-from paramstore.engine.namespace import View, WriterGroup
 from paramstore.engine.ranks import Arrival
 from paramstore.engine.store import Store
+from paramstore.engine.tables.collective import Call
+from paramstore.engine.tables.namespace import View, WriterGroup
 from paramstore.errors import (
     LeaseError,
     ProtocolError,

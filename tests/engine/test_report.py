@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paramstore.core.residency import Copy
 from paramstore.core.schema import Schema
-from paramstore.engine.counters import CommitProgress
 from paramstore.engine.report import commit_progress, namespace_stats, residency
+from paramstore.engine.tables.counters import CommitProgress
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_planner import SmallPlanner
 from paramstore_testkit.stores.small_store import SCHEMA, create, keys_of, lease, run, train
@@ -46,7 +46,7 @@ def test_a_commit_under_way_tells_how_far_it_is_and_how_long_the_rest_takes() ->
     namespace = small.namespace
     small.update(A, B, C)
     assert commit_progress(namespace, 0.0) is None
-    cut = small.planner.cut(namespace)
+    cut = small.planner.cuts.cut(namespace)
     cut.progress = CommitProgress(7, 100.0, 5000)
     namespace.stats.bytes_written = 5000
     expected = {"step": 7, "records": 3, "records_left": 3, "bytes_left": 3 * SCHEMA.record_bytes, "seconds": 2.0, "eta_s": None}

@@ -11,8 +11,8 @@ import pytest
 
 from paramstore.core.schema import CHUNK_BYTES, Schema
 from paramstore.engine import scrub as scrub_module
-from paramstore.engine.hashing import Hashing
 from paramstore.engine.scrub import BUFFER_BYTES, Pause, Scrubber
+from paramstore.engine.transfers.hashing import Hashing
 from paramstore.errors import (
     StoreUnavailable,
     TicketCancelled,

@@ -11,9 +11,9 @@ import pytest
 
 from paramstore.core.schema import CHUNK_BYTES, PAGE_BYTES, Schema
 from paramstore.engine import scrub as scrub_module
-from paramstore.engine.namespace import View
 from paramstore.engine.scrub import buffer_bytes
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.storage.format import (
     NOTE_SLOT_BYTES,
     SUPERBLOCK_BYTES,

@@ -268,7 +268,7 @@ class TestTheSweepFinds:
             assert not accepts(damage, own_store, {DETECTED})
 
     def test_a_payload_that_is_not_checked(self, own_store: SmallStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("paramstore.engine.routes.check_checksums", lambda *_, **__: None)
+        monkeypatch.setattr("paramstore.engine.transfers.routes.check_checksums", lambda *_, **__: None)
         for damage in (damages.payload_bits, damages.torn_records, damages.zeroed_pages):
             assert not accepts(damage, own_store, {DETECTED, HARMLESS, FELL_BACK})
 

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.engine.commit import Committer
-from paramstore.engine.namespace import NamespaceState
-from paramstore.engine.planner import Planner
-from paramstore.engine.slot_requests import WaitingRequests
+from paramstore.engine.planner.planner import Planner
+from paramstore.engine.planner.waiting import WaitingRequests
+from paramstore.engine.planner.working_copies import WorkingPlanner
+from paramstore.engine.steps.commit import Committer
+from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.copies import Cut
-from paramstore.engine.transactions import Transactions
-from paramstore.engine.working import WorkingPlanner
+from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.errors import ParamStoreError, VolumeError
 from paramstore.storage import backing_file
 from paramstore.storage.backing_file import BackingFile

@@ -19,7 +19,7 @@ FEW = 6
 @pytest.fixture(autouse=True)
 def _few_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paramstore.core.apply_log.MISSED_MAX", FEW)
-    monkeypatch.setattr("paramstore.engine.order.LATE_AFTER", FEW // 2)
+    monkeypatch.setattr("paramstore.engine.planner.apply_order.LATE_AFTER", FEW // 2)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -53,6 +53,6 @@ def test_it_is_with_ranks_that_get_lost_over_many_seeds() -> None:
 @pytest.mark.slow
 def test_records_may_miss_as_many_steps_as_the_log_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paramstore.core.apply_log.MISSED_MAX", 128)
-    monkeypatch.setattr("paramstore.engine.order.LATE_AFTER", 64)
+    monkeypatch.setattr("paramstore.engine.planner.apply_order.LATE_AFTER", 64)
     figures = sum((run_seed(seed, updates="exact", rounds=2, acts=60).figures for seed in range(400, 420)), Counter[str]())
     assert figures["missed_steps_made"] > 2 * figures["records_advanced"]

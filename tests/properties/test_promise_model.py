@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Copy
 from paramstore.core.schema import Schema
-from paramstore.engine.namespace import LeaseRequest, View, WriterGroup
-from paramstore.engine.promises import reserve_of
+from paramstore.engine.planner.promises import reserve_of
+from paramstore.engine.tables.namespace import LeaseRequest, View, WriterGroup
 from paramstore.errors import CapacityError, LeaseError
 from paramstore_testkit.stores.small_planner import SCHEMA, SmallPlanner
 from paramstore_testkit.trials.state_machines import run_fixed, run_new
@@ -50,19 +50,19 @@ class PromiseMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.views) < VIEWS_MAX)
     @rule(is_writer=st.booleans(), world_size=st.sampled_from([1, 1, 2, 3]), least=st.sampled_from([0, 0, 0, 1, 3, 9]))
     def open(self, is_writer: bool, world_size: int, least: int) -> None:
-        namespace, leases = self.small.namespace, self.small.planner.leases
+        namespace, views = self.small.namespace, self.small.planner.views
         group = WriterGroup("job", world_size) if is_writer and world_size > 1 else None
         step = None if is_writer else namespace.committed_step
         before = self.views
         try:
-            first = leases.open_view(namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=least)
+            first = views.open(namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=least)
         except CapacityError:
             assert least
             assert self.views == before
             return
         opened = [first]
         if group is not None:
-            opened += [leases.open_rank(namespace, group, rank) for rank in range(1, world_size)]
+            opened += [views.open_rank(namespace, group, rank) for rank in range(1, world_size)]
         assert all(view.lease_slots >= least for view in opened)
         self.promised.update((view, view.lease_slots) for view in opened)
         if is_writer:  # those before are fenced: what they wait for never comes
@@ -74,7 +74,7 @@ class PromiseMachine(RuleBasedStateMachine):
         """A handle is closed; or the process is gone of one whose session was."""
         view = self.one(pick)
         self.forget(view)
-        self.small.planner.leases.close_view(view)
+        self.small.planner.views.close(view)
 
     @precondition(lambda self: self.views)
     @rule(pick=PICK)
@@ -86,7 +86,7 @@ class PromiseMachine(RuleBasedStateMachine):
         held = [request for request in self.granted if request.view is view]
         self.forget(view)
         self.granted += held
-        self.small.planner.leases.end_writing(view)
+        self.small.planner.views.end_writing(view)
 
     def forget(self, view: View) -> None:
         self.granted = [request for request in self.granted if request.view is not view]
@@ -178,7 +178,7 @@ class PromiseMachine(RuleBasedStateMachine):
     def refresh(self, pick: int) -> None:
         view, step = self.one(pick), self.small.namespace.committed_step
         if not view.is_writer and step is not None and not any(request.view is view for request in self.waiting):
-            self.small.planner.leases.move_view(view, step)
+            self.small.planner.views.move(view, step)
 
     # --- what holds
 

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Copy
-from paramstore.engine.namespace import LeaseRequest
 from paramstore.engine.tables.copies import ParamCopy
+from paramstore.engine.tables.namespace import LeaseRequest
 from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, StepPrepared
 from paramstore.optim.tensors import field_tensor
 from paramstore_testkit.disks.machine import Machine, PlainSegment

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paramstore.core.key import ExpertKey
-from paramstore.engine.moves import MoveKind
+from paramstore.engine.tables.moves import MoveKind
 from paramstore.errors import ParamStoreError
 from paramstore.policy.decayed_lfu import DecayedLfu
 from paramstore.policy.lru import Lru

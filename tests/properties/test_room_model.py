@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from paramstore.core.key import ExpertKey
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import WaitTimeout
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.sim.loop import VirtualLoop

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paramstore.engine import scrub as scrub_module
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import StoreUnavailable, TicketCancelled
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores import small_store

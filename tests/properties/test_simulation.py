@@ -19,10 +19,12 @@ import pytest
 
 from paramstore.core.residency import CopyEvent
 from paramstore.daemon.session import Session
-from paramstore.engine.copies import CopyPlanner
-from paramstore.engine.leases import LeasePlanner
-from paramstore.engine.planner import Planner
-from paramstore.engine.working import WorkingPlanner
+from paramstore.engine import ranks, store
+from paramstore.engine.planner import leases, permission
+from paramstore.engine.planner.param_copies import CopyPlanner
+from paramstore.engine.planner.planner import Planner
+from paramstore.engine.planner.working_copies import WorkingPlanner
+from paramstore.engine.records import reading
 from paramstore_testkit.bugs.canaries import planted
 from paramstore_testkit.sim.run import REQUESTS, Figures, report, run_seed, run_seeds
 
@@ -106,7 +108,7 @@ def _keep_pending() -> list[tuple[Any, str, Any]]:
 
 def _fence_nobody() -> list[tuple[Any, str, Any]]:
     """A fenced writer goes on."""
-    check_view = LeasePlanner.check_view
+    check_view = permission.check_view
 
     def check(view: Any) -> None:
         was, view.is_fenced = view.is_fenced, False
@@ -115,7 +117,7 @@ def _fence_nobody() -> list[tuple[Any, str, Any]]:
         finally:
             view.is_fenced = was
 
-    return [(LeasePlanner, "check_view", staticmethod(check))]
+    return [(module, "check_view", check) for module in (permission, leases, ranks, reading, store)]
 
 
 def _evict_leased() -> list[tuple[Any, str, Any]]:

@@ -15,9 +15,18 @@ from paramstore.bench.process import resident_bytes
 from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.schema import CHUNK_BYTES, HEADER_FIXED_BYTES, PAGE_BYTES, Part, Schema
-from paramstore.engine.arithmetic import cut_update
-from paramstore.engine.hashing import Hashing
-from paramstore.engine.routes import ImageRead, ImageWrite, MasterRead, Piece, Staging, check_pieces, cut_for_write, cut_pieces
+from paramstore.engine.transfers.arithmetic import cut_update
+from paramstore.engine.transfers.hashing import Hashing
+from paramstore.engine.transfers.routes import (
+    ImageRead,
+    ImageWrite,
+    MasterRead,
+    Piece,
+    Staging,
+    check_pieces,
+    cut_for_write,
+    cut_pieces,
+)
 from paramstore.errors import CorruptRecord
 from paramstore.fsck.disks import FileDisk
 from paramstore.fsck.scan import read_record

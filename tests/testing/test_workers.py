@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from paramstore.engine.workers import Workers
+from paramstore.engine.transfers.workers import Workers
 from paramstore.errors import ParamStoreError
 from paramstore.testing.worker_contract import WorkersContract
 from paramstore.testing.workers import InlineWorkers

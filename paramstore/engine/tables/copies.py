@@ -13,7 +13,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.residency import Copy, Working
-from paramstore.engine.counters import CommitProgress
+from paramstore.engine.tables.counters import CommitProgress
 from paramstore.errors import ParamStoreError
 
 

@@ -13,19 +13,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import paramstore.engine.arithmetic
-import paramstore.engine.transfers
-import paramstore.engine.update
+import paramstore.engine.records.update
+import paramstore.engine.transfers.arithmetic
+import paramstore.engine.transfers.transfers
 import paramstore.storage.format
 from paramstore.config import BUG_VARIABLE
 from paramstore.core.residency import Working
 from paramstore.daemon.peer import Peer
-from paramstore.engine.chain import Chain
-from paramstore.engine.commit import Committer
-from paramstore.engine.namespace import NamespaceState
-from paramstore.engine.transactions import Transactions
-from paramstore.engine.transfers import Transfers
-from paramstore.engine.working import WorkingPlanner
+from paramstore.engine.planner.working_copies import WorkingPlanner
+from paramstore.engine.steps.commit import Committer
+from paramstore.engine.steps.history import Chain
+from paramstore.engine.steps.transactions import Transactions
+from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
 from paramstore.storage.backing_file import BackingFile
 from paramstore.storage.format import unpack_header
@@ -213,13 +213,13 @@ def _update_past_the_cut() -> list[Patch]:
 
 
 def _apply_twice() -> list[Patch]:
-    update = paramstore.engine.arithmetic.update
+    update = paramstore.engine.transfers.arithmetic.update
 
     def update_twice(*arguments: Any, **options: Any) -> Any:
         update(*arguments, **options)
         return update(*arguments, **options)
 
-    return [(paramstore.engine.update, "update", update_twice)]
+    return [(paramstore.engine.records.update, "update", update_twice)]
 
 
 def _load_older() -> list[Patch]:
@@ -231,7 +231,7 @@ def _load_older() -> list[Patch]:
 
 
 def _skip_header_checks() -> list[Patch]:
-    return [(paramstore.engine.transfers, "check_header", lambda data, *, part, **_: unpack_header(data, part))]
+    return [(paramstore.engine.transfers.transfers, "check_header", lambda data, *, part, **_: unpack_header(data, part))]
 
 
 def _drop_at_prepare() -> list[Patch]:
@@ -258,7 +258,7 @@ def _skip_root_check() -> list[Patch]:
         found = paramstore.storage.format.header_root(memoryview(data)[: part.header_bytes])
         return check_header(data, part=part, root=found, **named)
 
-    return [(paramstore.engine.transfers, "check_header", check_but_root)]
+    return [(paramstore.engine.transfers.transfers, "check_header", check_but_root)]
 
 
 def _skip_identity_check() -> list[Patch]:
@@ -272,7 +272,7 @@ def _skip_identity_check() -> list[Patch]:
 
 
 def _skip_chunk_checks() -> list[Patch]:
-    return [(paramstore.engine.transfers, "check_pieces", nothing)]
+    return [(paramstore.engine.transfers.transfers, "check_pieces", nothing)]
 
 
 def _ignore_short_write() -> list[Patch]:

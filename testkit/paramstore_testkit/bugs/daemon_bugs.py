@@ -12,10 +12,10 @@ from typing import Any
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
 from paramstore.daemon.peer import Peer
-from paramstore.engine.chain import Chain
-from paramstore.engine.host import HostTier
-from paramstore.engine.namespace import NamespaceState
-from paramstore.engine.transactions import Transactions
+from paramstore.engine.capacity.host import HostTier
+from paramstore.engine.steps.history import Chain
+from paramstore.engine.steps.transactions import Transactions
+from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.storage.catalog import StepRow
 from paramstore.storage.ledger import Ledger
 from paramstore.storage.publication import Publication

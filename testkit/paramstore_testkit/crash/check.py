@@ -17,7 +17,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Located, Tier
 from paramstore.core.schema import PAGE_BYTES, round_up
 from paramstore.daemon.volume_places import adopt_new_volumes
-from paramstore.engine.advance import advance
+from paramstore.engine.transfers.advance import advance
 from paramstore.storage.catalog import DRAFT_STEP, Contents, StepRow
 from paramstore.storage.format import check_checksums, check_header, chunk_checksums, combine_roots, extents_start_bytes
 from paramstore.storage.ledger import Ledger

@@ -19,8 +19,8 @@ import msgspec
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema, round_up
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import CatalogError, ParamStoreError, VolumeError
 from paramstore.storage.catalog import Contents
 from paramstore.storage.format import Superblock, extents_start_bytes

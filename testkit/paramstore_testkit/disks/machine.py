@@ -14,8 +14,8 @@ from random import Random
 from paramstore.config import HELD_STEPS, RETAINED_STEPS, Config, PolicyConfig
 from paramstore.daemon.assembly import add_lanes, add_volume_lanes, connect
 from paramstore.daemon.volume_places import adopt_new_volumes
-from paramstore.engine.runner import Runner
 from paramstore.engine.store import Store
+from paramstore.engine.transfers.runner import Runner
 from paramstore.storage.catalog import Catalog
 from paramstore.storage.volume import Volume
 from paramstore.testing.catalogs import MemoryCatalog

@@ -17,8 +17,9 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW, Options
 from paramstore.core.schema import MASTER_DTYPE, Field, Schema
 from paramstore.daemon import assembly
-from paramstore.engine import admission, transfers
-from paramstore.engine import update as updater
+from paramstore.engine import admission
+from paramstore.engine.records import update as updater
+from paramstore.engine.transfers import transfers
 
 Array = NDArray[numpy.float32]
 

@@ -18,10 +18,11 @@ from typing import Any
 
 from paramstore.daemon import assembly, volume_places
 from paramstore.daemon.channel import Channel
-from paramstore.engine import commit, update
-from paramstore.engine.planner import Planner
+from paramstore.engine.planner.planner import Planner
+from paramstore.engine.planner.working_copies import WorkingPlanner
+from paramstore.engine.records import update
+from paramstore.engine.steps import commit
 from paramstore.engine.store import Store
-from paramstore.engine.working import WorkingPlanner
 from paramstore.storage.catalog import Change, Contents
 from paramstore.storage.extents import Space
 from paramstore.storage.file_volume import FileVolume

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from paramstore.core.place import Extent
 from paramstore.core.residency import Copy
-from paramstore.engine.namespace import NamespaceState
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.storage.format import check_checksums, check_header, chunk_checksums
 from paramstore_testkit.sim.model import Broken, NamespaceModel, pattern
 

@@ -19,11 +19,15 @@ from paramstore.config import Config, PolicyConfig
 from paramstore.core.schema import Schema
 from paramstore.daemon import assembly, session, volume_places
 from paramstore.daemon.server import Server
-from paramstore.engine import admission, arena, host, requests, transfers, update, volumes
-from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner
+from paramstore.engine import admission
+from paramstore.engine.capacity import host, volumes
+from paramstore.engine.capacity.volumes import entitled_bytes
+from paramstore.engine.records import update
 from paramstore.engine.store import Store
-from paramstore.engine.volumes import entitled_bytes
-from paramstore.engine.workers import outcome_of
+from paramstore.engine.tables import arena, requests
+from paramstore.engine.transfers import transfers
+from paramstore.engine.transfers.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner
+from paramstore.engine.transfers.workers import outcome_of
 from paramstore.errors import CatalogError, ParamStoreError, VolumeError
 from paramstore.storage.catalog import Change
 from paramstore.storage.format import Superblock, extents_start_bytes

@@ -10,14 +10,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from paramstore.core.residency import Working
-from paramstore.engine.cleaner import Cleaner
-from paramstore.engine.commit import Committer
-from paramstore.engine.copies import CopyPlanner
-from paramstore.engine.requests import Urgency
-from paramstore.engine.scheduler import Scheduler
-from paramstore.engine.transactions import Transactions
-from paramstore.engine.update import Updater
-from paramstore.engine.working import WorkingPlanner
+from paramstore.engine.planner.param_copies import CopyPlanner
+from paramstore.engine.planner.working_copies import WorkingPlanner
+from paramstore.engine.records.cleaner import Cleaner
+from paramstore.engine.records.update import Updater
+from paramstore.engine.steps.commit import Committer
+from paramstore.engine.steps.transactions import Transactions
+from paramstore.engine.tables.requests import Urgency
+from paramstore.engine.transfers.scheduler import Scheduler
 
 Mark = Callable[[str], object]
 

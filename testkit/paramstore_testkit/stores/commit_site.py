@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import CatalogError, VolumeError
 from paramstore.storage.catalog import Catalog, Change
 from paramstore.storage.format import Superblock, extents_start_bytes

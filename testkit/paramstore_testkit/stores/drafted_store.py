@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paramstore.core.key import ExpertKey
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore_testkit.oracles.images import filled_values, initial_of
 from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA
 

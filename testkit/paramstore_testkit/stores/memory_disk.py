@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paramstore.core.schema import Schema
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.fsck.survey import Survey, survey
 from paramstore.storage.catalog import Contents
 from paramstore.storage.volume import Volume

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from paramstore.engine.hashing import Hashing
 from paramstore.engine.patrol import DAY_S, Patrol
 from paramstore.engine.scrub import Scrubber
 from paramstore.engine.scrub_notes import NoteScrub
+from paramstore.engine.transfers.hashing import Hashing
 from paramstore.storage.notes import read_superblock
 from paramstore.testing.clock import ManualClock
 from paramstore_testkit.disks.machine import Machine

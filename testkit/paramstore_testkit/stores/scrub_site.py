@@ -7,8 +7,8 @@ from typing import Any
 
 from paramstore.core.place import Located
 from paramstore.core.schema import Schema
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import SCHEMA
 

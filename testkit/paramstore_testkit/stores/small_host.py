@@ -7,10 +7,10 @@ import asyncio
 from paramstore.core.key import KeySpace
 from paramstore.core.schema import Schema
 from paramstore.engine.admission import make_namespace
-from paramstore.engine.buffers import Buffers
-from paramstore.engine.host import HostTier
-from paramstore.engine.namespace import NamespaceState
-from paramstore.engine.runner import BACKGROUND_LANE, Runner
+from paramstore.engine.capacity.host import HostTier
+from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.transfers.buffers import Buffers
+from paramstore.engine.transfers.runner import BACKGROUND_LANE, Runner
 from paramstore.errors import CapacityError
 from paramstore.policy.lru import Lru
 from paramstore.storage.catalog import NamespaceContents, NamespaceRow

@@ -15,12 +15,12 @@ from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Extent, Identity
 from paramstore.core.residency import Working
 from paramstore.core.schema import Schema
-from paramstore.engine.arena import Arena
-from paramstore.engine.moves import Move, MoveKind
-from paramstore.engine.namespace import LeaseRequest, NamespaceState, View
-from paramstore.engine.open_apply import GradientRange
-from paramstore.engine.requests import PrefetchRequest, SlotRequest, Urgency
+from paramstore.engine.tables.apply import GradientRange
+from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
+from paramstore.engine.tables.moves import Move, MoveKind
+from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View
+from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest, Urgency
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
 from paramstore.policy.lru import Lru
@@ -53,11 +53,11 @@ class SmallPlanner(PlannerAlone):
 
     def writer(self, *, slots: int | None = None) -> View:
         """Opens a writer. slots: the promise of the view; None: all but one, since most tests are about one view."""
-        return self._promised(self.planner.leases.open_view(self.namespace, is_writer=True, step=None), slots)
+        return self._promised(self.planner.views.open(self.namespace, is_writer=True, step=None), slots)
 
     def reader(self, step: int = 0, *, slots: int | None = None) -> View:
         """Opens a reader of `step`. slots: as for `writer`."""
-        return self._promised(self.planner.leases.open_view(self.namespace, is_writer=False, step=step), slots)
+        return self._promised(self.planner.views.open(self.namespace, is_writer=False, step=step), slots)
 
     def _promised(self, view: View, slots: int | None) -> View:
         view.lease_slots = max(1, self.param_arena.planned_slots - 1) if slots is None else slots
@@ -123,7 +123,7 @@ class SmallPlanner(PlannerAlone):
             self.land_all()
 
     def cut(self) -> Cut:
-        return self.planner.cut(self.namespace)
+        return self.planner.cuts.cut(self.namespace)
 
     def commit(self, step: int) -> None:
         """Makes a commit of everything so far, from its cut to its end."""
@@ -133,12 +133,12 @@ class SmallPlanner(PlannerAlone):
         for key in sorted(cut.unwritten):
             self.write(key)
         row = StepRow(step, cut.sequence, step, len(cut.keys), b"", cut.applies, log=pack_log(cut.log))
-        self.planner.drop_oldest_readers(self.namespace, step)
+        self.planner.views.drop_oldest_readers(self.namespace, step)
         publication = self.namespace.ledger.plan_publish(row, cut.located, self.namespace.held_steps())
         self.namespace.ledger.settle(publication)
         for extent in publication.freed:
             self.space.release(extent)
-        self.planner.settle_cut(self.namespace, is_published=True)
+        self.planner.cuts.settle(self.namespace, is_published=True)
 
     def begin_write(self, key: ExpertKey, *, urgency: Urgency = Urgency.WRITE_BACK) -> Move:
         """Begins the write of a dirty record in a worker."""
@@ -161,7 +161,7 @@ class SmallPlanner(PlannerAlone):
     def rollback(self, step: int | None = None) -> None:
         """Goes back to `step` (None: the committed one), in a new epoch. Readers of later steps have lost them."""
         publication = self.namespace.ledger.plan_rollback(self.namespace.committed_step if step is None else step)
-        self.planner.drop_readers(self.namespace, [dropped for _, dropped in publication.drop_steps])
+        self.planner.views.drop_readers(self.namespace, [dropped for _, dropped in publication.drop_steps])
         self.namespace.ledger.settle(publication)
         self.namespace.applies, self.namespace.log = publication.namespace.applies, self.namespace.ledger.newest_log
         self.planner.rollback(self.namespace, epoch=publication.namespace.epoch, freed=publication.freed)

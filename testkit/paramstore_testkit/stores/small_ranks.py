@@ -14,10 +14,10 @@ import torch
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
-from paramstore.engine.collective import Argument, Call
-from paramstore.engine.namespace import View, WriterGroup
 from paramstore.engine.ranks import Arrival
 from paramstore.engine.store import Store
+from paramstore.engine.tables.collective import Argument, Call
+from paramstore.engine.tables.namespace import View, WriterGroup
 from paramstore.optim.tensors import field_tensor
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.sim.loop import VirtualLoop

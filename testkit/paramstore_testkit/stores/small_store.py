@@ -15,8 +15,8 @@ from torch import Tensor
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
-from paramstore.engine.namespace import LeaseRequest, View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import LeaseRequest, View
 from paramstore.optim.tensors import field_tensor
 from paramstore_testkit.disks.machine import MIB, Machine, PlainSegment
 from paramstore_testkit.oracles.experts import Tensors

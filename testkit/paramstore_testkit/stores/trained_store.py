@@ -7,8 +7,8 @@ import torch
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore_testkit.oracles.experts import Expert, State, Tensors, trained
 from paramstore_testkit.oracles.images import gradient_of, random_values
 from paramstore_testkit.stores.small_store import SCHEMA, Values, create

@@ -7,8 +7,8 @@ from typing import Any
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
-from paramstore.engine.namespace import NamespaceState, View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import SCHEMA, create, run
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from paramstore.engine.namespace import NamespaceState
-from paramstore.engine.record_reads import VolumeTraffic
-from paramstore.engine.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
-from paramstore.engine.volumes import VolumeSet
+from paramstore.engine.capacity.volumes import VolumeSet
+from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.transfers.record_reads import VolumeTraffic
+from paramstore.engine.transfers.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
 from paramstore.storage.catalog import Catalog, VolumeRow
 from paramstore.storage.extents import Space
 from paramstore.storage.format import Superblock, extents_start_bytes

@@ -15,8 +15,8 @@ from typing import Any
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Located
 from paramstore.core.schema import PAGE_BYTES, Part
-from paramstore.engine.hashing import Hashing
-from paramstore.engine.routes import ImageRead, check_pieces, cut_pieces
+from paramstore.engine.transfers.hashing import Hashing
+from paramstore.engine.transfers.routes import ImageRead, check_pieces, cut_pieces
 from paramstore.errors import CatalogError, CorruptRecord, ParamStoreError, VolumeError
 from paramstore.storage import catalog_rows as rows
 from paramstore.storage.catalog import Contents

@@ -18,8 +18,8 @@ import torch
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
-from paramstore.engine.collective import Call
-from paramstore.engine.namespace import View
+from paramstore.engine.tables.collective import Call
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import CapacityError, LeaseError, StepFailed, StepOutOfOrder
 from paramstore.optim.tensors import field_tensor
 from paramstore_testkit.disks.machine import Machine, PlainSegment

@@ -13,8 +13,8 @@ from collections.abc import Awaitable
 from typing import Any
 
 from paramstore.core.key import ExpertKey
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import ParamStoreError, VolumeError, WaitTimeout
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume

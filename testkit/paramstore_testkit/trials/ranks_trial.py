@@ -12,9 +12,9 @@ from typing import Any
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.visits import apply_visits, training_visits
-from paramstore.engine.collective import Call
-from paramstore.engine.namespace import View, WriterGroup
 from paramstore.engine.ranks import Arrival
+from paramstore.engine.tables.collective import Call
+from paramstore.engine.tables.namespace import View, WriterGroup
 from paramstore.errors import LeaseError, RankLost, StepFailed, TicketCancelled, WriterFenced
 from paramstore_testkit.oracles.experts import State
 from paramstore_testkit.trials.store_trial import NAME, Gradients, StoreTrial

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from paramstore.core.key import ExpertKey
-from paramstore.engine.namespace import LeaseRequest, View
+from paramstore.engine.tables.namespace import LeaseRequest, View
 from paramstore_testkit.oracles.experts import Expert
 from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA
 

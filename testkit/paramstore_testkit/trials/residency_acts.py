@@ -12,8 +12,8 @@ import pytest
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Identity
 from paramstore.core.residency import Working
-from paramstore.engine.requests import SlotRequest, Urgency
 from paramstore.engine.tables.copies import WorkingCopy
+from paramstore.engine.tables.requests import SlotRequest, Urgency
 from paramstore.errors import CapacityError, VolumeError, WaitTimeout
 from paramstore.sim.world import FIRST
 from paramstore_testkit.stores.small_planner import SmallPlanner
@@ -71,7 +71,7 @@ class ResidencyActs(ResidencyChecks):
         for lease in self.model.leases:
             if lease.owner is view:
                 self.ended(lease)
-        self.planner.leases.close_view(view.view)
+        self.planner.views.close(view.view)
 
     def end_writing(self, pick: int) -> None:
         """Ends the writer's connection, but not its process."""
@@ -79,12 +79,12 @@ class ResidencyActs(ResidencyChecks):
         if pick or writer is None:
             return
         writer.is_fenced = True
-        self.planner.leases.end_writing(writer.view)
+        self.planner.views.end_writing(writer.view)
 
     def refresh(self, pick: int) -> None:
         view = chosen([view for view in self.model.open_views() if view.step is not None], pick)
         view.step, view.is_dropped = max(self.model.steps), False
-        self.planner.leases.move_view(view.view, view.step)
+        self.planner.views.move(view.view, view.step)
 
     def protect(self, pick: int, keys: set[ExpertKey]) -> None:
         chosen(self.model.open_views(), pick).view.protected = frozenset(keys)
@@ -256,7 +256,7 @@ class ResidencyActs(ResidencyChecks):
 
     def _fail_commit(self) -> None:
         self.model.cut = self.cut = None
-        self.planner.settle_cut(self.namespace, is_published=False)
+        self.planner.cuts.settle(self.namespace, is_published=False)
 
     # --- rollbacks
 

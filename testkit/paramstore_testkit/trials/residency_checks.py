@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent
 from paramstore.core.residency import Copy, Working
-from paramstore.engine.moves import MoveKind
-from paramstore.engine.namespace import LeaseRequest, NamespaceState
-from paramstore.engine.planner import Planner
-from paramstore.engine.requests import PrefetchRequest, SlotRequest
+from paramstore.engine.planner.planner import Planner
 from paramstore.engine.tables.copies import Cut, ParamCopy, Waiter, WorkingCopy
+from paramstore.engine.tables.moves import MoveKind
+from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState
+from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest
 from paramstore_testkit.stores.small_planner import SmallPlanner, held_extents, taken
 from paramstore_testkit.trials.residency_model import ModelLease, ModelView, ResidencyModel
 

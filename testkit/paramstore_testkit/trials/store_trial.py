@@ -21,10 +21,10 @@ import torch
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
-from paramstore.engine.arena import Arena
-from paramstore.engine.namespace import LeaseRequest, View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.copies import ParamCopy
+from paramstore.engine.tables.namespace import LeaseRequest, View
 from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, TicketCancelled, WriterFenced
 from paramstore.storage.format import extents_start_bytes
 from paramstore_testkit.disks.machine import Machine, PlainSegment

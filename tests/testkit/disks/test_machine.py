@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from paramstore.engine.namespace import View
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import View
 from paramstore.errors import VolumeError
 from paramstore.testing.volumes import Fault, FaultyVolume
 from paramstore_testkit.disks.machine import Machine, PlainMemory, PlainSegment

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paramstore.daemon import assembly, session
-from paramstore.engine import update
+from paramstore.engine.records import update
 from paramstore.errors import CatalogError, VolumeError
 from paramstore.storage.catalog import Change
 from paramstore.testing.catalogs import MemoryCatalog, namespace_row

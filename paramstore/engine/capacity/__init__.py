@@ -1,0 +1,1 @@
+"""Who gets how much: host memory, upload areas, room on the volumes."""

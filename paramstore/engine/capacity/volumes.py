@@ -1,0 +1,323 @@
+"""The set of volumes: room for namespaces, also in the catalog, growth, zero-fill ahead of use, figures, bytes written over the
+store's life.
+
+A namespace is entitled to its state once for every retained step, every step that readers may hold, every snapshot and the
+step being made, plus the pipeline share, so that an apply can always be written beside all these. Without a fixed size, volumes
+grow when a namespace is created or a snapshot taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from paramstore.config import Retention, format_size
+from paramstore.core.place import Extent, Tier
+from paramstore.core.schema import Schema, round_up
+from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.transfers.record_reads import VolumeTraffic
+from paramstore.engine.transfers.runner import BACKGROUND_LANE, CATALOG_LANE, Runner, volume_lane
+from paramstore.errors import CapacityError, CatalogError, ParamStoreError, VolumeError
+from paramstore.storage.catalog import STEP_ROWS_BOUND, Catalog, Change, VolumeRow
+from paramstore.storage.extents import Space
+from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.mounts import DISK_FULL
+from paramstore.storage.volume import Volume, directory_of
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_RETENTION = Retention()
+PIPELINE_RECORDS_MIN = 4
+PIPELINE_SHARE = 0.05
+GROWTH_ALIGNMENT_BYTES = 1 << 20
+SMALLEST_BYTES = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), 0)), GROWTH_ALIGNMENT_BYTES)
+"""Size of a volume that has no room for a record yet: superblocks and note slots only."""
+PREFILL_PIECE_BYTES = 8 << 20
+RECORDED_BYTES = 16 << 30
+"""A crash loses at most so much of the count of bytes written to a volume: a 35,000th of an endurance of 600 TB."""
+WAY_TO_ROOM = "add a volume (--add-volume), or restart without --volume-size: volumes grow then"
+"""Advice where volumes of a fixed size have no room for a namespace or snapshot. (A larger fixed size is for new volumes.)"""
+PREFILL_PAUSE_S = 0.02
+"""How long the zero-fill waits before it looks again whether nothing else moves."""
+
+
+def entitled_bytes(schema: Schema, key_count: int, retention: Retention = DEFAULT_RETENTION, *, snapshots: int = 0) -> int:
+    """Bytes that one namespace may take of all volumes together."""
+    record_bytes = schema.record_bytes
+    state_bytes = key_count * record_bytes
+    pipeline_bytes = max(PIPELINE_RECORDS_MIN * record_bytes, round_up(int(PIPELINE_SHARE * state_bytes), record_bytes))
+    copies = _kept_steps(retention, snapshots) if schema.is_trainable else 1
+    return copies * state_bytes + pipeline_bytes
+
+
+def _kept_steps(retention: Retention, snapshots: int) -> int:
+    """How many steps of a namespace there may be at once, the one being made among them."""
+    return retention.retained_steps + 1 + retention.held_steps + snapshots
+
+
+def slack_bytes(schemas: Iterable[Schema], volume_count: int) -> int:
+    """Bytes that namespaces may leave unused: one record of each on each volume, since no record straddles volumes."""
+    return volume_count * sum(schema.record_bytes for schema in schemas)
+
+
+def volume_size_bytes_of(schema: Schema, key_count: int, retention: Retention, volume_count: int) -> int:
+    """The size that each of `volume_count` new volumes needs so that a namespace, alone on them, can be created."""
+    needed = entitled_bytes(schema, key_count, retention) + slack_bytes([schema], volume_count)
+    return SMALLEST_BYTES + round_up(-(-needed // volume_count), GROWTH_ALIGNMENT_BYTES)
+
+
+class VolumeSet:
+    """All volumes of the store, by index; owns their sizes."""
+
+    def __init__(
+        self, volumes: Mapping[int, Volume], *, superblocks: Mapping[int, Superblock], rows: Mapping[int, VolumeRow], space: Space,
+        catalog: Catalog, runner: Runner, may_grow: bool, pump: Callable[[], None],
+        retention: Retention = DEFAULT_RETENTION, traffic: Mapping[int, VolumeTraffic] | None = None,
+        endurance_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        """pump: lets those who wait for space go on, after some came free. traffic: bytes moved since the store was opened.
+        endurance_bytes: how much may be written to the drive under each volume over its life."""
+        self.volumes = volumes
+        self.space = space
+        self._superblocks = superblocks
+        self._rows = dict(rows)
+        self._catalog = catalog
+        self._runner = runner
+        self._may_grow = may_grow
+        self._pump = pump
+        self._retention = retention
+        self._traffic = traffic or {}
+        self._endurance_bytes = endurance_bytes
+        self._written_before = {index: row.bytes_written for index, row in rows.items()}
+        self._zero_filled = dict.fromkeys(volumes, 0)
+        self._recording: asyncio.Task[None] | None = None
+        self._prefilling: asyncio.Task[None] | None = None
+        self._is_prefill_wanted = False
+
+    def entitle(self, namespace: NamespaceState) -> None:
+        """Entitles an existing namespace to what it may take now, with the snapshots that it has."""
+        self.space.entitle(namespace.name, self._entitled(namespace, snapshots=len(namespace.ledger.snapshots())))
+
+    def _entitled(self, namespace: NamespaceState, *, snapshots: int) -> int:
+        return entitled_bytes(namespace.schema, len(namespace.keys), self._retention, snapshots=snapshots)
+
+    async def make_room(self, namespace: NamespaceState, *, beside: Iterable[NamespaceState], snapshots: int = 0) -> None:
+        """Entitles `namespace` to room for itself and so many snapshots, and makes that room, beside the namespaces that exist.
+
+        Raises CapacityError naming what is missing, CatalogError; then it is entitled to what it was before. `entitle` and
+        `give_up` take an entitlement back.
+        """
+        others = [other for other in beside if other is not namespace]
+        await self._make_catalog_room(self._kept_rows(namespace, snapshots=snapshots) + sum(map(self._kept_rows, others)))
+        before_bytes = self.space.entitled_bytes(namespace.name)
+        needed_bytes = self._entitled(namespace, snapshots=snapshots)
+        await self._make_room(others, namespace, needed_bytes)
+        self.space.entitle(namespace.name, needed_bytes)
+        missing_bytes = self.space.shortage_bytes(namespace.name)
+        if missing_bytes and not self._may_grow:
+            self.space.entitle(namespace.name, before_bytes)
+            raise CapacityError(
+                self.space.fences.first(
+                    f"other namespaces hold {missing_bytes} bytes that namespace {namespace.name!r} needs, until their commits are "
+                    f"published: try again then, or {WAY_TO_ROOM}"
+                )
+            )
+        if missing_bytes:
+            await self._grow(missing_bytes)
+
+    async def keep_catalog_room(self, namespaces: Iterable[NamespaceState]) -> None:
+        """Makes room in the catalog when a store is opened: it may not have any yet, or more steps may be kept from now on. Where
+        there is no room, the log says so; each commit looks again."""
+        try:
+            await self._make_catalog_room(sum(map(self._kept_rows, namespaces)))
+        except (CapacityError, CatalogError) as error:
+            logger.warning("a commit may fail for want of room in the catalog: %s", error)
+
+    async def _make_catalog_room(self, kept_rows: int) -> None:
+        """Makes the catalog large enough for all rows that its namespaces may ever have at once, so that commits find room whoever
+        fills its disk. Raises CapacityError where the disk is full, CatalogError."""
+        try:
+            await self._runner.call(CATALOG_LANE, partial(self._catalog.reserve, 1, kept_rows=kept_rows))
+        except CatalogError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
+                raise CapacityError(str(error)) from error
+            raise
+
+    def _kept_rows(self, namespace: NamespaceState, *, snapshots: int | None = None) -> int:
+        """How many rows of the catalog a namespace may have: one for each record that it may have on the volumes, and its steps."""
+        count = len(namespace.ledger.snapshots()) if snapshots is None else snapshots
+        records = self._entitled(namespace, snapshots=count) // namespace.schema.record_bytes
+        return records + _kept_steps(self._retention, count) * STEP_ROWS_BOUND
+
+    def give_up(self, name: str) -> None:
+        """Takes back the entitlement of a namespace that was not created after all. Volumes stay as large as they have become."""
+        self.space.entitle(name, 0)
+
+    async def _make_room(self, others: Sequence[NamespaceState], namespace: NamespaceState, needed_bytes: int) -> None:
+        needed = needed_bytes + sum(self.space.entitled_bytes(other.name) for other in others)
+        usable = sum(self.space.size_bytes_of(index) - self._start_bytes(index) for index in self.volumes)
+        usable -= self.space.lost_bytes()
+        needed += slack_bytes((ns.schema for ns in (namespace, *others)), len(self.volumes))
+        missing = needed - usable
+        if missing <= 0:
+            return
+        if not self._may_grow:
+            raise CapacityError(
+                self.space.fences.first(
+                    f"the volumes have {format_size(usable)} for records, namespace {namespace.name!r} and the others need "
+                    f"{format_size(needed)}: {missing} bytes are missing; {WAY_TO_ROOM}"
+                )
+            )
+        await self._grow(missing)
+
+    def _start_bytes(self, index: int) -> int:
+        return extents_start_bytes(self._superblocks[index])
+
+    async def _grow(self, missing_bytes: int) -> None:
+        growing = {index: volume for index, volume in self.volumes.items() if not self.space.fences.is_fenced(index)}
+        if not growing:
+            raise CapacityError(self.space.fences.first(f"{missing_bytes} bytes are missing on the volumes, and none may grow"))
+        each = round_up(-(-missing_bytes // len(growing)), GROWTH_ALIGNMENT_BYTES)
+        for index, volume in growing.items():
+            size_bytes = self.space.size_bytes_of(index) + each
+            try:
+                await self._runner.call(volume_lane(index), partial(volume.grow, size_bytes))
+            except VolumeError as error:
+                raise CapacityError(f"volume {index} cannot grow by {each} bytes: {error}") from error
+            row = replace(self._rows[index], size_bytes=volume.size_bytes, bytes_written=self.bytes_written_total(index))
+            await self._record(row)
+            self.space.grow_volume(index, volume.size_bytes)
+        if self._is_prefill_wanted:
+            self.start_prefill()
+
+    async def _record(self, row: VolumeRow) -> None:
+        """Writes a volume's row to the catalog. Raises CatalogError; then either row is true of the volume, and the catalog is
+        ready for the next transaction. Where it cannot be opened again, the next transaction is refused, and read back as a failed
+        one.
+        """
+
+        def apply() -> None:
+            try:
+                self._catalog.apply(Change(put_volumes=(row,)))
+            except CatalogError:
+                self._catalog.reopen()
+                self._catalog.load()
+                raise
+
+        await self._runner.call(CATALOG_LANE, apply)
+        self._rows[row.index] = row
+
+    # --- zero-fill
+
+    def start_prefill(self) -> None:
+        """Begins to zero-fill never-written space while nothing else moves; goes on whenever volumes grow."""
+        self._is_prefill_wanted = True
+        if self._prefilling is not None and not self._prefilling.done():
+            return  # the running task looks at every volume's size each time round
+        self._prefilling = asyncio.get_running_loop().create_task(self._prefill(), name="prefill")
+
+    async def _prefill(self) -> None:
+        zeros = memoryview(mmap.mmap(-1, PREFILL_PIECE_BYTES))
+        try:
+            while any(self._has_unwritten(index) for index in self.volumes):
+                is_paused = not self._runner.is_idle
+                extent = None if is_paused else self._next_unwritten()
+                if extent is None:
+                    await asyncio.sleep(PREFILL_PAUSE_S)
+                    continue
+                write = partial(self.volumes[extent.volume].write, extent.offset_bytes, (zeros[: extent.length_bytes],))
+                try:
+                    await self._runner.call(BACKGROUND_LANE, write)
+                except ParamStoreError as error:
+                    self.space.quarantine(extent)
+                    self.space.fences.fail_write(extent.volume, error)
+                    raise
+                except asyncio.CancelledError:
+                    self.space.finish_prefill(extent)  # the store closes: nobody will get this extent or waits for it
+                    raise
+                self.space.finish_prefill(extent)
+                self._zero_filled[extent.volume] += extent.length_bytes
+                self._pump()
+        except ParamStoreError:
+            logger.exception("zero-fill stopped; volumes are used as they are")
+
+    def _next_unwritten(self) -> Extent | None:
+        for index in self.volumes:
+            extent = self.space.next_unwritten(index, PREFILL_PIECE_BYTES)
+            if extent is not None:
+                return extent
+        return None
+
+    def _has_unwritten(self, index: int) -> bool:
+        """Whether the volume has space left to zero-fill; a fenced volume has none."""
+        is_fenced = self.space.fences.is_fenced(index)
+        return not is_fenced and self.space.written_bytes(index) < self.space.size_bytes_of(index)
+
+    # --- bytes written over the store's life
+
+    def bytes_written_total(self, index: int) -> int:
+        """Bytes of records, notes and zeros written over the store's life, without failed writes and what a crash lost."""
+        moved = self._traffic[index].bytes_written if index in self._traffic else 0
+        return self._written_before[index] + moved + self._zero_filled[index]
+
+    def record_written(self) -> None:
+        """Begins to record the bytes written in the catalog, if a crash would leave many uncounted. To be called now and then."""
+        is_due = any(self.bytes_written_total(index) - row.bytes_written >= RECORDED_BYTES for index, row in self._rows.items())
+        if is_due and (self._recording is None or self._recording.done()):
+            self._recording = asyncio.get_running_loop().create_task(self._record_all(), name="record what was written")
+
+    async def _record_all(self) -> None:
+        """Records each volume that was written to since the last record, one transaction each."""
+        try:
+            for index, volume in self.volumes.items():
+                written, total = self.space.written_bytes(index), self.bytes_written_total(index)
+                place = directory_of(volume)
+                row = replace(self._rows[index], written_bytes=written, bytes_written=total, place=place)
+                if row != self._rows[index]:
+                    await self._record(row)
+        except ParamStoreError:
+            logger.exception("how much was written to the volumes was not recorded")
+
+    # --- figures
+
+    def tier_stats(self, traffic: Mapping[int, VolumeTraffic]) -> dict[str, dict[str, object]]:
+        """Figures of each tier, summed over its volumes."""
+        tiers: dict[str, dict[str, object]] = {}
+        for tier in (Tier.NVME, Tier.PMEM):
+            indices = [index for index, volume in self.volumes.items() if volume.tier is tier]
+            if indices:
+                tiers[tier.value] = {
+                    "size_bytes": sum(self.volumes[index].size_bytes for index in indices),
+                    "free_bytes": sum(self.space.free_bytes_of(index) for index in indices),
+                    "bytes_read": sum(traffic[index].bytes_read for index in indices),
+                    "bytes_written": sum(traffic[index].bytes_written for index in indices),
+                }
+        return tiers
+
+    def describe(self, index: int) -> dict[str, object]:
+        total = self.bytes_written_total(index)
+        return {
+            **self.volumes[index].describe(), "free_bytes": self.space.free_bytes_of(index),
+            "written_bytes": self.space.written_bytes(index), "write_failures": self.space.fences.write_failures(index),
+            "fenced": self.space.fences.reason(index), "bytes_written_total": total, "zero_filled_bytes": self._zero_filled[index],
+            "endurance_bytes": self._endurance_bytes,
+            "endurance_used": total / self._endurance_bytes if self._endurance_bytes else None,
+        }  # fmt: skip
+
+    async def close(self) -> None:
+        """Ends the zero-fill, records how far it came, then closes the volumes, the catalog and the workers."""
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+            await asyncio.gather(self._prefilling, return_exceptions=True)
+            await self._runner.behind(BACKGROUND_LANE)  # its thread may still write a piece
+        if self._recording is not None:
+            await self._recording
+        await self._record_all()
+        for index, volume in self.volumes.items():
+            await self._runner.call(volume_lane(index), volume.close)
+        await self._runner.call(CATALOG_LANE, self._catalog.close)
+        self._runner.close()

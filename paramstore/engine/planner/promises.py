@@ -1,0 +1,75 @@
+"""How many slots of a `param` arena a handle is promised when it opens, and who has how many: arithmetic over a namespace's views.
+
+- A promise never changes. A handle that leases no more slots than that is never refused, nor does it wait for another's leases.
+- Writers and readers of a training namespace have a share each, which is kept for them even while there are none; an inference
+  namespace has one share for all. Together the shares are all slots less a reserve, which nobody is promised.
+- Slots that are still held by views which take no more leases (fenced, or their session is gone) come off their share first.
+"""
+
+from __future__ import annotations
+
+from paramstore.engine.tables.namespace import NamespaceState, View
+from paramstore.errors import CapacityError
+
+HOLDERS_NAMED = 6
+"""Handles that a message names at most; it counts the others."""
+
+
+def reserve_of(slots: int) -> int:
+    """How many of `slots` nobody is promised: they are room for prefetches and for the copies that an apply makes."""
+    return max(1, slots // 16) if slots > 1 else 0
+
+
+def share_of(slots: int, *, is_writer: bool, is_trainable: bool = True, reader_slots: int | None = None) -> int:
+    """The share of `slots` of writers, or of readers. reader_slots: the setting; at least one slot is left to writers."""
+    usable = slots - reserve_of(slots)
+    if not is_trainable:
+        return usable
+    wanted = (slots // 4 if slots >= 8 else 0) if reader_slots is None else reader_slots
+    readers = min(wanted, max(usable - 1, 0))
+    return usable - readers if is_writer else readers
+
+
+def promise(
+    namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0, reader_slots: int | None = None
+) -> int:
+    """How many slots a handle that opens now is promised, or each of the ranks that open together. A writer of a training namespace
+    gets all that is left of its share; any other handle half of what is left, or `least` where that is more.
+
+    Raises CapacityError naming the holders, where `least` is more than is left.
+    """
+    assert namespace.param_arena is not None
+    slots, is_trainable = namespace.param_arena.planned_slots, namespace.is_trainable()
+    share = share_of(slots, is_writer=is_writer, is_trainable=is_trainable, reader_slots=reader_slots)
+    rivals = [view for view in namespace.views if view.is_writer == is_writer or not is_trainable]
+    # Opening to write fences earlier writers: these keep only what they hold, and several of them may hold the same copies.
+    ended = [view for view in rivals if view.is_fenced or (is_writer and view.is_writer)]
+    promised = sum(view.lease_slots for view in rivals if view not in ended)
+    left = max(0, share - promised - len({copy for view in ended for copy in view.leased}))
+    if least > left // world_size:
+        raise CapacityError(
+            f"namespace {namespace.name!r}: min_lease_slots={least}, but {left // world_size} of its {slots} slots are left for a "
+            f"{'writer' if is_writer else 'reader'}: {holders(namespace)}; close one, ask for less, or raise host_budget"
+        )
+    offered = left if is_writer and is_trainable else max(left // 2, min(left, 1))
+    return max(offered // world_size, least)
+
+
+def holders(namespace: NamespaceState) -> str:
+    """Text for a message that says who keeps how many slots from others, those with the most first."""
+    views = sorted(filter(_kept_slots, namespace.views), key=_kept_slots, reverse=True)
+    named = [_kept(view) for view in views[:HOLDERS_NAMED]]
+    if others := views[HOLDERS_NAMED:]:
+        named.append(f"{len(others)} others keep {sum(map(_kept_slots, others))}")
+    return ", ".join(named) or "nobody keeps any"
+
+
+def _kept_slots(view: View) -> int:
+    """Slots that this view keeps from others: its promise, or those it still holds where it takes no more leases."""
+    return len(view.leased) if view.is_fenced else view.lease_slots
+
+
+def _kept(view: View) -> str:
+    mode = "writer" if view.is_writer else "reader"
+    who = f"a {mode}" if view.client is None else f"the {mode} {view.client.name}"
+    return f"{who} {'still holds' if view.is_fenced else 'was promised'} {_kept_slots(view)}"

@@ -1,0 +1,112 @@
+"""The planner's rules for views: who opens one with how many slots, which step it stands on, and what ends with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paramstore.config import Retention
+from paramstore.engine.planner.leases import LeasePlanner
+from paramstore.engine.planner.param_copies import CopyPlanner
+from paramstore.engine.planner.promises import promise
+from paramstore.engine.planner.schedules import choose_schedule
+from paramstore.engine.tables.namespace import NamespaceState, View, WriterGroup
+from paramstore.errors import LeaseError
+
+
+class ViewPlanner:
+    """Decides about views; part of the planner, on the event-loop thread."""
+
+    def __init__(
+        self, copies: CopyPlanner, leases: LeasePlanner, retention: Retention, *, reader_slots: int | None = None
+    ) -> None:
+        self._copies = copies
+        self._leases = leases
+        self._retention = retention
+        self._reader_slots = reader_slots
+
+    def promise(self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0) -> int:
+        """Returns how many slots a view that opens now may lease: `least` or more. See `promises.promise`."""
+        return promise(namespace, is_writer=is_writer, world_size=world_size, least=least, reader_slots=self._reader_slots)
+
+    def open(
+        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, group: WriterGroup | None = None,
+        min_lease_slots: int = 0,
+    ) -> View:  # fmt: skip
+        """Opens a reader's view, or a writer's, which fences earlier writers. group: given where several ranks open together; then
+        the view is rank 0's.
+
+        Raises CapacityError where `min_lease_slots` are not left to promise; nothing has changed then.
+        """
+        group = WriterGroup() if group is None else group
+        slots = self.promise(namespace, is_writer=is_writer, world_size=group.world_size, least=min_lease_slots)
+        if not is_writer:
+            view = View(namespace, is_writer=False, step=step, lease_slots=slots)
+            namespace.views.append(view)
+            return view
+        if namespace.group is not None:
+            namespace.group.fence()
+        namespace.group, group.lease_slots = group, slots
+        return self.open_rank(namespace, group, 0)
+
+    @staticmethod
+    def open_rank(namespace: NamespaceState, group: WriterGroup, rank: int) -> View:
+        """Opens the view of one rank of the group that writes."""
+        view = View(namespace, is_writer=True, step=None, lease_slots=group.lease_slots, group=group, rank=rank)
+        namespace.views.append(view)
+        group.join(view)
+        choose_schedule(namespace)
+        return view
+
+    def close(self, view: View) -> None:
+        """Closes a view: ends its leases and waiting requests, and drops a writer's pending gradients."""
+        namespace = view.namespace
+        view.is_closed = True
+        for request in list(view.leases.values()):
+            self._leases.cancel_lease(request, LeaseError("the session ended"))
+        if view in namespace.views:
+            namespace.views.remove(view)
+        self._leave_group(view)
+        if view.declared is not None:
+            choose_schedule(namespace)
+        self._copies.retire_unseen(namespace)
+        self._leases.pump(namespace)
+
+    def end_writing(self, view: View) -> None:
+        """Ends a view's writing only: its session is gone, but its process may still read what it leased."""
+        view.is_fenced = True
+        self._leave_group(view)
+        choose_schedule(view.namespace)
+
+    @staticmethod
+    def _leave_group(view: View) -> None:
+        """Takes a writer's view out of its group. All pending gradients go with any of the ranks: none can be applied any more."""
+        group, namespace = view.group, view.namespace
+        if group is None or group.members.get(view.rank) is not view:
+            return
+        del group.members[view.rank]
+        if namespace.group is group:
+            namespace.pending.clear()
+            if not group.members:
+                namespace.group = None
+
+    def move(self, view: View, step: int) -> None:
+        """Moves a reader's view to `step`; what it leased before stays leased."""
+        view.step = step
+        view.is_dropped = False
+        self._copies.retire_unseen(view.namespace)
+        self._leases.pump(view.namespace)
+
+    def drop_oldest_readers(self, namespace: NamespaceState, newest_step: int) -> list[View]:
+        """Before `newest_step` is published, takes the oldest steps from readers that hold too many. Returns those views."""
+        kept = namespace.ledger.visible_steps((), published=newest_step)
+        old = sorted(set(namespace.held_steps()) - kept)
+        return self.drop_readers(namespace, old[: max(0, len(old) - self._retention.held_steps)])
+
+    @staticmethod
+    def drop_readers(namespace: NamespaceState, steps: Iterable[int]) -> list[View]:
+        """Takes these steps from their readers: their leases stay, their next acquire is refused. Returns those views."""
+        lost = frozenset(steps)
+        dropped = [view for view in namespace.views if view.step in lost and not view.is_dropped]
+        for view in dropped:
+            view.is_dropped = True
+        return dropped

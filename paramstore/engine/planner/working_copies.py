@@ -1,0 +1,383 @@
+"""The planner's rules for working copies: slots, loads, updates, writes, orphans.
+
+- Slot requests wait in FIFO order per arena. Eviction never writes, so a request that finds only dirty slots has some of
+  them written at its own urgency.
+- A changed record is written to a fresh extent. The older uncommitted extent is freed when the newer one is complete,
+  unless a cut under way holds it.
+- A record that was dirty at a cut is not updated before its write has landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from heapq import nsmallest
+from itertools import islice
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.residency import MAY_MATERIALISE, Working, WorkingEvent, next_working
+from paramstore.engine.planner.waiting import WaitingRequests
+from paramstore.engine.tables.copies import WorkingCopy
+from paramstore.engine.tables.moves import Move, MoveKind, Outbox
+from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest, Urgency
+from paramstore.errors import ParamStoreError, VolumeError
+from paramstore.storage.extents import Space
+
+WRITE_TRIES = 2
+"""A record whose write fails is written once more, elsewhere; if that fails too, those who need it written get the error."""
+
+
+class WorkingPlanner:
+    """Decides about working copies; part of the planner, on the event-loop thread."""
+
+    def __init__(self, space: Space, outbox: Outbox, requests: WaitingRequests) -> None:
+        self._space = space
+        self._outbox = outbox
+        self.requests = requests
+        self.orphan_writes = 0
+        """Number of writes under way of records that a rollback discarded: their extents come free when they end."""
+
+    # --- slots
+
+    def request_slot(self, request: SlotRequest) -> None:
+        """Finishes the request now, or when its load lands, or queues it for a slot."""
+        if not self._try_slot(request):
+            arena = request.namespace.working_arena
+            assert arena is not None
+            arena.waiting.append(request)
+            self.clean_for_waiting(request.namespace)
+
+    def retry_slot(self, request: SlotRequest) -> bool:
+        """Tries a queued request again: True if it waits for no slot any more."""
+        return request.is_finished or self._try_slot(request)
+
+    def _try_slot(self, request: SlotRequest) -> bool:
+        namespace = request.namespace
+        working = namespace.working[request.key]
+        arena = namespace.working_arena
+        assert arena is not None
+        if working.state in MAY_MATERIALISE:
+            working.holders += 1
+            arena.policy.record(request.key)
+            namespace.stats.optim.hits += 1
+            self.requests.finish(request)
+            return True
+        if working.state in (Working.LOADING, Working.UPDATING):
+            working.requests.append(request)
+            namespace.stats.optim.joins += 1
+            if request.urgency is Urgency.DEMAND:
+                self._outbox.promoted.append(working)
+            return True
+        slot = self._make_room(namespace, request.spared)
+        if slot is None:
+            return False
+        if request.is_fill:
+            self._take_slot(namespace, working, slot)
+            self._record(namespace, working.key)
+            _change(namespace, working, WorkingEvent.FILL)
+            working.is_moving = True
+            self.requests.finish(request)
+        else:
+            working.requests.append(request)
+            namespace.stats.optim.misses += 1
+            self._load(namespace, working, slot, urgency=request.urgency)
+        return True
+
+    def _make_room(self, namespace: NamespaceState, spared: Container[ExpertKey] = ()) -> int | None:
+        arena = namespace.working_arena
+        assert arena is not None
+        if not arena.slots.free_count and namespace.is_trainable():
+            victims = arena.policy.victims(1, lambda name: name in spared or not _is_evictable(namespace.working[name]))  # type: ignore[index]
+            if victims is None:
+                return None
+            self.evict(namespace, namespace.working[victims[0]])  # type: ignore[index]
+        return arena.slots.take() if arena.slots.free_count else None
+
+    def _load(
+        self, namespace: NamespaceState, working: WorkingCopy, slot: int, *, urgency: Urgency, deadline_s: float | None = None,
+        is_ahead: bool = False,
+    ) -> None:  # fmt: skip
+        located = namespace.working_location(working.key)
+        assert located is not None, f"{working.key} has no record"
+        self._take_slot(namespace, working, slot)
+        _change(namespace, working, WorkingEvent.LOAD)
+        working.is_moving = True
+        self._record(namespace, working.key, is_ahead=is_ahead)
+        self._outbox.moves.append(Move(MoveKind.LOAD_WORKING, namespace, working, urgency, located=located, deadline_s=deadline_s))
+
+    def _record(self, namespace: NamespaceState, key: ExpertKey, *, is_ahead: bool = False) -> None:
+        """Tells the policy of a use, or of a record held ahead of one. (A param schema's arena ranks `param` copies alone.)"""
+        if namespace.is_trainable():
+            assert namespace.working_arena is not None
+            policy = namespace.working_arena.policy
+            (policy.hold if is_ahead else policy.record)(key)
+
+    def prefetch(self, request: PrefetchRequest, key: ExpertKey) -> None:
+        """Loads `key` if a slot can be had now, or joins a load under way; the request counts which it was."""
+        namespace = request.namespace
+        working = namespace.working[key]
+        if working.state in (Working.LOADING, Working.UPDATING):
+            request.pending.add(working)
+            working.prefetches.append(request)
+        elif working.state is not Working.ABSENT:
+            request.resident += 1
+            self._record(namespace, key, is_ahead=True)
+        elif namespace.working_location(key) is None or (slot := self._make_room(namespace)) is None:
+            request.skipped += 1
+        else:
+            request.pending.add(working)
+            working.prefetches.append(request)
+            namespace.stats.optim.prefetched += 1
+            namespace.stats.optim.prefetched_bytes += namespace.schema.record_bytes
+            self._load(namespace, working, slot, urgency=Urgency.PREFETCH, deadline_s=request.deadline_s, is_ahead=True)
+
+    def evict(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Frees a clean, unheld slot."""
+        assert working.holders == 0
+        _change(namespace, working, WorkingEvent.EVICT)
+        namespace.stats.optim.evictions += 1
+        self._free_slot(namespace, working)
+
+    def _take_slot(self, namespace: NamespaceState, working: WorkingCopy, slot: int) -> None:
+        working.slot = slot
+        namespace.resident[working.key] = working
+
+    def _free_slot(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        arena = namespace.working_arena
+        assert arena is not None
+        assert working.slot is not None
+        arena.slots.free(working.slot)
+        working.slot = None
+        if not working.is_orphan:
+            del namespace.resident[working.key]
+            if namespace.is_trainable():
+                arena.policy.forget(working.key)
+
+    # --- writes
+
+    def clean_for_waiting(self, namespace: NamespaceState) -> None:
+        """Starts writes until there are as many as requests that wait for a slot, at the urgency of the most urgent of these;
+        raises writes under way where that is DEMAND. Keys that the first request spares are neither written nor counted."""
+        arena = namespace.working_arena
+        assert arena is not None
+        requests = [request for request in arena.waiting if isinstance(request, SlotRequest)]
+        if not requests:
+            return
+        needed, urgency, spared = len(requests), min(request.urgency for request in requests), requests[0].spared
+        for working in namespace.in_state[Working.WRITING].values():
+            if urgency is Urgency.DEMAND:
+                self._outbox.promoted.append(working)
+            needed -= working.key not in spared
+        self.clean(namespace, needed, urgency, spared=spared)
+
+    def clean(
+        self, namespace: NamespaceState, count: int, urgency: Urgency, *, spared: Container[ExpertKey] = ()
+    ) -> None:
+        """Starts writing up to `count` dirty records, none of `spared`; those go first that the policy would give up first."""
+        if count <= 0:
+            return
+        assert namespace.working_arena is not None
+        cleanable = {working.key: working for working in _cleanable(namespace) if working.key not in spared}
+        names = namespace.working_arena.policy.victims(min(count, len(cleanable)), lambda name: name not in cleanable)
+        if names is None:  # fills of a param schema: they only pass through an arena whose policy ranks its `param` copies
+            self._write_some(namespace, islice(cleanable.values(), count), urgency)
+        else:
+            self._write_some(namespace, [cleanable[name] for name in names], urgency)  # type: ignore[index]
+
+    def clean_settled(self, namespace: NamespaceState, count: int) -> None:
+        """Starts writing up to `count` dirty records at WRITE_BACK, those that changed longest ago first. Leaves out records that
+        an apply which was called already will change again."""
+        settled = (working for working in _cleanable(namespace) if working.identity == working.target)
+        self._write_some(namespace, nsmallest(count, settled, key=lambda working: working.last_apply), Urgency.WRITE_BACK)
+
+    def _write_some(self, namespace: NamespaceState, chosen: Iterable[WorkingCopy], urgency: Urgency) -> None:
+        for working in chosen:
+            if not self.begin_write(namespace, working, urgency):
+                return  # no space on the volume until a publish or another write frees some
+
+    def begin_write(self, namespace: NamespaceState, working: WorkingCopy, urgency: Urgency) -> bool:
+        """Starts writing a dirty record to a fresh extent. Returns False, and it stays dirty, if no space is free now."""
+        extent, working.reserved = self._space.unless_fenced(working.reserved), None
+        if extent is None:
+            extent = self._space.reserve(namespace.schema.record_bytes, owner=namespace.name, avoid=working.failed_volume)
+        if extent is None:
+            return False
+        assert working.identity is not None
+        _change(namespace, working, WorkingEvent.WRITE)
+        working.is_moving = True
+        self._outbox.moves.append(Move(MoveKind.WRITE, namespace, working, urgency, located=Located(extent, working.identity, 0)))
+        return True
+
+    def settle_write(
+        self, namespace: NamespaceState, working: WorkingCopy, located: Located, error: ParamStoreError | None
+    ) -> None:
+        """Settles a write: the record is whole in `located`; or it failed, the extent is quarantined and the slot dirty again."""
+        working.is_moving = False
+        if error is not None:
+            self._space.quarantine(located.extent)
+            if isinstance(error, VolumeError):
+                self._space.fences.fail_write(located.extent.volume, error)
+        if working.is_orphan:
+            self.orphan_writes -= 1
+            if error is None:
+                self._space.release(located.extent)
+            self.settle_orphan(namespace, working)
+            return
+        if error is not None:
+            _change(namespace, working, WorkingEvent.WRITE_FAILED)
+            working.write_failures += 1
+            working.write_error, working.failed_volume = error, located.extent.volume
+            if working.write_failures >= WRITE_TRIES:
+                self.requests.fail_waiting(namespace, error)
+            if working.is_cut:
+                self._wake_cut(namespace)
+        else:
+            _change(namespace, working, WorkingEvent.WRITTEN)
+            working.write_failures, working.write_error, working.failed_volume = 0, None, None
+            namespace.stats.records_written += 1
+            self._replace_uncommitted(namespace, working, located)
+            if not namespace.is_trainable():  # a param schema's working copies only pass through its one arena
+                self.evict(namespace, working)
+        self._wake(working)
+
+    def _replace_uncommitted(self, namespace: NamespaceState, working: WorkingCopy, located: Located) -> None:
+        older, working.uncommitted = working.uncommitted, located
+        cut = namespace.cut
+        if cut is not None and working.is_cut:
+            working.is_cut = False
+            cut.unwritten.discard(working.key)
+            cut.located[working.key] = located
+            self._space.pin(located.extent)
+            if not cut.unwritten:
+                self._wake_cut(namespace)
+        if older is not None:
+            is_held = cut is not None and cut.located.get(working.key) == older
+            if not is_held:
+                self._space.release(older.extent)
+
+    def _wake_cut(self, namespace: NamespaceState) -> None:
+        """Wakes the commit under way, since all its writes have landed or one has failed."""
+        assert namespace.cut is not None
+        if namespace.cut.written is not None:
+            self._outbox.woken.append(namespace.cut.written)
+
+    # --- loads and updates
+
+    def settle_load(
+        self, namespace: NamespaceState, working: WorkingCopy, *, optimizer_step: int, last_apply: int,
+        error: ParamStoreError | None,
+    ) -> None:  # fmt: skip
+        """Settles a load: the record is in its slot, verified; or it failed, the slot is free and all who waited get the error."""
+        working.is_moving = False
+        if working.is_orphan:
+            self.requests.fail(working, error)
+            self.settle_orphan(namespace, working)
+            return
+        if error is not None:
+            _change(namespace, working, WorkingEvent.LOAD_FAILED)
+            self._free_slot(namespace, working)
+            self.requests.fail(working, error)
+        else:
+            _change(namespace, working, WorkingEvent.LOADED)
+            working.optimizer_step, working.last_apply = optimizer_step, last_apply
+            self.requests.land(namespace, working)
+        self._wake(working)
+
+    def may_update(self, working: WorkingCopy) -> bool:
+        """Whether an update may start: the caller is the only holder, and no write that a cut waits for is due."""
+        return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not working.is_cut
+
+    def begin_update(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Turns the caller's hold into an update: from here on only the update's worker touches the slot."""
+        assert self.may_update(working)
+        working.holders = 0
+        _change(namespace, working, WorkingEvent.UPDATE)
+        working.is_moving = True
+
+    def settle_update(
+        self, namespace: NamespaceState, working: WorkingCopy, identity: Identity, error: ParamStoreError | None
+    ) -> None:
+        """Settles an update: the slot holds `identity`; or it failed, and the slot with its torn bytes is free."""
+        working.is_moving = False
+        if working.is_orphan:
+            self.requests.fail(working, error)
+            self.settle_orphan(namespace, working)
+            return
+        if error is not None:
+            _change(namespace, working, WorkingEvent.UPDATE_FAILED)
+            self._free_slot(namespace, working)
+            self.requests.fail(working, error)
+        else:
+            _change(namespace, working, WorkingEvent.UPDATED)
+            working.identity = identity
+            working.write_failures, working.write_error, working.failed_volume = 0, None, None
+            namespace.changed.add(working.key)
+            self.requests.land(namespace, working)
+        self._wake(working)
+
+    def unhold(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Ends the hold of one reader of the slot."""
+        working.holders -= 1
+        if working.is_orphan:
+            self.settle_orphan(namespace, working)
+        elif working.holders <= 1:
+            self._wake(working)
+
+    def uncut(self, working: WorkingCopy) -> None:
+        """Notes that the commit that needed the record's write is over, published or not."""
+        if working.is_cut:
+            working.is_cut = False
+            self._wake(working)
+
+    # --- rollback
+
+    def discard(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Forgets a working copy. A slot that a worker or holder still uses is orphaned, and freed when the last returns."""
+        for extent in self._unpublished(working):
+            self._space.release(extent)
+        if working.state is Working.ABSENT:
+            return
+        assert namespace.working_arena is not None
+        if namespace.is_trainable():
+            namespace.working_arena.policy.forget(working.key)
+        del namespace.resident[working.key]
+        self.orphan_writes += working.state is Working.WRITING
+        _change(namespace, working, WorkingEvent.DISCARD)
+        working.is_orphan = True
+        self.settle_orphan(namespace, working)
+        self._wake(working)
+
+    @staticmethod
+    def _unpublished(working: WorkingCopy) -> list[Extent]:
+        extents = [working.uncommitted.extent] if working.uncommitted is not None else []
+        if working.reserved is not None:
+            extents.append(working.reserved)
+        return extents
+
+    def settle_orphan(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        if not working.is_moving and working.holders == 0 and working.slot is not None:
+            self._free_slot(namespace, working)
+
+    def _wake(self, working: WorkingCopy) -> None:
+        self._outbox.woken.extend(working.waiters)
+        working.waiters.clear()
+
+
+def _change(namespace: NamespaceState, working: WorkingCopy, event: WorkingEvent) -> None:
+    """Changes a working copy's state; nothing else does."""
+    before, working.state = working.state, next_working(working.state, event)
+    if before is not Working.ABSENT:
+        del namespace.in_state[before][working.key]
+    if working.state is not Working.ABSENT:
+        namespace.in_state[working.state][working.key] = working
+
+
+def _is_evictable(working: WorkingCopy) -> bool:
+    return working.state is Working.CLEAN and working.holders == 0
+
+
+def _cleanable(namespace: NamespaceState) -> Iterator[WorkingCopy]:
+    """Dirty records that may be written, the longest dirty first; without those that are held or whose write keeps failing."""
+    dirty = namespace.in_state[Working.DIRTY].values()
+    return (working for working in dirty if not working.holders and working.write_failures < WRITE_TRIES)

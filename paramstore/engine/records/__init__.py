@@ -1,0 +1,1 @@
+"""What is done to records, for those who wait for it: access, updates, write-back, reading."""

@@ -1,0 +1,145 @@
+"""The cleaner: keeps slots clean, so that eviction never writes; and write-back and eviction on request.
+
+It writes what eviction will need soon and no more, because a record written early must be written again after its next update.
+Above the limit on dirty bytes it writes early all the same, so that a commit never waits for more than the limit and what is
+under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.residency import Working
+from paramstore.engine.planner.apply_order import slots_to_clean
+from paramstore.engine.planner.planner import Planner
+from paramstore.engine.planner.working_copies import WRITE_TRIES
+from paramstore.engine.records.access import Loader
+from paramstore.engine.tables.copies import WorkingCopy
+from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.tables.requests import Urgency
+from paramstore.engine.transfers.runner import BACKGROUND_LANE
+from paramstore.engine.transfers.transfers import Transfers
+from paramstore.errors import CapacityError, StepFailed
+
+
+class Cleaner:
+    """Writes dirty records: ahead of eviction, for a cut, or because somebody asked."""
+
+    def __init__(self, planner: Planner, transfers: Transfers, loader: Loader) -> None:
+        self._planner = planner
+        self._transfers = transfers
+        self._loader = loader
+
+    def clean_ahead(self, namespace: NamespaceState, wanted_slots: int, *, spared: Collection[ExpertKey] = ()) -> None:
+        """Starts as many writes as are needed until `wanted_slots` slots are free, clean or being written, and until the dirty
+        records that nobody writes are below the limit. spared: keys that whoever wants the slots may not evict."""
+        arena = namespace.working_arena
+        assert arena is not None
+        self._planner.working.clean(namespace, slots_to_clean(namespace, wanted_slots, spared), Urgency.WRITE_BACK, spared=spared)
+        if arena.dirty_limit_bytes is not None:
+            above = len(namespace.in_state[Working.DIRTY]) - arena.dirty_limit_bytes // namespace.schema.record_bytes
+            self._planner.working.clean_settled(namespace, max(0, above))
+        self._transfers.drain()
+
+    async def write(self, namespace: NamespaceState, key: ExpertKey, urgency: Urgency) -> bool:
+        """Writes `key` back: on return it is not dirty. True if this call wrote it, or joined a write that did. A write that failed
+        is repeated once, on another extent, whoever began it; raises what the second one met."""
+        working = namespace.working[key]
+        identity = working.identity
+        is_written = False
+        while working.identity == identity and working.state in (Working.DIRTY, Working.WRITING, Working.UPDATING):
+            if working.is_orphan:
+                raise StepFailed(f"{key} of {namespace.name!r} was discarded by a rollback")
+            if working.state is Working.DIRTY:
+                if is_written and working.write_failures % WRITE_TRIES == 0:
+                    raise StepFailed(
+                        f"{key} of {namespace.name!r}: its write-back failed twice, on different extents: {working.write_error}"
+                        f"{self._planner.space.fences.hint()}"
+                    )
+                if not self._planner.working.begin_write(namespace, working, urgency):
+                    await self._until_written(namespace, working)
+                    continue
+                self._transfers.drain()
+            elif working.state is Working.WRITING:
+                self._transfers.promote(working, urgency)
+            is_written = working.state is Working.WRITING or is_written
+            await self._loader.changed(namespace, working)
+        return is_written
+
+    async def _until_written(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Waits until another write of the namespace is over, which may have freed an extent, or until space may have come free.
+        Raises CapacityError if neither is to be expected."""
+        writing = next(iter(namespace.in_state[Working.WRITING].values()), None)
+        if writing is not None:
+            await self._loader.changed(namespace, writing)
+        elif not await self.until_space(namespace, for_cut=working.is_cut):
+            record_bytes = namespace.schema.record_bytes
+            raise CapacityError(
+                self._planner.space.fences.first(
+                    f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: add a volume (--add-volume)"
+                )
+            )
+
+    async def until_space(self, namespace: NamespaceState, *, for_cut: bool = False) -> bool:
+        """Waits until space that is about to come free (a commit's, a zero-fill's, that of reads and writes under way) may have
+        come: then True. False, at once, if there is none: waiting would be for nothing.
+
+        for_cut: the commit under way waits for the caller. Raises WaitTimeout, StepFailed on a broken namespace.
+        """
+        if namespace.cut is not None and not for_cut:
+            await self._loader.cut_over(namespace)
+        elif self._planner.space.is_prefilling:  # it takes no other range while somebody is short of one
+            await self._transfers.runner.behind(BACKGROUND_LANE)
+        elif self._planner.is_space_returning:
+            await self._loader.space_freed()
+        else:
+            return False
+        return True
+
+    async def write_back(self, namespace: NamespaceState, keys: Sequence[ExpertKey] | None) -> dict[str, int]:
+        """Writes what is dirty among `keys` (None: all). Returns the records and bytes written."""
+        dirty = [working for working in self._chosen(namespace, keys) if working.state in (Working.DIRTY, Working.WRITING)]
+        for working in dirty:  # all are queued first, so that the volumes see them at once
+            if working.state is Working.DIRTY:
+                self._planner.working.begin_write(namespace, working, Urgency.WRITE_BACK)
+        self._transfers.drain()
+        written = 0
+        for working in dirty:
+            written += 1
+            await self.write(namespace, working.key, Urgency.WRITE_BACK)
+        return {"written": written, "bytes": written * namespace.schema.record_bytes}
+
+    @staticmethod
+    def _chosen(namespace: NamespaceState, keys: Sequence[ExpertKey] | None) -> Iterable[WorkingCopy]:
+        if keys is None:
+            return list(namespace.resident.values())
+        namespace.keys.check(keys, namespace=namespace.name)
+        return [namespace.working[key] for key in dict.fromkeys(keys)]
+
+    async def evict(self, namespace: NamespaceState, keys: Sequence[ExpertKey] | None, part: str | None) -> dict[str, object]:
+        """Evicts `keys` (None: all) from host memory, dirty ones after writing them. part: "optim", "param" or None for both.
+        Returns how many copies were evicted, and the keys that had one in use."""
+        chosen = list(namespace.keys) if keys is None else list(dict.fromkeys(keys))
+        namespace.keys.check(chosen, namespace=namespace.name)
+        if part is not None:
+            namespace.schema.part(part)
+        skipped: dict[ExpertKey, None] = {}
+        evicted = 0
+        if part != "param" and namespace.is_trainable():
+            await self.write_back(namespace, keys)
+            for key in chosen:
+                was_resident = namespace.working[key].slot is not None
+                if not self._planner.evict_working(namespace, key):
+                    skipped[key] = None
+                elif was_resident:
+                    evicted += 1
+        if part != "optim":
+            for key in chosen:
+                before = len(namespace.copies.get(key, ()))
+                if not self._planner.evict_param(namespace, key):
+                    skipped[key] = None
+                evicted += before - len(namespace.copies.get(key, ()))
+        self._planner.leases.pump(namespace)
+        self._transfers.drain()
+        return {"evicted": evicted, "skipped": [list(key) for key in skipped]}

@@ -1,0 +1,225 @@
+"""The chain of a namespace's steps: a new step and the old ones it replaces, finalize, rollback, snapshots.
+
+Every change is one catalog transaction, planned by the ledger; when it has succeeded, the planner and the note slots follow. A
+change never runs beside a commit of its namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+
+from paramstore.core.place import Extent
+from paramstore.engine.planner.permission import prepared_error
+from paramstore.engine.planner.planner import Planner
+from paramstore.engine.steps.transactions import Transactions
+from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.transfers.runner import Runner, until_woken
+from paramstore.engine.transfers.transfers import Transfers
+from paramstore.errors import ParamStoreError, StepOutOfOrder
+from paramstore.storage.note_slots import NoteSlots
+from paramstore.storage.publication import Publication
+
+
+class Chain:
+    """Changes the steps of all namespaces. Whoever calls `publish_newest` has the namespace's turn, or its cut."""
+
+    def __init__(
+        self, planner: Planner, transfers: Transfers, runner: Runner, transactions: Transactions, note_slots: NoteSlots, *,
+        stall_s: float,
+    ) -> None:  # fmt: skip
+        self._planner = planner
+        self._transfers = transfers
+        self._runner = runner
+        self._transactions = transactions
+        self._note_slots = note_slots
+        self._stall_s = stall_s
+
+    async def publish_newest(
+        self, namespace: NamespaceState, step: int, plan: Callable[[frozenset[int]], Publication], *, room_rows: int = 0
+    ) -> Publication:
+        """Runs the transaction that makes `step` the committed one. plan: makes its publication, given the steps that readers hold.
+
+        The steps that go are fixed here first, so that nobody can open one of them any more.
+        """
+        dropped = self._planner.views.drop_oldest_readers(namespace, step)
+        held = frozenset(namespace.held_steps())
+        namespace.closing_steps = frozenset(namespace.ledger.steps()) - namespace.ledger.visible_steps(held, published=step)
+        try:
+            return await self._transactions.publish(lambda: plan(held), room_rows=room_rows)
+        except ParamStoreError:
+            for view in dropped:
+                view.is_dropped = False
+            raise
+
+    def settle(self, namespace: NamespaceState, publication: Publication) -> None:
+        """Brings what is in memory (ledger, space, note slots) in line with a publication that has succeeded."""
+        namespace.ledger.settle(publication)
+        namespace.closing_steps = frozenset()
+        for extent in publication.freed:
+            self._planner.space.release(extent)
+        for slot in publication.freed_note_slots:
+            self._note_slots.free(slot)
+
+    async def finalize(self, namespace: NamespaceState, step: int, *, check: Callable[[], object]) -> None:
+        """Commits the prepared `step`; does nothing if it is committed already.
+
+        check: called when its turn has come; raises what keeps the caller from it. Raises StepOutOfOrder if another step, or none,
+        is prepared. If it raises CatalogError, the step is prepared as before.
+        """
+        async with namespace.turn:
+            await self.until_no_cut(namespace)
+            check()
+            prepared, committed = namespace.ledger.prepared_step, namespace.committed_step
+            if prepared == step:
+                await self._finalize(namespace, for_writer=False)
+                self._see_less(namespace)
+            elif prepared is not None or committed != step:
+                raise StepOutOfOrder(
+                    f"finalize({step}) on {namespace.name!r}: step {prepared} is prepared, {committed} is committed"
+                )
+
+    async def _finalize(self, namespace: NamespaceState, *, for_writer: bool) -> None:
+        """Commits the prepared step; for_writer: in a new epoch. The caller has the turn, and no commit is under way."""
+        self._transactions.check_accepting()
+        step = namespace.ledger.prepared_step
+        assert step is not None
+        assert namespace.cut is None
+        try:
+            plan = partial(namespace.ledger.plan_finalize, for_writer=for_writer)
+            publication = await self.publish_newest(namespace, step, plan)
+        finally:
+            namespace.closing_steps = frozenset()
+        self.settle(namespace, publication)
+
+    async def until_no_cut(self, namespace: NamespaceState) -> None:
+        """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins. Raises WaitTimeout
+        where nothing moves any more, CatalogError."""
+        while namespace.cut is not None:
+            self._transactions.check_accepting()
+            future = asyncio.get_running_loop().create_future()
+            namespace.cut_waiters.append(future)
+            what = f"the commit of {namespace.name!r} under way"
+            await until_woken(future, self._runner, stall_s=self._stall_s, what=what)
+
+    async def rollback(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
+        """Rolls back to `to_step`, or (None) to the newest step when earlier calls are through, which may be a prepared one.
+
+        An apply under way stops at its next record. Raises StepDropped if there is no such step, StepPrepared if it is not
+        committed, StepFailed if a later one is a snapshot; then nothing has changed.
+        """
+        if to_step is not None and namespace.cut is None:
+            namespace.ledger.check_rollback(to_step)  # a wrong step stops nobody's apply
+        async with self._stopped(namespace):
+            if to_step is not None:
+                namespace.ledger.check_rollback(to_step)
+            await self._roll_back_to(namespace, _newest_step(namespace) if to_step is None else to_step)
+
+    async def start_over(self, namespace: NamespaceState) -> None:
+        """Drops all values, those of the draft too. Raises StepOutOfOrder once a step is committed; nothing has changed then."""
+        async with self._stopped(namespace):
+            check_uncommitted(namespace)
+            await self._roll_back_to(namespace, None)
+
+    async def reopen(self, namespace: NamespaceState, *, at: int | None) -> None:
+        """Takes the namespace to where a new writer starts: to `at`, a step that can be opened or the prepared one, which is then
+        committed; None: to the committed step. Raises StepPrepared where None would drop a prepared step, else as `rollback`."""
+        async with self._stopped(namespace):
+            prepared = namespace.ledger.prepared_step
+            if prepared is not None and at is None:
+                raise prepared_error(namespace, what="open_namespace")
+            if prepared is not None and at == prepared:
+                await self._finalize(namespace, for_writer=True)
+                self._begin_epoch(namespace, freed=())
+                return
+            if at is not None:
+                namespace.ledger.check_rollback(at)
+            await self._roll_back_to(namespace, _newest_step(namespace) if at is None else at)
+
+    @asynccontextmanager
+    async def _stopped(self, namespace: NamespaceState) -> AsyncIterator[None]:
+        """A context in which the caller has the turn and no commit is under way. An apply under way stops at its next record."""
+        namespace.stop_requests += 1
+        self._planner.wake_open(namespace)
+        self._transfers.drain()
+        try:
+            await namespace.turn.acquire()
+        finally:
+            namespace.stop_requests -= 1
+        try:
+            await self.until_no_cut(namespace)
+            yield
+        finally:
+            namespace.turn.release()
+
+    async def _roll_back_to(self, namespace: NamespaceState, step: int | None) -> None:
+        """Rolls back to `step` (None: before any commit): the namespace is then in a new, durable epoch, and not broken.
+
+        To be called while no commit is under way. Readers of later steps lose them.
+        """
+        self._transactions.check_accepting()
+        assert namespace.cut is None
+        publication = namespace.ledger.plan_rollback(step)
+        gone = frozenset(dropped for _, dropped in publication.drop_steps)
+        namespace.closing_steps = gone
+        lost = self._planner.views.drop_readers(namespace, gone)
+        try:
+            await self._transactions.apply_change(publication.change())
+        except ParamStoreError:
+            for view in lost:
+                view.is_dropped = False
+            raise
+        finally:
+            namespace.closing_steps = frozenset()
+        namespace.ledger.settle(publication)
+        for slot in publication.freed_note_slots:
+            self._note_slots.free(slot)
+        self._begin_epoch(namespace, freed=publication.freed)
+
+    def _begin_epoch(self, namespace: NamespaceState, *, freed: Iterable[Extent]) -> None:
+        """Takes all that is in memory to the new epoch, in which the ledger stands already."""
+        row = namespace.ledger.namespace
+        namespace.applies = row.applies
+        if namespace.is_exact:
+            namespace.log = namespace.ledger.newest_log
+        self._planner.rollback(namespace, epoch=row.epoch, freed=freed)
+        self._transfers.drain()
+
+    # --- snapshots
+
+    async def snapshot(self, namespace: NamespaceState, step: int, *, is_kept: bool) -> None:
+        """Makes `step` a snapshot (`is_kept`), or an ordinary step again; on return that is durable.
+
+        Waits for its turn behind commits and rollbacks of the namespace. Raises StepDropped; then nothing has changed.
+        """
+        async with namespace.turn:
+            await self.until_no_cut(namespace)
+            self._transactions.check_accepting()
+            ledger = namespace.ledger
+            publication = ledger.plan_snapshot(step) if is_kept else ledger.plan_drop_snapshot(step, namespace.held_steps())
+            namespace.closing_steps = frozenset(dropped for _, dropped in publication.drop_steps)
+            try:
+                await self._transactions.apply_change(publication.change())
+            finally:
+                namespace.closing_steps = frozenset()
+            self.settle(namespace, publication)
+            self._see_less(namespace)
+
+    def _see_less(self, namespace: NamespaceState) -> None:
+        """After steps were dropped: retires copies that nobody sees any more, and lets whoever waits for their slots go on."""
+        self._planner.copies.retire_unseen(namespace)
+        self._planner.leases.pump(namespace)
+        self._transfers.drain()
+
+
+def _newest_step(namespace: NamespaceState) -> int | None:
+    newest = namespace.ledger.newest
+    return newest.step if newest is not None else None
+
+
+def check_uncommitted(namespace: NamespaceState) -> None:
+    """Raises StepOutOfOrder once there is a committed step: from then on values are trained, not given."""
+    if namespace.committed_step is not None:
+        raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")

@@ -1,0 +1,73 @@
+"""The initial values of a namespace: given once each, in any order, over as many runs of client and daemon as it takes.
+
+- Until the first commit only a writer can open the namespace, and no commit is taken while a key has no value: so a half-finished
+  initialization is never taken for a whole namespace.
+- A *draft* makes durable what was given so far. It is written like a commit, at a step that nobody can open
+  (`paramstore.storage.catalog.DRAFT_STEP`); an initialization that resumes goes on from it, any other drops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Identity
+from paramstore.engine.records.cleaner import Cleaner
+from paramstore.engine.records.update import Updater
+from paramstore.engine.steps.commit import Committer
+from paramstore.engine.steps.history import Chain, check_uncommitted
+from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.errors import StepFailed
+
+
+class Initializer:
+    """Carries out the calls by which a writer gives a namespace its initial values, before the first commit."""
+
+    def __init__(self, chain: Chain, updater: Updater, cleaner: Cleaner, committer: Committer) -> None:
+        self._chain = chain
+        self._updater = updater
+        self._cleaner = cleaner
+        self._committer = committer
+
+    async def begin(self, namespace: NamespaceState, *, is_resumed: bool) -> dict[str, object]:
+        """Begins an initialization. is_resumed: the draft's values stay; else no key has a value, and there is no draft.
+
+        Returns {present, extra}: a bit for each key in key order, the first key's the lowest of the first byte, that says whether
+        it has its value; and what was kept with the draft, None without one. Raises StepOutOfOrder once a step is committed.
+        """
+        check_uncommitted(namespace)
+        if is_resumed:
+            await self._chain.rollback(namespace)
+            check_uncommitted(namespace)  # a commit called before this may have run while the rollback waited
+        else:
+            await self._chain.start_over(namespace)
+        for working in namespace.working.values():
+            if working.identity is None:
+                working.target = Identity(namespace.epoch, 0)
+        namespace.is_initializing = True
+        draft = namespace.ledger.draft
+        return {"present": _present(namespace), "extra": None if draft is None else draft.extra}
+
+    async def put(self, namespace: NamespaceState, key: ExpertKey, initial: memoryview) -> None:
+        """Takes one key's value; `initial` is not needed any more on return."""
+        await self._updater.fill(namespace, key, initial)
+
+    async def save(self, namespace: NamespaceState, extra: bytes, *, check: Callable[[], object]) -> dict[str, object]:
+        """Makes the values given so far durable as the draft. See `Committer.save_draft`."""
+        return await self._committer.save_draft(namespace, extra, check=check)
+
+    async def end(self, namespace: NamespaceState) -> None:
+        """Ends the initialization: every key has a whole record on a volume. Raises StepFailed naming a key without a value."""
+        if (missing := next((key for key, working in namespace.working.items() if working.identity is None), None)) is not None:
+            raise StepFailed(f"initialize on {namespace.name!r}: {missing} was never given a value")
+        await self._cleaner.write_back(namespace, None)
+        namespace.is_initializing = False
+
+
+def _present(namespace: NamespaceState) -> bytes:
+    """Bit field in key order that says which keys have a value."""
+    bits = bytearray(-(-len(namespace.keys) // 8))
+    for number, key in enumerate(namespace.keys):
+        if namespace.working[key].identity is not None:
+            bits[number >> 3] |= 1 << (number & 7)
+    return bytes(bits)

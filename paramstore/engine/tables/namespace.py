@@ -1,0 +1,296 @@
+"""The planner's tables of one namespace: its working copies, its `param` copies, its views and pending gradients.
+
+Plain data with lookups. The planner is the only writer; everybody else reads.
+A key's *working location*, where its newest bytes are, is the slot, if the state has one with whole bytes; else
+`uncommitted`; else the ledger's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paramstore.core.apply_log import ApplyLog
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.place import Identity, Located
+from paramstore.core.residency import Working
+from paramstore.core.schema import Schema
+from paramstore.core.visits import Visits
+from paramstore.engine.tables.apply import Claims, GradientRange
+from paramstore.engine.tables.arena import Arena
+from paramstore.engine.tables.collective import Collective
+from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
+from paramstore.engine.tables.counters import NamespaceStats
+from paramstore.errors import ParamStoreError, WriterFenced
+from paramstore.storage.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The cycles in which a view's client visits its layers. number: counts the declarations of a namespace."""
+
+    number: int
+    param: Visits
+    optim: Visits
+
+
+class ViewClient(Protocol):
+    """The session that a view belongs to."""
+
+    @property
+    def name(self) -> str:
+        """The session's name, for people."""
+        ...
+
+    def calls_go_on(self, view: View) -> None: ...
+
+
+class WriterGroup:
+    """The writers of a namespace: one view, or those of the ranks that opened it together; only the latter have `collective`."""
+
+    def __init__(self, name: str = "", world_size: int = 1, collective: Collective | None = None) -> None:
+        self.name = name
+        self.world_size = world_size
+        self.collective = collective
+        """State of the calls that its ranks make together."""
+        self.members: dict[int, View] = {}
+        """Views by rank, without those that are gone."""
+        self.lease_slots = 0
+        """Slots that each of its views is promised."""
+        self.is_fenced = False
+        self._first: View | None = None
+
+    @property
+    def first(self) -> View:
+        """The first rank's view, also after it is gone."""
+        assert self._first is not None
+        return self._first
+
+    def join(self, view: View) -> None:
+        self._first = self._first or view
+        self.members[view.rank] = view
+
+    def fence(self) -> None:
+        """Fences these views, since another writer opened the namespace."""
+        self.is_fenced = True
+        for view in self.members.values():
+            view.is_fenced = True
+
+    def check_whole(self) -> None:
+        """Raises WriterFenced, and RankLost if a rank is gone."""
+        if self.is_fenced:
+            raise fenced_error(self.first.namespace)
+        if self.collective is not None:
+            self.collective.check_whole()
+
+    def check_in_step(self) -> None:
+        """Raises RankLost, and StepMismatch while the ranks are out of step."""
+        if self.collective is not None:
+            self.collective.check_in_step()
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ranks whose call waits for others."""
+        return () if self.collective is None else self.collective.waiting
+
+
+def fenced_error(namespace: NamespaceState) -> WriterFenced:
+    return WriterFenced(f"another writer opened namespace {namespace.name!r}; open it again to write on")
+
+
+class View:
+    """A session's view of a namespace through one handle: the working state (a writer), or a step. Counts its leases."""
+
+    def __init__(
+        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, lease_slots: int, group: WriterGroup | None = None,
+        rank: int = 0,
+    ) -> None:  # fmt: skip
+        self.namespace = namespace
+        self.is_writer = is_writer
+        self.step = step
+        self.lease_slots = lease_slots
+        """Slots that it may have leased at once, as it was promised when it opened."""
+        self.group = group
+        """The group that a writer belongs to; None for a reader."""
+        self.rank = rank
+        self.is_ranked = group is not None and group.world_size > 1
+        """Whether it is one of several ranks that write together."""
+        self.is_fenced = False
+        self.is_closed = False
+        self.is_dropped = False
+        """Whether a reader's step had to go: its leases stay, its next acquire raises StepDropped."""
+        self.protected: frozenset[ExpertKey] = frozenset()
+        """Keys that its client wishes to keep in memory."""
+        self.declared: Declared | None = None
+        """Order in which its client visits its layers, if it declared one."""
+        self.leased: dict[ParamCopy, int] = {}
+        self.client: ViewClient | None = None
+        """The session, which is told when collective calls go on."""
+        self.device_resident: frozenset[ExpertKey] = frozenset()
+        """Keys that the client's HBM tier holds, as it reported last."""
+        self.device_bytes = 0
+        self.leases: dict[int, LeaseRequest] = {}
+        """Granted and waiting leases, by the client's id."""
+
+    def locate(self, key: ExpertKey) -> tuple[Identity | None, Located | None]:
+        """The identity this view sees of `key`, and its extent if the identity is a committed one."""
+        if self.is_writer:
+            return self.namespace.wanted(self.namespace.working[key]), None
+        assert self.step is not None
+        located = self.namespace.ledger.at(key, self.step)
+        return (self.namespace.seen_at(located, self.step), located) if located is not None else (None, None)
+
+    @property
+    def log(self) -> ApplyLog:
+        """Apply log that tells which steps the records that it sees may have missed."""
+        return self.namespace.log if self.step is None else self.namespace.ledger.log_at(self.step)
+
+
+@dataclass(slots=True, eq=False)
+class LeaseRequest:
+    """Request of `view` to lease all of `keys` or none. Once planned, `copies` are in order of `keys`, and `missing` of them still
+    load."""
+
+    view: View
+    lease_id: int
+    keys: Sequence[ExpertKey]
+    copies: list[ParamCopy] = field(default_factory=list)
+    missing: int = 0
+    error: ParamStoreError | None = None
+    is_finished: bool = False
+    future: object | None = None
+
+    def land(self, copy: WorkingCopy | ParamCopy, bytes_loaded: int) -> bool:
+        self.missing -= 1
+        return self.missing == 0
+
+    def fail(self, copy: WorkingCopy | ParamCopy, error: ParamStoreError) -> bool:
+        self.error = self.error or error
+        return True
+
+    def skip(self, copy: WorkingCopy | ParamCopy) -> bool:
+        raise AssertionError("a copy that is leased stays")
+
+
+class NamespaceState:
+    """All tables of one namespace. It has no arenas until somebody opens it."""
+
+    def __init__(self, name: str, schema: Schema, keys: KeySpace, ledger: Ledger, *, epoch: int, sequence: int) -> None:
+        self.name = name
+        self.schema = schema
+        self.keys = keys
+        self.ledger = ledger
+        self.epoch = epoch
+        self.sequence = sequence
+        self.applies = 0
+        self.is_exact = schema.updates == "exact"
+        """Whether an apply is a step of every record, made when it is needed."""
+        self.log = ApplyLog()
+        """Apply log of an exact namespace, up to the newest apply that was called."""
+        self.param_arena: Arena | None = None
+        self.working_arena: Arena | None = None
+        """Arena of the stored part, `optim`; for a param schema the same arena as `param_arena`."""
+        self.working: dict[ExpertKey, WorkingCopy] = {}
+        self.resident: dict[ExpertKey, WorkingCopy] = {}
+        """Working copies that have a slot; the one that has had it longest is first."""
+        self.in_state: dict[Working, dict[ExpertKey, WorkingCopy]] = {state: {} for state in Working if state is not Working.ABSENT}
+        """Working copies that have a slot, by state; in each state the one that has been in it longest is first."""
+        self.copies: dict[ExpertKey, list[ParamCopy]] = {}
+        self.changed: set[ExpertKey] = set()
+        """Keys whose newest identity no step has published."""
+        self.pending: dict[ExpertKey, tuple[GradientRange, ...]] = {}
+        """Pending gradients of each key, in rank order."""
+        self.open_apply: Claims | None = None
+        """The apply that was begun before its gradients are there, and claims keys as they come."""
+        self.views: list[View] = []
+        self.group: WriterGroup | None = None
+        """The group that writes now."""
+        self.cut: Cut | None = None
+        self.cut_waiters: list[object] = []
+        """Futures of those who wait for the commit under way to end."""
+        self.preparing: int | None = None
+        """The step of a `prepare` that the writer called and that is not over."""
+        self.closing_steps: frozenset[int] = frozenset()
+        """Steps that the transaction under way drops: no reader may open them any more."""
+        self.broken: str | None = None
+        """Why push, apply and commit are refused; None while all is well."""
+        self.turn: Any = None
+        """The store's FIFO lock: operations that change records take it, and so run in call order."""
+        self.is_initializing = False
+        self.stop_requests = 0
+        """Number of rollbacks that want the turn, plus one when the store closes: above 0, an apply stops at its next record."""
+        self.unused_prefetches = 0
+        self.stats = NamespaceStats()
+
+    @property
+    def writer(self) -> View | None:
+        """The writer's view, the first rank's where there are several; None where nobody writes."""
+        return None if self.group is None else self.group.first
+
+    @property
+    def committed_step(self) -> int | None:
+        return self.ledger.committed_step
+
+    @property
+    def prepared_step(self) -> int | None:
+        """The step that is prepared, or is being prepared: records change no more before it is finalized or gone."""
+        return self.ledger.prepared_step if self.preparing is None else self.preparing
+
+    @property
+    def standing_step(self) -> int | None:
+        """The newest step that a reader may open: not one that a transaction under way drops."""
+        return max((step for step in self.ledger.steps() if step not in self.closing_steps), default=None)
+
+    def working_location(self, key: ExpertKey) -> Located | None:
+        """The newest whole record of `key` on a volume."""
+        copy = self.working[key]
+        if copy.uncommitted is not None:
+            return copy.uncommitted
+        newest = self.ledger.newest
+        return self.ledger.at(key, newest.step) if newest is not None else None
+
+    def find_copy(self, key: ExpertKey, identity: Identity) -> ParamCopy | None:
+        for copy in self.copies.get(key, ()):
+            if copy.identity == identity:
+                return copy
+        return None
+
+    def is_seen(self, key: ExpertKey, identity: Identity) -> bool:
+        """Whether some view's step, or the writer, sees exactly these bytes."""
+        if self.wanted(self.working[key]) == identity:
+            return True
+        steps = {view.step for view in self.views if view.step is not None and not view.is_closed}
+        return any(
+            (located := self.ledger.at(key, step)) is not None and self.seen_at(located, step) == identity for step in steps
+        )
+
+    def wanted(self, working: WorkingCopy) -> Identity | None:
+        """Identity that the writer sees of a key: once every apply called so far has run, and missed steps are made."""
+        target = working.target
+        if not self.is_exact or target is None or target.version >= self.log.last:  # above `last`: the open apply has claimed it
+            return target
+        return Identity(self.log.epoch_of(self.log.last), self.log.last)
+
+    def seen_at(self, located: Located, step: int) -> Identity:
+        """Identity that a reader at `step` sees of the record in force there: the record's own, or that after its missed steps."""
+        row = self.ledger.find(step) if self.is_exact else None
+        if row is None or located.identity.version == row.applies:
+            return located.identity
+        return Identity(self.ledger.log_at(step).epoch_of(row.applies), row.applies)
+
+    @property
+    def protected(self) -> frozenset[ExpertKey]:
+        """Keys that any view's client wishes to keep in memory."""
+        return frozenset().union(*(view.protected for view in self.views))
+
+    def arenas(self) -> list[Arena]:
+        """The arenas that it has now: none, one or two."""
+        arenas = [self.working_arena, self.param_arena if self.is_trainable() else None]
+        return [arena for arena in arenas if arena is not None]
+
+    def held_steps(self) -> Iterable[int]:
+        return {view.step for view in self.views if view.step is not None and not view.is_closed and not view.is_dropped}
+
+    def is_trainable(self) -> bool:
+        return self.schema.is_trainable

@@ -1,0 +1,1 @@
+"""Carries out what the planner decided: runs moves in workers' threads, and settles them."""

@@ -1,0 +1,380 @@
+"""Which transfer gets the next free worker, in what bursts, and that every piece runs exactly once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramstore.engine.tables.requests import Urgency
+from paramstore.engine.transfers.scheduler import BURST_PIECES, LIGHT_BURST_BYTES, Burst, LaneStats, Scheduler, Transfer
+from paramstore.errors import ParamStoreError, VolumeError
+
+DEMAND, PREFETCH, WRITE_BACK = Urgency.DEMAND, Urgency.PREFETCH, Urgency.WRITE_BACK
+
+
+def transfer(
+    *pieces: object, urgency: Urgency = DEMAND, deadline_s: float | None = None, final: object = None, lane: Hashable = "disk",
+    light_bytes: int = 0,
+) -> Transfer:
+    return Transfer(
+        lane=lane, urgency=urgency, run=lambda piece: piece, pieces=deque(pieces), settle=lambda _: None, final=final,
+        deadline_s=deadline_s, light_bytes=light_bytes,
+    )  # fmt: skip
+
+
+def scheduler(workers: int = 1, **lanes: int) -> Scheduler:
+    made = Scheduler()
+    for lane, count in {"disk": workers, **lanes}.items():
+        made.add_lane(lane, count)
+    return made
+
+
+def finish(made: Scheduler, burst: Burst | None, error: ParamStoreError | None = None) -> list[Transfer]:
+    """The burst's worker returns, with an error or what it was given. Gives what is over."""
+    assert burst is not None
+    return made.finish_burst("disk", burst, [(pieces if error is None else None, error) for _, pieces in burst])
+
+
+def order_of(made: Scheduler, *transfers: Transfer) -> list[object]:
+    """The pieces in the order in which one worker runs them."""
+    for one in transfers:
+        made.submit(one)
+    ran: list[object] = []
+    while (started := made.next_burst("disk")) is not None:
+        ran.extend(piece for _, pieces in started for piece in pieces)
+        finish(made, started)
+    return ran
+
+
+# --- order
+
+
+def test_demand_goes_before_prefetch_and_prefetch_before_write_back() -> None:
+    transfers = [transfer("w", urgency=WRITE_BACK), transfer("p", urgency=PREFETCH), transfer("d", urgency=DEMAND)]
+    assert order_of(scheduler(), *transfers) == ["d", "p", "w"]
+
+
+def test_within_a_class_the_earlier_deadline_goes_first_and_none_at_all_last() -> None:
+    transfers = [transfer("never"), transfer("late", deadline_s=9.0), transfer("soon", deadline_s=1.0)]
+    assert order_of(scheduler(), *transfers) == ["soon", "late", "never"]
+
+
+def test_equals_go_in_the_order_they_came() -> None:
+    assert order_of(scheduler(), *(transfer(number, deadline_s=1.0) for number in range(5))) == [0, 1, 2, 3, 4]
+
+
+def test_a_class_outweighs_a_deadline() -> None:
+    transfers = [transfer("p", urgency=PREFETCH, deadline_s=0.0), transfer("d", deadline_s=99.0)]
+    assert order_of(scheduler(), *transfers) == ["d", "p"]
+
+
+def test_an_urgent_transfer_waits_for_no_more_than_the_burst_under_way() -> None:
+    made = scheduler()
+    slow, other = transfer(*range(9), urgency=WRITE_BACK), transfer("other", urgency=WRITE_BACK)
+    made.submit(slow)
+    made.submit(other)
+    first = made.next_burst("disk")
+    assert first == [(slow, list(range(BURST_PIECES)))]
+    urgent = transfer("urgent")
+    made.submit(urgent)
+    finish(made, first)
+    assert made.next_burst("disk") == [(urgent, ["urgent"])]
+
+
+def test_lanes_do_not_wait_for_each_other() -> None:
+    made = scheduler(1, other=1)
+    made.submit(transfer("a"))
+    made.submit(transfer("b"))
+    third = transfer("c", lane="other", urgency=WRITE_BACK)
+    made.submit(third)
+    assert made.next_burst("disk") is not None
+    assert made.next_burst("disk") is None
+    assert made.next_burst("other") == [(third, ["c"])]
+
+
+def test_bursts_are_handed_over_ahead_of_free_workers_as_far_as_the_lane_allows() -> None:
+    made = Scheduler()
+    made.add_lane("disk", 1, ahead=1)
+    one, two, three = transfer("a"), transfer("b"), transfer("c")
+    for each in (one, two, three):
+        made.submit(each)
+    first = made.next_burst("disk")
+    assert first == [(one, ["a"])]
+    assert made.next_burst("disk") == [(two, ["b"])]
+    assert made.next_burst("disk") is None
+    finish(made, first)
+    assert made.next_burst("disk") == [(three, ["c"])]
+
+
+# --- promotion
+
+
+def test_a_promoted_transfer_takes_its_place_in_its_new_class() -> None:
+    made = scheduler()
+    first, second = transfer("first", urgency=PREFETCH), transfer("second", urgency=WRITE_BACK)
+    made.submit(first)
+    made.submit(second)
+    made.promote(second, DEMAND)
+    assert order_of(made) == ["second", "first"]
+
+
+def test_a_promoted_transfer_runs_once_though_it_is_queued_anew() -> None:
+    made = scheduler()
+    one = transfer("piece", urgency=WRITE_BACK)
+    made.submit(one)
+    for urgency in (PREFETCH, DEMAND, DEMAND):
+        made.promote(one, urgency)
+    assert made.stats()["disk"].queued == 1
+    assert order_of(made) == ["piece"]
+
+
+def test_a_promotion_never_lowers_a_class() -> None:
+    made = scheduler()
+    one = transfer("demanded")
+    made.submit(one)
+    made.promote(one, WRITE_BACK)
+    assert order_of(made, transfer("later", urgency=PREFETCH)) == ["demanded", "later"]
+
+
+def test_a_transfer_promoted_while_its_last_pieces_run_queues_its_final_piece_in_the_new_class() -> None:
+    made = scheduler()
+    write = transfer("body", urgency=WRITE_BACK, final="header")
+    made.submit(write)
+    started = made.next_burst("disk")
+    made.promote(write, DEMAND)
+    made.submit(transfer("prefetch", urgency=PREFETCH))
+    finish(made, started)
+    assert order_of(made) == ["header", "prefetch"]
+
+
+def test_a_transfer_promoted_while_its_pieces_run_does_not_start_its_final_piece_beside_them() -> None:
+    made = scheduler(2)
+    write = transfer("body", urgency=WRITE_BACK, final="header")
+    made.submit(write)
+    made.next_burst("disk")
+    made.promote(write, DEMAND)
+    assert made.next_burst("disk") is None
+
+
+# --- bursts
+
+
+def test_in_a_queue_a_worker_takes_the_share_that_leaves_the_other_free_workers_theirs() -> None:
+    made = scheduler(4)
+    one = transfer(*range(6))
+    made.submit(one)
+    made.submit(transfer("next"))
+    sizes = []
+    while (started := made.next_burst("disk")) is not None and started[0][0] is one:
+        sizes.append(len(started[0][1]))
+    assert sizes == [2, 2, 1, 1]
+
+
+def test_a_burst_is_bounded_however_few_workers_are_free() -> None:
+    made = scheduler(1)
+    made.submit(transfer(*range(100)))
+    made.submit(transfer("next"))
+    started = made.next_burst("disk")
+    assert started is not None
+    assert len(started[0][1]) == BURST_PIECES
+
+
+def test_the_last_transfer_in_the_queue_is_moved_by_all_workers_piece_by_piece() -> None:
+    made = scheduler(4)
+    made.submit(transfer(*range(12)))
+    sizes = [len(started[0][1]) for _ in range(4) if (started := made.next_burst("disk")) is not None]
+    assert sizes == [1, 1, 1, 1]
+    assert made.next_burst("disk") is None
+
+
+# --- light transfers
+
+QUARTER = LIGHT_BURST_BYTES // 4
+
+
+def light(name: str, *, urgency: Urgency = WRITE_BACK, light_bytes: int = QUARTER) -> Transfer:
+    return transfer(final=name, urgency=urgency, light_bytes=light_bytes)
+
+
+def burst_of(made: Scheduler, *transfers: Transfer) -> list[object]:
+    """The pieces of the first burst when all of these wait."""
+    for one in transfers:
+        made.submit(one)
+    started = made.next_burst("disk")
+    assert started is not None
+    return [piece for _, pieces in started for piece in pieces]
+
+
+def test_a_worker_takes_several_light_transfers_up_to_their_bytes() -> None:
+    assert burst_of(scheduler(), *(light(name) for name in "abcdef")) == ["a", "b", "c", "d"]
+
+
+def test_light_transfers_are_shared_among_the_workers_of_the_lane() -> None:
+    assert burst_of(scheduler(3), *(light(name) for name in "abcdef")) == ["a", "b"]
+
+
+def test_a_burst_of_light_transfers_ends_at_a_heavy_one_and_at_another_class() -> None:
+    assert burst_of(scheduler(), light("a"), transfer("heavy", urgency=WRITE_BACK), light("b"), light("c")) == ["a"]
+    assert burst_of(scheduler(), light("a", urgency=PREFETCH), light("b"), light("c"), light("d")) == ["a"]
+    assert burst_of(scheduler(), transfer("heavy"), light("a"), light("b"), light("c")) == ["heavy"]
+    assert burst_of(scheduler(), light("a"), light("large", light_bytes=LIGHT_BURST_BYTES), light("b"), light("c")) == ["a"]
+
+
+def test_light_transfers_of_one_burst_end_apart() -> None:
+    made = scheduler()
+    good, bad, other = transfers = [light(name) for name in "abc"]
+    burst_of(made, *transfers)  # one worker: all of them are under way
+    error = VolumeError("broken")
+    burst: Burst = [(good, ["a"]), (bad, ["b"]), (other, ["c"])]
+    assert made.finish_burst("disk", burst, [(["a"], None), (None, error), (["c"], None)]) == transfers
+    assert [one.error for one in transfers] == [None, error, None]
+    assert made.stats() == {"disk": LaneStats(queued=0, running=0)}
+
+
+# --- the final piece
+
+
+def test_the_final_piece_runs_only_when_nothing_else_of_its_transfer_does() -> None:
+    made = scheduler(3)
+    write = transfer("a", "b", final="header")
+    made.submit(write)
+    first, second = made.next_burst("disk"), made.next_burst("disk")
+    assert made.next_burst("disk") is None, "a worker is free, but the others still run"
+    assert not finish(made, first)
+    assert made.next_burst("disk") is None
+    assert not finish(made, second)
+    last = made.next_burst("disk")
+    assert last == [(write, ["header"])]
+    assert finish(made, last) == [write]
+    assert write.results == ["a", "b", "header"]
+    assert write.is_settled
+
+
+def test_a_transfer_of_only_a_final_piece_runs_it() -> None:
+    assert order_of(scheduler(), transfer(final="alone")) == ["alone"]
+
+
+# --- errors
+
+
+def test_an_error_stops_the_pieces_that_have_not_started_and_the_first_one_counts() -> None:
+    made = scheduler(2)
+    one = transfer(1, 2, 3, final="header")
+    made.submit(one)
+    bursts = made.next_burst("disk"), made.next_burst("disk")
+    first, second = VolumeError("first"), VolumeError("second")
+    assert not finish(made, bursts[0], first), "the other worker is still at it"
+    assert made.next_burst("disk") is None
+    assert finish(made, bursts[1], second) == [one]
+    assert one.error is first
+    assert not one.pieces
+    assert one.final is None
+
+
+def test_an_error_of_one_transfer_stops_no_other() -> None:
+    made = scheduler()
+    bad = transfer("bad")
+    made.submit(bad)
+    finish(made, made.next_burst("disk"), VolumeError("broken"))
+    assert order_of(made, transfer("good")) == ["good"]
+
+
+# --- cancel
+
+
+def test_a_transfer_that_has_not_started_can_be_cancelled_and_never_runs() -> None:
+    made = scheduler()
+    one = transfer("a", final="header")
+    made.submit(one)
+    assert made.cancel(one)
+    assert not made.cancel(one), "only once"
+    assert made.next_burst("disk") is None
+    assert made.stats() == {"disk": LaneStats(queued=0, running=0)}
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_transfer_that_has_started_is_not_cancelled(is_finished: bool) -> None:
+    made = scheduler()
+    one = transfer("a", "b")
+    made.submit(one)
+    started = made.next_burst("disk")
+    if is_finished:
+        finish(made, started)
+    assert not made.cancel(one)
+    assert list(one.pieces) == ["b"]
+
+
+# --- figures
+
+
+def test_the_figures_count_what_waits_and_what_runs() -> None:
+    made = scheduler(1)
+    for number in range(3):
+        made.submit(transfer(number))
+    made.next_burst("disk")
+    assert made.stats() == {"disk": LaneStats(queued=2, running=1)}
+
+
+# --- whatever happens
+
+
+SPECS = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(Urgency), st.booleans()), max_size=9)
+"""Per transfer: pieces, class, whether there is a final piece. One of one piece without a final one is light."""
+ACTIONS = st.lists(st.tuples(st.sampled_from(["submit", "start", "finish", "promote"]), st.integers(0, 7)), max_size=40)
+
+
+class Shift:
+    """Workers of one lane, and what they ran."""
+
+    def __init__(self, limit: int, specs: list[tuple[int, Urgency, bool]]) -> None:
+        self.limit = limit
+        self.made = scheduler(limit)
+        self.transfers = [
+            transfer(
+                *((number, piece) for piece in range(count)), urgency=urgency, final=(number, "final") if is_final else None,
+                light_bytes=QUARTER if count == 1 and not is_final else 0,
+            )
+            for number, (count, urgency, is_final) in enumerate(specs)
+        ]
+        self.pieces = [piece for one in self.transfers for piece in (*one.pieces, *([one.final] if one.final else []))]
+        self.waiting = list(self.transfers)
+        self.running: list[Burst] = []
+        self.ran: list[object] = []
+        self.settled: list[Transfer] = []
+
+    def do(self, action: str, number: int) -> None:
+        if action == "submit" and self.waiting:
+            self.made.submit(self.waiting.pop())
+        elif action == "promote" and self.transfers:
+            one = self.transfers[number % len(self.transfers)]
+            if one.order and not one.is_settled:
+                self.made.promote(one, Urgency(number % 3))
+        elif action == "start" and (started := self.made.next_burst("disk")) is not None:
+            under_way = [one for burst in self.running for one, _ in burst]
+            for one, pieces in started:
+                is_final = pieces[0] in [(at, "final") for at in range(len(self.transfers))]
+                assert not (is_final and any(one is other for other in under_way))
+                self.ran.extend(pieces)
+            self.running.append(started)
+        elif action == "finish" and self.running:
+            self.settled += finish(self.made, self.running.pop(number % len(self.running)))
+        assert len(self.running) == self.made.stats()["disk"].running <= self.limit
+
+
+@given(limit=st.integers(1, 4), specs=SPECS, actions=ACTIONS)
+def test_every_piece_runs_exactly_once_and_never_more_at_a_time_than_there_are_workers(
+    limit: int, specs: list[tuple[int, Urgency, bool]], actions: list[tuple[str, int]]
+) -> None:
+    shift = Shift(limit, specs)
+    for action in actions:
+        shift.do(*action)
+    while len(shift.settled) < len(specs):
+        for action in ("submit", "start", "finish"):
+            shift.do(action, 0)
+    assert sorted(shift.ran, key=str) == sorted(shift.pieces, key=str)
+    assert len(set(map(id, shift.settled))) == len(specs)
+    assert shift.made.next_burst("disk") is None
