@@ -30,7 +30,7 @@ SOURCES = (
 LIMIT_MODULES = (
     "paramstore.wire.codec", "paramstore.wire.messages", "paramstore.daemon.session", "paramstore.daemon.server",
     "paramstore.daemon.channel", "paramstore_client.connection", "paramstore.config", "paramstore.core.schema",
-    "paramstore.storage.format", "paramstore.engine.records.update",
+    "paramstore.storage.format.structures", "paramstore.engine.records.update",
 )  # fmt: skip
 
 

@@ -34,12 +34,12 @@ from paramstore.core.key import KeySpace
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.schema import PAGE_BYTES, Schema, round_up
 from paramstore.errors import StoreUnavailable
-from paramstore.storage.catalog import Change, NamespaceRow, StepRow, VolumeRow
-from paramstore.storage.catalog import Row as CatalogRow
-from paramstore.storage.file_volume import FileVolume
-from paramstore.storage.format import NOTE_COPIES, CommitNote, Superblock, extents_start_bytes
-from paramstore.storage.lmdb_catalog import LmdbCatalog
-from paramstore.storage.notes import format_volume, write_note
+from paramstore.storage.catalog.base import Change, NamespaceRow, StepRow, VolumeRow
+from paramstore.storage.catalog.base import Row as CatalogRow
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
+from paramstore.storage.format.notes import format_volume, write_note
+from paramstore.storage.format.structures import NOTE_COPIES, CommitNote, Superblock, extents_start_bytes
+from paramstore.storage.volume.file_volume import FileVolume
 
 RECORD = RecordSize(256 << 10)
 COMMIT_TARGET = 1.15

@@ -89,7 +89,7 @@ def _in_catalog(report: Report, name: str) -> str:
 
 
 def _listed(steps: Iterable[int]) -> str:
-    from paramstore.storage.catalog import DRAFT_STEP
+    from paramstore.storage.catalog.base import DRAFT_STEP
 
     names = ("a draft (an initialization that is not over)" if step == DRAFT_STEP else str(step) for step in sorted(steps))
     return ", ".join(names) or "none"

@@ -36,7 +36,7 @@ def _print(stats: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paramstore.storage.fences import WAY_ON
+    from paramstore.storage.space.fences import WAY_ON
 
     console = Console()
     daemon, host = stats["daemon"], stats["tiers"]["host"]

@@ -22,7 +22,7 @@ from paramstore.errors import ConfigError, SchemaMismatch
 PAGE_BYTES = 4096
 CHUNK_BYTES = 1 << 20
 HEADER_FIXED_BYTES = 512
-"""Bytes of the header before its checksum table; `storage.format` fills them."""
+"""Bytes of the header before its checksum table; `storage.format.structures` fills them."""
 CHECKSUM_BYTES = 8
 
 ITEM_BYTES = {

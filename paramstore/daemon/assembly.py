@@ -43,12 +43,12 @@ from paramstore.engine.transfers.workers import ThreadWorkers, Workers
 from paramstore.errors import CatalogError, ConfigError
 from paramstore.memory.arena import PageReport, Segment, allocate_private, allocate_shared, allocate_upload, probe_pages
 from paramstore.policy.make import make_policy
-from paramstore.storage.catalog import Catalog, Contents
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.base import Catalog, Contents
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 from paramstore.storage.lock import StoreLock
 from paramstore.storage.ownership import objection_to_tree
 from paramstore.storage.recovery import open_store
-from paramstore.storage.volume import Volume
+from paramstore.storage.volume.base import Volume
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from paramstore.config import PMEM_PREFIX, Config, volume_directory
 from paramstore.engine.capacity.volumes import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
-from paramstore.storage.backing_file import volume_indices, volume_path
-from paramstore.storage.catalog import Catalog, Change, Contents, VolumeRow
-from paramstore.storage.file_volume import FileVolume
-from paramstore.storage.format import Superblock, extents_start_bytes
-from paramstore.storage.notes import copy_notes, format_volume, read_superblock
-from paramstore.storage.pmem_volume import PmemVolume
+from paramstore.storage.catalog.base import Catalog, Change, Contents, VolumeRow
+from paramstore.storage.format.notes import copy_notes, format_volume, read_superblock
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
 from paramstore.storage.recovery import missing_text
-from paramstore.storage.volume import Volume, directory_of, granularity_of
+from paramstore.storage.volume.backing_file import volume_indices, volume_path
+from paramstore.storage.volume.base import Volume, directory_of, granularity_of
+from paramstore.storage.volume.file_volume import FileVolume
+from paramstore.storage.volume.pmem_volume import PmemVolume
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def adopt_new_volumes(catalog: Catalog, contents: Contents, volumes: Mapping[int
         )
         format_volume(volume, superblock)
         if contents.volumes:  # so that every volume can prove every step that can be opened
-            copy_notes(contents, volumes[min(contents.volumes)], volume, superblock)
+            copy_notes(volumes[min(contents.volumes)], volume, superblock, note_slots=contents.note_slots())
         start_bytes = extents_start_bytes(superblock)
         rows.append(VolumeRow(index, superblock.volume_uuid, volume.size_bytes, start_bytes, place=directory_of(volume)))
     if not rows:

@@ -33,9 +33,9 @@ from paramstore.errors import (
     StepFailed,
     UnknownNamespace,
 )
-from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow
-from paramstore.storage.format import pack_description
-from paramstore.storage.ledger import Ledger
+from paramstore.storage.catalog.base import Change, NamespaceContents, NamespaceRow
+from paramstore.storage.catalog.ledger import Ledger
+from paramstore.storage.format.structures import pack_description
 
 UNMAP_TIMEOUT_S = 1.0
 """How long to wait for clients that were asked to unmap memory; one that reads its socket answers in a millisecond."""

@@ -37,8 +37,8 @@ from paramstore.engine.transfers.runner import volume_lane, wake
 from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import CapacityError, ConfigError, ParamStoreError, TicketCancelled, UnknownNamespace, VolumeError
-from paramstore.storage.format import Header, check_header
-from paramstore.storage.volume import Volume
+from paramstore.storage.format.structures import Header, check_header
+from paramstore.storage.volume.base import Volume
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from functools import partial
 
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.errors import VolumeError
-from paramstore.storage.catalog import StepRow
-from paramstore.storage.format import (
+from paramstore.storage.catalog.base import StepRow
+from paramstore.storage.format.structures import (
     NOTE_SLOT_BYTES,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_COPIES,
@@ -24,7 +24,7 @@ from paramstore.storage.format import (
     unpack_note,
     unpack_superblock,
 )
-from paramstore.storage.volume import Volume
+from paramstore.storage.volume.base import Volume
 
 SUPERBLOCK, NOTE = "superblock", "note"
 

@@ -27,8 +27,8 @@ from paramstore.fsck.scan import Progress
 from paramstore.fsck.survey import Survey, survey
 from paramstore.fsck.swap import CATALOG_NAME, replace_catalog
 from paramstore.holder import LOCK_NAME, OTHER_BYTE, holder
-from paramstore.storage.catalog import Contents
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.base import Contents
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 from paramstore.storage.lock import StoreLock
 from paramstore.storage.mounts import DISK_FULL
 

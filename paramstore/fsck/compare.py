@@ -12,7 +12,7 @@ from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import NOTE_COPIES, combine
 from paramstore.fsck.scan import Found
 from paramstore.fsck.survey import FoundNote, Survey
-from paramstore.storage.catalog import Contents, NamespaceContents, Row, StepRow
+from paramstore.storage.catalog.base import Contents, NamespaceContents, Row, StepRow
 
 
 def compare(contents: Contents, found: Survey) -> list[Finding]:

@@ -21,7 +21,7 @@ from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import Listed, Note, combine
 from paramstore.fsck.scan import Found
 from paramstore.fsck.survey import FoundNote
-from paramstore.storage.catalog import DRAFT_STEP
+from paramstore.storage.catalog.base import DRAFT_STEP
 
 State = Mapping[ExpertKey, Found]
 """The record of every key at one step."""

@@ -18,7 +18,7 @@ from paramstore.fsck.proof import Proof
 from paramstore.fsck.reader import NOTE_COPIES, NOTE_SLOT, PAGE, SUPERBLOCK_AT, Note
 from paramstore.fsck.scan import Found
 from paramstore.fsck.survey import FoundNote, Survey
-from paramstore.storage.catalog import Change, Contents, NamespaceRow, Row, StepRow, VolumeRow
+from paramstore.storage.catalog.base import Change, Contents, NamespaceRow, Row, StepRow, VolumeRow
 
 
 def check_rebuildable(found: Survey, proofs: Mapping[str, Proof], contents: Contents | None = None) -> None:

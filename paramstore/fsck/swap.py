@@ -12,8 +12,8 @@ import shutil
 from pathlib import Path
 
 from paramstore.errors import CatalogError
-from paramstore.storage.catalog import Catalog, Change
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.base import Catalog, Change
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 
 CATALOG_NAME = "catalog"
 NEW_NAME = "catalog.rebuilding"

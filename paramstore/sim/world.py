@@ -23,9 +23,9 @@ from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, Vie
 from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
-from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow
-from paramstore.storage.extents import Space
-from paramstore.storage.ledger import Ledger
+from paramstore.storage.catalog.base import NamespaceContents, NamespaceRow, Row, StepRow
+from paramstore.storage.catalog.ledger import Ledger
+from paramstore.storage.space.extents import Space
 
 NAME = "moe"
 FIRST = Identity(1, 0)

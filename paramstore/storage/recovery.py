@@ -15,14 +15,14 @@ from operator import attrgetter
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.place import Extent
 from paramstore.errors import CorruptCatalog, CorruptRecord, VolumeError
-from paramstore.storage.apply_log import unpack_log
-from paramstore.storage.catalog import Contents, StepRow, VolumeRow
-from paramstore.storage.extents import Space, describe
-from paramstore.storage.format import Superblock, extents_start_bytes
-from paramstore.storage.ledger import Ledger
-from paramstore.storage.note_slots import NoteSlots
-from paramstore.storage.notes import read_note, read_superblock
-from paramstore.storage.volume import Granularity, Volume, granularity_of
+from paramstore.storage.catalog.base import Contents, StepRow, VolumeRow
+from paramstore.storage.catalog.ledger import Ledger
+from paramstore.storage.format.apply_log import unpack_log
+from paramstore.storage.format.notes import read_note, read_superblock
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
+from paramstore.storage.space.extents import Space, describe
+from paramstore.storage.space.note_slots import NoteSlots
+from paramstore.storage.volume.base import Granularity, Volume, granularity_of
 
 _first_step = attrgetter("first_step")
 

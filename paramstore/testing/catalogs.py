@@ -16,7 +16,7 @@ from typing import Literal
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import CatalogError
-from paramstore.storage.catalog import Catalog, Change, Contents, NamespaceContents, NamespaceRow, Row, StepRow, VolumeRow
+from paramstore.storage.catalog.base import Catalog, Change, Contents, NamespaceContents, NamespaceRow, Row, StepRow, VolumeRow
 
 STORE_UUID = bytes(range(16))
 

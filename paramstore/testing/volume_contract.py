@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from paramstore.errors import VolumeError
-from paramstore.storage.volume import ALIGNMENT_BYTES, Volume
+from paramstore.storage.volume.base import ALIGNMENT_BYTES, Volume
 from paramstore.testing.volumes import page_aligned
 
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from paramstore.core.place import Tier
 from paramstore.core.schema import round_up
 from paramstore.errors import VolumeError
-from paramstore.storage.volume import ALIGNMENT_BYTES, Volume, check_range
+from paramstore.storage.volume.base import ALIGNMENT_BYTES, Volume, check_range
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import pytest
 from paramstore.bench.commits import make_sparse_store, measure_commits, measure_reopen
 from paramstore.bench.context import Bench
 from paramstore.bench.plan import Plan
-from paramstore.storage.file_volume import FileVolume
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 from paramstore.storage.recovery import open_store
+from paramstore.storage.volume.file_volume import FileVolume
 
 TINY = replace(Plan.quick(), commit_rounds=2, commit_sizes=(1, 3), reopen_records=300)
 

@@ -16,9 +16,9 @@ from paramstore.fsck import swap
 from paramstore.fsck.check import Report, examine
 from paramstore.fsck.disks import volume_file
 from paramstore.fsck.reader import NOTE_COPIES
-from paramstore.storage.catalog import Contents
-from paramstore.storage.format import Superblock
-from paramstore.storage.notes import format_volume
+from paramstore.storage.catalog.base import Contents
+from paramstore.storage.format.notes import format_volume
+from paramstore.storage.format.structures import Superblock
 from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.memory_disk import eventful, survey_of
@@ -228,5 +228,8 @@ def test_an_unknown_flag_is_a_usage_error(paramstore: Run) -> None:
 def test_it_needs_no_torch_and_none_of_the_daemon(directory: Path, modules_of: Callable[..., set[str]]) -> None:
     modules = modules_of("fsck", "--dir", str(directory), code=4)
     assert "paramstore.fsck.check" in modules
-    strangers = {"torch", "paramstore.storage.format", "paramstore.storage.ledger", "paramstore.engine", "paramstore.daemon"}
+    strangers = {
+        "torch", "paramstore.storage.format.structures", "paramstore.storage.catalog.ledger", "paramstore.engine",
+        "paramstore.daemon",
+    }  # fmt: skip
     assert modules & strangers == set()

@@ -15,9 +15,9 @@ import pytest
 from paramstore.config import Config
 from paramstore.daemon import server
 from paramstore.errors import StoreLocked
-from paramstore.storage.backing_file import volume_path
-from paramstore.storage.format import SUPERBLOCK_BYTES, SUPERBLOCK_COPIES
+from paramstore.storage.format.structures import SUPERBLOCK_BYTES, SUPERBLOCK_COPIES
 from paramstore.storage.lock import StoreLock
+from paramstore.storage.volume.backing_file import volume_path
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 
 Run = Callable[..., int]

@@ -17,7 +17,7 @@ from paramstore.cli import status
 from paramstore.config import format_size
 from paramstore.core.schema import Schema
 from paramstore.errors import VolumeError
-from paramstore.storage.file_volume import UNTOLD
+from paramstore.storage.volume.file_volume import UNTOLD
 from paramstore_client import client as client_module
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.processes.daemon_process import DaemonProcess

@@ -19,7 +19,7 @@ from paramstore.cli import verify as verify_module
 from paramstore.core.place import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CorruptRecord
-from paramstore.storage.format import check_header
+from paramstore.storage.format.structures import check_header
 from paramstore.wire import messages as m
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 from paramstore_testkit.stores.small_store import SCHEMA

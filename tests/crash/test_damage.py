@@ -12,7 +12,7 @@ from paramstore.core.place import Located
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import CorruptRecord, StepFailed
-from paramstore.storage.format import pack_header, unpack_header
+from paramstore.storage.format.structures import pack_header, unpack_header
 from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores.small_store import SCHEMA, create, keys_of, lease, train

@@ -19,7 +19,7 @@ from paramstore.core.key import KeySpace
 from paramstore.core.place import Identity
 from paramstore.errors import CorruptRecord
 from paramstore.fsck import reader
-from paramstore.storage.format import (
+from paramstore.storage.format.structures import (
     NOTES_START_BYTES,
     CommitNote,
     Header,
@@ -33,7 +33,7 @@ from paramstore.storage.format import (
     unpack_note,
     unpack_superblock,
 )
-from paramstore.storage.pmem_volume import PmemVolume
+from paramstore.storage.volume.pmem_volume import PmemVolume
 from paramstore_native.libpmem2 import NO_DRAIN, NO_FLUSH, Mapping
 from paramstore_testkit.crash.check import Figures
 from paramstore_testkit.crash.life import SCHEMA, VOLUME_BYTES

@@ -17,8 +17,8 @@ from paramstore.daemon.assembly import take_lock
 from paramstore.engine.store import Store
 from paramstore.errors import CatalogError, ConfigError, StoreLocked, VolumeError
 from paramstore.fsck import check
-from paramstore.storage.backing_file import volume_path
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
+from paramstore.storage.volume.backing_file import volume_path
 from paramstore_testkit.stores.assembled import MIB, config, with_store
 
 SCHEMA = Schema.adamw({"w": (8, 8)}, param_dtype="float32")

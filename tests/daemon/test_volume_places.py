@@ -18,10 +18,10 @@ from paramstore.daemon import volume_places
 from paramstore.engine.store import Store
 from paramstore.errors import CatalogError, ConfigError, VolumeError
 from paramstore.fsck import check
-from paramstore.storage.backing_file import volume_path
-from paramstore.storage.catalog import Change
-from paramstore.storage.file_volume import FileVolume
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.base import Change
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
+from paramstore.storage.volume.backing_file import volume_path
+from paramstore.storage.volume.file_volume import FileVolume
 from paramstore_testkit.stores.assembled import MIB, config, with_store
 
 SCHEMA = Schema.adamw({"w": (8, 8)}, param_dtype="float32")

@@ -21,8 +21,8 @@ from paramstore.errors import (
     StepFailed,
     WriterFenced,
 )
-from paramstore.storage.catalog import NamespaceContents, NamespaceRow, Row, StepRow
-from paramstore.storage.ledger import Ledger
+from paramstore.storage.catalog.base import NamespaceContents, NamespaceRow, Row, StepRow
+from paramstore.storage.catalog.ledger import Ledger
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore_testkit.disks.machine import MIB, Machine
 from paramstore_testkit.stores.small_store import (

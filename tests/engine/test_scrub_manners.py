@@ -17,7 +17,7 @@ from paramstore.errors import (
     StoreUnavailable,
     TicketCancelled,
 )
-from paramstore.storage.format import NOTE_SLOT_BYTES, SUPERBLOCK_BYTES
+from paramstore.storage.format.structures import NOTE_SLOT_BYTES, SUPERBLOCK_BYTES
 from paramstore.testing.clock import ManualClock
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.scrub_site import KEY, LARGE, RECORD_BYTES, damage, located_at, verify

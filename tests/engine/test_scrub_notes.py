@@ -14,7 +14,8 @@ from paramstore.engine import scrub as scrub_module
 from paramstore.engine.scrub import buffer_bytes
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
-from paramstore.storage.format import (
+from paramstore.storage.format.notes import read_note, read_superblock, write_note
+from paramstore.storage.format.structures import (
     NOTE_SLOT_BYTES,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_COPIES,
@@ -22,7 +23,6 @@ from paramstore.storage.format import (
     pack_superblock,
     unpack_superblock,
 )
-from paramstore.storage.notes import read_note, read_superblock, write_note
 from paramstore.testing.volumes import Fault, FaultyVolume
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import EXPERTS, create, run, train

@@ -13,7 +13,7 @@ from paramstore.errors import (
     StepFailed,
     VolumeError,
 )
-from paramstore.storage.format import NOTE_SLOT_BYTES, NOTES_START_BYTES
+from paramstore.storage.format.structures import NOTE_SLOT_BYTES, NOTES_START_BYTES
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.volumes import Fault, FaultyVolume
 from paramstore_testkit.disks.machine import Machine

@@ -16,13 +16,13 @@ from random import Random
 import pytest
 
 from paramstore.errors import CatalogError, CorruptRecord, ParamStoreError, VolumeError
-from paramstore.storage import format as volume_format
-from paramstore.storage import sealing
-from paramstore.storage.catalog import Contents
-from paramstore.storage.catalog_rows import describe_key
-from paramstore.storage.format import extents_start_bytes, pack_superblock
-from paramstore.storage.lmdb_catalog import LmdbCatalog
-from paramstore.storage.volume import ALIGNMENT_BYTES
+from paramstore.storage.catalog.base import Contents
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.row_bytes import describe_key
+from paramstore.storage.format import sealing
+from paramstore.storage.format import structures as volume_format
+from paramstore.storage.format.structures import extents_start_bytes, pack_superblock
+from paramstore.storage.volume.base import ALIGNMENT_BYTES
 from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import first_values, keys_of, versions
@@ -256,7 +256,7 @@ class TestTheSweepFinds:
         assert not accepts(damages.note_bits_of_the_only_copy, asyncio.run(SmallStore.make()), {DETECTED})
 
     def test_a_copy_that_is_not_looked_for(self, own_store: SmallStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("paramstore.storage.notes.SUPERBLOCK_COPIES", volume_format.SUPERBLOCK_COPIES[:1])
+        monkeypatch.setattr("paramstore.storage.format.notes.SUPERBLOCK_COPIES", volume_format.SUPERBLOCK_COPIES[:1])
         assert not accepts(damages.superblock_bits, own_store, {FELL_BACK})
 
     def test_a_header_that_is_believed_whoever_s_it_is(self, own_store: SmallStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ class TestTheSweepFinds:
     def test_a_catalog_row_that_is_not_checked(
         self, own_store: SmallStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr("paramstore.storage.catalog_rows.xxh3_64_digest", lambda _: bytes(8))
+        monkeypatch.setattr("paramstore.storage.catalog.row_bytes.xxh3_64_digest", lambda _: bytes(8))
         with pytest.raises((AssertionError, KeyError, ValueError, TypeError)):
             sweep_catalog(own_store.contents, tmp_path)
 

@@ -26,10 +26,10 @@ from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.copies import Cut
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.errors import ParamStoreError, VolumeError
-from paramstore.storage import backing_file
-from paramstore.storage.backing_file import BackingFile
-from paramstore.storage.extents import Space
-from paramstore.storage.fences import Fences
+from paramstore.storage.space.extents import Space
+from paramstore.storage.space.fences import Fences
+from paramstore.storage.volume import backing_file
+from paramstore.storage.volume.backing_file import BackingFile
 from paramstore.testing.volumes import page_aligned
 from paramstore_testkit.trials.faulty_os import OS_SITES, FaultyOs, FileDisks
 from paramstore_testkit.trials.io_faults import KINDS, SITES, ForgetfulVolume, Script, ScriptedVolume, Strike

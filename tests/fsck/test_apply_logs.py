@@ -18,8 +18,8 @@ from paramstore.fsck.reader import NO_LOG, Log, parse_log
 from paramstore.fsck.rebuild import new_contents, restore_notes
 from paramstore.fsck.survey import Survey
 from paramstore.fsck.swap import fill
-from paramstore.storage.apply_log import pack_log
-from paramstore.storage.catalog import Contents
+from paramstore.storage.catalog.base import Contents
+from paramstore.storage.format.apply_log import pack_log
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.memory_disk import disks_of, survey_of

@@ -15,11 +15,11 @@ from paramstore.fsck.disks import volume_file
 from paramstore.fsck.reader import SUPERBLOCK_AT
 from paramstore.fsck.rebuild import new_contents, restore_notes
 from paramstore.fsck.survey import survey
-from paramstore.storage.catalog import Change, Contents, NamespaceContents, NamespaceRow, VolumeRow
-from paramstore.storage.format import Superblock
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.base import Change, Contents, NamespaceContents, NamespaceRow, VolumeRow
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
+from paramstore.storage.format.notes import format_volume
+from paramstore.storage.format.structures import Superblock
 from paramstore.storage.lock import StoreLock
-from paramstore.storage.notes import format_volume
 from paramstore.testing.volumes import MemoryVolume, keep_random
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.memory_disk import MemoryDisk, commit, disks_of, eventful, survey_of

@@ -11,7 +11,7 @@ from paramstore.core.place import Identity
 from paramstore.fsck.compare import compare
 from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import SUPERBLOCK_AT
-from paramstore.storage.catalog import Contents, Row, StepRow, VolumeRow
+from paramstore.storage.catalog.base import Contents, Row, StepRow, VolumeRow
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.memory_disk import disks_of, eventful, survey_of
 from paramstore_testkit.stores.small_store import run

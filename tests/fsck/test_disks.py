@@ -9,7 +9,7 @@ import pytest
 
 from paramstore.errors import VolumeError
 from paramstore.fsck.disks import FileDisk, volume_file, volume_index
-from paramstore.storage.backing_file import volume_path
+from paramstore.storage.volume.backing_file import volume_path
 
 BYTES = os.urandom(5 * 4096)
 

@@ -10,7 +10,7 @@ from paramstore.errors import CatalogError, StepFailed
 from paramstore.fsck.check import Report, examine
 from paramstore.fsck.rebuild import check_rebuildable, new_contents, restore_notes
 from paramstore.fsck.swap import fill
-from paramstore.storage.catalog import DRAFT_STEP, Contents
+from paramstore.storage.catalog.base import DRAFT_STEP, Contents
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.drafted_store import SOURCE, drafted, opened, put

@@ -15,10 +15,10 @@ from paramstore.core.schema import Schema
 from paramstore.errors import CorruptRecord
 from paramstore.fsck import reader
 from paramstore.fsck.reader import combine, header_bytes, parse_header, parse_note, parse_superblock
-from paramstore.storage import format as written
-from paramstore.storage.format import CommitNote, Header, NotedStep, Superblock
-from paramstore.storage.sealing import seal
-from paramstore.storage.volume import Granularity
+from paramstore.storage.format import structures as written
+from paramstore.storage.format.sealing import seal
+from paramstore.storage.format.structures import CommitNote, Header, NotedStep, Superblock
+from paramstore.storage.volume.base import Granularity
 
 STORE, VOLUME = bytes(range(16)), bytes(range(16, 32))
 SCHEMA = Schema.adamw({"gate_up": (600, 700), "down": (3, 5)})

@@ -12,7 +12,7 @@ from paramstore.fsck.disks import Disk
 from paramstore.fsck.rebuild import check_rebuildable, new_contents, restore_notes
 from paramstore.fsck.scan import Found
 from paramstore.fsck.swap import fill
-from paramstore.storage.catalog import Contents
+from paramstore.storage.catalog.base import Contents
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores.memory_disk import commit, disks_of, eventful, state_at, survey_of

@@ -8,8 +8,8 @@ from paramstore.fsck.check import examine
 from paramstore.fsck.reader import PAGE, SUPERBLOCK_AT
 from paramstore.fsck.rebuild import is_blank, restore_notes, restore_superblocks
 from paramstore.fsck.survey import survey
-from paramstore.storage.catalog import Change, VolumeRow
-from paramstore.storage.format import Superblock, pack_superblock
+from paramstore.storage.catalog.base import Change, VolumeRow
+from paramstore.storage.format.structures import Superblock, pack_superblock
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.disks.machine import Machine

@@ -14,7 +14,7 @@ from paramstore.fsck import scan as scan_module
 from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import Superblock
 from paramstore.fsck.scan import Found, scan
-from paramstore.storage.format import Header, chunk_checksums, pack_header
+from paramstore.storage.format.structures import Header, chunk_checksums, pack_header
 from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.stores.memory_disk import MemoryDisk
 

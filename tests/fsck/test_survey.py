@@ -8,7 +8,8 @@ from paramstore.core.key import KeySpace
 from paramstore.core.schema import Schema
 from paramstore.fsck import scan as scan_module
 from paramstore.fsck.survey import survey
-from paramstore.storage.format import (
+from paramstore.storage.format.notes import format_volume
+from paramstore.storage.format.structures import (
     SUPERBLOCK_COPIES,
     CommitNote,
     Superblock,
@@ -17,7 +18,6 @@ from paramstore.storage.format import (
     pack_note,
     pack_superblock,
 )
-from paramstore.storage.notes import format_volume
 from paramstore.testing.volumes import Fault, FaultyVolume, MemoryVolume
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.memory_disk import MemoryDisk, disks_of, eventful, survey_of

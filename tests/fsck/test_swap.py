@@ -13,8 +13,8 @@ import pytest
 from paramstore.errors import CatalogError
 from paramstore.fsck import swap
 from paramstore.fsck.swap import replace_catalog
-from paramstore.storage.catalog import Change, NamespaceRow
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.base import Change, NamespaceRow
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 
 STORE = b"s" * 16
 

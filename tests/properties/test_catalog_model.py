@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paramstore.core.key import ExpertKey
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import CatalogError
-from paramstore.storage.catalog import Catalog, Change, Contents, NamespaceRow, Row, StepRow, VolumeRow
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.base import Catalog, Change, Contents, NamespaceRow, Row, StepRow, VolumeRow
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 from paramstore.testing.catalogs import STORE_UUID, FaultyCatalog, MemoryCatalog, namespace_row
 from paramstore_testkit.trials.state_machines import run_fixed, run_new
 

@@ -8,10 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import StepDropped, StepFailed
-from paramstore.storage.catalog import Change, NamespaceContents, NamespaceRow, StepRow
-from paramstore.storage.format import combine_roots
-from paramstore.storage.ledger import Ledger
-from paramstore.storage.publication import Publication
+from paramstore.storage.catalog.base import Change, NamespaceContents, NamespaceRow, StepRow
+from paramstore.storage.catalog.ledger import Ledger
+from paramstore.storage.catalog.publication import Publication
+from paramstore.storage.format.structures import combine_roots
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore_testkit.trials.state_machines import run_fixed, run_new
 

@@ -28,7 +28,7 @@ from paramstore.daemon.assembly import HostMemory
 from paramstore.daemon.session import Session
 from paramstore.engine.store import Store
 from paramstore.memory.arena import PageKind, PageReport
-from paramstore.storage.ledger import Ledger
+from paramstore.storage.catalog.ledger import Ledger
 from paramstore.wire import messages as m
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess

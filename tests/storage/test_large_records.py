@@ -32,14 +32,14 @@ from paramstore.fsck.disks import FileDisk
 from paramstore.fsck.scan import read_record
 from paramstore.optim.tensors import field_tensor
 from paramstore.optim.update import update
-from paramstore.storage.backing_file import volume_path
-from paramstore.storage.catalog import Change, Row
-from paramstore.storage.extents import Space
-from paramstore.storage.file_volume import FileVolume
-from paramstore.storage.format import Header, check_header, header_root, pack_header, unpack_header
-from paramstore.storage.lmdb_catalog import LmdbCatalog
-from paramstore.storage.pmem_volume import PmemVolume
-from paramstore.storage.volume import Volume
+from paramstore.storage.catalog.base import Change, Row
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
+from paramstore.storage.format.structures import Header, check_header, header_root, pack_header, unpack_header
+from paramstore.storage.space.extents import Space
+from paramstore.storage.volume.backing_file import volume_path
+from paramstore.storage.volume.base import Volume
+from paramstore.storage.volume.file_volume import FileVolume
+from paramstore.storage.volume.pmem_volume import PmemVolume
 from paramstore.testing.catalogs import STORE_UUID, namespace_row
 from paramstore.testing.volumes import page_aligned
 from paramstore.wire.codec import LENGTH, decode_answer, decode_request, encode

@@ -10,12 +10,12 @@ from paramstore.core.apply_log import ApplyLog
 from paramstore.core.optimizers import AdamW
 from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import CorruptCatalog, VolumeError
-from paramstore.storage.apply_log import pack_log
-from paramstore.storage.catalog import Contents, NamespaceContents, NamespaceRow, Row, StepRow, VolumeRow
-from paramstore.storage.format import CommitNote, Superblock, extents_start_bytes
-from paramstore.storage.notes import copy_notes, format_volume, write_note
+from paramstore.storage.catalog.base import Contents, NamespaceContents, NamespaceRow, Row, StepRow, VolumeRow
+from paramstore.storage.format.apply_log import pack_log
+from paramstore.storage.format.notes import copy_notes, format_volume, write_note
+from paramstore.storage.format.structures import CommitNote, Superblock, extents_start_bytes
 from paramstore.storage.recovery import Recovered, open_store
-from paramstore.storage.volume import Granularity
+from paramstore.storage.volume.base import Granularity
 from paramstore.testing.volumes import MemoryVolume
 
 STORE = b"s" * 16
@@ -160,7 +160,7 @@ def test_a_volume_without_the_newest_note_is_named(store: Store) -> None:
 def test_a_volume_added_with_the_notes_of_the_committed_steps_opens(store: Store) -> None:
     store.volumes[2] = MemoryVolume(SIZE_BYTES, index=2)
     format_volume(store.volumes[2], superblock(2))
-    copy_notes(store.contents, store.volumes[0], store.volumes[2], superblock(2))
+    copy_notes(store.volumes[0], store.volumes[2], superblock(2), note_slots=store.contents.note_slots())
     store.contents.volumes[2] = VolumeRow(2, superblock(2).volume_uuid, SIZE_BYTES, 0)
     assert store.open().space.free_bytes_of(2) == SIZE_BYTES - START_BYTES
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paramstore.errors import CatalogError
-from paramstore.storage.catalog import Catalog, Change, NamespaceContents
+from paramstore.storage.catalog.base import Catalog, Change, NamespaceContents
 from paramstore.testing.catalogs import CatalogContract, FaultyCatalog, MemoryCatalog, namespace_row
 
 

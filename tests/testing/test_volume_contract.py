@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paramstore.storage.volume import Volume
+from paramstore.storage.volume.base import Volume
 from paramstore.testing.volume_contract import VolumeContract, run_contract
 from paramstore.testing.volumes import MemoryVolume
 

@@ -3,7 +3,7 @@ from collections.abc import Collection, Iterator
 import pytest
 
 from paramstore.errors import VolumeError
-from paramstore.storage.volume import Volume
+from paramstore.storage.volume.base import Volume
 from paramstore.testing.volume_contract import VolumeContract
 from paramstore.testing.volumes import (
     Fault,

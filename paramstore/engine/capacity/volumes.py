@@ -22,11 +22,11 @@ from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.record_reads import VolumeTraffic
 from paramstore.engine.transfers.runner import BACKGROUND_LANE, CATALOG_LANE, Runner, volume_lane
 from paramstore.errors import CapacityError, CatalogError, ParamStoreError, VolumeError
-from paramstore.storage.catalog import STEP_ROWS_BOUND, Catalog, Change, VolumeRow
-from paramstore.storage.extents import Space
-from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.catalog.base import STEP_ROWS_BOUND, Catalog, Change, VolumeRow
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
 from paramstore.storage.mounts import DISK_FULL
-from paramstore.storage.volume import Volume, directory_of
+from paramstore.storage.space.extents import Space
+from paramstore.storage.volume.base import Volume, directory_of
 
 logger = logging.getLogger(__name__)
 

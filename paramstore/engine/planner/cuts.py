@@ -9,7 +9,7 @@ from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.tables.copies import Cut
 from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState
-from paramstore.storage.extents import Space
+from paramstore.storage.space.extents import Space
 
 
 class CutPlanner:

@@ -31,8 +31,8 @@ from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import SlotRequest, Urgency
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
-from paramstore.storage.extents import Space
-from paramstore.storage.ledger import Ledger
+from paramstore.storage.catalog.ledger import Ledger
+from paramstore.storage.space.extents import Space
 
 
 class Planner:

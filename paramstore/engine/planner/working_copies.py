@@ -22,7 +22,7 @@ from paramstore.engine.tables.moves import Move, MoveKind, Outbox
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest, Urgency
 from paramstore.errors import ParamStoreError, VolumeError
-from paramstore.storage.extents import Space
+from paramstore.storage.space.extents import Space
 
 WRITE_TRIES = 2
 """A record whose write fails is written once more, elsewhere; if that fails too, those who need it written get the error."""

@@ -31,13 +31,13 @@ from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers.runner import CATALOG_LANE, Runner, until_woken, volume_lane
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import CapacityError, StepFailed, StepOutOfOrder, VolumeError
-from paramstore.storage.apply_log import pack_log
-from paramstore.storage.catalog import DRAFT_STEP, StepRow
-from paramstore.storage.format import CommitNote, NotedStep, Superblock, combine_roots, pack_description
-from paramstore.storage.note_slots import NoteSlots
-from paramstore.storage.notes import write_note
-from paramstore.storage.publication import Publication
-from paramstore.storage.volume import Volume
+from paramstore.storage.catalog.base import DRAFT_STEP, StepRow
+from paramstore.storage.catalog.publication import Publication
+from paramstore.storage.format.apply_log import pack_log
+from paramstore.storage.format.notes import write_note
+from paramstore.storage.format.structures import CommitNote, NotedStep, Superblock, combine_roots, pack_description
+from paramstore.storage.space.note_slots import NoteSlots
+from paramstore.storage.volume.base import Volume
 from paramstore.wire.messages import EXTRA_BYTES_MAX
 
 FIXED_ROWS = 16

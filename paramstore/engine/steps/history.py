@@ -19,8 +19,8 @@ from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.runner import Runner, until_woken
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import ParamStoreError, StepOutOfOrder
-from paramstore.storage.note_slots import NoteSlots
-from paramstore.storage.publication import Publication
+from paramstore.storage.catalog.publication import Publication
+from paramstore.storage.space.note_slots import NoteSlots
 
 
 class Chain:

@@ -3,7 +3,7 @@
 - Until the first commit only a writer can open the namespace, and no commit is taken while a key has no value: so a half-finished
   initialization is never taken for a whole namespace.
 - A *draft* makes durable what was given so far. It is written like a commit, at a step that nobody can open
-  (`paramstore.storage.catalog.DRAFT_STEP`); an initialization that resumes goes on from it, any other drops it.
+  (`paramstore.storage.catalog.base.DRAFT_STEP`); an initialization that resumes goes on from it, any other drops it.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.runner import CATALOG_LANE, Runner
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import CatalogError, ParamStoreError
-from paramstore.storage.catalog import Catalog, Change, Contents
-from paramstore.storage.publication import Publication
+from paramstore.storage.catalog.base import Catalog, Change, Contents
+from paramstore.storage.catalog.publication import Publication
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from paramstore.engine.tables.collective import Collective
 from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
 from paramstore.engine.tables.counters import NamespaceStats
 from paramstore.errors import ParamStoreError, WriterFenced
-from paramstore.storage.ledger import Ledger
+from paramstore.storage.catalog.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from paramstore.engine.transfers.record_reads import RecordReads
 from paramstore.engine.transfers.runner import CPU_LANE, Runner, call
 from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.errors import ParamStoreError
-from paramstore.storage.extents import Space
+from paramstore.storage.space.extents import Space
 
 ADVANCE_LOOKAHEAD_RECORDS = 2
 """Buffers of a namespace beside one for each worker that makes steps: records are read into these meanwhile."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from paramstore.core.schema import Chunk
-from paramstore.storage.format import chunk_checksums
+from paramstore.storage.format.structures import chunk_checksums
 
 
 class Hashing:
@@ -25,7 +25,7 @@ class Hashing:
             self._turns.put(None)
 
     def checksums(self, image: memoryview, chunks: Sequence[Chunk], base_bytes: int = 0) -> list[int]:
-        """Waits for a turn, then returns what `storage.format.chunk_checksums` does."""
+        """Waits for a turn, then returns what `storage.format.structures.chunk_checksums` does."""
         turn = self._turns.get()
         try:
             return chunk_checksums(image, chunks, base_bytes)

@@ -17,8 +17,8 @@ from paramstore.engine.transfers.routes import ImageRead, Piece, PieceRead, chec
 from paramstore.engine.transfers.runner import volume_lane
 from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.errors import ParamStoreError, TicketCancelled
-from paramstore.storage.format import Header, check_header
-from paramstore.storage.volume import Volume
+from paramstore.storage.format.structures import Header, check_header
+from paramstore.storage.volume.base import Volume
 
 
 @dataclass(slots=True)

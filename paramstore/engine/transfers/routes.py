@@ -14,8 +14,8 @@ from paramstore.core.place import Extent
 from paramstore.core.schema import ITEM_BYTES, MASTER_DTYPE, PAGE_BYTES, Chunk, Part, Schema, round_up
 from paramstore.engine.transfers.buffers import Staging
 from paramstore.engine.transfers.hashing import Hashing
-from paramstore.storage.format import Header, check_checksums, header_root, pack_header
-from paramstore.storage.volume import Volume
+from paramstore.storage.format.structures import Header, check_checksums, header_root, pack_header
+from paramstore.storage.volume.base import Volume
 
 
 class Piece(NamedTuple):

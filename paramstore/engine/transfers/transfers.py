@@ -29,8 +29,8 @@ from paramstore.engine.transfers.routes import ImageWrite, MasterRead, cut_for_w
 from paramstore.engine.transfers.runner import CPU_LANE, Runner, call, volume_lane, wake
 from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.errors import ParamStoreError, TicketCancelled
-from paramstore.storage.format import Header
-from paramstore.storage.volume import Volume
+from paramstore.storage.format.structures import Header
+from paramstore.storage.volume.base import Volume
 
 
 class Transfers:

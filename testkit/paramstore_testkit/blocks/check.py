@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from paramstore.config import Config
 from paramstore.daemon import assembly, volume_places
-from paramstore.storage.catalog import Catalog, Contents
+from paramstore.storage.catalog.base import Catalog, Contents
 from paramstore.storage.recovery import open_store
-from paramstore.storage.volume import Volume
+from paramstore.storage.volume.base import Volume
 from paramstore.testing.volumes import ReadOnly, WrappedVolume
 from paramstore_testkit.crash.check import Verdict, verify_ledger, verify_space
 from paramstore_testkit.crash.life import NAME

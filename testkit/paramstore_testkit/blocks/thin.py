@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from paramstore.errors import ParamStoreError
-from paramstore.storage import file_volume
+from paramstore.storage.volume import file_volume
 from paramstore_testkit.blocks.check import reopen
 from paramstore_testkit.blocks.life import CATALOG_DISK, FIRST_VOLUME_DISK, DiskLife, config_of, live_on
 from paramstore_testkit.blocks.mounts import DISK_BYTES, detach, disk_at, mount, mounted_loops, unmount

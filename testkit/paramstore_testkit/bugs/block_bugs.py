@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from paramstore.daemon import volume_places
-from paramstore.storage.backing_file import BackingFile
-from paramstore.storage.file_volume import FileVolume
-from paramstore.storage.notes import format_volume
+from paramstore.storage.format.notes import format_volume
+from paramstore.storage.volume.backing_file import BackingFile
+from paramstore.storage.volume.file_volume import FileVolume
 from paramstore_testkit.bugs import canaries, daemon_bugs
 from paramstore_testkit.bugs.canaries import nothing
 from paramstore_testkit.bugs.daemon_bugs import replace_in

@@ -16,7 +16,7 @@ from typing import Any
 import paramstore.engine.records.update
 import paramstore.engine.transfers.arithmetic
 import paramstore.engine.transfers.transfers
-import paramstore.storage.format
+import paramstore.storage.format.structures
 from paramstore.config import BUG_VARIABLE
 from paramstore.core.residency import Working
 from paramstore.daemon.peer import Peer
@@ -27,10 +27,10 @@ from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
-from paramstore.storage.backing_file import BackingFile
-from paramstore.storage.format import unpack_header
-from paramstore.storage.ledger import Ledger
-from paramstore.storage.note_slots import NoteSlots
+from paramstore.storage.catalog.ledger import Ledger
+from paramstore.storage.format.structures import unpack_header
+from paramstore.storage.space.note_slots import NoteSlots
+from paramstore.storage.volume.backing_file import BackingFile
 from paramstore.testing.volumes import WrappedVolume
 
 Patch = tuple[Any, str, Any]
@@ -252,10 +252,10 @@ def _finalize_in_memory() -> list[Patch]:
 
 
 def _skip_root_check() -> list[Patch]:
-    check_header = paramstore.storage.format.check_header
+    check_header = paramstore.storage.format.structures.check_header
 
     def check_but_root(data: Any, *, part: Any, root: int, **named: Any) -> Any:
-        found = paramstore.storage.format.header_root(memoryview(data)[: part.header_bytes])
+        found = paramstore.storage.format.structures.header_root(memoryview(data)[: part.header_bytes])
         return check_header(data, part=part, root=found, **named)
 
     return [(paramstore.engine.transfers.transfers, "check_header", check_but_root)]
@@ -264,11 +264,11 @@ def _skip_root_check() -> list[Patch]:
 def _skip_identity_check() -> list[Patch]:
     def check_root_only(data: Any, *, part: Any, root: int, **_: Any) -> Any:
         header = unpack_header(data, part)
-        if paramstore.storage.format.header_root(memoryview(data)[: part.header_bytes]) != root:
+        if paramstore.storage.format.structures.header_root(memoryview(data)[: part.header_bytes]) != root:
             raise CorruptRecord("header root")
         return header
 
-    return [(paramstore.storage.format, "check_header", check_root_only)]
+    return [(paramstore.storage.format.structures, "check_header", check_root_only)]
 
 
 def _skip_chunk_checks() -> list[Patch]:
@@ -287,8 +287,8 @@ def _reuse_slot_on_hang_up() -> list[Patch]:
 
 
 _SESSION_END = "tests/daemon/test_session_end.py::test_a_lease_lives_as_long_as_its_process_not_its_connection"
-_FORMAT = "tests/storage/test_format.py::test_header_of_another_record_names_what_differs"
-_SHORT = "tests/storage/test_backing_file.py::test_short_transfers_are_continued"
+_FORMAT = "tests/storage/format/test_structures.py::test_header_of_another_record_names_what_differs"
+_SHORT = "tests/storage/volume/test_backing_file.py::test_short_transfers_are_continued"
 
 CANARIES = (
     Canary("skip_flush", "no volume is flushed before the transaction", CRASH_STATES, _skip_flush),

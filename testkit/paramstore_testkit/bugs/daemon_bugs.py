@@ -16,9 +16,9 @@ from paramstore.engine.capacity.host import HostTier
 from paramstore.engine.steps.history import Chain
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.namespace import NamespaceState
-from paramstore.storage.catalog import StepRow
-from paramstore.storage.ledger import Ledger
-from paramstore.storage.publication import Publication
+from paramstore.storage.catalog.base import StepRow
+from paramstore.storage.catalog.ledger import Ledger
+from paramstore.storage.catalog.publication import Publication
 
 PUBLISH_DELAY_S = 0.02
 

@@ -18,12 +18,12 @@ from paramstore.core.place import Extent, Located, Tier
 from paramstore.core.schema import PAGE_BYTES, round_up
 from paramstore.daemon.volume_places import adopt_new_volumes
 from paramstore.engine.transfers.advance import advance
-from paramstore.storage.catalog import DRAFT_STEP, Contents, StepRow
-from paramstore.storage.format import check_checksums, check_header, chunk_checksums, combine_roots, extents_start_bytes
-from paramstore.storage.ledger import Ledger
-from paramstore.storage.notes import read_note
+from paramstore.storage.catalog.base import DRAFT_STEP, Contents, StepRow
+from paramstore.storage.catalog.ledger import Ledger
+from paramstore.storage.format.notes import read_note
+from paramstore.storage.format.structures import check_checksums, check_header, chunk_checksums, combine_roots, extents_start_bytes
 from paramstore.storage.recovery import Recovered, open_store
-from paramstore.storage.volume import Volume, check_range
+from paramstore.storage.volume.base import Volume, check_range
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume, ReadOnly
 from paramstore_testkit.crash.initialization import draft_number

@@ -22,8 +22,8 @@ from paramstore.core.schema import Schema, round_up
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import CatalogError, ParamStoreError, VolumeError
-from paramstore.storage.catalog import Contents
-from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.catalog.base import Contents
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
 from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.disks.crash_disk import copied

@@ -17,9 +17,9 @@ from random import Random
 from paramstore.core.schema import round_up
 from paramstore.fsck.proof import prove
 from paramstore.fsck.survey import survey
-from paramstore.storage.backing_file import BackingFile
-from paramstore.storage.pmem_volume import PmemVolume
-from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
+from paramstore.storage.volume.backing_file import BackingFile
+from paramstore.storage.volume.base import ALIGNMENT_BYTES, check_range
+from paramstore.storage.volume.pmem_volume import PmemVolume
 from paramstore_native import libpmem2
 from paramstore_native.libpmem2 import NO_DRAIN, NO_FLUSH
 from paramstore_testkit.crash.check import Checker, Figures, ReadVolume, Verdict

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from paramstore.core.schema import PAGE_BYTES
-from paramstore.storage.catalog import Contents
+from paramstore.storage.catalog.base import Contents
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.volumes import SECTOR_BYTES
 from paramstore_testkit.disks.journal import Applied, Event, Flushed, FlushFailed, Wrote

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from paramstore.core.schema import round_up
 from paramstore.errors import VolumeError
-from paramstore.storage.catalog import Catalog, Change
-from paramstore.storage.volume import ALIGNMENT_BYTES, Volume
+from paramstore.storage.catalog.base import Catalog, Change
+from paramstore.storage.volume.base import ALIGNMENT_BYTES, Volume
 from paramstore.testing.catalogs import MemoryCatalog, WrappedCatalog
 from paramstore.testing.volumes import Keep, MemoryVolume, WrappedVolume
 from paramstore_testkit.disks.machine import Machine

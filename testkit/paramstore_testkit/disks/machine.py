@@ -16,8 +16,8 @@ from paramstore.daemon.assembly import add_lanes, add_volume_lanes, connect
 from paramstore.daemon.volume_places import adopt_new_volumes
 from paramstore.engine.store import Store
 from paramstore.engine.transfers.runner import Runner
-from paramstore.storage.catalog import Catalog
-from paramstore.storage.volume import Volume
+from paramstore.storage.catalog.base import Catalog
+from paramstore.storage.volume.base import Volume
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume, keep_none, keep_random
 from paramstore.testing.workers import InlineWorkers

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from paramstore.core.place import Tier
 from paramstore.core.schema import round_up
 from paramstore.errors import VolumeError
-from paramstore.storage.volume import ALIGNMENT_BYTES, check_range
+from paramstore.storage.volume.base import ALIGNMENT_BYTES, check_range
 from paramstore_testkit.disks.machine import PlainSegment
 
 BLOCK_BYTES = 256 << 10

@@ -23,12 +23,12 @@ from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records import update
 from paramstore.engine.steps import commit
 from paramstore.engine.store import Store
-from paramstore.storage.catalog import Change, Contents
-from paramstore.storage.extents import Space
-from paramstore.storage.file_volume import FileVolume
-from paramstore.storage.ledger import Ledger
-from paramstore.storage.lmdb_catalog import LmdbCatalog
-from paramstore.storage.volume import ALIGNMENT_BYTES
+from paramstore.storage.catalog.base import Change, Contents
+from paramstore.storage.catalog.ledger import Ledger
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
+from paramstore.storage.space.extents import Space
+from paramstore.storage.volume.base import ALIGNMENT_BYTES
+from paramstore.storage.volume.file_volume import FileVolume
 
 DISK_POINTS = ("write", "write.half", "flush", "publish", "published")
 """Points that are counted where no name is given."""

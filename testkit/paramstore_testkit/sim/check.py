@@ -9,7 +9,7 @@ from paramstore.core.place import Extent
 from paramstore.core.residency import Copy
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import NamespaceState
-from paramstore.storage.format import check_checksums, check_header, chunk_checksums
+from paramstore.storage.format.structures import check_checksums, check_header, chunk_checksums
 from paramstore_testkit.sim.model import Broken, NamespaceModel, pattern
 
 if TYPE_CHECKING:

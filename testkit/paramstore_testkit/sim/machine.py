@@ -29,8 +29,8 @@ from paramstore.engine.transfers import transfers
 from paramstore.engine.transfers.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner
 from paramstore.engine.transfers.workers import outcome_of
 from paramstore.errors import CatalogError, ParamStoreError, VolumeError
-from paramstore.storage.catalog import Change
-from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.catalog.base import Change
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
 from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.oracles import plain_arithmetic

@@ -8,9 +8,9 @@ from typing import Any
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import CatalogError, VolumeError
-from paramstore.storage.catalog import Catalog, Change
-from paramstore.storage.format import Superblock, extents_start_bytes
-from paramstore.storage.volume import Volume
+from paramstore.storage.catalog.base import Catalog, Change
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
+from paramstore.storage.volume.base import Volume
 from paramstore.testing.catalogs import WrappedCatalog
 from paramstore.testing.volumes import FaultyVolume
 from paramstore_testkit.disks.machine import Machine

@@ -8,8 +8,8 @@ from paramstore.core.schema import Schema
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.fsck.survey import Survey, survey
-from paramstore.storage.catalog import Contents
-from paramstore.storage.volume import Volume
+from paramstore.storage.catalog.base import Contents
+from paramstore.storage.volume.base import Volume
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import create, keys_of, train
 

@@ -10,7 +10,7 @@ from paramstore.engine.patrol import DAY_S, Patrol
 from paramstore.engine.scrub import Scrubber
 from paramstore.engine.scrub_notes import NoteScrub
 from paramstore.engine.transfers.hashing import Hashing
-from paramstore.storage.notes import read_superblock
+from paramstore.storage.format.notes import read_superblock
 from paramstore.testing.clock import ManualClock
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import SCHEMA, turns

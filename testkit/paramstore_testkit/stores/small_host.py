@@ -13,8 +13,8 @@ from paramstore.engine.transfers.buffers import Buffers
 from paramstore.engine.transfers.runner import BACKGROUND_LANE, Runner
 from paramstore.errors import CapacityError
 from paramstore.policy.lru import Lru
-from paramstore.storage.catalog import NamespaceContents, NamespaceRow
-from paramstore.storage.ledger import Ledger
+from paramstore.storage.catalog.base import NamespaceContents, NamespaceRow
+from paramstore.storage.catalog.ledger import Ledger
 from paramstore.testing.workers import InlineWorkers
 from paramstore_testkit.disks.machine import PlainMemory, PlainSegment
 

@@ -25,8 +25,8 @@ from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
 from paramstore.policy.lru import Lru
 from paramstore.sim.world import PlannerAlone
-from paramstore.storage.apply_log import pack_log
-from paramstore.storage.catalog import StepRow
+from paramstore.storage.catalog.base import StepRow
+from paramstore.storage.format.apply_log import pack_log
 from paramstore_testkit.disks.machine import PlainSegment
 
 SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")

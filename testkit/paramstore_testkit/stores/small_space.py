@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paramstore.core.place import Extent
-from paramstore.storage.extents import Space
+from paramstore.storage.space.extents import Space
 
 PAGE = 4096
 

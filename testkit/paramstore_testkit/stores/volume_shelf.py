@@ -9,10 +9,10 @@ from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.record_reads import VolumeTraffic
 from paramstore.engine.transfers.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane
-from paramstore.storage.catalog import Catalog, VolumeRow
-from paramstore.storage.extents import Space
-from paramstore.storage.format import Superblock, extents_start_bytes
-from paramstore.storage.volume import Volume
+from paramstore.storage.catalog.base import Catalog, VolumeRow
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
+from paramstore.storage.space.extents import Space
+from paramstore.storage.volume.base import Volume
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume
 from paramstore.testing.workers import InlineWorkers

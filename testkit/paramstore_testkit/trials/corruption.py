@@ -18,9 +18,12 @@ from paramstore.core.schema import PAGE_BYTES, Part
 from paramstore.engine.transfers.hashing import Hashing
 from paramstore.engine.transfers.routes import ImageRead, check_pieces, cut_pieces
 from paramstore.errors import CatalogError, CorruptRecord, ParamStoreError, VolumeError
-from paramstore.storage import catalog_rows as rows
-from paramstore.storage.catalog import Contents
-from paramstore.storage.format import (
+from paramstore.storage.catalog import row_bytes as rows
+from paramstore.storage.catalog.base import Contents
+from paramstore.storage.catalog.lmdb_catalog import _read as read_catalog
+from paramstore.storage.format.notes import read_note, read_superblock
+from paramstore.storage.format.sealing import MAGIC_BYTES, unseal
+from paramstore.storage.format.structures import (
     NOTE_SLOT_BYTES,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_COPIES,
@@ -29,11 +32,8 @@ from paramstore.storage.format import (
     check_header,
     note_offsets,
 )
-from paramstore.storage.lmdb_catalog import _read as read_catalog
-from paramstore.storage.notes import read_note, read_superblock
 from paramstore.storage.recovery import open_store
-from paramstore.storage.sealing import MAGIC_BYTES, unseal
-from paramstore.storage.volume import Volume
+from paramstore.storage.volume.base import Volume
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.stores.small_store import SCHEMA, create, train

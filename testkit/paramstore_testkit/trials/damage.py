@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
 
-from paramstore.storage.catalog import Change, Contents
-from paramstore.storage.format import NOTE_SLOT_BYTES, CommitNote
-from paramstore.storage.lmdb_catalog import LmdbCatalog
-from paramstore.storage.volume import ALIGNMENT_BYTES
+from paramstore.storage.catalog.base import Change, Contents
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
+from paramstore.storage.format.structures import NOTE_SLOT_BYTES, CommitNote
+from paramstore.storage.volume.base import ALIGNMENT_BYTES
 from paramstore_testkit.trials.corruption import (
     DETECTED,
     FELL_BACK,

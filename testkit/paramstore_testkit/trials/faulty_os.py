@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paramstore.core.place import Tier
-from paramstore.storage.backing_file import volume_path
-from paramstore.storage.file_volume import FileVolume
+from paramstore.storage.volume.backing_file import volume_path
+from paramstore.storage.volume.file_volume import FileVolume
 from paramstore.testing.volumes import SECTOR_BYTES, Keep
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.trials.io_faults import RECORDS_START_BYTES, Range, Script, ScriptedCatalog

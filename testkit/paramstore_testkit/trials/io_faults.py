@@ -23,9 +23,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from paramstore.errors import CatalogError, VolumeError
-from paramstore.storage.catalog import Catalog, Change, Contents
-from paramstore.storage.format import Superblock, extents_start_bytes
-from paramstore.storage.volume import ALIGNMENT_BYTES
+from paramstore.storage.catalog.base import Catalog, Change, Contents
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
+from paramstore.storage.volume.base import ALIGNMENT_BYTES
 from paramstore.testing.catalogs import WrappedCatalog
 from paramstore.testing.volumes import SECTOR_BYTES, Keep, MemoryVolume, WrappedVolume, page_aligned
 

@@ -26,7 +26,7 @@ from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.copies import ParamCopy
 from paramstore.engine.tables.namespace import LeaseRequest, View
 from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, TicketCancelled, WriterFenced
-from paramstore.storage.format import extents_start_bytes
+from paramstore.storage.format.structures import extents_start_bytes
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.oracles.experts import Expert, State, Tensors, trained
 from paramstore_testkit.oracles.images import gradient_of, initial_of, random_values, values_in

@@ -11,7 +11,7 @@ from paramstore.core.residency import Working
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import CapacityError, StepFailed, VolumeError
-from paramstore.storage.format import Superblock, extents_start_bytes
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
 from paramstore.testing.volumes import Fault, FaultyVolume
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import SCHEMA, create, first_values, keys_of, lease, run, train, versions

@@ -13,7 +13,7 @@ from paramstore.core.schema import Schema
 from paramstore.engine.capacity.volumes import PIPELINE_RECORDS_MIN, RECORDED_BYTES, entitled_bytes
 from paramstore.engine.transfers.record_reads import VolumeTraffic
 from paramstore.errors import CapacityError, CatalogError, ParamStoreError
-from paramstore.storage.catalog import STEP_ROWS_BOUND, Change
+from paramstore.storage.catalog.base import STEP_ROWS_BOUND, Change
 from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.stores.small_host import namespace_of

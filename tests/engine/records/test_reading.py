@@ -18,7 +18,7 @@ from paramstore.engine.tables.namespace import View
 from paramstore.engine.transfers.arithmetic import update
 from paramstore.errors import StepDropped, StepFailed, WriterFenced
 from paramstore.optim.tensors import field_tensor
-from paramstore.storage.format import unpack_header
+from paramstore.storage.format.structures import unpack_header
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores.scrub_site import damage
 from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, create, keys_of, push, run, train, turns

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from paramstore.errors import CapacityError, CatalogError, StepDropped, StepFailed, VolumeError
-from paramstore.storage.format import NotedStep, combine_roots, pack_description
-from paramstore.storage.notes import read_note, read_superblock
+from paramstore.storage.format.notes import read_note, read_superblock
+from paramstore.storage.format.structures import NotedStep, combine_roots, pack_description
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.commit_site import Event, RecordingVolume, Site, fail, on_site
 from paramstore_testkit.stores.small_store import OPTIONS, create, initialize, keys_of, push, run, train, turns, versions
@@ -242,7 +242,7 @@ def test_a_note_that_does_not_fit_fails_the_commit_alone_and_its_slot_is_free_ag
         await train(site.store, site.view)
         free = site.store._committer._note_slots.free_count
         with monkeypatch.context() as context:
-            context.setattr("paramstore.storage.format.NOTE_SLOT_BYTES", 4096)
+            context.setattr("paramstore.storage.format.structures.NOTE_SLOT_BYTES", 4096)
             with pytest.raises(CapacityError, match="use less extra"):
                 await site.store.commit(site.view, 1, bytes(8192))
         assert site.store._committer._note_slots.free_count == free

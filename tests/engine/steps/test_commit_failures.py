@@ -9,8 +9,8 @@ import pytest
 
 from paramstore.config import RETAINED_STEPS
 from paramstore.errors import CatalogError, ParamStoreError, StepDropped
-from paramstore.storage.catalog import Catalog
-from paramstore.storage.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.base import Catalog
+from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.commit_site import Site, fail, on_site

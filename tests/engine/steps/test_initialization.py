@@ -18,7 +18,7 @@ from paramstore.errors import (
     VolumeError,
     WriterFenced,
 )
-from paramstore.storage.catalog import DRAFT_STEP
+from paramstore.storage.catalog.base import DRAFT_STEP
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore.testing.volumes import Fault, FaultyVolume
 from paramstore.wire.messages import EXTRA_BYTES_MAX

@@ -10,7 +10,7 @@ import pytest
 from paramstore.core.schema import Schema
 from paramstore.engine.transfers import hashing
 from paramstore.engine.transfers.hashing import Hashing
-from paramstore.storage.format import chunk_checksums
+from paramstore.storage.format.structures import chunk_checksums
 
 PART = Schema.param({"w": ((64, 1024), "float32")}).stored
 WAIT_S = 10.0

@@ -25,7 +25,7 @@ from paramstore.engine.transfers.routes import (
 )
 from paramstore.errors import CorruptRecord, VolumeError
 from paramstore.optim.tensors import field_tensor
-from paramstore.storage.format import Header, check_checksums, check_header, chunk_checksums
+from paramstore.storage.format.structures import Header, check_checksums, check_header, chunk_checksums
 from paramstore.testing.volumes import Fault, FaultyVolume, MemoryVolume, page_aligned
 
 MIB = 1 << 20

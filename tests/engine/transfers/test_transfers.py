@@ -15,7 +15,7 @@ from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers.record_reads import VolumeTraffic
 from paramstore.errors import CorruptRecord, TicketCancelled, VolumeError
-from paramstore.storage.format import unpack_header
+from paramstore.storage.format.structures import unpack_header
 from paramstore.testing.volumes import Fault, FaultyVolume, page_aligned
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores.small_store import SCHEMA, create, first_values, keys_of, lease, run, train, turns, versions

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from paramstore.storage.catalog import Change
+from paramstore.storage.catalog.base import Change
 from paramstore.testing.catalogs import namespace_row
 from paramstore_testkit.disks.crash_disk import FULL, SMALL, CrashDisk, Edit, State, copied
 from paramstore_testkit.disks.journal import Applied, Flushed, FlushFailed, Wrote

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramstore.errors import VolumeError
-from paramstore.storage.catalog import Change
+from paramstore.storage.catalog.base import Change
 from paramstore.testing.catalogs import MemoryCatalog, namespace_row
 from paramstore.testing.volumes import MemoryVolume, keep_all, keep_none
 from paramstore_testkit.disks.journal import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.storage.catalog import Change
+from paramstore.storage.catalog.base import Change
 from paramstore.testing.catalogs import namespace_row
 from paramstore_testkit.processes import kill_points
 from paramstore_testkit.processes.kill_points import KillableCatalog, KillableVolume, KillPoints

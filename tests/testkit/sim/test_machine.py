@@ -13,7 +13,7 @@ import pytest
 from paramstore.daemon import assembly, session
 from paramstore.engine.records import update
 from paramstore.errors import CatalogError, VolumeError
-from paramstore.storage.catalog import Change
+from paramstore.storage.catalog.base import Change
 from paramstore.testing.catalogs import MemoryCatalog, namespace_row
 from paramstore_testkit.oracles import plain_arithmetic
 from paramstore_testkit.sim.loop import VirtualLoop

@@ -1,0 +1,41 @@
+"""A planned change of a namespace's rows and steps: what the catalog makes durable, and how memory changes afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.place import Extent
+from paramstore.storage.catalog.base import Change, NamespaceRow, Row, StepRow
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One planned change of a namespace. namespace: its row as it will be.
+
+    freed: extents that nobody sees any more once this is durable (reads under way may still pin them).
+    freed_note_slots: note slots of the dropped steps.
+    """
+
+    namespace: NamespaceRow
+    put_rows: tuple[tuple[str, ExpertKey, Row], ...]
+    drop_rows: tuple[tuple[str, ExpertKey, int], ...]
+    put_steps: tuple[tuple[str, StepRow], ...]
+    drop_steps: tuple[tuple[str, int], ...]
+    freed: tuple[Extent, ...]
+    freed_note_slots: tuple[int, ...]
+    rows_after: Mapping[ExpertKey, list[Row]] = field(repr=False)
+    """Row lists that `Ledger.settle` puts in place; made ahead, so that settling a large commit is short."""
+    keys_gone: frozenset[ExpertKey] = field(repr=False)
+    keys_layered: frozenset[ExpertKey] = field(repr=False)
+
+    def change(self) -> Change:
+        """The transaction that makes it durable."""
+        return Change(
+            put_namespaces=(self.namespace,),
+            put_rows=self.put_rows,
+            drop_rows=self.drop_rows,
+            put_steps=self.put_steps,
+            drop_steps=self.drop_steps,
+        )
