@@ -20,7 +20,7 @@ from paramstore.bench.report import SUBJECT, Row
 from paramstore.clock import Clock
 from paramstore.memory.arena import allocate_shared, probe_pages
 from paramstore.memory.shared import Mapping
-from paramstore_client.device_copy import REACHED, REGISTER_DEFAULT, REGISTER_READ_ONLY, CudaCopier
+from paramstore_client.device.copier import REACHED, REGISTER_DEFAULT, REGISTER_READ_ONLY, CudaCopier
 
 PIECE_BYTES = 8 * MIB
 """Size of an expert, which is what the tier copies at a time."""

@@ -29,7 +29,7 @@ SOURCES = (
 )  # fmt: skip
 LIMIT_MODULES = (
     "paramstore.wire.codec", "paramstore.wire.messages", "paramstore.daemon.session", "paramstore.daemon.server",
-    "paramstore.daemon.channel", "paramstore_client.connection", "paramstore.config", "paramstore.core.schema",
+    "paramstore.daemon.channel", "paramstore_client.connection.shared_socket", "paramstore.config", "paramstore.core.schema",
     "paramstore.storage.format.structures", "paramstore.engine.records.update",
 )  # fmt: skip
 

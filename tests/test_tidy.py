@@ -12,7 +12,7 @@ from paramstore_testkit.source import Function, classes, functions, imported_fro
 
 FILE_LINES, BODY_LINES, FOLDER_MODULES, CLASS_METHODS, CLASS_ATTRIBUTES, PARAMETERS = 400, 50, 16, 30, 20, 8
 
-CROWDED = {"paramstore.bench": 30, "paramstore_client": 34, "paramstore_client.hf": 25}
+CROWDED = {"paramstore.bench": 30, "paramstore_client.hf": 25}
 LARGE = {
     "paramstore.storage.space.extents.Space": (36, 11),  # one set of guarantees over one set of ranges
     "paramstore.storage.catalog.ledger.Ledger": (32, 5),  # the rules of one table

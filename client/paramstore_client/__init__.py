@@ -41,18 +41,18 @@ from paramstore.errors import (
     WaitTimeout,
     WriterFenced,
 )
-from paramstore_client.autostart import ServeOptions
 from paramstore_client.client import Store, connect
-from paramstore_client.lease import Lease
+from paramstore_client.connection.autostart import ServeOptions
+from paramstore_client.connection.ticket import Ticket
+from paramstore_client.handle.lease import Lease
 from paramstore_client.namespace import Namespace
 from paramstore_client.schemas import adagrad_schema, adamw_schema, param_schema, sgd_schema
-from paramstore_client.ticket import Ticket
 
 if TYPE_CHECKING:
     from paramstore_client import hf, nn, training
-    from paramstore_client.device import DeviceTier
+    from paramstore_client.device.ring import RingMemory
+    from paramstore_client.device.tier import DeviceTier
     from paramstore_client.nn import StoredExperts
-    from paramstore_client.ring import RingMemory
 
 __all__ = [
     "SGD",
@@ -107,8 +107,8 @@ __all__ = [
 ]
 
 _TORCH_NAMES = {
-    "DeviceTier": "paramstore_client.device",
-    "RingMemory": "paramstore_client.ring",
+    "DeviceTier": "paramstore_client.device.tier",
+    "RingMemory": "paramstore_client.device.ring",
     "StoredExperts": "paramstore_client.nn",
 }
 

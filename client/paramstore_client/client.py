@@ -42,16 +42,16 @@ from paramstore.wire.messages import (
     TraceEnd,
     Verify,
 )  # fmt: skip
-from paramstore_client import answers
-from paramstore_client.address import Address, default_path, nobody_listens, parse_address, try_connect, url
-from paramstore_client.answers import Opened, Result, Welcome
-from paramstore_client.autostart import ServeOptions, connect_or_start
-from paramstore_client.connection import Connection
-from paramstore_client.handle import ANSWER_GRACE_S, plain_keys
+from paramstore_client.connection import answers
+from paramstore_client.connection.address import Address, default_path, nobody_listens, parse_address, try_connect, url
+from paramstore_client.connection.answers import Opened, Result, Welcome
+from paramstore_client.connection.autostart import ServeOptions, connect_or_start
+from paramstore_client.connection.shared_socket import Connection
+from paramstore_client.connection.ticket import Ticket
+from paramstore_client.gradients.upload_area import UploadArea
+from paramstore_client.handle.base import ANSWER_GRACE_S, plain_keys
+from paramstore_client.handle.ranks import ALONE, Rank, this_rank
 from paramstore_client.namespace import Namespace
-from paramstore_client.ranks import ALONE, Rank, this_rank
-from paramstore_client.ticket import Ticket
-from paramstore_client.upload import UploadArea
 
 T = TypeVar("T")
 

@@ -18,17 +18,17 @@ from paramstore.core.key import ExpertKey
 from paramstore.errors import ProtocolError
 from paramstore.wire import messages
 from paramstore.wire.messages import Granted
-from paramstore_client import answers
-from paramstore_client.answers import Opened
-from paramstore_client.connection import Connection
-from paramstore_client.handle import ANSWER_GRACE_S, plain_keys
-from paramstore_client.lease import Lease
-from paramstore_client.ranks import ALONE, Rank
-from paramstore_client.residency import Residency
-from paramstore_client.steps import Steps
-from paramstore_client.ticket import Ticket
-from paramstore_client.updates import Updates
-from paramstore_client.upload import UploadArea
+from paramstore_client.connection import answers
+from paramstore_client.connection.answers import Opened
+from paramstore_client.connection.shared_socket import Connection
+from paramstore_client.connection.ticket import Ticket
+from paramstore_client.gradients.upload_area import UploadArea
+from paramstore_client.handle.base import ANSWER_GRACE_S, plain_keys
+from paramstore_client.handle.lease import Lease
+from paramstore_client.handle.ranks import ALONE, Rank
+from paramstore_client.handle.residency import Residency
+from paramstore_client.handle.steps import Steps
+from paramstore_client.handle.updates import Updates
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from paramstore.errors import ParamStoreError, StoreUnavailable
 from paramstore.holder import daemon_of
-from paramstore_client.address import peer, store_of, try_connect, unreachable, url
 from paramstore_client.client import greet
+from paramstore_client.connection.address import peer, store_of, try_connect, unreachable, url
 
 CONNECT_TIMEOUT_S = 10.0
 """Time for the connection, and once more for the welcome."""

@@ -13,7 +13,7 @@ from paramstore.bench import pages
 from paramstore.config import format_size
 from paramstore.errors import CapacityError, ConfigError
 from paramstore.storage.mounts import free_bytes
-from paramstore_client.address import PATH_BYTES_MAX
+from paramstore_client.connection.address import PATH_BYTES_MAX
 
 DEEPEST = Path("bench-xxxxxxxx") / "store" / "run" / "paramstore.sock"
 """Longest path that a run makes below its directory."""

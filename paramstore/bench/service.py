@@ -14,8 +14,8 @@ import paramstore as ps
 from paramstore.bench.process import cpu_s, rss_anon_bytes
 from paramstore.clock import Clock
 from paramstore.errors import StoreUnavailable, WaitTimeout
-from paramstore_client.address import parse_address
-from paramstore_client.autostart import started_in
+from paramstore_client.connection.address import parse_address
+from paramstore_client.connection.autostart import started_in
 from paramstore_client.running import find_daemon
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ def stop(
 ) -> None:
     """End a running daemon, and return when it is gone: nothing committed is lost. Exit code 3 if none runs, or if who listens
     there is none."""
-    from paramstore_client.address import default_path, parse_address, url
+    from paramstore_client.connection.address import default_path, parse_address, url
     from paramstore_client.running import find_daemon
 
     path = default_path() if address is None else parse_address(address)

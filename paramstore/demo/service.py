@@ -13,8 +13,8 @@ from types import TracebackType
 
 import paramstore as ps
 from paramstore.errors import ConfigError
-from paramstore_client.address import PATH_BYTES_MAX
-from paramstore_client.autostart import started_in
+from paramstore_client.connection.address import PATH_BYTES_MAX
+from paramstore_client.connection.autostart import started_in
 from paramstore_client.running import find_daemon
 
 START_TIMEOUT_S = 60.0

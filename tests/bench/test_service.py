@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paramstore.bench.service import Service, counted_seconds
-from paramstore_client import autostart
+from paramstore_client.connection import autostart
 
 
 def test_an_interrupt_while_the_daemon_starts_leaves_none_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import typer
 import paramstore_client as ps
 from paramstore.cli import signals
 from paramstore.cli.main import app
-from paramstore_client.inbox import Inbox
+from paramstore_client.connection.inbox import Inbox
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 TRIES = int(os.environ.get("PARAMSTORE_SIGNAL_TRIES", "5"))

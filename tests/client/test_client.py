@@ -9,7 +9,7 @@ import torch
 import paramstore_client as ps
 from paramstore.config import Config
 from paramstore.wire import messages as m
-from paramstore_client.connection import Connection
+from paramstore_client.connection.shared_socket import Connection
 from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
 SCHEMA = ps.param_schema({"w": ((4,), "float32")})

@@ -55,7 +55,7 @@ def test_acquire_of_an_unknown_part_is_refused(namespace: ps.Namespace) -> None:
 def test_lease_that_comes_after_its_wait_was_given_up_is_released(
     daemon: FakeDaemon, namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paramstore_client.handle.ANSWER_GRACE_S", 0.01)
+    monkeypatch.setattr("paramstore_client.handle.base.ANSWER_GRACE_S", 0.01)
     held: list[m.Acquire] = []
     daemon.script(m.Acquire, lambda session, request: held.append(request))
     with pytest.raises(ps.WaitTimeout):

@@ -15,7 +15,7 @@ from paramstore.errors import StoreUnavailable, VersionMismatch
 from paramstore.wire.codec import encode
 from paramstore.wire.messages import Done, Failed
 from paramstore_client import running
-from paramstore_client.address import parse_address
+from paramstore_client.connection.address import parse_address
 from paramstore_client.running import RunningDaemon, find_daemon
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 

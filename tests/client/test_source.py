@@ -9,10 +9,10 @@ import torch
 
 from paramstore.errors import CapacityError
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore_client.device import DeviceTier
+from paramstore_client.device.ring import RingMemory
+from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.windows import Identities, Window
 from paramstore_client.nn import StoredExperts
-from paramstore_client.ring import RingMemory
 from paramstore_client.source import ExpertSource
 
 HIDDEN = 8

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from paramstore.demo.service import DemoDaemon
-from paramstore_client.address import parse_address
+from paramstore_client.connection.address import parse_address
 from paramstore_client.running import find_daemon
 
 LISTENER = """

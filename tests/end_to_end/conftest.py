@@ -12,7 +12,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore.core.key import ExpertKey
-from paramstore_client import autostart
+from paramstore_client.connection import autostart
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 
 SHAPE = (64, 64)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from paramstore_client.address import parse_address
+from paramstore_client.connection.address import parse_address
+from paramstore_client.connection.ticket import Ticket
 from paramstore_client.running import find_daemon
-from paramstore_client.ticket import Ticket
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "client.md"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore_client.address import parse_address
+from paramstore_client.connection.address import parse_address
 from paramstore_client.running import RunningDaemon, find_daemon
 
 ROOT = Path(__file__).parent.parent.parent

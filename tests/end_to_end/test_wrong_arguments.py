@@ -26,7 +26,7 @@ from torch._subclasses import FakeTensorMode
 
 import paramstore_client as ps
 from paramstore.core.visits import Visit, VisitKind
-from paramstore_client.initialization import Initialization
+from paramstore_client.handle.initialization import Initialization
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 SHAPE = (64, 64)

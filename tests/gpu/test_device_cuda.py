@@ -10,10 +10,10 @@ import torch
 import paramstore as ps
 from paramstore.core.optimizers import AdamW
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore_client.device import DeviceTier
-from paramstore_client.device_copy import REACHED, CudaCopier
+from paramstore_client.device.copier import REACHED, CudaCopier
+from paramstore_client.device.ring import RingMemory
+from paramstore_client.device.tier import DeviceTier
 from paramstore_client.nn import ResidentExperts, StoredExperts
-from paramstore_client.ring import RingMemory
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 pytestmark = [

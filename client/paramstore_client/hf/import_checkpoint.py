@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.core.key import ExpertKey
 from paramstore.errors import CheckpointError, ConfigError, ParamStoreError, SchemaMismatch
-from paramstore_client.answers import Result
+from paramstore_client.connection.answers import Result
+from paramstore_client.connection.ticket import Ticket
+from paramstore_client.handle.initialization import Initialization
+from paramstore_client.handle.origin import Origin
 from paramstore_client.hf.checkpoint import open_checkpoint
 from paramstore_client.hf.conversion import ExpertSource
 from paramstore_client.hf.layout import ExpertLayout, find_layout
 from paramstore_client.hf.progress import Progress, Report, reported
 from paramstore_client.hf.safetensors_file import Files
-from paramstore_client.initialization import Initialization
 from paramstore_client.namespace import Namespace
-from paramstore_client.origin import Origin
 from paramstore_client.tensors import DTYPES
-from paramstore_client.ticket import Ticket
 
 SAVE_EVERY_S = 10.0
 """Seconds from one save to the next. A save costs a flush of every volume and a transaction: milliseconds on NVMe."""

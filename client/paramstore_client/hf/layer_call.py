@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from paramstore.errors import ConfigError
-from paramstore_client.weight_views import WeightView, find_view, in_dtype_of
+from paramstore_client.nn.weight_views import WeightView, find_view, in_dtype_of
 
 Fields = Mapping[str, Tensor]
 WeightsOf = Callable[[Any], Fields]

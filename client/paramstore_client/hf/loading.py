@@ -23,6 +23,7 @@ from paramstore.core.schema import UPDATE_RULES
 from paramstore.errors import CheckpointError, ConfigError
 from paramstore_client.checkpoint_directory import checkpoint_directory
 from paramstore_client.client import Store
+from paramstore_client.device.visit_order import declare_order
 from paramstore_client.hf import _compat, experts_function
 from paramstore_client.hf.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
 from paramstore_client.hf.initial_experts import InitialExperts
@@ -35,7 +36,6 @@ from paramstore_client.namespace import Namespace
 from paramstore_client.training import Experts
 from paramstore_client.training import bind as bind_training
 from paramstore_client.training.sentinel import ExpertSentinel
-from paramstore_client.visit_order import declare_order
 
 MODES = ("train", "infer")
 CACHE_OPTIONS = ("cache_dir", "revision")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paramstore_client.weight_views import in_dtype_of
+from paramstore_client.nn.weight_views import in_dtype_of
 
 ExpertFn = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(x_tD, weights by field) -> y_tD of one expert's tokens."""

@@ -29,8 +29,8 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.place import Identity
 from paramstore.errors import ConfigError, StepMismatch
 from paramstore_client.nn.routing import Block, ExpertFn, split_rows
+from paramstore_client.nn.weight_views import WeightView, find_view
 from paramstore_client.source import ExpertSource, WeightLease
-from paramstore_client.weight_views import WeightView, find_view
 
 
 class _SavedTensors:

@@ -8,13 +8,13 @@ from torch import nn
 
 from paramstore.core.arguments import instance
 from paramstore.errors import ConfigError, SchemaMismatch
-from paramstore_client.device import DeviceTier
+from paramstore_client.device.tier import DeviceTier
+from paramstore_client.device.visit_order import declare_order
 from paramstore_client.namespace import Namespace
 from paramstore_client.nn.stored_experts import StoredExperts
 from paramstore_client.training.experts import Experts
 from paramstore_client.training.options import refuse_fsdp1
 from paramstore_client.training.sentinel import CHILD_NAME, ExpertSentinel
-from paramstore_client.visit_order import declare_order
 
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """Attribute that DDP reads from the module that it wraps (torch/nn/parallel/distributed.py)."""

@@ -14,10 +14,10 @@ from torch import nn
 
 from paramstore.core.arguments import choice, data, flag, whole_number
 from paramstore.errors import ConfigError, StepOutOfOrder
-from paramstore_client.answers import Result
+from paramstore_client.connection.answers import Result
+from paramstore_client.connection.ticket import Ticket
+from paramstore_client.handle.origin import Origin
 from paramstore_client.namespace import Namespace
-from paramstore_client.origin import Origin
-from paramstore_client.ticket import Ticket
 from paramstore_client.training.attachment import Attachment
 from paramstore_client.training.checkpoint import Manifest, check_committed, roll_to
 from paramstore_client.training.early import EarlyUpdates

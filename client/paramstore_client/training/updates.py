@@ -6,10 +6,10 @@ from typing import Literal
 
 from paramstore.core.arguments import number
 from paramstore.core.optimizers import Options
-from paramstore_client.answers import Result
+from paramstore_client.connection.answers import Result
+from paramstore_client.connection.ticket import Ticket
+from paramstore_client.device.visit_order import declare_order
 from paramstore_client.namespace import Namespace
-from paramstore_client.ticket import Ticket
-from paramstore_client.visit_order import declare_order
 
 Reduce = Literal["mean", "sum"]
 

@@ -20,8 +20,8 @@ import paramstore_client as ps
 from paramstore.core.key import ExpertKey
 from paramstore.wire import messages as m
 from paramstore.wire.codec import encode
-from paramstore_client import answers
-from paramstore_client.upload import Range
+from paramstore_client.connection import answers
+from paramstore_client.gradients.upload_area import Range
 from paramstore_testkit.processes.fork_server import ForkServer, say, serve_forks
 
 MODULE = "paramstore_testkit.processes.dying_clients"

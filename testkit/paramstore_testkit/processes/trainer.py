@@ -12,7 +12,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore.core.key import ExpertKey
-from paramstore_client.answers import Result
+from paramstore_client.connection.answers import Result
 from paramstore_testkit.oracles.experts import Expert, State, Tensors, check_expert
 from paramstore_testkit.oracles.step_chain import StepChain
 from paramstore_testkit.processes.life_plan import Operation, values_of

@@ -4,8 +4,8 @@ import torch
 
 from paramstore.core.optimizers import AdamW
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore_client.device import DeviceLease, DeviceTier
-from paramstore_client.device_copy import HostCopier
+from paramstore_client.device.copier import HostCopier
+from paramstore_client.device.tier import DeviceLease, DeviceTier
 
 KEYS = [(0, expert) for expert in range(6)]
 

@@ -1,0 +1,394 @@
+"""One socket to the daemon, used from any thread and any event loop, with no thread of its own.
+
+- Whoever waits reads: one thread at a time has the reader's role and settles everybody's tickets; the others wait on a
+  condition and take the role over when the reader leaves. An event loop reads when its selector says so.
+- Whoever sends, sends in the order of the outbox. When the socket is full the sender reads too, so that it cannot
+  deadlock with a daemon that waits for us to read.
+- Once the connection has failed it stays so: every ticket has settled, and every later call raises. Leases stay
+  readable until `close`.
+- A finalizer may post: it never blocks and takes no lock that the interrupted thread may hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import os
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from paramstore.clock import Clock, MonotonicClock
+from paramstore.errors import (
+    CapacityError,
+    ConfigError,
+    ForkedClient,
+    ParamStoreError,
+    ProtocolError,
+    StoreUnavailable,
+    VersionMismatch,
+    WaitTimeout,
+)
+from paramstore.wire.codec import encode
+from paramstore.wire.messages import PROTOCOL_MAJOR, Message, Request, Unmapped
+from paramstore_client.connection.inbox import WAY_ON, Inbox
+from paramstore_client.connection.segments import Segments
+from paramstore_client.connection.ticket import Ticket
+
+T = TypeVar("T")
+
+TICKETS_MAX = 1 << 16
+"""Most unanswered requests of one connection; only a caller that never waits has more."""
+CONNECTION_ID = 0
+"""Id of errors that concern the connection as a whole; no request has it."""
+POLL_MAX_S = 2_000_000.0
+"""Longest single wait, 23 days: poll(2) counts milliseconds in 32 bits, and waits on conditions have a limit too."""
+STALL_POLL_S = 0.05
+"""How long a sender whose socket is full sleeps before it looks again whether somebody reads."""
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+class Connection:
+    """Owner of the socket, the outbox, the unanswered tickets and, through `segments`, of the mapped memory."""
+
+    def __init__(self, sock: socket.socket, *, timeout_s: float, clock: Clock | None = None) -> None:
+        """sock: connected. timeout_s: how long a request without a timeout of its own waits."""
+        sock.setblocking(False)
+        self.segments = Segments()
+        self.timeout_s = timeout_s
+        self.minor = 0
+        self.store_uuid = ""
+        self.daemon_pid = 0
+        """`minor`, `store_uuid` and `daemon_pid` hold what the daemon says of itself in its welcome."""
+        self.clock: Clock = clock or MonotonicClock()
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._process_id = os.getpid()
+        self._inbox = Inbox(sock, self.segments)
+        self._ids = itertools.count(1)
+        self._tickets: dict[int, Ticket[Any]] = {}
+        self._outbox: deque[memoryview] = deque()
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._has_reader = False
+        self._loops: dict[asyncio.AbstractEventLoop, int] = {}
+        self._failure: str | None = None
+        self._readable = select.poll()
+        self._readable.register(self._fd, select.POLLIN)
+        self._either = select.poll()
+        self._either.register(self._fd, select.POLLIN | select.POLLOUT)
+        _connections.add(self)
+
+    def check_minor(self, minor: int, call: str) -> None:
+        """Raises VersionMismatch if the daemon is too old for `call`, which needs that minor version of the protocol."""
+        if self.minor < minor:
+            raise VersionMismatch(
+                f"the daemon speaks protocol {PROTOCOL_MAJOR}.{self.minor}, {call} needs {PROTOCOL_MAJOR}.{minor}: restart the "
+                "daemon with this version of paramstore"
+            )
+
+    def lease_slots(self, handle: int, promised: int) -> int:
+        """How many keys a handle may have leased: the number promised, or the one that an older daemon has told since."""
+        return self._inbox.lease_slots.get(handle, promised)
+
+    def next_id(self) -> int:
+        """An id for the next request, never used before on this connection."""
+        return next(self._ids)
+
+    def request(
+        self,
+        message: Request,
+        *,
+        what: str,
+        convert: Callable[[Any], T],
+        timeout_s: float | None = None,
+        on_settled: Callable[[ParamStoreError | None], None] | None = None,
+        is_cancellable: bool = True,
+    ) -> Ticket[T]:
+        """Sends `message` and returns its ticket. Requests reach the daemon in the order of these calls.
+
+        what: names the request in messages to people. convert: makes the result from the answer, on the reading thread.
+        on_settled: called on the reading thread with the request's error, or None. Raises StoreUnavailable or ForkedClient, and
+        CapacityError when TICKETS_MAX requests are unanswered; then nothing was sent. Raises WaitTimeout if the daemon takes
+        nothing off its socket: the request stays in the outbox, goes out in its turn, and `on_settled` is called at its end.
+        """
+        self.check_usable()
+        request_id: int = message.id  # type: ignore[union-attr]  # the one-way messages go through `post`
+        try:
+            frame = encode(message)
+        except ProtocolError as error:  # a value that no check caught, or more than a frame holds: nothing was sent
+            raise ConfigError(f"{what}: {error}") from error
+        ticket = Ticket(
+            self,
+            request_id,
+            what=what,
+            convert=convert,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            on_settled=on_settled,
+            is_cancellable=is_cancellable,
+        )
+        if len(self._tickets) >= TICKETS_MAX:
+            raise CapacityError(f"{what}: {TICKETS_MAX} requests of this client are unanswered; wait for some of them")
+        with self._changed:
+            self.check_usable()
+            self._tickets[request_id] = ticket
+        self._outbox.append(memoryview(frame))
+        self._flush()
+        if self._outbox:
+            self._send_rest(what)
+        return ticket
+
+    def post(self, message: Message) -> None:
+        """Sends a one-way message, at the latest with the next frame that goes out. Never blocks, never raises.
+
+        On a dead connection it is dropped, as the daemon ends that session by itself; in a forked child, as the parent has it.
+        """
+        if self._failure is None and os.getpid() == self._process_id:
+            self._outbox.append(memoryview(encode(message)))
+            self._flush()
+
+    def end_lease(self, lease: int) -> None:
+        """Notes that the lease's slots are no longer in use; acknowledges segments that were waiting for that."""
+        if unmapped := self.segments.end_lease(lease):
+            self.post(Unmapped(unmapped))
+
+    def wait(self, ticket: Ticket[Any], timeout_s: float) -> bool:
+        """Reads, or waits for the thread that reads, until `ticket` is settled; False when `timeout_s` is over first."""
+        self._check_process()
+        deadline_s = self.clock.now_s() + timeout_s
+        if not self._become_reader(ticket, deadline_s):
+            return ticket.is_settled
+        try:
+            while not ticket.is_settled and self._wait_readable(deadline_s):
+                self._read_once()
+        finally:
+            self._leave_reader()
+        return ticket.is_settled
+
+    def drain(self) -> None:
+        """Reads what is there without blocking; does nothing if another thread is reading already."""
+        self._check_process()
+        if self._try_become_reader():
+            try:
+                while self._failure is None and self._read_once():
+                    pass
+            finally:
+                self._leave_reader()
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Lets `loop`, the running one, read from here on, until `unwatch` was called as often."""
+        with self._changed:
+            self._check_process()
+            count = self._loops.get(loop, 0)
+            self._loops[loop] = count + 1
+            if count == 0 and self._failure is None:
+                loop.add_reader(self._fd, self.drain)
+
+    def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._changed:
+            self._loops[loop] -= 1
+            if self._loops[loop] == 0:
+                del self._loops[loop]
+                loop.remove_reader(self._fd)
+            self._close_if_unused()
+
+    def check_usable(self) -> None:
+        """Returns on a live connection in its own process; else raises ForkedClient or StoreUnavailable."""
+        self._check_process()
+        if self._failure is not None:
+            raise StoreUnavailable(self._failure if self._failure.endswith(WAY_ON) else f"{self._failure}: {WAY_ON}")
+
+    @property
+    def is_failed(self) -> bool:
+        return self._failure is not None
+
+    def close(self, reason: str, *, is_expected: bool = False) -> None:
+        """Ends the session: tickets in flight raise StoreUnavailable, leases end, memory is let go of. Idempotent.
+
+        is_expected: failures of tickets that nobody waits for are not logged. Those of prefetches and other requests that can be
+        cancelled never are: this process ends them itself, and nothing is lost by it.
+        """
+        if os.getpid() == self._process_id:
+            self._fail(StoreUnavailable(reason), is_ours=True, is_expected=is_expected)
+            self.segments.clear()
+
+    def close_in_child(self) -> None:
+        """In a forked child: lets go of the socket, so that the daemon sees the parent end. Touches no lock."""
+        self._sock.close()
+
+    # --- reading ---
+
+    def _become_reader(self, ticket: Ticket[Any], deadline_s: float) -> bool:
+        """Waits for the reader's role. True: this thread reads now. False: the ticket is settled, or the deadline is over."""
+        with self._changed:
+            while self._has_reader and not ticket.is_settled:
+                remaining_s = deadline_s - self.clock.now_s()
+                if remaining_s <= 0:
+                    return False
+                self._changed.wait(min(remaining_s, POLL_MAX_S))
+            if ticket.is_settled:
+                return False
+            self._has_reader = True
+            return True
+
+    def _try_become_reader(self) -> bool:
+        with self._changed:
+            if self._has_reader:
+                return False
+            self._has_reader = True
+            return True
+
+    def _leave_reader(self) -> None:
+        with self._changed:
+            self._has_reader = False
+            self._changed.notify_all()
+            self._close_if_unused()
+
+    def _wait_readable(self, deadline_s: float) -> bool:
+        """For the reader: waits for something to read, and sends what the socket had no room for. False at the deadline."""
+        while True:
+            remaining_s = deadline_s - self.clock.now_s()
+            poller = self._either if self._outbox else self._readable
+            events = poller.poll(max(0, math.ceil(min(remaining_s, POLL_MAX_S) * 1000)))
+            if not events:
+                return False
+            if events[0][1] & select.POLLOUT:
+                self._flush()
+            if events[0][1] & ~select.POLLOUT:
+                return True
+
+    def _read_once(self) -> bool:
+        """For the reader: settles what one read brings. False if there was nothing to read, or there will be no more."""
+        try:
+            if not self._inbox.read():
+                return False
+            for request_id, answer in self._inbox.answers():
+                self._settle(request_id, answer)
+        except ParamStoreError as error:
+            self._fail(error)
+            return False
+        except BaseException:
+            # An interrupt between taking bytes off the socket and using them: the stream cannot be trusted any more.
+            self._fail(StoreUnavailable("the client was interrupted while it read an answer"))
+            raise
+        if self._inbox.given_up:
+            segments, self._inbox.given_up = self._inbox.given_up, []
+            if unmapped := self.segments.give_up(segments):
+                self.post(Unmapped(unmapped))
+        with self._changed:
+            self._changed.notify_all()
+        return True
+
+    def _settle(self, request_id: int, answer: object) -> None:
+        if request_id == CONNECTION_ID and isinstance(answer, ParamStoreError):
+            raise answer  # why the daemon hangs up: every ticket ends with it
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is None:
+            raise ProtocolError(f"{type(answer).__name__} answers request {request_id}, which is not open")
+        if isinstance(answer, ParamStoreError):
+            ticket.settle_error(answer)
+        else:
+            ticket.settle(answer)
+
+    # --- sending ---
+
+    def _flush(self) -> None:
+        """Sends the outbox as far as the socket takes it. A caller that finds another sender at work leaves it to that one."""
+        while self._outbox and self._sending.acquire(blocking=False):
+            try:
+                is_full = not self._send_some()
+            finally:
+                self._sending.release()
+            if is_full:
+                return
+
+    def _send_some(self) -> bool:
+        """For the sender: sends what the socket takes. False when it is full, or takes no more for good."""
+        outbox = self._outbox
+        while outbox:
+            frame = outbox[0]
+            try:
+                sent_bytes = self._sock.send(frame)
+                if sent_bytes < len(frame):
+                    outbox[0] = frame[sent_bytes:]
+                else:
+                    outbox.popleft()
+            except BlockingIOError:
+                return False
+            except OSError:
+                # The daemon is gone. What it still said is read first, and the end of the stream settles the rest.
+                outbox.clear()
+                return False
+            except BaseException:
+                # An interrupt here may have sent what still stands in the outbox: a request must never go out twice.
+                self._fail(StoreUnavailable("the client was interrupted while it sent a request"))
+                raise
+        return True
+
+    def _send_rest(self, what: str) -> None:
+        """Sends the rest where the socket was full, and reads meanwhile, so that the daemon can go on. Raises WaitTimeout."""
+        deadline_s = self.clock.now_s() + self.timeout_s
+        while self._outbox and self._failure is None:
+            if self.clock.now_s() >= deadline_s:
+                raise WaitTimeout(f"{what}: the daemon took nothing off its socket for {self.timeout_s:g} s")
+            if self._try_become_reader():
+                try:
+                    events = self._either.poll(math.ceil(STALL_POLL_S * 1000))
+                    if events and events[0][1] & ~select.POLLOUT:
+                        self._read_once()
+                finally:
+                    self._leave_reader()
+            else:
+                room = select.poll()
+                room.register(self._fd, select.POLLOUT)
+                room.poll(math.ceil(STALL_POLL_S * 1000))
+            self._flush()
+
+    # --- the end ---
+
+    def _fail(self, error: ParamStoreError, *, is_ours: bool = False, is_expected: bool = False) -> None:
+        """Settles every ticket with an error of `error`'s class and shuts the socket down. Only the first call counts.
+
+        is_ours: this process ends the session.
+        """
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = str(error)
+            tickets, self._tickets = list(self._tickets.values()), {}
+            # The outbox is the sender's: its next send fails and clears it.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that polls
+        for ticket in tickets:
+            is_quiet = is_expected or (is_ours and ticket.is_cancellable)
+            ticket.settle_error(type(error)(f"{ticket.what}: {error}"), is_expected=is_quiet)
+        with self._changed:
+            self._changed.notify_all()
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        """Closes the socket once nobody polls it: another file may get its descriptor's number right after."""
+        if self._failure is not None and not self._has_reader and not self._loops:
+            self._inbox.close()
+            self._sock.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process_id:
+            raise ForkedClient(
+                f"this client belongs to process {self._process_id}, this is its forked child {os.getpid()}: connect again here"
+            )
+
+
+def _close_all_in_child() -> None:
+    for connection in list(_connections):
+        connection.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)

@@ -1,0 +1,1 @@
+"""What a writer hands in: the upload area, the gradients that are pending in it, and the ranges that requests consume."""

@@ -1,0 +1,1 @@
+"""The calls on an open namespace, by what they are about; `Namespace` puts them together."""

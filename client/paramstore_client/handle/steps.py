@@ -1,0 +1,107 @@
+"""The chain of commits as a handle sees it: making a step, listing the steps, going back to one, and keeping one for good."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paramstore.core.arguments import whole_number
+from paramstore.wire import messages
+from paramstore_client.connection import answers
+from paramstore_client.connection.answers import Result
+from paramstore_client.handle.base import Handle, plain_extra
+
+if TYPE_CHECKING:
+    from paramstore_client.connection.ticket import Ticket
+
+class Steps(Handle):
+    """The part of `Namespace` that is about steps."""
+
+    @property
+    def apply_count(self) -> int:
+        """How many applies this handle has called."""
+        return self._applies
+
+    @property
+    def uncommitted_applies(self) -> int:
+        """How many applies of this handle are in no commit that it has seen settled, and were dropped by no rollback."""
+        return self._applies - self._committed_applies
+
+    def commit(self, step: int, extra: bytes = b"") -> Ticket[Result]:
+        """Makes everything applied so far durable as `step`. Cannot be cancelled. extra: up to 64 KiB, kept with it.
+
+        Result: {step, records, bytes_written, seconds}. Raises StepOutOfOrder, StepFailed, VolumeError.
+        """
+        self._check_writes("commit")
+        step, covered = whole_number("step", step), self._applies
+
+        def committed(answer: object) -> Result:
+            result = answers.mapping(answer)
+            self._committed_step, self._committed_applies = step, covered
+            return result
+
+        message = messages.Commit(self._next_id(), self._handle, step, plain_extra(extra))
+        return self._send(message, f"commit {step}", committed, is_cancellable=False)
+
+    def prepare(self, step: int, extra: bytes = b"") -> Ticket[Result]:
+        """Makes the first half of a commit, for a job over several nodes: all is durable as `step`, which `finalize(step)` commits.
+
+        When every node has prepared, every node finalizes: whatever dies in between, all of them can be opened at one common
+        step (`open_namespace(mode="write", at=...)`). Until then `apply`, `commit` and another `prepare` raise StepPrepared, as
+        does a new writer who does not say `at`; pushed gradients stay pending; readers see the steps before.
+        Result and errors are those of `commit`; StepOutOfOrder before the first commit too.
+        """
+        self._check_writes("prepare")
+        self._connection.check_minor(messages.PREPARE_MINOR, "prepare")
+        step = whole_number("step", step)
+        message = messages.Prepare(self._next_id(), self._handle, step, plain_extra(extra))
+        return self._send(message, f"prepare {step}", answers.mapping, is_cancellable=False)
+
+    def finalize(self, step: int) -> Ticket[None]:
+        """Commits the prepared `step`, in one small transaction. Calling it again is no error. Cannot be cancelled.
+
+        Raises StepOutOfOrder if another step, or none, is prepared; CatalogError, and then the step is still prepared.
+        """
+        self._check_writes("finalize")
+        self._connection.check_minor(messages.PREPARE_MINOR, "finalize")
+        step = whole_number("step", step)
+
+        def committed(answer: object) -> None:
+            answers.nothing(answer)
+            self._committed_step, self._committed_applies = step, self._applies  # none came since `prepare`
+
+        message = messages.Finalize(self._next_id(), self._handle, step)
+        return self._send(message, f"finalize {step}", committed, is_cancellable=False)
+
+    def steps(self) -> list[int]:
+        """The steps that can be opened, oldest first: the newest `retained_steps`, snapshots, and those readers stand on."""
+        return self._send(messages.Steps(self._next_id(), self._handle), "steps", answers.numbers).wait()
+
+    def extra(self, step: int) -> bytes:
+        """The bytes committed with `step`. Raises StepDropped."""
+        return self._send(messages.Extra(self._next_id(), self._handle, whole_number("step", step)), "extra", answers.data).wait()
+
+    def rollback(self, step: int) -> int:
+        """Goes back to `step`, any of `steps()`: later steps, pending gradients and working copies are gone for good, readers
+        of later steps have lost theirs. Returns the new epoch.
+
+        Raises StepDropped, and StepFailed while a later step is a snapshot; then nothing has changed.
+        """
+        self._check_writes("rollback")
+        step = whole_number("step", step)
+
+        def rolled_back(answer: object) -> int:
+            self._epoch, self._committed_step = answers.number(answer), step
+            self._committed_applies = self._applies
+            self._count_view_change()
+            return self._epoch
+
+        return self._consume(messages.Rollback(self._next_id(), self._handle, step), "rollback", rolled_back).wait()
+
+    def drop_snapshot(self, step: int) -> None:
+        """Ends a snapshot: `step` stays as long as any other would. Raises StepDropped if it is none."""
+        message = messages.DropSnapshot(self._next_id(), self._handle, whole_number("step", step))
+        self._send(message, f"drop_snapshot {step}", answers.nothing).wait()
+
+    def snapshots(self) -> list[int]:
+        """The steps that are snapshots, oldest first."""
+        return self._send(messages.Snapshots(self._next_id(), self._handle), "snapshots", answers.numbers).wait()

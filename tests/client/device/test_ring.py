@@ -1,0 +1,452 @@
+"""The ring loads K layers ahead, holds one, and gives each layer its own weights, around and around."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paramstore.errors import CapacityError, ConfigError, LeaseError, UnknownKey, WaitTimeout
+from paramstore.testing.clock import ManualClock
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.device.ring import RingMemory
+from paramstore_client.device.tier import DeviceTier
+from paramstore_client.nn import ResidentExperts, StoredExperts
+
+EXPERTS, HIDDEN = 4, 8
+
+
+def make_namespace(*, layers: int = 5, lease_slots: int = 64) -> MemoryNamespace:
+    return MemoryNamespace.of_swiglu(layers=layers, experts=EXPERTS, hidden=HIDDEN, lease_slots=lease_slots, is_trainable=False)
+
+
+def layers_of(ns: MemoryNamespace, kind: str) -> list[int]:
+    return [keys[0][0] for _, keys in ns.happened(kind)]
+
+
+def assert_weights(ns: MemoryNamespace, layer: int, experts: dict) -> None:
+    for expert, fields in experts.items():
+        for name, value in ns.values((layer, expert)).items():
+            assert torch.equal(fields[name], value), f"{(layer, expert)} {name}"
+
+
+# --- visits ---
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_every_visit_finds_the_weights_of_its_layer(layers: int, slots: int) -> None:
+    ns = make_namespace(layers=layers)
+    with RingMemory(ns, slots) as ring:
+        for _ in range(3):
+            for layer in range(layers):
+                with ring.layer(layer) as experts:
+                    assert list(experts) == list(range(EXPERTS))
+                    assert_weights(ns, layer, experts)
+    assert ns.leased == []
+    assert ns.leased_keys_max == EXPERTS
+
+
+def test_a_layer_that_is_done_makes_room_for_the_one_k_after_it() -> None:
+    ns = make_namespace()
+    with RingMemory(ns, 2) as ring:
+        assert layers_of(ns, "prefetch") == [0, 1]
+        for layer in (0, 1, 2, 3, 4, 0):
+            with ring.layer(layer):
+                ns.events.clear()
+            assert [(kind, keys[0][0]) for kind, keys in ns.events] == [("release", layer), ("prefetch", (layer + 2) % 5)]
+
+
+def test_known_routing_is_all_that_is_leased() -> None:
+    ns = make_namespace()
+    with RingMemory(ns, 2) as ring, ring.layer(0, [3, 1]) as experts:
+        assert list(experts) == [1, 3]
+        assert_weights(ns, 0, experts)
+    assert next(ns.happened("acquire")) == ("acquire", ((0, 1), (0, 3)))
+
+
+def test_where_whole_layers_do_not_fit_only_the_likely_experts_are_loaded_ahead() -> None:
+    ns = make_namespace(layers=2, lease_slots=4)
+    with RingMemory(ns, 2) as ring:
+        assert layers_of(ns, "prefetch") == [], "nothing is known yet"
+        for experts in ([1, 3], [3], [2, 3]):
+            for layer in range(2):
+                with ring.layer(layer, experts):
+                    pass
+    assert list(ns.happened("prefetch"))[-1] == ("prefetch", ((1, 3), (1, 2)))
+    assert all(len(keys) <= 2 for _, keys in ns.happened("prefetch"))
+
+
+def test_experts_ahead_can_be_limited() -> None:
+    ns = make_namespace()
+    with RingMemory(ns, 2, experts_ahead=1) as ring, ring.layer(0, [2]):
+        pass
+    with RingMemory(ns, 2, experts_ahead=1) as ring:
+        for layer in (0, 1, 2, 3, 4, 0):
+            with ring.layer(layer, [2]):
+                pass
+    assert {len(keys) for _, keys in ns.happened("prefetch")} == {1}
+
+
+def test_the_order_of_layers_is_the_callers() -> None:
+    ns = make_namespace()
+    with RingMemory(ns, 1, layers=[3, 0]) as ring:
+        for layer in (3, 0, 3):
+            with ring.layer(layer) as experts:
+                assert_weights(ns, layer, experts)
+        assert ring.stats.skipped_turns == 0
+        with pytest.raises(UnknownKey, match="layer 1"), ring.layer(1):
+            pass
+
+
+def test_skipped_layers_give_their_slots_up() -> None:
+    ns = make_namespace()
+    ns.holds_prefetches = True
+    with RingMemory(ns, 2) as ring:
+        with ring.layer(3) as experts:
+            assert_weights(ns, 3, experts)
+        assert ring.stats.skipped_turns == 3
+        assert [ticket.is_cancelled for ticket in ns.tickets] == [True, True, True, True, False, False], "3 was used as it was"
+        with ring.layer(4) as experts:
+            assert_weights(ns, 4, experts)
+        with ring.layer(0) as experts:
+            assert_weights(ns, 0, experts)
+
+
+def test_a_layer_that_was_not_left_keeps_its_slot() -> None:
+    ns = make_namespace()
+    with RingMemory(ns, 2) as ring:
+        with ring.layer(0) as held, ring.layer(1):
+            with pytest.raises(LeaseError, match="layer 2: its slot still holds layer 0"), ring.layer(2):
+                pass
+            assert_weights(ns, 0, held)
+        with ring.layer(2) as experts:
+            assert_weights(ns, 2, experts)
+
+
+def test_an_error_in_a_layer_releases_it() -> None:
+    ns = make_namespace()
+    with pytest.raises(ZeroDivisionError), RingMemory(ns, 2) as ring, ring.layer(0):
+        raise ZeroDivisionError
+    assert ns.leased == []
+
+
+def test_closing_cancels_what_still_loads() -> None:
+    ns = make_namespace()
+    ns.holds_prefetches = True
+    with RingMemory(ns, 2):
+        pass
+    assert [ticket.is_cancelled for ticket in ns.tickets] == [True, True]
+
+
+def test_a_ring_needs_slots_and_layers_of_its_namespace() -> None:
+    ns = make_namespace()
+    with pytest.raises(ConfigError, match="slots=0"):
+        RingMemory(ns, 0)
+    for layers in ([], [0, 0], [9]):
+        with pytest.raises(ConfigError, match="layers="):
+            RingMemory(ns, 1, layers=layers)
+
+
+# --- visits that fail ---
+
+
+class FailingNamespace(MemoryNamespace):
+    """Raises `acquire_error` and `prefetch_error` while they are set."""
+
+    acquire_error: BaseException | None = None
+    prefetch_error: BaseException | None = None
+
+    def acquire(self, *arguments: object, **options: object) -> object:
+        if self.acquire_error is not None:
+            raise self.acquire_error
+        return super().acquire(*arguments, **options)
+
+    def prefetch(self, *arguments: object, **options: object) -> object:
+        if self.prefetch_error is not None:
+            raise self.prefetch_error
+        return super().prefetch(*arguments, **options)
+
+
+def make_failing(layers: int) -> FailingNamespace:
+    return FailingNamespace.of_swiglu(layers=layers, experts=EXPERTS, hidden=HIDDEN, is_trainable=False)
+
+
+@contextmanager
+def failing(ns: FailingNamespace, name: str, error: BaseException) -> Iterator[None]:
+    setattr(ns, name, error)
+    try:
+        yield
+    finally:
+        setattr(ns, name, None)
+
+
+def test_a_visit_that_fails_costs_itself_and_no_other() -> None:
+    ns = make_namespace()
+    with RingMemory(ns, 2) as ring:
+        with pytest.raises(UnknownKey, match="99"), ring.layer(0, [99]):
+            pass
+        assert ring.stats == type(ring.stats)(total_bytes=ring.stats.total_bytes), "nothing was visited"
+        for _ in range(3):
+            for layer in range(5):
+                with ring.layer(layer, [1]) as experts:
+                    assert_weights(ns, layer, experts)
+        assert ring.stats.skipped_turns == 0
+    assert ns.leased == []
+
+
+def test_a_load_ahead_that_is_refused_fails_no_visit(caplog: pytest.LogCaptureFixture) -> None:
+    ns = make_failing(3)
+    with failing(ns, "prefetch_error", CapacityError("no room")), RingMemory(ns, 2) as ring:
+        for layer in (0, 1, 2, 0, 2, 1):
+            with ring.layer(layer) as experts:
+                assert_weights(ns, layer, experts)
+        assert list(ring.parts(2))
+    assert ns.leased == []
+    assert "layer 0 could not be loaded ahead: no room" in caplog.text
+
+
+def test_a_ring_says_where_it_is() -> None:
+    with RingMemory(make_namespace(), 2) as ring:
+        assert repr(ring) == "<RingMemory of 5 layers in 2 slots, before its first visit>"
+        with ring.layer(3):
+            assert repr(ring) == "<RingMemory of 5 layers in 2 slots, at layer 3, holding 4 keys>"
+
+
+def test_an_empty_routing_is_a_visit_without_weights() -> None:
+    with RingMemory(make_namespace(), 2) as ring:
+        for layer in range(5):
+            with ring.layer(layer, []) as experts:
+                assert experts == {}
+        with pytest.raises(ConfigError, match="no keys"):
+            ring.acquire([])
+        assert ring.stats.skipped_turns == 0
+
+
+def test_a_ring_outside_of_its_with_is_refused() -> None:
+    ring = RingMemory(make_namespace(), 2)
+    with pytest.raises(LeaseError, match="inside its `with`"), ring.layer(0):
+        pass
+
+
+class RingTrial:
+    """A seeded life of good and bad visits. A ring's rule is all the model that it needs: a visit that began is the next turn of
+    its layer, one that failed is none, and only a turn that is held stands in the way of the Kth after it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.layers, self.slots = self.random.randint(1, 6), self.random.randint(1, 4)
+        self.ns = make_failing(self.layers)
+        self.ns.holds_prefetches = self.random.random() < 0.5
+        self.turn, self.visits, self.skipped = -1, 0, 0
+        self.held: list[int] = []
+
+    def run(self, steps: int) -> None:
+        with RingMemory(self.ns, self.slots) as self.ring:
+            for _ in range(steps):
+                self.step()
+                assert len(self.ns.leased) == len(self.held) == 0
+                stats = self.ring.stats
+                assert (stats.hits + stats.waits, stats.skipped_turns) == (self.visits, self.skipped)
+            for layer in range(self.layers):  # and all is as it was
+                with self.ring.layer(layer) as experts:
+                    assert_weights(self.ns, layer, experts)
+        assert self.ns.leased == []
+
+    def step(self) -> None:
+        failures = self.unknown, self.stopped, self.spoilt, self.given_up, self.nested, self.unloaded
+        self.random.choice((self.good, self.good, *failures))()
+
+    def layer(self) -> int:
+        """Mostly the next one."""
+        return self.random.choice(((self.turn + 1) % self.layers, self.random.randrange(self.layers)))
+
+    def turn_of(self, layer: int) -> int:
+        return self.turn + 1 + (layer - self.turn - 1) % self.layers
+
+    def began(self, layer: int) -> None:
+        turn = self.turn_of(layer)
+        self.skipped += turn - self.turn - 1
+        self.turn, self.visits = turn, self.visits + 1
+
+    @contextmanager
+    def visiting(self, layer: int) -> Iterator[None]:
+        with self.ring.layer(layer, self.random.sample(range(EXPERTS), 2)) as experts:
+            self.began(layer)
+            self.held.append(self.turn)
+            try:
+                assert_weights(self.ns, layer, experts)
+                yield
+            finally:
+                self.held.pop()
+
+    def good(self) -> None:
+        with self.visiting(self.layer()):
+            pass
+
+    def unknown(self) -> None:
+        with pytest.raises((UnknownKey, ConfigError)), self.ring.layer(self.layer(), [self.random.choice((-1, EXPERTS))]):
+            pass
+        with pytest.raises(UnknownKey), self.ring.layer(self.layers):
+            pass
+
+    def stopped(self) -> None:
+        error = self.random.choice((KeyboardInterrupt(), WaitTimeout("late")))
+        with failing(self.ns, "acquire_error", error), pytest.raises(type(error)), self.ring.layer(self.layer()):
+            pass
+
+    def spoilt(self) -> None:
+        with pytest.raises(ZeroDivisionError), self.visiting(self.layer()):
+            raise ZeroDivisionError
+
+    def unloaded(self) -> None:
+        """The load ahead is refused, or interrupted: then the visit is over, having begun or not."""
+        error = self.random.choice((CapacityError("no room"), KeyboardInterrupt()))
+        layer = self.layer()
+        with failing(self.ns, "prefetch_error", error):
+            try:
+                with self.ring.layer(layer):
+                    pass
+            except KeyboardInterrupt:
+                pass
+        self.began(layer)
+
+    def given_up(self) -> None:
+        layer = self.layer()
+        for experts in self.ring.parts(layer, [0, 2]):
+            assert_weights(self.ns, layer, experts)
+            break
+        self.began(layer)
+
+    def nested(self) -> None:
+        with ExitStack() as stack:
+            for _ in range(self.random.randint(1, 5)):
+                layer = self.layer()
+                if self.held and self.held[0] <= self.turn_of(layer) - self.slots:
+                    with pytest.raises(LeaseError, match="was not left"), self.ring.layer(layer):
+                        pass
+                else:
+                    stack.enter_context(self.visiting(layer))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_fails_the_others_go_on(seed: int) -> None:
+    RingTrial(seed).run(40)
+
+
+# --- parts ---
+
+
+def test_a_layer_above_the_lease_cap_streams_in_parts() -> None:
+    ns = make_namespace(lease_slots=3)
+    with RingMemory(ns, 1) as ring:
+        with pytest.raises(CapacityError, match=r"ring\.parts\(0\)"), ring.layer(0):
+            pass
+        for layer in range(5):
+            seen = []
+            for experts in ring.parts(layer):
+                assert_weights(ns, layer, experts)
+                seen += experts
+            assert seen == list(range(EXPERTS))
+    assert ns.leased_keys_max == 3
+    assert ns.leased == []
+
+
+def test_parts_that_are_not_finished_are_released() -> None:
+    ns = make_namespace(lease_slots=2)
+    with RingMemory(ns, 1) as ring:
+        for _ in ring.parts(0):
+            break
+        assert ns.leased == []
+
+
+# --- counts ---
+
+
+def test_a_visit_whose_load_is_done_is_a_hit_and_one_that_waits_is_not() -> None:
+    ns = make_namespace()
+    ns.holds_prefetches = True
+    with RingMemory(ns, 2) as ring:
+        with ring.layer(0):
+            pass
+        ns.finish_prefetches()
+        with ring.layer(1):
+            pass
+        assert (ring.stats.hits, ring.stats.waits) == (1, 1)
+
+
+def test_the_time_waited_is_counted() -> None:
+    ns, clock = make_namespace(), ManualClock()
+    acquire = ns.acquire
+
+    def slow_acquire(*arguments: object, **options: object) -> object:
+        clock.advance(1.5)
+        return acquire(*arguments, **options)
+
+    ns.acquire = slow_acquire
+    with RingMemory(ns, 2, clock=clock) as ring:
+        for layer in range(3):
+            with ring.layer(layer):
+                pass
+        assert ring.stats.wait_s == 4.5
+
+
+def test_the_fraction_held_at_most_is_told() -> None:
+    ns = make_namespace()
+    with RingMemory(ns, 2) as ring:
+        for layer in range(5):
+            with ring.layer(layer, [0, 1]):
+                pass
+        assert ring.stats.resident_fraction == pytest.approx(2 / (5 * EXPERTS))
+        assert ring.stats.total_bytes == 5 * EXPERTS * ns.schema.part("param").image_bytes
+
+
+# --- models ---
+
+
+class Model(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            ids = (torch.arange(6)[:, None] + torch.tensor([index, index + 1])) % EXPERTS
+            x = x + layer(x, ids, torch.full((6, 2), 0.5))
+        return x
+
+
+@pytest.mark.parametrize("lease_slots", [64, 4, 2, 1])
+def test_a_model_of_stored_experts_generates_through_the_ring(lease_slots: int) -> None:
+    ns = make_namespace(lease_slots=lease_slots)
+    x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(3))
+    expected = Model([ResidentExperts([ns.values((layer, e)) for e in range(EXPERTS)]) for layer in range(5)])(x)
+    with RingMemory(ns, 2) as ring, torch.no_grad():
+        model = Model([StoredExperts(ring, layer) for layer in range(5)])
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+        assert ring.stats.hits + ring.stats.waits == 15, "parts of one layer are one visit"
+        assert ring.stats.skipped_turns == 0
+    assert ns.leased == []
+
+
+def test_a_layer_that_comes_again_at_once_is_a_new_visit() -> None:
+    ns = make_namespace(layers=1, lease_slots=2)
+    with RingMemory(ns, 1) as ring, torch.no_grad():
+        model = Model([StoredExperts(ring, 0)])
+        for _ in range(3):
+            model(torch.zeros(6, HIDDEN))
+        assert ring.stats.hits + ring.stats.waits == 3
+
+
+def test_a_ring_over_device_slots_gives_the_same_weights() -> None:
+    ns = make_namespace()
+    with DeviceTier(ns, 2 * EXPERTS, device="cpu") as tier, RingMemory(tier, 2) as ring:
+        for _ in range(2):
+            for layer in range(5):
+                with ring.layer(layer) as experts:
+                    assert_weights(ns, layer, experts)
+        assert tier.stats.bytes_copied > 0
+    assert ns.leased == []

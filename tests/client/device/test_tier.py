@@ -1,0 +1,317 @@
+"""The device tier on its CPU twin: a cache that never serves a stale copy and never takes a slot in use."""
+
+import pytest
+import torch
+
+from paramstore.core.optimizers import AdamW
+from paramstore.core.place import Identity
+from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, UnknownKey
+from paramstore.testing.memory_namespace import MemoryTicket
+from paramstore_client.device.copier import HostCopier, Mark
+from paramstore_client.device.tier import REPORT_EVERY
+from paramstore_client.nn import ResidentExperts, StoredExperts
+from paramstore_testkit.training.small_tier import KEYS, WatchfulCopier, assert_holds, make_namespace, make_tier, update, use
+
+
+def test_a_fetch_gives_views_of_the_slots() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns)
+    with tier.fetch(KEYS[:3]) as held:
+        assert_holds(ns, held, KEYS[:3])
+        inside = tier.slots.fields["gate_up"]
+        assert held[0, 1]["gate_up"].untyped_storage().data_ptr() == inside.untyped_storage().data_ptr()
+    assert ns.leased == []
+
+
+def test_a_second_fetch_asks_the_host_for_nothing() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns)
+    use(tier, KEYS[:3])
+    ns.events.clear()
+    use(tier, KEYS[:3])
+    assert ns.events == []
+    assert (tier.stats.hits, tier.stats.misses) == (3, 3)
+
+
+def test_more_keys_than_lease_slots_come_in_several_host_leases() -> None:
+    ns = make_namespace(lease_slots=2)
+    tier = make_tier(ns, 5)
+    with tier.fetch(KEYS[:5]) as held:
+        assert_holds(ns, held, KEYS[:5])
+    assert [len(keys) for _, keys in ns.happened("acquire")] == [1, 1, 1, 1, 1]
+
+
+def test_copies_under_way_are_waited_for_where_others_lease_through_the_same_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns, copier = make_namespace(lease_slots=8), LateCopier()
+    monkeypatch.setattr("paramstore_client.device.tier.make_copier", lambda *arguments, **options: copier)
+    tier = make_tier(ns, 6)
+    tier.fetch(KEYS[:3]).release()
+    with ns.acquire(KEYS[:4]), tier.fetch(KEYS[3:5]) as held:
+        copier.run_until(4)
+        assert_holds(ns, held, KEYS[3:5])
+
+
+def test_a_lease_that_no_copy_under_way_blocks_is_refused() -> None:
+    ns = make_namespace(lease_slots=4)
+    with ns.acquire(KEYS[:4]), pytest.raises(LeaseError, match="own leases hold 4 of 4"):
+        make_tier(ns, 6).fetch(KEYS[:1])
+
+
+def test_an_updated_expert_is_fetched_again_and_the_others_are_not() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns)
+    use(tier, KEYS[:3])
+    copied = tier.stats.bytes_copied
+    update(ns, KEYS[1:2])
+    with tier.fetch(KEYS[:3]) as held:
+        assert_holds(ns, held, KEYS[:3])
+        assert held.identity(KEYS[1]) == Identity(epoch=0, version=1)
+    assert tier.stats.refetches == 1
+    assert tier.stats.bytes_copied == copied * 4 // 3
+
+
+def test_a_held_copy_keeps_its_bytes_while_a_newer_one_is_fetched() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns)
+    with tier.fetch(KEYS[:1]) as old:
+        before = old[KEYS[0]]["down"].clone()
+        update(ns, KEYS[:1])
+        with tier.fetch(KEYS[:1]) as new:
+            assert_holds(ns, new, KEYS[:1])
+            assert torch.equal(old[KEYS[0]]["down"], before)
+            assert tier.slots.free_count == 2
+    assert tier.slots.free_count == 3, "the superseded copy's slot came back with its last lease"
+
+
+def test_eviction_takes_the_least_used_that_nobody_needs() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns)
+    use(tier, KEYS[:4])
+    use(tier, [KEYS[0], KEYS[2], KEYS[3]])
+    use(tier, [KEYS[4]])
+    assert sorted(tier.slots.keys) == [KEYS[0], KEYS[2], KEYS[3], KEYS[4]]
+    assert tier.stats.evictions == 1
+
+
+def test_eviction_spares_what_the_fetch_itself_needs() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns, 3, policy="lru")
+    use(tier, KEYS[:3])
+    with tier.fetch([KEYS[0], KEYS[3], KEYS[4]]) as held:
+        assert_holds(ns, held, [KEYS[0], KEYS[3], KEYS[4]])
+
+
+def test_eviction_spares_what_is_held() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns, policy="lru")
+    with tier.fetch(KEYS[:2]) as held:
+        use(tier, KEYS[2:4])
+        use(tier, KEYS[4:6])
+        assert_holds(ns, held, KEYS[:2])
+        with pytest.raises(LeaseError, match="leases of this process"):
+            tier.fetch(KEYS[2:5])
+        assert_holds(ns, held, KEYS[:2])
+    with tier.fetch(KEYS[2:5]) as held:
+        assert_holds(ns, held, KEYS[2:5])
+    assert ns.leased == []
+
+
+def test_a_slot_held_twice_is_free_only_after_both() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns, 1)
+    first, second = tier.fetch(KEYS[:1]), tier.fetch(KEYS[:1])
+    first.release()
+    first.release()
+    with pytest.raises(LeaseError):
+        tier.fetch(KEYS[1:2])
+    second.release()
+    use(tier, KEYS[1:2])
+
+
+def test_more_keys_than_slots_are_refused_with_the_fix() -> None:
+    with pytest.raises(CapacityError, match="5 keys asked of a device tier of 4 slots"):
+        make_tier(make_namespace()).fetch(KEYS[:5])
+    with pytest.raises(ConfigError, match="slots=0: give a whole number from 1"):
+        make_tier(make_namespace(), 0)
+
+
+def test_an_error_of_the_host_leaves_nothing_leased_and_the_tier_usable() -> None:
+    ns = make_namespace(lease_slots=2)
+    tier = make_tier(ns)
+    with pytest.raises(UnknownKey):
+        tier.fetch([KEYS[0], KEYS[1], (0, 99)])
+    assert ns.leased == []
+    with tier.fetch(KEYS[:4]) as held:
+        assert_holds(ns, held, KEYS[:4])
+
+
+class LateMark:
+    """Reached when somebody waits on the host for it, or for a later one of the same stream."""
+
+    def __init__(self, copier: "LateCopier", number: int) -> None:
+        self.copier = copier
+        self.number = number
+
+    def is_reached(self) -> bool:
+        return self.number < self.copier.done_count
+
+    def wait_on_host(self) -> None:
+        self.copier.run_until(self.number)
+
+    def wait_on_stream(self) -> None:
+        return
+
+
+class LateCopier(HostCopier):
+    """Copies in order, as late as it may, as a busy stream does."""
+
+    def __init__(self) -> None:
+        self.queue: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        self.done_count = 0
+
+    def copy(self, fields: list[tuple[torch.Tensor, torch.Tensor]], *, after: Mark) -> LateMark:
+        after.wait_on_host()
+        self.queue.append(list(fields))
+        return LateMark(self, len(self.queue) - 1)
+
+    def run_until(self, number: int) -> None:
+        for fields in self.queue[self.done_count : number + 1]:
+            for target, source in fields:
+                target.copy_(source)
+        self.done_count = max(self.done_count, number + 1)
+
+
+def test_host_leases_live_until_their_copies_are_done_and_within_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns, copier = make_namespace(lease_slots=2), LateCopier()
+    monkeypatch.setattr("paramstore_client.device.tier.make_copier", lambda *arguments, **options: copier)
+    tier = make_tier(ns, 6)
+    held = tier.fetch(KEYS[:5])
+    assert copier.done_count == 3, "the third host lease waited for the copy from the first, and so on"
+    assert ns.leased_keys_max == 2
+    assert ns.leased_key_count == 2, "the last two copies are under way"
+    copier.run_until(4)
+    tier.settle()
+    assert ns.leased == []
+    assert_holds(ns, held, KEYS[:5])
+
+
+def test_a_released_lease_and_a_foreign_key_are_refused() -> None:
+    tier = make_tier(make_namespace())
+    with tier.fetch(KEYS[:1]) as held, pytest.raises(UnknownKey, match=r"\(0, 1\)"):
+        held[KEYS[1]]
+    with pytest.raises(LeaseError, match="was released"):
+        held[KEYS[0]]
+    with pytest.raises(SchemaMismatch, match="optim"):
+        tier.acquire(KEYS[:1], part="optim")
+
+
+def test_a_slot_that_was_given_away_is_never_read() -> None:
+    tier = make_tier(make_namespace(), 1)
+    copy = tier.slots.find(KEYS[0])
+    assert copy is None
+    with tier.fetch(KEYS[:1]):
+        copy = tier.slots.find(KEYS[0])
+    use(tier, KEYS[1:2])
+    with pytest.raises(LeaseError, match="was given away"):
+        tier.slots.views(copy)
+
+
+def test_a_prefetch_reaches_the_device_when_the_host_has_it() -> None:
+    ns = make_namespace()
+    ns.holds_prefetches = True
+    tier = make_tier(ns)
+    ticket = tier.prefetch(KEYS[:2])
+    assert not ticket.done()
+    assert tier.slots.keys == []
+    ns.finish_prefetches()
+    assert ticket.done()
+    use(tier, KEYS[:2])
+    assert tier.stats.prefetched == 2
+    assert tier.stats.hits == 2
+
+
+def test_keys_that_the_host_skipped_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns = make_namespace()
+    monkeypatch.setattr(MemoryTicket, "wait", lambda ticket: {"loaded": 1, "resident": 1, "skipped": 2, "bytes": 0})
+    tier = make_tier(ns)
+    assert tier.prefetch(KEYS[:4]).done()
+    assert tier.slots.keys == KEYS[:2]
+
+
+def test_a_prefetch_takes_no_slot_that_is_held_and_a_cancelled_one_takes_none() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns)
+    with tier.fetch(KEYS[:3]):
+        tier.prefetch(KEYS[3:6])
+        assert sorted(tier.slots.keys) == KEYS[:4]
+    ns.holds_prefetches = True
+    ticket = tier.prefetch(KEYS[4:6])
+    ticket.cancel()
+    ns.finish_prefetches()
+    tier.settle()
+    assert sorted(tier.slots.keys) == KEYS[:4]
+
+
+def test_a_prefetch_that_fails_is_logged_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    ns = make_namespace(lease_slots=2)
+    tier = make_tier(ns)
+    with ns.acquire(KEYS[4:6]):
+        assert tier.prefetch(KEYS[:1]).done()
+    assert "prefetch of 1 keys to cpu given up" in caplog.text
+    use(tier, KEYS[:1])
+
+
+def test_residency_and_use_are_reported() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns)
+    for _ in range(REPORT_EVERY):
+        use(tier, KEYS[:2])
+    assert ns.device_reports == [(KEYS[:2], KEYS[:2], 2 * ns.schema.part("param").image_bytes)]
+    tier.close()
+    assert ns.device_reports[-1] == ([], [], 0)
+
+
+def test_description_tells_the_way_of_copying_and_the_counts() -> None:
+    tier = make_tier(make_namespace())
+    use(tier, KEYS[:2])
+    description = tier.describe()
+    assert description["host_memory"] == "host: copied at once"
+    assert (description["slots"], description["free_slots"], description["misses"]) == (4, 2, 2)
+
+
+def test_memory_is_forgotten_before_it_goes_and_no_more_once_the_tier_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns, copier = make_namespace(), WatchfulCopier()
+    monkeypatch.setattr("paramstore_client.device.tier.make_copier", lambda *arguments, **options: copier)
+    with make_tier(ns) as tier:
+        use(tier, KEYS[:3])
+        assert len(copier.forgotten) == 3
+    use_host = ns.acquire(KEYS[:1])
+    use_host.release()
+    assert len(copier.forgotten) == 3
+    assert ns.watchers == {}
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="belady"):
+        make_tier(make_namespace(), policy="belady")
+
+
+@pytest.mark.parametrize("slots", [12, 3, 1])
+def test_training_through_the_tier_equals_resident_experts(slots: int) -> None:
+    ns = make_namespace(lease_slots=2)
+    tier = make_tier(ns, slots)
+    resident = ResidentExperts([ns.values((1, expert)) for expert in range(6)])
+    ids, gate = torch.rand(10, 6).topk(2).indices, torch.rand(10, 2)
+    for step in range(2):
+        x = torch.randn(10, 8, generator=torch.Generator().manual_seed(step))
+        loss, expected = (layer(x, ids, gate).square().sum() for layer in (StoredExperts(tier, 1), resident))
+        loss.backward()
+        expected.backward()
+        assert torch.equal(loss, expected)
+        for expert, fields in enumerate(resident.weights):
+            for name, parameter in fields.items():
+                if parameter.grad is not None:
+                    assert torch.equal(ns.pending[1, expert][name], parameter.grad)
+        ns.apply(AdamW())
+        resident = ResidentExperts([ns.values((1, expert)) for expert in range(6)])
+    assert ns.leased == []
