@@ -33,6 +33,9 @@ LIMIT_MODULES = (
     "paramstore.storage.format.structures", "paramstore.engine.records.update",
 )  # fmt: skip
 
+NO_MODULES = {"paramstore.sock", "paramstore.sentinel"}
+"""A file and a parameter that look like modules."""
+
 
 def page_id(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -98,6 +101,20 @@ def _members_of(node: ast.ClassDef) -> set[str]:
 
 
 MEMBERS = members()
+
+
+def found_by_import(name: str) -> object:
+    """What a program gets that imports as much of `name` as is a module; None if there is no such thing."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part, None)
+        return found
+    return None
 
 
 def settings_table() -> ModuleType:
@@ -186,6 +203,13 @@ def test_every_class_and_method_that_a_page_names_exists(page: Path) -> None:
     for name, member in re.findall(r"`(?:ps\.)?([A-Z][a-z]\w*)(?:\.(\w+))?(?:\(|`)", prose(page)):
         assert name in MEMBERS, f"{page_id(page)} names {name}"
         assert not member or member in MEMBERS[name], f"{page_id(page)} names {name}.{member}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_module_and_name_of_one_that_a_page_names_exists(page: Path) -> None:
+    for name in re.findall(r"`((?:ps|paramstore\w*)(?:\.\w+)+)", prose(page)):
+        if name not in NO_MODULES:
+            assert found_by_import(re.sub("^ps\\b", "paramstore", name)) is not None, f"{page_id(page)} names {name}"
 
 
 def test_every_decision_is_in_the_list_of_decisions() -> None:

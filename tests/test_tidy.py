@@ -12,7 +12,7 @@ from paramstore_testkit.source import Function, classes, functions, imported_fro
 
 FILE_LINES, BODY_LINES, FOLDER_MODULES, CLASS_METHODS, CLASS_ATTRIBUTES, PARAMETERS = 400, 50, 16, 30, 20, 8
 
-CROWDED = {"paramstore.bench": 30, "paramstore_client.hf": 25}
+CROWDED = {"paramstore.bench": 30}
 LARGE = {
     "paramstore.storage.space.extents.Space": (36, 11),  # one set of guarantees over one set of ranges
     "paramstore.storage.catalog.ledger.Ledger": (32, 5),  # the rules of one table
@@ -42,8 +42,8 @@ WIDE = {
     "paramstore_client.client.create_namespace": 9,
     "paramstore_client.client.open_namespace": 9,
     "paramstore_client.hf.import_checkpoint.import_checkpoint": 10,
-    "paramstore_client.hf.loading.from_config": 10,
-    "paramstore_client.hf.loading.from_pretrained": 11,
+    "paramstore_client.hf.loading.stored_models.from_config": 10,
+    "paramstore_client.hf.loading.stored_models.from_pretrained": 11,
     "paramstore_testkit.oracles.plain_arithmetic.update": 10,
     "paramstore_testkit.sim.client.ask": 9,
     "paramstore_testkit.training.moe_models.of": 9,

@@ -28,10 +28,10 @@ def export(
     from paramstore_client.checkpoint_directory import checkpoint_directory
 
     directory = checkpoint_directory(model)  # told before the imports that take seconds
-    from paramstore_client.hf.checkpoint import open_checkpoint
+    from paramstore_client.hf.checkpoint.progress import bar
+    from paramstore_client.hf.checkpoint.shards import open_checkpoint
+    from paramstore_client.hf.checkpoint.skeleton import skeleton
     from paramstore_client.hf.export_checkpoint import SHARD_BYTES_MAX, export_checkpoint
-    from paramstore_client.hf.progress import bar
-    from paramstore_client.hf.skeleton import skeleton
 
     shard_bytes = SHARD_BYTES_MAX if shard_size is None else parse_size(shard_size)
     shape, dense = skeleton(directory), open_checkpoint(directory)

@@ -50,10 +50,10 @@ def import_checkpoint(
 
     _check_words(optimizer=optimizer, updates=updates, state_dtype=state_dtype, dtype=dtype)
     directory = checkpoint_directory(path)  # told before the imports that take seconds
+    from paramstore_client.hf.checkpoint.progress import bar
+    from paramstore_client.hf.checkpoint.skeleton import skeleton
     from paramstore_client.hf.import_checkpoint import import_checkpoint as run
-    from paramstore_client.hf.layout import find_layout
-    from paramstore_client.hf.progress import bar
-    from paramstore_client.hf.skeleton import skeleton
+    from paramstore_client.hf.model.layout import find_layout
 
     model = skeleton(directory, dtype=dtype)
     layout = find_layout(model)

@@ -11,7 +11,7 @@ from paramstore.errors import CapacityError
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.ring import RingMemory
 from paramstore_client.device.tier import DeviceTier
-from paramstore_client.hf.windows import Identities, Window
+from paramstore_client.hf.model.lease_window import Identities, Window
 from paramstore_client.nn import StoredExperts
 from paramstore_client.source import ExpertSource
 

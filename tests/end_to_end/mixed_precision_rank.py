@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import paramstore as ps
-from paramstore_client.hf import _compat
+from paramstore_client.hf.compat import modeling
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import tokens
 
@@ -46,7 +46,7 @@ def train(model: Any, policy: MixedPrecisionPolicy, *, is_stored: bool) -> list[
 def make(store: ps.Store | None, name: str = "") -> nn.Module:
     """The model, equal on all ranks: with its experts in namespace `name` of `store`, or unmodified."""
     torch.manual_seed(0)
-    auto, config = _compat.transformers().AutoModelForCausalLM, tiny_config("qwen3_moe")
+    auto, config = modeling.transformers().AutoModelForCausalLM, tiny_config("qwen3_moe")
     if store is None:
         model: nn.Module = auto.from_config(config)
     else:

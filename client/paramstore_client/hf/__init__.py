@@ -1,8 +1,8 @@
 """Models of transformers (>= 5.7) with stored experts: `from_pretrained`, `from_config`, `experts`, `namespace`,
 `trainer_callback`."""
 
-from paramstore_client.hf.layout import ExpertLayout, ExpertTensor, find_layout
-from paramstore_client.hf.loading import experts, from_config, from_pretrained, namespace
+from paramstore_client.hf.loading.stored_models import experts, from_config, from_pretrained, namespace
+from paramstore_client.hf.model.layout import ExpertLayout, ExpertTensor, find_layout
 from paramstore_client.hf.trainer import trainer_callback
 
 __all__ = [

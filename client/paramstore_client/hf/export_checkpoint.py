@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from paramstore.clock import MonotonicClock
 from paramstore.errors import CheckpointError, ConfigError
-from paramstore_client.hf._compat_conversion import Conversions, Reversion, natural_order, split, without_tied
-from paramstore_client.hf.checkpoint import INDEX, WEIGHTS, Checkpoint
-from paramstore_client.hf.conversion import expert_parameters, find_experts, read_tensor
-from paramstore_client.hf.hub_names import HubNames, dense_groups
+from paramstore_client.hf.checkpoint.hub_names import HubNames, dense_groups
+from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
+from paramstore_client.hf.checkpoint.recipes import expert_parameters, find_experts, read_tensor
+from paramstore_client.hf.checkpoint.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor
+from paramstore_client.hf.checkpoint.shards import INDEX, WEIGHTS, Checkpoint
+from paramstore_client.hf.compat.conversions import Conversions, Reversion, natural_order, split, without_tied
 from paramstore_client.hf.import_checkpoint import check_schema
-from paramstore_client.hf.layout import ExpertLayout, find_layout
-from paramstore_client.hf.progress import Progress, Report, reported
-from paramstore_client.hf.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor
+from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 

@@ -25,11 +25,11 @@ from paramstore_client.connection.answers import Result
 from paramstore_client.connection.ticket import Ticket
 from paramstore_client.handle.initialization import Initialization
 from paramstore_client.handle.origin import Origin
-from paramstore_client.hf.checkpoint import open_checkpoint
-from paramstore_client.hf.conversion import ExpertSource
-from paramstore_client.hf.layout import ExpertLayout, find_layout
-from paramstore_client.hf.progress import Progress, Report, reported
-from paramstore_client.hf.safetensors_file import Files
+from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
+from paramstore_client.hf.checkpoint.recipes import ExpertSource
+from paramstore_client.hf.checkpoint.safetensors_file import Files
+from paramstore_client.hf.checkpoint.shards import open_checkpoint
+from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
 from paramstore_client.tensors import DTYPES
 

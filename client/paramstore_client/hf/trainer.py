@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from paramstore_client.hf import _compat
-from paramstore_client.hf.loading import experts
+from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.loading.stored_models import experts
 from paramstore_client.training.experts import Experts
 
 NAME = "paramstore"
@@ -31,7 +31,7 @@ def trainer_callback(model: nn.Module) -> Any:
     The optimizer is attached as ever: `trainer.create_optimizer()`, then `ps.hf.experts(model).attach(trainer.optimizer)`.
     Raises ConfigError for a model whose experts are not trained.
     """
-    return type("ExpertsCallback", (_Checkpoints, _compat.transformers().TrainerCallback), {})(experts(model))
+    return type("ExpertsCallback", (_Checkpoints, modeling.transformers().TrainerCallback), {})(experts(model))
 
 
 class _Checkpoints:

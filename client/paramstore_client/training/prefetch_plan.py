@@ -19,7 +19,7 @@ from paramstore.errors import ConfigError
 from paramstore_client.nn.stored_experts import StoredExperts
 
 BOUND = "_paramstore_layer"
-"""Attribute of a module of transformers: the layer that it was joined with (`paramstore_client.hf.binding`)."""
+"""Attribute of a module of transformers: the layer that it was joined with (`paramstore_client.hf.model.binding`)."""
 
 
 @dataclass(frozen=True, slots=True)

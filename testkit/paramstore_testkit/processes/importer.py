@@ -16,10 +16,10 @@ from dataclasses import asdict
 
 from paramstore.bench.process import peak_bytes, reset_peak, resident_bytes
 from paramstore_client import connect
+from paramstore_client.hf.checkpoint.progress import Progress
+from paramstore_client.hf.checkpoint.skeleton import skeleton
 from paramstore_client.hf.import_checkpoint import SAVE_EVERY_S, import_checkpoint
-from paramstore_client.hf.layout import find_layout
-from paramstore_client.hf.progress import Progress
-from paramstore_client.hf.skeleton import skeleton
+from paramstore_client.hf.model.layout import find_layout
 
 NEVER = -1
 

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore_client.hf import _compat, experts_function
-from paramstore_client.hf.binding import ModelExperts, bind
-from paramstore_client.hf.initial_experts import InitialExperts
-from paramstore_client.hf.layout import ExpertLayout, find_layout
-from paramstore_client.hf.stripping import strip
+from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.loading.initial_experts import InitialExperts
+from paramstore_client.hf.model import experts_function
+from paramstore_client.hf.model.binding import ModelExperts, bind
+from paramstore_client.hf.model.layout import ExpertLayout, find_layout
+from paramstore_client.hf.model.stripping import strip
 from paramstore_testkit.training.moe_families import VOCABULARY
 
 FAMILIES = (
@@ -46,15 +47,15 @@ class Twin:
         dtype: torch.dtype = torch.float32, model_class: Any = None, is_poisoned: bool = True,
     ) -> Twin:  # fmt: skip
         """Makes both models of one config, from one seed. kernel: what the stock model runs, and the stored one on its weights."""
-        auto = _compat.transformers().AutoModelForCausalLM if model_class is None else model_class
-        concrete = _compat.concrete_class(auto, config)
+        auto = modeling.transformers().AutoModelForCausalLM if model_class is None else model_class
+        concrete = modeling.concrete_class(auto, config)
         torch.manual_seed(seed)
-        stock = _compat.build(concrete, copy.deepcopy(config), experts_implementation=kernel, dtype=dtype)
-        initial = InitialExperts(_compat.on_meta(concrete, copy.deepcopy(config)))
+        stock = modeling.build(concrete, copy.deepcopy(config), experts_implementation=kernel, dtype=dtype)
+        initial = InitialExperts(modeling.on_meta(concrete, copy.deepcopy(config)))
         experts_function.register()
         torch.manual_seed(seed)
         with initial.building():
-            stored = _compat.build(concrete, copy.deepcopy(config), experts_implementation=experts_function.NAME, dtype=dtype)
+            stored = modeling.build(concrete, copy.deepcopy(config), experts_implementation=experts_function.NAME, dtype=dtype)
         initial.settle(stored)
         strip(stored)
         layout = find_layout(stored)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import paramstore as ps
 from paramstore.core.key import ExpertKey
-from paramstore_client.hf import _compat
-from paramstore_client.hf.layout import ExpertLayout, find_layout
+from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
 from paramstore_testkit.training.saved_models import class_of
 
@@ -303,7 +303,7 @@ def config_of(family: str) -> Any:
 def save_checkpoint(family: str, directory: Path, *, dtype: torch.dtype, seed: int) -> Path:
     """Saves the unmodified model with the weights that it begins with, as its own `save_pretrained` writes it."""
     torch.manual_seed(seed)
-    _compat.build(modeling_class(families()[family]), config_of(family), dtype=dtype).save_pretrained(directory)
+    modeling.build(modeling_class(families()[family]), config_of(family), dtype=dtype).save_pretrained(directory)
     return directory
 
 

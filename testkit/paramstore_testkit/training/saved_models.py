@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
-from paramstore_client.hf import _compat
-from paramstore_client.hf.layout import ExpertLayout
-from paramstore_client.hf.safetensors_file import read_header
+from paramstore_client.hf.checkpoint.safetensors_file import read_header
+from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.model.layout import ExpertLayout
 from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
 
 SHARD_BYTES_MAX = 40_000
@@ -24,7 +24,7 @@ def save_stock(
     **changes: Any,
 ) -> Path:  # fmt: skip
     """Writes an unmodified model of `family` with random weights. changes: of its tiny config."""
-    model = _compat.build(modeling_class(families()[family]), tiny_config(family, **changes))
+    model = modeling.build(modeling_class(families()[family]), tiny_config(family, **changes))
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -35,7 +35,7 @@ def save_stock(
 
 def class_of(directory: Path) -> Any:
     """Finds the modeling class that a checkpoint was saved from."""
-    return getattr(_compat.transformers(), json.loads((directory / "config.json").read_text())["architectures"][0])
+    return getattr(modeling.transformers(), json.loads((directory / "config.json").read_text())["architectures"][0])
 
 
 def load_stock(directory: Path) -> Any:

@@ -11,7 +11,7 @@ from paramstore.errors import ConfigError
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore.wire import messages as m
 from paramstore_client.device.visit_order import declare_order, declare_ring
-from paramstore_client.hf.loading import join
+from paramstore_client.hf.loading.stored_models import join
 from paramstore_client.training import bind
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import Twin

@@ -14,7 +14,8 @@ import torch
 
 import paramstore as ps
 from paramstore.errors import UnsupportedModel
-from paramstore_client.hf import _compat, find_layout
+from paramstore_client.hf import find_layout
+from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.export_checkpoint import export_checkpoint
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
@@ -49,7 +50,7 @@ def store(tmp_path: Path) -> Iterator[ps.Store]:
 
 def stock_model(family: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(5)
-    return _compat.build(modeling_class(FAMILIES[family]), tiny_config(family), dtype=dtype)
+    return modeling.build(modeling_class(FAMILIES[family]), tiny_config(family), dtype=dtype)
 
 
 def trainings() -> list[Any]:
@@ -92,7 +93,7 @@ def test_family_has_the_bits_of_the_unmodified_model(family: str, dtype: torch.d
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_is_supported_or_refused_with_its_reason(family: str) -> None:
-    network = _compat.on_meta(modeling_class(FAMILIES[family]), tiny_config(family))
+    network = modeling.on_meta(modeling_class(FAMILIES[family]), tiny_config(family))
     if family in REFUSED:
         with pytest.raises(UnsupportedModel, match=REFUSED[family]):
             find_layout(network)
@@ -125,6 +126,6 @@ def test_page_counts_the_families_of_its_version() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "transformers.md").read_text()
     found = re.search(r"of the (\d+) families of transformers (\S+),\s+(\d+) are supported", page)
     assert found is not None
-    if found[2] != _compat.transformers().__version__:
+    if found[2] != modeling.transformers().__version__:
         pytest.skip(f"the page counts those of {found[2]}")
     assert (int(found[1]), int(found[3])) == (len(FAMILIES), len(FAMILIES.keys() - REFUSED.keys()))

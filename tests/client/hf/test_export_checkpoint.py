@@ -13,13 +13,13 @@ import torch
 
 import paramstore_client as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, StepDropped
-from paramstore_client.hf.checkpoint import open_checkpoint
+from paramstore_client.hf.checkpoint.progress import Progress
+from paramstore_client.hf.checkpoint.shards import open_checkpoint
+from paramstore_client.hf.checkpoint.skeleton import skeleton
 from paramstore_client.hf.export_checkpoint import export_checkpoint
 from paramstore_client.hf.import_checkpoint import import_checkpoint
-from paramstore_client.hf.layout import find_layout
-from paramstore_client.hf.progress import Progress
-from paramstore_client.hf.skeleton import skeleton
-from paramstore_client.hf.stripping import stripped_class
+from paramstore_client.hf.model.layout import find_layout
+from paramstore_client.hf.model.stripping import stripped_class
 from paramstore_testkit.training.saved_models import (
     SHARD_BYTES_MAX,
     check_equal_files,

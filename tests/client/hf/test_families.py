@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paramstore_client.hf import _compat
+from paramstore_client.hf.compat import modeling
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import FAMILIES, Twin, tokens
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 """The backward of the stock batched_mm adds in the order of its threads."""
 
 
-@pytest.mark.parametrize("kernel", _compat.KERNELS)
+@pytest.mark.parametrize("kernel", modeling.KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stored_model_equals_the_unmodified_one(family: str, kernel: str) -> None:
     twin = Twin.of(tiny_config(family), kernel=kernel, lease_slots=3)

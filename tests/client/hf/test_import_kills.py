@@ -18,7 +18,7 @@ import torch
 import paramstore_client as ps
 from paramstore.bench.process import peak_bytes, reset_peak, resident_bytes
 from paramstore.errors import StepFailed
-from paramstore_client.hf.layout import find_layout
+from paramstore_client.hf.model.layout import find_layout
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 from paramstore_testkit.training.saved_models import expert_values, load_stock, save_stock
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from paramstore.errors import UnsupportedModel
-from paramstore_client.hf import _compat, find_layout
+from paramstore_client.hf import find_layout
+from paramstore_client.hf.compat import modeling
 from paramstore_testkit.training.moe_families import families, modeling_class
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,7 @@ SOURCES = sources()
 @pytest.mark.parametrize("model", SOURCES)
 def test_model_outside_of_the_registry_is_supported_or_refused_with_its_reason(model: str) -> None:
     built = modeling_class(SOURCES[model])
-    network = _compat.on_meta(built, built.config_class(**CHANGES.get(model, {})))
+    network = modeling.on_meta(built, built.config_class(**CHANGES.get(model, {})))
     if model in MODULE_LISTS:
         assert find_layout(network).schema("adamw", updates="touched").is_trainable
     else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paramstore as ps
-from paramstore_client.hf import _compat
+from paramstore_client.hf.compat import modeling
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import tokens
 
@@ -59,7 +59,7 @@ def train(model: Any, attach: Callable[[torch.optim.Optimizer], object]) -> list
 
 def make(way: str, store: ps.Store | None = None) -> Any:
     torch.manual_seed(0)
-    auto, config = _compat.transformers().AutoModelForCausalLM, tiny_config("qwen3_moe")
+    auto, config = modeling.transformers().AutoModelForCausalLM, tiny_config("qwen3_moe")
     if store is None:
         model = auto.from_config(config)
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import paramstore as ps
 from paramstore.errors import ConfigError, SchemaMismatch, StepDropped, StepFailed, StepOutOfOrder
-from paramstore_client.hf import _compat
+from paramstore_client.hf.compat import modeling
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import tokens
 
@@ -41,7 +41,7 @@ def train(store: ps.Store, tmp_path: Path) -> Iterator[Train]:
         name: str = "moe", *, resume: str | None = None, folder: str = "", is_followed: bool = True, dies_at: int | None = None,
         **more: Any,
     ) -> Any:  # fmt: skip
-        transformers = _compat.transformers()
+        transformers = modeling.transformers()
         for known in opened:
             known.close()
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import StepMismatch
-from paramstore_client.hf.supplies import StreamedSupply
+from paramstore_client.hf.model.weight_sources import StreamedSupply
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
 

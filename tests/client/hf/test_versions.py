@@ -21,9 +21,9 @@ MATRIX = ROOT / ".matrix"
 VERSIONS = ("5.7.0", "5.17.0")
 EVERY = "tests/client/hf/test_every_family.py::test_family_has_the_bits_of_the_unmodified_model"
 TESTS = (
-    "tests/client/hf/test_families.py", "tests/client/hf/test_module_list.py::test_stored_model_equals_the_unmodified_one",
-    "tests/client/hf/test_loading.py::test_saved_dense_part_and_the_namespace_make_the_model_again",
-    "tests/client/hf/test_loading.py::test_whole_checkpoint_is_loaded_without_its_experts_and_without_complaint",
+    "tests/client/hf/test_families.py", "tests/client/hf/model/test_module_list.py::test_stored_model_equals_the_unmodified_one",
+    "tests/client/hf/loading/test_stored_models.py::test_saved_dense_part_and_the_namespace_make_the_model_again",
+    "tests/client/hf/loading/test_stored_models.py::test_whole_checkpoint_is_loaded_without_its_experts_and_without_complaint",
     f"{EVERY}[qwen3_vl_moe-torch.bfloat16]", f"{EVERY}[qwen3_omni_moe-torch.bfloat16]",
 )  # fmt: skip
 INSTALL_TIMEOUT_S = 600

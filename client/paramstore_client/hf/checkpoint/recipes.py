@@ -1,0 +1,214 @@
+"""Finds which tensors of a checkpoint make which expert's tensors, by transformers' own conversion mapping.
+
+A mapping merges the tensors of all experts of a layer into the parameters of its experts module. Here its converters run on the
+tensors of one expert at a time. The result is the same where experts are only stacked, which is checked before anything is read: a
+converter must make `[1, *shape]` of one expert's tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paramstore.core.key import ExpertKey
+from paramstore.errors import CheckpointError
+from paramstore_client.hf.checkpoint.safetensors_file import DTYPES, Files, StoredTensor
+from paramstore_client.hf.checkpoint.shards import Checkpoint
+from paramstore_client.hf.compat.conversions import Conversions, natural_order
+from paramstore_client.hf.model import module_list
+from paramstore_client.hf.model.layout import ExpertLayout, ExpertTensor
+from paramstore_client.tensors import DTYPES as TORCH_DTYPES
+from paramstore_client.tensors import mapped
+
+Found = Mapping[str, Mapping[str | None, list[StoredTensor]]]
+"""Per parameter of the model, per pattern of the converter that makes it (None without one), the tensors that it is made of."""
+FLOATS = ("F32", "BF16", "F16")
+"""Dtypes of weights that can be computed with as they are."""
+SAMPLES_MAX = 1024
+SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one tensor of the experts of a layer is made.
+
+    target: the module's parameter. sources: by the converter's pattern (None without one), a tensor per expert, or one that has
+    all of them in its first dimension.
+    """
+
+    target: str
+    tensor: ExpertTensor
+    sources: Mapping[str | None, tuple[StoredTensor, ...]]
+    is_per_expert: bool
+
+    def of(self, expert: int) -> dict[str | None, StoredTensor]:
+        """The stored tensors of one expert, by pattern; where a tensor has all experts, the expert's row of it."""
+        if self.is_per_expert:
+            return {pattern: tensors[expert] for pattern, tensors in self.sources.items()}
+        return {pattern: tensors[0].rows(expert, 1) for pattern, tensors in self.sources.items()}
+
+
+class ExpertSource:
+    """A checkpoint seen as experts. The constructor checks it as a whole: nothing is missing, and every shape and dtype fits.
+
+    model: of the checkpoint's kind, stripped or not, on any device. Raises CheckpointError naming file and tensor.
+    """
+
+    def __init__(self, model: nn.Module, layout: ExpertLayout, checkpoint: Checkpoint) -> None:
+        self._layout = layout
+        self._directory = checkpoint.directory
+        self._conversions = Conversions(model)
+        found = find_experts(self._conversions, model, layout, checkpoint)
+        self._recipes = {layer: [self._recipe(model, layer, tensor, found) for tensor in layout.tensors] for layer in layout.layers}
+        self._check()
+
+    def _recipe(self, model: nn.Module, layer: int, tensor: ExpertTensor, found: Found) -> Recipe:
+        path, experts = self._layout.modules[layer], self._layout.experts
+        module = model.get_submodule(path)
+        if module_list.is_container(module):
+            names = [f"{path}.{child}.{tensor.name}" for child in module_list.expert_names(module)]
+            lacking = next((name for name in names if name not in found), None)
+            if lacking is not None:
+                raise CheckpointError(f"{self._directory}: no tensor {lacking!r} is in the checkpoint")
+            return Recipe(names[0], tensor, {None: tuple(found[name][None][0] for name in names)}, is_per_expert=True)
+        target = f"{path}.{tensor.name}"
+        if target not in found:
+            raise CheckpointError(f"{self._directory}: no tensor of the checkpoint becomes {target!r}")
+        sources = {pattern: tuple(tensors) for pattern, tensors in found[target].items()}
+        is_per_expert = not all(_has_all(tensors, experts) for tensors in sources.values())
+        for tensors in sources.values():
+            if is_per_expert and len(tensors) != experts:
+                raise CheckpointError(f"{self._directory}: {_lacking(tensors, experts)}, one of {experts} that make {target!r}")
+        return Recipe(target, tensor, sources, is_per_expert)
+
+    def _check(self) -> None:
+        seen: set[object] = set()
+        for recipes in self._recipes.values():
+            for recipe in recipes:
+                for expert in range(self._layout.experts):
+                    self._check_one(recipe, recipe.of(expert), seen)
+
+    def _check_one(self, recipe: Recipe, sources: Mapping[str | None, StoredTensor], seen: set[object]) -> None:
+        """Checks what `recipe` makes of one expert's `sources`. seen: what need not be checked again."""
+        for source in sources.values():
+            if source.dtype not in FLOATS:
+                raise CheckpointError(f"{source} is {source.dtype}: experts are read from {', '.join(FLOATS)}; dequantize it first")
+        shapes = tuple((pattern, source.shape, source.dtype) for pattern, source in sources.items())
+        if (recipe.tensor, shapes) in seen:
+            return
+        metas = {
+            pattern: torch.empty(source.shape, dtype=_torch_dtype(source), device="meta") for pattern, source in sources.items()
+        }
+        named = ", ".join(f"{source} of shape {list(source.shape)}" for source in sources.values())
+        try:
+            made = self._made(recipe, metas)
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:  # whatever a conversion makes of wrong shapes
+            raise CheckpointError(f"{named}: cannot be converted to {recipe.target!r}: {error}") from error
+        if tuple(made.shape) != recipe.tensor.shape:
+            wanted = list(recipe.tensor.shape)
+            raise CheckpointError(f"{named}: makes {list(made.shape)} for an expert, {recipe.target!r} has {wanted}")
+        seen.add((recipe.tensor, shapes))
+
+    def _made(self, recipe: Recipe, values: Mapping[str | None, Tensor]) -> Tensor:
+        """The module's tensor of one expert. Raises what a conversion raises."""
+        by_pattern = {pattern: value for pattern, value in values.items() if pattern is not None}
+        if not by_pattern:
+            (value,) = values.values()
+            return value if recipe.is_per_expert else value[0]
+        made = self._conversions.convert(recipe.target, by_pattern, shape=(1, *recipe.tensor.shape))
+        if made is None or made.shape[0] != 1:
+            raise ValueError("its conversion does not make one expert of one expert's tensors")
+        return made[0]
+
+    def sources(self, key: ExpertKey) -> Iterator[StoredTensor]:
+        """The stored tensors that are read for one expert."""
+        layer, expert = key
+        for recipe in self._recipes[layer]:
+            yield from recipe.of(expert).values()
+
+    def read(self, key: ExpertKey, files: Files) -> dict[str, Tensor]:
+        """The tensors of one expert, by name, in the checkpoint's dtype. At most twice their size is held meanwhile.
+
+        Raises CheckpointError naming file and tensor.
+        """
+        layer, expert = key
+        values = {}
+        for recipe in self._recipes[layer]:
+            parts = {pattern: read_tensor(source, files) for pattern, source in recipe.of(expert).items()}
+            values[recipe.tensor.name] = self._made(recipe, parts)
+        return values
+
+    def fingerprint(self, files: Files) -> str:
+        """Tells this checkpoint's experts from those of another: their names, shapes, dtypes, and up to SAMPLES_MAX samples of
+        SAMPLE_BYTES of their values, whatever the files are called. Two that differ only in other values have the same."""
+        everything = [
+            tensor for recipes in self._recipes.values() for recipe in recipes for tensors in recipe.sources.values()
+            for tensor in tensors
+        ]  # fmt: skip
+        hashed = hashlib.blake2b(digest_size=16)
+        for tensor in everything:
+            hashed.update(repr((tensor.name, tensor.dtype, tensor.shape)).encode())
+        for tensor in everything[:: -(-len(everything) // SAMPLES_MAX)]:
+            count = min(SAMPLE_BYTES, tensor.length_bytes)
+            at = tensor.offset_bytes + (tensor.length_bytes - count) // 2
+            sample = memoryview(bytearray(count))
+            files.read(StoredTensor(tensor.file, tensor.name, "U8", (count,), at), sample)
+            hashed.update(sample)
+        return hashed.hexdigest()
+
+
+def read_tensor(stored: StoredTensor, files: Files) -> Tensor:
+    """The tensor, in memory of its own. Raises CheckpointError naming file and tensor."""
+    buffer = mapped((stored.length_bytes,), torch.uint8)
+    files.read(stored, memoryview(buffer.numpy()))  # type: ignore[arg-type]  # numpy's arrays are buffers from 3.12 on, says typeshed
+    return buffer.view(_torch_dtype(stored)).reshape(stored.shape)
+
+
+def _torch_dtype(stored: StoredTensor) -> torch.dtype:
+    return TORCH_DTYPES[DTYPES[stored.dtype]]
+
+
+def find_experts(conversions: Conversions, model: nn.Module, layout: ExpertLayout, checkpoint: Checkpoint) -> Found:
+    """The tensors of `checkpoint` that become the experts' parameters."""
+    targets = expert_parameters(model, layout)
+    found: dict[str, dict[str | None, list[StoredTensor]]] = {}
+    for name in sorted(checkpoint.tensors, key=natural_order):
+        target, pattern = conversions.rename(name, targets)
+        if target in targets:
+            found.setdefault(target, {}).setdefault(pattern, []).append(checkpoint.tensors[name])
+    return found
+
+
+def expert_parameters(model: nn.Module, layout: ExpertLayout) -> dict[str, int]:
+    """The names of the experts' parameters in the model, each with its layer."""
+    targets = {}
+    for layer, path in layout.modules.items():
+        module = model.get_submodule(path)
+        children = module_list.expert_names(module) if module_list.is_container(module) else [""]
+        for child in children:
+            inner = f"{path}.{child}" if child else path
+            targets.update({f"{inner}.{tensor.name}": layer for tensor in layout.tensors})
+    return targets
+
+
+def _has_all(tensors: tuple[StoredTensor, ...], experts: int) -> bool:
+    return len(tensors) == 1 and len(tensors[0].shape) > 1 and tensors[0].shape[0] == experts
+
+
+def _lacking(tensors: tuple[StoredTensor, ...], experts: int) -> str:
+    """Words for an error where there is not one tensor for each expert: the missing name, where it can be told."""
+    split = [re.split(r"(\d+)", tensor.name) for tensor in tensors]
+    varying = [place for place in range(1, len(split[0]), 2) if len({parts[place] for parts in split}) > 1]
+    if len(varying) == 1 and len({len(parts) for parts in split}) == 1:
+        there = {int(parts[varying[0]]) for parts in split}
+        missing = next((expert for expert in range(experts) if expert not in there), None)
+        if missing is not None:
+            parts = [*split[0]]
+            parts[varying[0]] = str(missing)
+            return f"tensor {''.join(parts)!r} is missing (others of its kind are in {tensors[0].file.name})"
+    return f"{len(tensors)} tensors like {tensors[0].name!r} ({tensors[0].file.name})"

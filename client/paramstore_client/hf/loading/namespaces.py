@@ -1,0 +1,101 @@
+"""Opens the namespace of a model's experts where it is committed, makes and fills it where it is not.
+
+Under torchrun every rank of the node opens the same namespace: those that train write it together, and so do those that only want
+to read while they make it. A writer that would be refused is refused before it opens: opening fences the one that is at work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from paramstore.core.schema import Schema
+from paramstore.errors import SchemaMismatch
+from paramstore_client.client import Store
+from paramstore_client.hf.model.layout import ExpertLayout
+from paramstore_client.namespace import Namespace
+from paramstore_client.training import launched
+
+_log = logging.getLogger(__name__)
+
+Fill = Callable[[Namespace], object]
+"""Gives a new namespace its first values; it may commit them."""
+
+Check = Callable[[Namespace], object]
+"""Looks at a reader's handle of a committed namespace, and raises where that is not the one that is meant."""
+
+FIRST_STEP = 0
+
+
+def open_experts(
+    store: Store, name: str, layout: ExpertLayout, schema: Schema, *, mode: str, min_lease_slots: int = 0, fill: Fill,
+    check: Check | None = None,
+) -> Namespace:  # fmt: skip
+    """Opens the namespace `name` as its writer (mode "train") or a reader of its newest step ("infer").
+
+    One that has no commit yet is filled and committed as step 0 first; its schema is `schema`. Raises SchemaMismatch where one
+    that is to be trained has another schema, layers or experts, and what opening and filling raise; then no handle is left open.
+    min_lease_slots: as for `Store.open_namespace`.
+    """
+    ranks = _ranks()
+    committed = {known["name"]: known for known in store.namespaces() if known["committed_step"] is not None}
+    if name not in committed:
+        made, check = _make(store, name, layout, schema, fill=fill, ranks=ranks), None
+        if mode == "train" and made.lease_slots >= min_lease_slots:
+            return made
+        made.close()
+    if mode == "infer":
+        return _checked(store.open_namespace(name, min_lease_slots=min_lease_slots), check)
+    if name in committed:
+        _check_same(committed[name], layout, schema)
+    if check is not None:
+        _checked(store.open_namespace(name), check).close()
+    return store.open_namespace(name, mode="write", min_lease_slots=min_lease_slots, **ranks)
+
+
+def _checked(reader: Namespace, check: Check | None) -> Namespace:
+    """Returns `reader` if `check` takes it; closes it where `check` raises."""
+    if check is not None:
+        try:
+            check(reader)
+        except BaseException:
+            reader.close()
+            raise
+        _log.info("%r is committed at step %s: its experts are used", reader.name, reader.view_step)
+    return reader
+
+
+def _check_same(known: Mapping[str, Any], layout: ExpertLayout, schema: Schema) -> None:
+    """Raises SchemaMismatch if the namespace that `Store.namespaces` told of is not of that layout and schema."""
+    found = _facts(Schema.from_description(known["schema"]), known["layers"], known["experts"])
+    for what, asked in _facts(schema, layout.layers, layout.experts).items():
+        if found[what] != asked:
+            raise SchemaMismatch(f"namespace {known['name']!r} has {what} {found[what]!r}, asked was {asked!r}: give another name=")
+
+
+def _facts(schema: Schema, layers: Iterable[int], experts: int) -> dict[str, object]:
+    """The facts that must be equal, under the names that people are shown."""
+    described = {**schema.describe(), "updates": schema.updates, "state_dtype": schema.state_dtype}
+    return {**described, "layers": list(layers), "experts per layer": experts}
+
+
+def _make(
+    store: Store, name: str, layout: ExpertLayout, schema: Schema, *, fill: Fill, ranks: dict[str, Any]
+) -> Namespace:
+    """A new namespace, filled and committed, open as its writer."""
+    namespace = store.create_namespace(name, schema, layers=layout.layers, experts=layout.experts, **ranks)
+    try:
+        fill(namespace)
+        if namespace.committed_step is None:
+            namespace.commit(FIRST_STEP).wait()
+    except BaseException:
+        namespace.close()
+        raise
+    return namespace
+
+
+def _ranks() -> dict[str, Any]:
+    """Arguments that say which rank this process is when it opens as a writer; none where it is alone."""
+    launch = launched()
+    return dict(launch) if launch["world_size"] > 1 else {}

@@ -1,0 +1,236 @@
+"""Models of transformers whose experts are stored: loaded, or new from a config.
+
+After either the model is of transformers' own class, its dense part loaded or initialised as always, its experts in a
+namespace that is committed. `model.paramstore` is the one module that was added.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paramstore.core import arguments
+from paramstore.core.key import check_name
+from paramstore.core.optimizers import OPTIMIZERS
+from paramstore.core.schema import UPDATE_RULES
+from paramstore.errors import CheckpointError, ConfigError
+from paramstore_client.checkpoint_directory import checkpoint_directory
+from paramstore_client.client import Store
+from paramstore_client.device.visit_order import declare_order
+from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.compat.refusals import check_arguments, check_config
+from paramstore_client.hf.loading.initial_experts import InitialExperts
+from paramstore_client.hf.loading.namespaces import open_experts
+from paramstore_client.hf.model import experts_function
+from paramstore_client.hf.model.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
+from paramstore_client.hf.model.kernels import choose_kernel
+from paramstore_client.hf.model.layout import find_layout
+from paramstore_client.hf.model.stripping import strip, stripped_class
+from paramstore_client.namespace import Namespace
+from paramstore_client.training import Experts
+from paramstore_client.training import bind as bind_training
+from paramstore_client.training.sentinel import ExpertSentinel
+
+MODES = ("train", "infer")
+CACHE_OPTIONS = ("cache_dir", "revision")
+"""Arguments of from_pretrained that say which files of the hub's cache are meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The checkpoint that a model was loaded from. options: those of `from_pretrained`."""
+
+    path: str | os.PathLike[str]
+    options: Mapping[str, Any]
+    model: Any
+    progress: Any
+
+    def directory(self) -> Path:
+        """The directory of its files. Raises CheckpointError."""
+        cached = {key: self.options[key] for key in CACHE_OPTIONS if self.options.get(key) is not None}
+        return checkpoint_directory(self.path, **cached) / (self.options.get("subfolder") or "")
+
+    def fill(self, namespace: Namespace) -> None:
+        """Imports the experts into a new namespace; of several ranks, this one's share."""
+        from paramstore_client.hf.import_checkpoint import import_checkpoint
+
+        import_checkpoint(
+            self.directory(), namespace, self.model, progress=self.progress, rank=namespace.rank, world_size=namespace.world_size
+        )
+
+    def check(self, namespace: Namespace) -> None:
+        """Raises CheckpointError where a committed namespace still holds what was imported from another checkpoint."""
+        from paramstore_client.hf.import_checkpoint import check_imported
+
+        try:
+            directory = self.directory()
+        except CheckpointError:
+            return  # in a format whose experts could not have been imported either
+        check_imported(directory, namespace, self.model)
+
+
+def from_pretrained(
+    model_class: Any,
+    path: str | os.PathLike[str],
+    *,
+    store: Store,
+    mode: str = "train",
+    name: str | None = None,
+    optimizer: str = "adamw",
+    updates: str = "exact",
+    experts_kernel: str = "auto",
+    min_lease_slots: int = 0,
+    schema_options: Mapping[str, Any] | None = None,
+    progress: Any = None,
+    **options: Any,
+) -> Any:
+    """Loads what `model_class.from_pretrained(path, **options)` does, with its experts in the namespace `name` of `store`. As
+    there, an option that is an attribute of the configuration (`num_labels`, `output_router_logits`) goes into it.
+
+    model_class: an Auto class or a modeling class of transformers. mode: "train" opens the namespace as its writer, "infer" as a
+    reader. A namespace that is not committed yet is made from the checkpoint first: for training with master weights and the
+    states of `optimizer` ("adamw", "sgd", "adagrad"; `updates` as in the schema functions), for inference with the checkpoint's
+    own bytes.
+    name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
+    model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as for `open_namespace`.
+    schema_options: further arguments of the schema function. progress: as for `import_checkpoint`.
+
+    Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
+    other experts, CheckpointError where it still holds those imported from another checkpoint, and what `create_namespace`,
+    `open_namespace` and the import raise. Then nothing is left open.
+    """
+    min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
+    _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
+    arguments.path("path", path)
+    check_arguments(options)
+    requested, config = options.pop("experts_implementation", None), options.pop("config", None)
+    if config is None or isinstance(config, str | os.PathLike):
+        config, options = modeling.load_config(model_class, config or path, **options)
+    check_config(config)
+    concrete = modeling.concrete_class(model_class, config)
+    config = modeling.config_of(concrete, config)
+    find_layout(modeling.on_meta(concrete, copy.deepcopy(config)))  # refuses before anything is loaded
+    experts_function.register()
+    requested = requested or config._experts_implementation
+    loaded = stripped_class(concrete).from_pretrained(path, config=config, experts_implementation=experts_function.NAME, **options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
+    layout = find_layout(model)
+    schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
+    kernel = choose_kernel(model, experts_kernel, requested)
+    source = _Source(path, options, model, progress)
+    opened = open_experts(
+        store, name or _name_of(path), layout, schema, mode=mode, min_lease_slots=min_lease_slots, fill=source.fill,
+        check=source.check,
+    )  # fmt: skip
+    join(model, opened, kernel=kernel)
+    return loaded
+
+
+def from_config(
+    model_class: Any,
+    config: Any,
+    *,
+    store: Store,
+    mode: str = "train",
+    name: str | None = None,
+    optimizer: str = "adamw",
+    updates: str = "exact",
+    experts_kernel: str = "auto",
+    min_lease_slots: int = 0,
+    schema_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Makes a new model as `model_class.from_config(config, **options)` does, with its experts in the namespace `name` of `store`.
+
+    Experts are initialised on the CPU as the model's own `_init_weights` would, one layer in memory at a time; after equal
+    `torch.manual_seed` dense and expert weights are bit for bit those of the unmodified model on the CPU. A committed namespace
+    keeps its experts. name: default the config's model type. The rest, and the errors, are those of `from_pretrained`.
+    """
+    min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
+    _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
+    if not hasattr(config, "model_type"):
+        raise arguments.wrong("config", config, "a configuration of transformers")
+    check_arguments(options)
+    check_config(config)
+    concrete = modeling.concrete_class(model_class, config)
+    config = copy.deepcopy(modeling.config_of(concrete, config))
+    initial = InitialExperts(modeling.on_meta(concrete, copy.deepcopy(config)))
+    experts_function.register()
+    requested = options.pop("experts_implementation", None) or config._experts_implementation
+    with initial.building():
+        model = modeling.build(concrete, config, experts_implementation=experts_function.NAME, **options)
+    initial.settle(model)
+    strip(model)
+    layout = find_layout(model)
+    schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
+    kernel = choose_kernel(model, experts_kernel, requested)
+    opened = open_experts(
+        store, name or config.model_type, layout, schema, mode=mode, min_lease_slots=min_lease_slots,
+        fill=lambda made: made.initialize(initial.values),
+    )  # fmt: skip
+    join(model, opened, kernel=kernel)
+    return model
+
+
+def experts(model: nn.Module) -> Experts:
+    """The handle on the experts of a model that trains; the model may be wrapped. Raises ConfigError for another one."""
+    for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
+        if isinstance(module, ExpertSentinel) and isinstance(module.experts, Experts):
+            return module.experts
+    raise ConfigError(
+        f"{type(model).__name__} trains no stored experts: load it with ps.hf.from_pretrained or from_config, mode='train'; "
+        "ps.hf.namespace(model) is the handle of one that was loaded with mode='infer'"
+    )
+
+
+def namespace(model: nn.Module) -> Namespace:
+    """The open namespace of a model's experts, in either mode; `refresh()` moves a reader. Raises ConfigError for other models."""
+    for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
+        layer = module.__dict__.get(ATTRIBUTE)
+        if isinstance(layer, LayerExperts) and isinstance(layer.source, Namespace):
+            return layer.source
+    raise ConfigError(f"{type(model).__name__} has no stored experts: load it with ps.hf.from_pretrained or from_config")
+
+
+def join(model: nn.Module, namespace: Namespace, *, kernel: str) -> None:
+    """Joins a stripped model with an open namespace, and declares the order of its visits. Raises SchemaMismatch, and closes the
+    namespace then."""
+    trains = namespace.mode == "write"
+    try:
+        if trains:
+            bind_training(model, namespace)
+        else:
+            declare_order(namespace)
+        sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
+        anchor = None if sentinel is None else sentinel.anchor
+        bind(model, ModelExperts(namespace, anchor=anchor, is_poisoned=namespace.is_debug), kernel=kernel)
+    except BaseException:
+        namespace.close()
+        raise
+
+
+def _check(
+    model_class: Any, *, store: Store, mode: str, name: str | None, optimizer: str, updates: str, schema_options: Any
+) -> None:  # fmt: skip
+    """Raises ConfigError on an argument of `from_pretrained` or `from_config` that is wrong whatever the model is."""
+    if not hasattr(model_class, "from_pretrained"):
+        raise arguments.wrong("model_class", model_class, "a class of transformers, as AutoModelForCausalLM")
+    arguments.instance("store", store, Store, "the store that ps.connect(...) gave")
+    arguments.choice("mode", mode, MODES)
+    arguments.choice("optimizer", optimizer, tuple(OPTIMIZERS))
+    arguments.choice("updates", updates, UPDATE_RULES)
+    arguments.mapping("schema_options", {} if schema_options is None else schema_options, "arguments of the schema function")
+    if name is not None:
+        check_name(name)
+
+
+def _name_of(path: str | os.PathLike[str]) -> str:
+    """The name of a checkpoint's namespace: the last part of its path or hub name, with the characters that a name may have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(os.path.abspath(path)))[:64]

@@ -1,0 +1,179 @@
+"""Joins a stripped model with the store: one object per model, one per layer.
+
+- The experts modules find their layer through a plain attribute that modules, state dicts and optimizers do not see. A copy of
+  the model shares it; it cannot be pickled.
+- All layers share one schedule, which is told what each layer's gate chose and predicts the next layers by decayed counts.
+"""
+
+# T tokens, H hidden, K experts per token
+# ruff: noqa: N803, N806 - shape suffixes, as the legend says
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paramstore.core.key import ExpertKey
+from paramstore.errors import ConfigError, SchemaMismatch
+from paramstore_client.hf.model import module_list
+from paramstore_client.hf.model.compact_buffers import CompactBuffers
+from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
+from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, WeightsOf
+from paramstore_client.hf.model.layout import ExpertLayout, find_layout
+from paramstore_client.hf.model.stripping import Unpicklable
+from paramstore_client.hf.model.weight_sources import CompactSupply, StreamedSupply
+from paramstore_client.nn.schedule import ExpertSchedule
+from paramstore_client.source import ExpertSource
+
+ATTRIBUTE = "_paramstore_layer"
+
+
+class ModelExperts:
+    """Gives a model's layers their experts. Owner of the schedule and of the compact buffers.
+
+    anchor: (layer) -> the leaf that the layer's node takes as an input; None where the experts get no gradients.
+    is_poisoned: freed buffers are filled with NaN.
+    """
+
+    def __init__(self, source: ExpertSource, *, anchor: Callable[[int], Tensor | None] | None, is_poisoned: bool = False) -> None:
+        if anchor is not None and not source.schema.is_trainable:
+            raise SchemaMismatch("a param schema takes no gradients: bind the model without an anchor")
+        self.source = source
+        self.anchor = anchor
+        self.schedule = ExpertSchedule()
+        self.passes = BackwardPasses()
+        self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
+
+    def after_forward(self, layer: int, experts: Sequence[int], room: int) -> list[ExpertKey]:
+        """Keys to fetch while `layer` computes its last part forward."""
+        return self.schedule.begin_forward(layer, experts, room=room, is_cyclic=not torch.is_grad_enabled())
+
+    def after_backward(self, layer: int, room: int) -> list[ExpertKey]:
+        """Keys to fetch while `layer` differentiates its last part."""
+        return self.schedule.begin_backward(layer, room=room)
+
+
+class LayerExperts(Unpicklable):
+    """The experts of one layer of one model, for the module that computes with them."""
+
+    def __init__(self, model: ModelExperts, layer: int, kernel: Kernel | None, fields: tuple[str, ...]) -> None:
+        self._model = model
+        self.layer = layer
+        self._anchor = None if model.anchor is None else partial(model.anchor, layer)
+        self._kernel = kernel
+        self._fields = fields
+        model.schedule.join(layer)
+
+    @property
+    def source(self) -> ExpertSource:
+        """The source of the model's experts."""
+        return self._model.source
+
+    def run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
+        """Runs the module's kernel on the tokens; returns [T, H]: transformers' contract of an experts function."""
+        assert self._kernel is not None, "a registry module has a kernel"
+        ids, compact_TK = torch.unique(ids_TK, return_inverse=True)
+        experts = ids.tolist()  # the layer's one wait for the device
+        if not experts:  # no token: nothing to compute
+            y_TH = hidden_TH.clone()
+            # A rank without tokens takes part in what ranks do together after backward.
+            anchor = self._anchor() if self._anchor is not None and torch.is_grad_enabled() else None
+            return y_TH if anchor is None else y_TH + anchor
+        keys = [(self.layer, expert) for expert in experts]
+        kernel, count = self._kernel, len(keys)
+        make = StreamedSupply if kernel.is_streamed else partial(CompactSupply, buffers=self._model.buffers)
+        supply = make(
+            self._model.source, keys, hidden_TH.device, forward_hint=partial(self._model.after_forward, self.layer, experts),
+            backward_hint=partial(self._model.after_backward, self.layer),
+        )  # fmt: skip
+
+        def compute(weights_of: WeightsOf) -> Tensor:
+            if kernel.is_streamed:
+                weights: dict[str, Any] = {field: ExpertIndex(field, weights_of) for field in self._fields}
+            else:
+                weights = dict(weights_of(None))
+            return kernel.function(ModuleView(module, weights, count=count), hidden_TH, compact_TK, gate_TK)
+
+        return LayerCall(supply, self._model.passes, compute, anchor=self._anchor).run((hidden_TH, gate_TK))
+
+    def run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
+        """Runs a container's own forward on its arguments. Experts are leased one at a time, as it asks for them."""
+        keys: list[ExpertKey] = []  # those that forward asks for, in its order
+        position_of: dict[int, int] = {}
+        device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+        supply = StreamedSupply(
+            self._model.source, keys, device, forward_hint=_no_hint, backward_hint=_no_hint, part_size=1
+        )
+
+        def compute(weights_of: WeightsOf) -> Tensor:
+            def weights_of_expert(expert: int) -> Mapping[str, Tensor]:
+                if expert not in position_of:
+                    position_of[expert] = len(keys)
+                    keys.append((self.layer, expert))
+                return weights_of(position_of[expert])
+
+            return forward(module_list.ContainerView(container, weights_of_expert), *arguments)
+
+        inputs = [argument for argument in arguments if isinstance(argument, Tensor)]
+        return LayerCall(supply, self._model.passes, compute, anchor=self._anchor).run(inputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerExperts:
+        return self
+
+
+def bind(model: nn.Module, experts: ModelExperts, *, kernel: str) -> ExpertLayout:
+    """Gives every experts module of a stripped model its layer. Raises SchemaMismatch where the source holds other experts."""
+    layout = find_layout(model)
+    _check_source(layout, experts.source)
+    fields = tuple(tensor.name for tensor in layout.tensors)
+    for layer, path in layout.modules.items():
+        module = model.get_submodule(path)
+        if module_list.is_container(module):
+            module.__dict__[ATTRIBUTE] = LayerExperts(experts, layer, None, fields)
+            module.__class__ = _stored_container(type(module))
+        else:
+            module.__dict__[ATTRIBUTE] = LayerExperts(experts, layer, make_kernel(kernel, module, fields), fields)
+    return layout
+
+
+def layer_of(module: nn.Module) -> LayerExperts:
+    """The layer of a bound experts module. Raises ConfigError."""
+    layer = module.__dict__.get(ATTRIBUTE)
+    if not isinstance(layer, LayerExperts):
+        raise ConfigError(
+            f"this {type(module).__name__} has no stored experts: only ps.hf.from_pretrained and ps.hf.from_config set "
+            "experts_implementation='paramstore'"
+        )
+    return layer
+
+
+def _stored_container(container_class: type[Any]) -> type[Any]:
+    """A subclass whose forward runs on stored experts."""
+    original = container_class.forward
+
+    def forward(self: Any, *args: Any) -> Tensor:
+        return layer_of(self).run_container(self, original, args)
+
+    return type(
+        container_class.__name__,
+        (container_class,),
+        {"forward": torch.compiler.disable(forward), "__module__": container_class.__module__},  # type: ignore[no-untyped-call]
+    )
+
+
+def _check_source(layout: ExpertLayout, source: ExpertSource) -> None:
+    held = {field.name: (field.shape, field.dtype) for field in source.schema.part("param").fields}
+    wanted = {tensor.name: (tensor.shape, str(tensor.dtype).removeprefix("torch.")) for tensor in layout.tensors}
+    if (tuple(source.layers), source.experts, held) != (layout.layers, layout.experts, wanted):
+        raise SchemaMismatch(
+            f"the model has {layout.experts} experts in layers {list(layout.layers)} with {wanted}; the namespace has "
+            f"{source.experts} in {list(source.layers)} with {held}: name another namespace, or load with the same dtype"
+        )
+
+
+def _no_hint(room: int) -> list[ExpertKey]:
+    return []

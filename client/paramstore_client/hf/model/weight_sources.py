@@ -1,0 +1,153 @@
+"""Gives a layer's call its weights, expert by expert or side by side, from windows over leases, and pushes its gradients.
+
+Gradients of several experts leave in one push, of at most PUSH_BYTES unless one expert has more. What one push holds changes no
+bit: every expert's gradient is one addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paramstore.core.key import ExpertKey
+from paramstore_client.hf.model.compact_buffers import CompactBuffers
+from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
+from paramstore_client.hf.model.lease_window import Hint, Identities, Window
+from paramstore_client.source import ExpertSource
+
+PUSH_BYTES = 4 << 20
+"""Bytes of gradients that wait for one push: each push is a round trip."""
+
+
+class _Gradients:
+    """The gradients of one backward on their way out."""
+
+    def __init__(self, source: ExpertSource) -> None:
+        self._source = source
+        fields = source.schema.gradient_fields() if source.schema.is_trainable else ()
+        self._dtypes = {field.name: getattr(torch, field.dtype) for field in fields}
+        self._waiting: dict[ExpertKey, dict[str, Tensor]] = {}
+        self._waiting_bytes = 0
+
+    def add(self, key: ExpertKey, gradients: Fields) -> None:
+        """Takes one expert's gradients and casts them to the dtype that is pushed."""
+        named = {name: gradients[name].to(dtype) for name, dtype in self._dtypes.items()}
+        self._waiting[key] = named
+        self._waiting_bytes += sum(gradient.nbytes for gradient in named.values())
+        if self._waiting_bytes >= PUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pushes what waits."""
+        waiting = self._waiting
+        self.drop()
+        if waiting:
+            self._source.push(waiting)
+
+    def drop(self) -> None:
+        """Forgets what waits."""
+        self._waiting, self._waiting_bytes = {}, 0
+
+
+class _LeasedSupply(Supply):
+    """The part that both supplies share: the begin and end of a layer's backward."""
+
+    def __init__(self, source: ExpertSource) -> None:
+        self._gradients = _Gradients(source)
+
+    def begin_backward(self) -> None:
+        self.let_go()
+        self._gradients.drop()
+
+    def finish_backward(self) -> None:
+        self.let_go()
+        self._gradients.flush()
+
+
+class StreamedSupply(_LeasedSupply):
+    """Weights expert by expert: a holder is a position in `keys`.
+
+    part_size: as for a Window.
+    """
+
+    def __init__(
+        self,
+        source: ExpertSource,
+        keys: Sequence[ExpertKey],
+        device: torch.device,
+        *,
+        forward_hint: Hint,
+        backward_hint: Hint,
+        part_size: int | None = None,
+    ) -> None:
+        super().__init__(source)
+        self._keys = keys
+        identities = Identities()
+        self._forward = partial(Window, source, keys, identities, device=device, part_size=part_size, hint=forward_hint)
+        self._backward = Window(
+            source, keys, identities, device=device, part_size=part_size, hint=backward_hint, is_upward=False
+        )
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[WeightsOf]:
+        with self._forward(is_upward=True) as window:
+            yield window.weights
+
+    def backward_weights(self, holder: int, /) -> Fields:
+        return self._backward.weights(holder)
+
+    def push(self, holder: Hashable, gradients: Fields, /) -> None:
+        assert isinstance(holder, int), "a streamed holder is a position"
+        self._gradients.add(self._keys[holder], gradients)
+
+    def let_go(self) -> None:
+        self._backward.release()
+
+
+class CompactSupply(_LeasedSupply):
+    """Weights side by side, [n, ...] per field; the only holder is None."""
+
+    def __init__(
+        self,
+        source: ExpertSource,
+        keys: Sequence[ExpertKey],
+        device: torch.device,
+        *,
+        buffers: CompactBuffers,
+        forward_hint: Hint,
+        backward_hint: Hint,
+    ) -> None:
+        super().__init__(source)
+        self._keys = keys
+        self._device = device
+        self._buffers = buffers
+        # Upwards in both directions: all experts are there before the kernel starts.
+        window = partial(Window, source, keys, Identities(), device=device, is_upward=True)
+        self._forward, self._backward = partial(window, hint=forward_hint), partial(window, hint=backward_hint)
+        self._held = ExitStack()
+        self._weights: Fields | None = None
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[WeightsOf]:
+        with self._buffers.filled(self._forward(), len(self._keys), self._device) as weights:
+            yield lambda holder: weights
+
+    def backward_weights(self, holder: None, /) -> Fields:
+        if self._weights is None:
+            filled = self._buffers.filled(self._backward(), len(self._keys), self._device)
+            self._weights = self._held.enter_context(filled)
+        return self._weights
+
+    def push(self, holder: Hashable, gradients: Fields, /) -> None:
+        """Splits the gradients by expert, and pushes at once, as they are all there."""
+        for position, key in enumerate(self._keys):
+            self._gradients.add(key, {name: gradient[position] for name, gradient in gradients.items()})
+        self._gradients.flush()
+
+    def let_go(self) -> None:
+        self._weights = None
+        self._held.close()

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
+from paramstore.errors import StepMismatch
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.hf.model.lease_window import Hint, Identities, Window
+
+CPU = torch.device("cpu")
+
+
+def no_hint(room: int) -> list[ExpertKey]:
+    return []
+
+
+def window_of(
+    namespace: MemoryNamespace, experts: int, *, is_upward: bool = True, identities: Identities | None = None,
+    hint: Hint = no_hint, part_size: int | None = None,
+) -> Window:  # fmt: skip
+    keys = [(0, expert) for expert in range(experts)]
+    return Window(
+        namespace, keys, identities or Identities(), device=CPU, is_upward=is_upward, hint=hint, part_size=part_size
+    )
+
+
+def test_half_the_slots_are_leased_and_the_next_part_is_prefetched() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=4)
+    with window_of(namespace, 5) as window:
+        for position in range(5):
+            weights = window.weights(position)
+            assert torch.equal(weights["down"], namespace.values((0, position))["down"])
+    assert list(namespace.happened("acquire", "prefetch")) == [
+        ("acquire", ((0, 0), (0, 1))), ("prefetch", ((0, 2), (0, 3))), ("acquire", ((0, 2), (0, 3))), ("prefetch", ((0, 4),)),
+        ("acquire", ((0, 4),)),
+    ]  # fmt: skip
+    assert namespace.leased_keys_max == 2
+    assert not namespace.leased
+
+
+def test_downward_pass_prefetches_the_part_below() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=4)
+    with window_of(namespace, 5, is_upward=False) as window:
+        for position in reversed(range(5)):
+            window.weights(position)
+    assert list(namespace.happened("prefetch")) == [("prefetch", ((0, 2), (0, 3))), ("prefetch", ((0, 0), (0, 1)))]
+
+
+def test_hint_is_asked_for_the_room_beside_the_last_part() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=5)
+    rooms = []
+
+    def hint(room: int) -> list[ExpertKey]:
+        rooms.append(room)
+        return [(1, 0)]
+
+    with window_of(namespace, 3, hint=hint) as window:
+        for position in range(3):
+            window.weights(position)
+    assert rooms == [4]
+    assert list(namespace.happened("prefetch"))[-1] == ("prefetch", ((1, 0),))
+
+
+def test_weights_in_any_order_are_right() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=2)
+    with window_of(namespace, 4) as window:
+        for position in (3, 0, 2, 2, 1):
+            assert torch.equal(window.weights(position)["down"], namespace.values((0, position))["down"])
+
+
+def test_released_window_leases_again_when_asked() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=2)
+    with window_of(namespace, 2) as window:
+        window.weights(0)
+        window.release()
+        assert not namespace.leased
+        assert torch.equal(window.weights(0)["down"], namespace.values((0, 0))["down"])
+    assert not namespace.leased
+
+
+def test_error_in_a_pass_gives_the_lease_back() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=2)
+    with pytest.raises(KeyError), window_of(namespace, 2) as window:
+        window.weights(0)["nothing"]
+    assert not namespace.leased
+
+
+def test_other_bytes_in_a_later_pass_are_refused() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=2)
+    identities = Identities()
+    with window_of(namespace, 1, identities=identities) as window:
+        window.weights(0)
+    namespace.push({(0, 0): namespace.values((0, 0))})
+    namespace.apply(AdamW())
+    with pytest.raises(StepMismatch, match=r"expert \(0, 0\)"), window_of(namespace, 1, identities=identities) as window:
+        window.weights(0)
+    assert not namespace.leased
+
+
+def test_given_part_size_leases_no_more() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=64)
+    with window_of(namespace, 3, part_size=1) as window:
+        for position in range(3):
+            window.weights(position)
+    assert namespace.leased_keys_max == 1

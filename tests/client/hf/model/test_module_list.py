@@ -1,0 +1,86 @@
+"""Models with one module per expert compute what they computed before, with one expert in memory at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paramstore.errors import UnsupportedModel
+from paramstore_client.hf import find_layout
+from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.model import module_list
+from paramstore_testkit.training.moe_families import EXPERTS
+from paramstore_testkit.training.moe_models import Twin, tokens
+
+SWITCH: dict[str, Any] = {
+    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_sparse_encoder_layers": 1, "num_decoder_layers": 2,
+    "num_sparse_decoder_layers": 1, "num_heads": 4, "num_experts": EXPERTS, "vocab_size": 64, "expert_capacity": 64,
+    "router_jitter_noise": 0.0, "dropout_rate": 0.0, "decoder_start_token_id": 0,
+}  # fmt: skip
+NLLB: dict[str, Any] = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_experts": EXPERTS, "vocab_size": 64, "expert_capacity": 64,
+    "encoder_sparse_step": 2, "decoder_sparse_step": 2, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0,
+    "activation_dropout": 0.0, "moe_token_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    "decoder_start_token_id": 2, "scale_embedding": True,
+}  # fmt: skip
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    options = {"switch_transformers": SWITCH, "nllb-moe": NLLB}[family]
+    return modeling.transformers().AutoConfig.for_model(family, **{**options, **changes})
+
+
+def twin_of(family: str, **changes: Any) -> Twin:
+    seq2seq = modeling.transformers().AutoModelForSeq2SeqLM
+    return Twin.of(config_of(family, **changes), lease_slots=2, model_class=seq2seq)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["switch_transformers", "nllb-moe"])
+def test_stored_model_equals_the_unmodified_one(family: str) -> None:
+    twin = twin_of(family)
+    twin.check_weights()
+    assert not [name for name, _ in twin.stored.named_parameters() if ".expert_" in name]
+    losses = []
+    for model in (twin.stock, twin.stored):
+        model.train()
+        torch.manual_seed(3)
+        output = model(input_ids=tokens(), labels=tokens(seed=2))
+        output.loss.backward()
+        losses.append(output)
+    assert torch.equal(losses[0].logits, losses[1].logits)
+    twin.check_gradients()
+    assert twin.namespace.pending
+    assert twin.namespace.leased_keys_max == 1
+    assert not twin.namespace.leased
+
+
+@pytest.mark.slow
+def test_experts_stand_on_meta_between_calls() -> None:
+    twin = twin_of("switch_transformers")
+    with torch.no_grad():
+        twin.stored(input_ids=tokens(), decoder_input_ids=tokens())
+    for path in twin.layout.modules.values():
+        fields = module_list.fields_of(twin.stored.get_submodule(path))
+        assert [field.device.type for field in fields.values()] == ["meta"] * len(fields)
+
+
+@pytest.mark.slow
+def test_layers_of_encoder_and_decoder_have_numbers_of_their_own() -> None:
+    layout = twin_of("switch_transformers").layout
+    assert layout.modules == {
+        0: "encoder.block.1.layer.1.mlp.experts",
+        1: "decoder.block.1.layer.2.mlp.experts",
+    }
+    assert [tensor.name for tensor in layout.tensors] == ["wi.weight", "wo.weight"]
+
+
+@pytest.mark.slow
+def test_encoder_and_decoder_experts_of_different_widths_are_refused() -> None:
+    config = config_of("nllb-moe", decoder_ffn_dim=40)
+    model = modeling.on_meta(modeling.transformers().NllbMoeForConditionalGeneration, config)
+    with pytest.raises(UnsupportedModel, match="different shapes"):
+        find_layout(model)

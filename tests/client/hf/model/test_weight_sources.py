@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paramstore.core.key import ExpertKey
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.hf.model import weight_sources
+from paramstore_client.hf.model.compact_buffers import CompactBuffers
+from paramstore_client.hf.model.weight_sources import CompactSupply, StreamedSupply
+
+CPU = torch.device("cpu")
+KEYS: list[ExpertKey] = [(0, 1), (0, 2), (0, 5)]
+
+
+def streamed(namespace: MemoryNamespace) -> StreamedSupply:
+    return StreamedSupply(namespace, KEYS, CPU, forward_hint=lambda room: [], backward_hint=lambda room: [])
+
+
+def compact(namespace: MemoryNamespace) -> CompactSupply:
+    buffers = CompactBuffers(namespace.schema.part("param").fields, is_poisoned=True)
+    return CompactSupply(namespace, KEYS, CPU, buffers=buffers, forward_hint=lambda room: [], backward_hint=lambda room: [])
+
+
+def gradient(value: float) -> dict[str, torch.Tensor]:
+    return {"gate_up": torch.full((24, 8), value), "down": torch.full((8, 12), value)}
+
+
+def test_streamed_gradients_leave_together_at_the_end() -> None:
+    namespace = MemoryNamespace.of_swiglu()
+    supply = streamed(namespace)
+    supply.begin_backward()
+    for position in (2, 1, 0):
+        supply.push(position, gradient(position))
+    assert not namespace.pending
+    supply.finish_backward()
+    assert list(namespace.happened("push")) == [("push", ((0, 5), (0, 2), (0, 1)))]
+
+
+def test_many_bytes_of_gradients_do_not_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sources, "PUSH_BYTES", 1)
+    namespace = MemoryNamespace.of_swiglu()
+    supply = streamed(namespace)
+    supply.begin_backward()
+    for position in (2, 1):
+        supply.push(position, gradient(position))
+    assert list(namespace.happened("push")) == [("push", ((0, 5),)), ("push", ((0, 2),))]
+
+
+def test_compact_gradients_are_split_by_expert() -> None:
+    namespace = MemoryNamespace.of_swiglu()
+    supply = compact(namespace)
+    supply.push(None, {name: torch.stack([gradient(value)[name] for value in (1.0, 2.0, 3.0)]) for name in ("gate_up", "down")})
+    pushed = {key: fields["down"][0, 0].item() for key, fields in namespace.pending.items()}
+    assert pushed == dict(zip(KEYS, (1.0, 2.0, 3.0), strict=True))
+
+
+def test_gradients_of_a_backward_that_failed_are_dropped_by_the_next() -> None:
+    namespace = MemoryNamespace.of_swiglu()
+    supply = streamed(namespace)
+    supply.push(0, gradient(1.0))
+    supply.begin_backward()
+    supply.finish_backward()
+    assert not namespace.pending
+
+
+@pytest.mark.parametrize("make", [streamed, compact])
+def test_weights_that_were_let_go_come_back(make: object) -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=2)
+    supply = make(namespace)  # type: ignore[operator]
+    holder = None if isinstance(supply, CompactSupply) else 1
+    for _ in range(2):
+        weights = supply.backward_weights(holder)["down"]
+        found = weights[1] if holder is None else weights
+        assert torch.equal(found, namespace.values((0, 2))["down"])
+        supply.let_go()
+        assert not namespace.leased
