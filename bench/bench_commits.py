@@ -13,13 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from paramstore.bench import machine, table
-from paramstore.bench.amplification import measure_amplification
-from paramstore.bench.checksums import measure_checksums
-from paramstore.bench.commits import measure_commits, measure_reopen
 from paramstore.bench.context import Bench
 from paramstore.bench.plan import Plan
-from paramstore.bench.report import Report, encode
+from paramstore.bench.report import machine, table
+from paramstore.bench.report.rows import Report, encode
+from paramstore_bench.amplification import measure_amplification
+from paramstore_bench.checksums import measure_checksums
+from paramstore_bench.commits import measure_commits, measure_reopen
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
+
 from device_copies import measure_kvikio, measure_overlap, measure_pinning, measure_tier_copies
 from device_layers import measure_decoding, measure_host_sync
 from device_plan import Plan, absent
-from rich.console import Console
-
-from paramstore.bench import machine, table
-from paramstore.bench.report import Report, Row, encode
+from paramstore.bench.report import machine, table
+from paramstore.bench.report.rows import Report, Row, encode
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.errors import ParamStoreError
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paramstore.bench import machine
+from paramstore.bench.report import machine
 from paramstore.config import PolicyConfig
 from paramstore.core.trace import Trace, unpack_trace
 from paramstore.core.visits import apply_visits, ring_visits, training_visits

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import transformers
-from bench_tiers import check_out
 from rich.console import Console
 
 import paramstore as ps
-from paramstore.bench import machine
+from bench_tiers import check_out
+from paramstore.bench.report import machine
 from paramstore.demo.corpus import Corpus, open_corpus
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 from paramstore_testkit.training.parity import FAMILIES, SHORT, Comparison, Reference, Stored, Trial, batches_of, save_checkpoint

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import paramstore as ps
-from paramstore.bench import machine
+from paramstore.bench.report import machine
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 HERE = Path(__file__).parent

@@ -9,17 +9,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from peers import PEERS
 from rich.console import Console
 
-from paramstore.bench import machine, table
 from paramstore.bench.plan import Plan
-from paramstore.bench.plot import check_target, draw
-from paramstore.bench.report import encode
+from paramstore.bench.report import machine, table
+from paramstore.bench.report.plot import check_target, draw
+from paramstore.bench.report.rows import encode
 from paramstore.bench.tiers import run
 from paramstore.cli.exits import exit_code
 from paramstore.cli.signals import end_as_interrupt
 from paramstore.errors import ConfigError, ParamStoreError
+from peers import PEERS
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -18,21 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_tiers import check_out
 from rich.console import Console
 from torch import Tensor
-from training_models import QUICK, InMemory, Shape, Step, Stored, run, save_model
 
 import paramstore as ps
-from paramstore.bench import machine, pages, table
+from bench_tiers import check_out
 from paramstore.bench.context import GIGA, Bench
+from paramstore.bench.limits import pages
+from paramstore.bench.limits.raw import RawFile
 from paramstore.bench.plan import Plan
 from paramstore.bench.process import peak_bytes, reset_peak
-from paramstore.bench.raw import RawFile
-from paramstore.bench.report import SUBJECT, Report, Row, encode
-from paramstore.bench.service import Service, serving
-from paramstore.bench.step_plot import draw_training
-from paramstore.bench.training import EXACT, RULES, TARGETS, PairedStep, check_host_peak, check_losses, row_of
+from paramstore.bench.report import machine, table
+from paramstore.bench.report.rows import SUBJECT, Report, Row, encode
+from paramstore.bench.service.daemon import Service, serving
 from paramstore.cli.exits import exit_code
 from paramstore.cli.signals import end_as_interrupt
 from paramstore.config import Config
@@ -41,6 +39,9 @@ from paramstore.demo.corpus import Corpus, open_corpus
 from paramstore.engine.capacity.host import staging_bytes_of
 from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.errors import ConfigError, ParamStoreError
+from paramstore_bench.step_plot import draw_training
+from paramstore_bench.training import EXACT, RULES, TARGETS, PairedStep, check_host_peak, check_losses, row_of
+from training_models import QUICK, InMemory, Shape, Step, Stored, run, save_model
 
 RESULTS = Path(__file__).parent / "results"
 MEMORY = "memory"

@@ -15,21 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from bench_tiers import check_out
-from deepspeed_peer import VARIABLE, missing_reason, start_all
 from rich.console import Console
 
-from paramstore.bench import machine, table
+from bench_tiers import check_out
+from deepspeed_peer import VARIABLE, missing_reason, start_all
 from paramstore.bench.context import Bench
-from paramstore.bench.experts import adamw_schema, rule_is_known
-from paramstore.bench.native_update import QUICK_CASES, SERVED_DTYPES, measure_native, measure_served
 from paramstore.bench.plan import LARGE, SMALL, Plan, RecordSize
-from paramstore.bench.report import Report, Row, encode
-from paramstore.bench.step_plot import draw_steps
-from paramstore.bench.update_phase import cells_of, measure_phases
+from paramstore.bench.report import machine, table
+from paramstore.bench.report.rows import Report, Row, encode
+from paramstore.bench.service.experts import adamw_schema, rule_is_known
 from paramstore.cli.exits import exit_code
 from paramstore.cli.signals import end_as_interrupt
 from paramstore.errors import ParamStoreError
+from paramstore_bench.native_update import QUICK_CASES, SERVED_DTYPES, measure_native, measure_served
+from paramstore_bench.step_plot import draw_steps
+from paramstore_bench.update_phase import cells_of, measure_phases
 
 RESULTS = Path(__file__).parent / "results"
 PARAMETERS = 151_000_000

@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import msgspec
-from bench_tiers import check_out
 from rich.console import Console
 
-from paramstore.bench import machine, table
-from paramstore.bench.report import SUBJECT, Report, Row, Target, decode, encode, judged
+from bench_tiers import check_out
+from paramstore.bench.report import machine, table
+from paramstore.bench.report.rows import SUBJECT, Report, Row, Target, decode, encode, judged
 from paramstore.cli.signals import end_as_interrupt
 from paramstore.clock import MonotonicClock
 from paramstore.errors import ParamStoreError

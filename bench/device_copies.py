@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 import torch
-from device_plan import MIB, Plan, absent
 from torch import Tensor
 
+from device_plan import MIB, Plan, absent
 from paramstore.bench.context import row_of_pairs
 from paramstore.bench.pairs import Sample, sample_pairs
-from paramstore.bench.report import SUBJECT, Row
+from paramstore.bench.report.rows import SUBJECT, Row
 from paramstore.clock import Clock
 from paramstore.memory.arena import allocate_shared, probe_pages
 from paramstore.memory.shared import Mapping

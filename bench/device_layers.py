@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device_plan import MIB, Plan
 from torch import Tensor, nn
 from torch.nn import functional
 
 import paramstore as ps
-from paramstore.bench import machine
+from device_plan import MIB, Plan
 from paramstore.bench.pairs import Sample, sample_pairs
-from paramstore.bench.report import SUBJECT, Row
-from paramstore.bench.service import serving
+from paramstore.bench.report import machine
+from paramstore.bench.report.rows import SUBJECT, Row
+from paramstore.bench.service.daemon import serving
 from paramstore.clock import Clock
 from paramstore_client.nn.routing import count_blocks
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 import paramstore as ps
-from paramstore.bench.report import SUBJECT, Row
+from paramstore.bench.report.rows import SUBJECT, Row
 
 MIB = 1 << 20
 

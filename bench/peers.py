@@ -20,7 +20,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from paramstore.bench.pages import Slab
+from paramstore.bench.limits.pages import Slab
 from paramstore.bench.pairs import Sample
 from paramstore.bench.process import cpu_s
 from paramstore.clock import MonotonicClock

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.utils import logging
 
 import paramstore as ps
-from paramstore.bench.training import Phases
+from paramstore_bench.training import Phases
 
 LEARNING_RATE = 1e-4
 WAIT_S = 600.0

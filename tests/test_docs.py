@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md", *DOCS.rglob("*.md")])
 SOURCES = (
     ROOT / "paramstore", ROOT / "client" / "paramstore_client", ROOT / "native" / "paramstore_native",
-    ROOT / "testkit" / "paramstore_testkit",
+    ROOT / "testkit" / "paramstore_testkit", ROOT / "bench" / "paramstore_bench",
 )  # fmt: skip
 LIMIT_MODULES = (
     "paramstore.wire.codec", "paramstore.wire.messages", "paramstore.daemon.session", "paramstore.daemon.server",

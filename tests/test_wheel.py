@@ -9,7 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from paramstore_testkit.source import imported_from, modules
+
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_of_the_benches_only_what_the_command_runs_is_installed() -> None:
+    files = dict(modules())
+    reached, todo = set(), ["paramstore.cli.bench"]
+    while todo:
+        module = todo.pop()
+        if module not in reached:
+            reached.add(module)
+            origins = imported_from(module).values()
+            todo += [name for origin in origins if (name := origin if origin in files else origin.rpartition(".")[0]) in files]
+    shipped = {name for name, path in files.items() if name.startswith("paramstore.bench.") and path.name != "__init__.py"}
+    assert shipped - reached == set()
 
 
 @pytest.mark.slow

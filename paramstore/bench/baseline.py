@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from paramstore.bench import pages
 from paramstore.bench.context import Bench, row_of_pairs
+from paramstore.bench.limits import pages
+from paramstore.bench.limits.raw import ALIGNMENT_BYTES, RawFile, RecordStore
 from paramstore.bench.pairs import sample_pairs
 from paramstore.bench.plan import MIB, RecordSize, shuffled
-from paramstore.bench.plot import READ, WRITE
-from paramstore.bench.raw import ALIGNMENT_BYTES, RawFile, RecordStore
-from paramstore.bench.report import RAW, Row
+from paramstore.bench.report.plot import READ, WRITE
+from paramstore.bench.report.rows import RAW, Row
 
 
 def measure_baseline(bench: Bench, size: RecordSize) -> list[Row]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from paramstore.bench.pages import MemoryKind, Slab
+from paramstore.bench.limits.pages import MemoryKind, Slab
+from paramstore.bench.limits.raw import RawFile, RecordStore
 from paramstore.bench.pairs import Pairs
 from paramstore.bench.plan import Plan
-from paramstore.bench.raw import RawFile, RecordStore
-from paramstore.bench.report import Row, Target, judged
+from paramstore.bench.report.rows import Row, Target, judged
 from paramstore.clock import Clock, MonotonicClock
 
 GIGA = 1e9

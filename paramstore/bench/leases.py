@@ -16,14 +16,14 @@ import torch
 
 import paramstore as ps
 from paramstore.bench.context import Bench
-from paramstore.bench.echo import Echo, time_calls
-from paramstore.bench.experts import create_param_namespace, keys_of, param_schema
+from paramstore.bench.limits.echo import Echo, time_calls
 from paramstore.bench.pairs import Pairs, Sample, percentile, sample_pairs
 from paramstore.bench.plan import MIB
 from paramstore.bench.process import cpu_s, rss_anon_bytes
-from paramstore.bench.report import SUBJECT, Row, Target, judged
-from paramstore.bench.service import Service, serving
-from paramstore.bench.stream import Stream
+from paramstore.bench.report.rows import SUBJECT, Row, Target, judged
+from paramstore.bench.service.daemon import Service, serving
+from paramstore.bench.service.experts import create_param_namespace, keys_of, param_schema
+from paramstore.bench.service.stream import Stream
 from paramstore.core.schema import PAGE_BYTES, Schema
 
 if TYPE_CHECKING:

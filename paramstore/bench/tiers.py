@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from paramstore.bench import machine
 from paramstore.bench.baseline import measure_baseline
 from paramstore.bench.context import Bench, PeerMaker
 from paramstore.bench.leases import measure_leases
 from paramstore.bench.plan import Plan
-from paramstore.bench.report import Report, Row
+from paramstore.bench.report import machine
+from paramstore.bench.report.rows import Report, Row
 from paramstore.bench.transfers import measure_optim, measure_param
 from paramstore.bench.update_alone import measure_update_alone
 from paramstore.bench.updates import measure_apply

@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from paramstore.bench import pages
 from paramstore.bench.context import Bench, row_of_pairs
-from paramstore.bench.experts import (
+from paramstore.bench.limits import pages
+from paramstore.bench.limits.raw import RawFile
+from paramstore.bench.pairs import Pairs, Sample, sample_pairs
+from paramstore.bench.plan import LARGE, MIB, RecordSize, shuffled
+from paramstore.bench.process import cpu_s
+from paramstore.bench.report.plot import READ, WRITE
+from paramstore.bench.report.rows import SUBJECT, Row, Target, judged
+from paramstore.bench.service.daemon import Service, counted_seconds, serving
+from paramstore.bench.service.experts import (
     WAIT_S,
     Gradients,
     adamw_schema,
@@ -30,14 +37,7 @@ from paramstore.bench.experts import (
     param_schema,
     param_values,
 )
-from paramstore.bench.footprint import budget_row, memory_row
-from paramstore.bench.pairs import Pairs, Sample, sample_pairs
-from paramstore.bench.plan import LARGE, MIB, RecordSize, shuffled
-from paramstore.bench.plot import READ, WRITE
-from paramstore.bench.process import cpu_s
-from paramstore.bench.raw import RawFile
-from paramstore.bench.report import SUBJECT, Row, Target, judged
-from paramstore.bench.service import Service, counted_seconds, serving
+from paramstore.bench.service.footprint import budget_row, memory_row
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.schema import CHUNK_BYTES, Schema
 from paramstore.errors import CorruptRecord

@@ -16,10 +16,10 @@ from queue import SimpleQueue
 import torch
 
 from paramstore.bench.context import GIGA, Bench
-from paramstore.bench.experts import adamw_schema
+from paramstore.bench.limits.torch_adamw import TorchAdamW
 from paramstore.bench.pairs import Sample, sample_pairs
-from paramstore.bench.report import SUBJECT, Row
-from paramstore.bench.torch_adamw import TorchAdamW
+from paramstore.bench.report.rows import SUBJECT, Row
+from paramstore.bench.service.experts import adamw_schema
 from paramstore.clock import Clock
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema, dtype_name

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 
 from paramstore.bench.context import Bench
-from paramstore.bench.experts import WAIT_S, Gradients, adamw_schema, check_all, create_adamw_namespace, keys_of
+from paramstore.bench.limits.torch_adamw import TorchAdamW
 from paramstore.bench.pairs import Sample, sample_pairs
 from paramstore.bench.plan import MIB
-from paramstore.bench.report import SUBJECT, Row, Target, judged
-from paramstore.bench.service import counted_seconds, serving
-from paramstore.bench.torch_adamw import TorchAdamW
+from paramstore.bench.report.rows import SUBJECT, Row, Target, judged
+from paramstore.bench.service.daemon import counted_seconds, serving
+from paramstore.bench.service.experts import WAIT_S, Gradients, adamw_schema, check_all, create_adamw_namespace, keys_of
 from paramstore.core.schema import dtype_name
 
 MEGA = 1e6

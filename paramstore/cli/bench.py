@@ -29,9 +29,9 @@ def tiers(
     """Loads, write-backs, leases and updates through a real daemon, each beside its limit in the same run."""
     # Torch and matplotlib are loaded only here, so that `paramstore --help` stays quick.
     from paramstore.bench.plan import Plan
-    from paramstore.bench.plot import check_target, draw
-    from paramstore.bench.report import encode
-    from paramstore.bench.table import render
+    from paramstore.bench.report.plot import check_target, draw
+    from paramstore.bench.report.rows import encode
+    from paramstore.bench.report.table import render
     from paramstore.bench.tiers import run
 
     if plot is not None:

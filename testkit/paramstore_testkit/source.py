@@ -12,8 +12,8 @@ PRODUCT = {
     "paramstore": ROOT / "paramstore", "paramstore_client": ROOT / "client/paramstore_client",
     "paramstore_native": ROOT / "native/paramstore_native",
 }  # fmt: skip
-KIT = {"paramstore_testkit": ROOT / "testkit/paramstore_testkit"}
-PACKAGES = PRODUCT | KIT
+OURS = {"paramstore_testkit": ROOT / "testkit/paramstore_testkit", "paramstore_bench": ROOT / "bench/paramstore_bench"}
+PACKAGES = PRODUCT | OURS
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

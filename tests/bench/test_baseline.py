@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.bench import pages
 from paramstore.bench.baseline import measure_baseline
 from paramstore.bench.context import Bench
-from paramstore.bench.pages import Slab
+from paramstore.bench.limits import pages
+from paramstore.bench.limits.pages import Slab
 from paramstore.bench.pairs import Sample
 from paramstore.bench.plan import MIB, Plan, RecordSize
-from paramstore.bench.plot import READ, WRITE
+from paramstore.bench.report.plot import READ, WRITE
 from paramstore.errors import VolumeError
 
 

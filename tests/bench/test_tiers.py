@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from paramstore.bench.plan import MIB, Plan, RecordSize
-from paramstore.bench.plot import READ, WRITE
-from paramstore.bench.report import SUBJECT, decode, encode
+from paramstore.bench.report.plot import READ, WRITE
+from paramstore.bench.report.rows import SUBJECT, decode, encode
 from paramstore.bench.tiers import run
 from paramstore.errors import CapacityError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paramstore.bench.experts import adamw_schema
 from paramstore.bench.plan import RecordSize
+from paramstore.bench.service.experts import adamw_schema
 from paramstore.bench.update_alone import UpdateAlone
 from paramstore.clock import MonotonicClock
 from paramstore.optim.tensors import field_tensor

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from paramstore.bench import tiers
 from paramstore.bench.plan import Plan
-from paramstore.bench.plot import READ
-from paramstore.bench.report import Report, Row, decode
+from paramstore.bench.report.plot import READ
+from paramstore.bench.report.rows import Report, Row, decode
 from paramstore.cli.bench import app
 
 ROW = Row(
@@ -28,7 +28,7 @@ INTERRUPTED = """
 import os, signal, sys
 from pathlib import Path
 from paramstore.bench import context, tiers
-from paramstore.bench.service import serving
+from paramstore.bench.service.daemon import serving
 from paramstore.cli.main import main
 
 def measure_all(bench):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paramstore.bench.report import decode
+from paramstore.bench.report.rows import decode
 
 pytestmark = [
     pytest.mark.gpu,

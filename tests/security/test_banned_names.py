@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = (ROOT / "paramstore", ROOT / "client" / "paramstore_client", ROOT / "native" / "paramstore_native", ROOT / "testkit")
+SOURCES = (
+    ROOT / "paramstore", ROOT / "client" / "paramstore_client", ROOT / "native" / "paramstore_native", ROOT / "testkit",
+    ROOT / "bench" / "paramstore_bench",
+)  # fmt: skip
 BANNED_MODULES = frozenset({
     "pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "runpy", "code", "codeop", "pty",
 })  # fmt: skip

@@ -1,0 +1,1 @@
+"""What the scripts beside this package measure, judge and draw; `paramstore bench` runs none of it."""
