@@ -31,7 +31,7 @@ from paramstore.bench.service.daemon import Service, serving
 from paramstore.bench.service.experts import WAIT_S, adamw_schema, create_adamw_namespace, keys_of
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.key import KeySpace
-from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.schema import PAGE_BYTES, Schema, round_up
 from paramstore.errors import StoreUnavailable
 from paramstore.storage.catalog.base import Change, NamespaceRow, StepRow, VolumeRow

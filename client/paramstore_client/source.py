@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
 
 

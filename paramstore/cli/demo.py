@@ -22,8 +22,8 @@ def demo(
 ) -> None:
     """Train an MoE transformer out of the store, prove it bitwise, kill the daemon, resume, generate."""
     from paramstore.demo import settings
+    from paramstore.demo.acts import tell
     from paramstore.demo.progress import DemoProgress
-    from paramstore.demo.story import tell
 
     end_as_interrupt()
     make = settings.quick if quick else settings.full

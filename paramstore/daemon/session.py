@@ -18,7 +18,7 @@ from typing import Any
 
 from paramstore.daemon.channel import Channel
 from paramstore.daemon.handlers import ORDERED, Handler, Handlers, Sent
-from paramstore.daemon.held import HeldRequests
+from paramstore.daemon.held_requests import HeldRequests
 from paramstore.daemon.lost import LostRequests
 from paramstore.daemon.peer import Peer
 from paramstore.daemon.uploads import Uploads

@@ -24,7 +24,7 @@ from typing import Any
 
 from paramstore.clock import Clock
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent, Located
+from paramstore.core.location import Extent, Located
 from paramstore.core.schema import CHUNK_BYTES, PAGE_BYTES, Part
 from paramstore.engine.scrub_notes import NoteScrub
 from paramstore.engine.scrub_progress import Finding

@@ -18,8 +18,8 @@ from paramstore import __version__
 from paramstore.clock import Clock
 from paramstore.config import Config
 from paramstore.core.key import ExpertKey
+from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
-from paramstore.core.place import Identity
 from paramstore.core.visits import check_visits
 from paramstore.engine.admission import Admission
 from paramstore.engine.capacity.host import HostTier

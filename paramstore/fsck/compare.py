@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from paramstore.core.key import ExpertKey, KeySpace
-from paramstore.core.place import Located
+from paramstore.core.location import Located
 from paramstore.core.schema import Schema
 from paramstore.errors import ParamStoreError
 from paramstore.fsck.findings import Finding

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.errors import CatalogError
 from paramstore.fsck.disks import WritableDisk
 from paramstore.fsck.proof import Proof

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from paramstore.core.key import ExpertKey, KeySpace
-from paramstore.core.place import Identity, Located
+from paramstore.core.location import Identity, Located
 from paramstore.core.schema import Schema
 from paramstore.engine.planner.planner import Planner, fresh_namespace
 from paramstore.engine.planner.promises import share_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from paramstore.config import RETAINED_STEPS
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.errors import CorruptCatalog, CorruptRecord, VolumeError
 from paramstore.storage.catalog.base import Contents, StepRow, VolumeRow
 from paramstore.storage.catalog.ledger import Ledger

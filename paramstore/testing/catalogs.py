@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.errors import CatalogError
 from paramstore.storage.catalog.base import Catalog, Change, Contents, NamespaceContents, NamespaceRow, Row, StepRow, VolumeRow
 

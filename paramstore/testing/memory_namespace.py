@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
-from paramstore.core.place import Identity
 from paramstore.core.schema import Field, Part, Schema
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, UnknownKey
 from paramstore.optim.rule import Step

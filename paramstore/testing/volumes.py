@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal, NamedTuple
 
-from paramstore.core.place import Tier
+from paramstore.core.location import Tier
 from paramstore.core.schema import round_up
 from paramstore.errors import VolumeError
 from paramstore.storage.volume.base import ALIGNMENT_BYTES, Volume, check_range

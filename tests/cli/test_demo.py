@@ -44,7 +44,7 @@ def told(monkeypatch):
             calls.append((settings, directory, keeps_daemon))
             return Told(is_ok)
 
-        monkeypatch.setattr("paramstore.demo.story.tell", tell)
+        monkeypatch.setattr("paramstore.demo.acts.tell", tell)
         return calls
 
     return answer
@@ -108,6 +108,6 @@ def test_every_signal_ends_it_as_ctrl_c_does(command, monkeypatch, tmp_path, num
         finally:
             tidied.append(number)
 
-    monkeypatch.setattr("paramstore.demo.story.tell", tell)
+    monkeypatch.setattr("paramstore.demo.acts.tell", tell)
     assert command("--json", "--dir", str(tmp_path)) == 128 + number
     assert tidied == [number]

@@ -16,7 +16,7 @@ import torch
 
 import paramstore_client
 from paramstore.cli import verify as verify_module
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CorruptRecord
 from paramstore.storage.format.structures import check_header

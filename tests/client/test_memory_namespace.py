@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from paramstore.core.location import Identity
 from paramstore.core.optimizers import SGD, Adagrad, AdamW, Options
-from paramstore.core.place import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, UnknownKey
 from paramstore.testing.memory_namespace import MemoryNamespace

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from paramstore.core.place import Located
+from paramstore.core.location import Located
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import CorruptRecord, StepFailed

@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 
 from paramstore.core.key import KeySpace
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.errors import CorruptRecord
 from paramstore.fsck import reader
 from paramstore.storage.format.structures import (

@@ -14,7 +14,7 @@ import torch
 import paramstore_client as ps
 from paramstore.cli.main import main
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.errors import VolumeError
 from paramstore.fsck.check import check, read_catalog, rebuild
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.schema import Schema
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.tables.namespace import View

@@ -15,7 +15,7 @@ import pytest
 
 from paramstore.bench.process import resident_bytes
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.core.schema import CHUNK_BYTES, PAGE_BYTES, Schema
 from paramstore.engine.records import update as update_module
 from paramstore.engine.store import Store

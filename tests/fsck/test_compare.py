@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.fsck.compare import compare
 from paramstore.fsck.findings import Finding
 from paramstore.fsck.reader import SUPERBLOCK_AT

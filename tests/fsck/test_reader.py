@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from paramstore.core.key import KeySpace
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CorruptRecord
 from paramstore.fsck import reader

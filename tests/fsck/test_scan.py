@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import VolumeError
 from paramstore.fsck import scan as scan_module

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.errors import CatalogError
 from paramstore.storage.catalog.base import Catalog, Change, Contents, NamespaceRow, Row, StepRow, VolumeRow
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog

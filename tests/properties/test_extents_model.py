@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.storage.space.extents import Space
 from paramstore_testkit.trials.state_machines import run_fixed, run_new
 

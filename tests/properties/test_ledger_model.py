@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.errors import StepDropped, StepFailed
 from paramstore.storage.catalog.base import Change, NamespaceContents, NamespaceRow, StepRow
 from paramstore.storage.catalog.ledger import Ledger

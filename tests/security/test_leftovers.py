@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import paramstore_client as ps
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.core.schema import Schema
 from paramstore.daemon.assembly import HostMemory
 from paramstore.daemon.session import Session

@@ -12,8 +12,8 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from paramstore.bench.process import resident_bytes
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.optimizers import AdamW
-from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.schema import CHUNK_BYTES, HEADER_FIXED_BYTES, PAGE_BYTES, Part, Schema
 from paramstore.engine.transfers.arithmetic import cut_update
 from paramstore.engine.transfers.hashing import Hashing

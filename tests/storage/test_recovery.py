@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from paramstore.core.apply_log import ApplyLog
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.optimizers import AdamW
-from paramstore.core.place import Extent, Identity, Located
 from paramstore.errors import CorruptCatalog, VolumeError
 from paramstore.storage.catalog.base import Contents, NamespaceContents, NamespaceRow, Row, StepRow, VolumeRow
 from paramstore.storage.format.apply_log import pack_log

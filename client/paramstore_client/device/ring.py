@@ -26,7 +26,7 @@ from torch import Tensor
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.core.arguments import indices, whole_number, wrong
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, UnknownKey
 from paramstore_client.activity import Activity

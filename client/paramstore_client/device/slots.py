@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.schema import Part
 from paramstore.core.slots import SlotTable
 from paramstore.errors import LeaseError

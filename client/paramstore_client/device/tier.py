@@ -23,7 +23,7 @@ from torch import Tensor
 from paramstore.config import PolicyConfig
 from paramstore.core.arguments import text, whole_number, wrong
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch, UnknownKey
 from paramstore.policy.make import make_policy

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.schema import Part
 from paramstore.errors import LeaseError, UnknownKey
 from paramstore.wire.messages import Release

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.errors import ConfigError, StepMismatch
 from paramstore_client.nn.routing import Block, ExpertFn, split_rows
 from paramstore_client.nn.weight_views import WeightView, find_view

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paramstore.errors import StepFailed, StepMismatch
-from paramstore_client.training.early import EarlyUpdates
 from paramstore_client.training.options import MainGroup, holds_any
 from paramstore_client.training.sentinel import ExpertSentinel
 from paramstore_client.training.updates import ExpertUpdates
+from paramstore_client.training.updates_in_backward import UpdatesInBackward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +46,7 @@ class Attachment:
 
     def __init__(
         self, experts: ExpertUpdates, sentinel: ExpertSentinel, optimizer: torch.optim.Optimizer, main: MainGroup,
-        early: EarlyUpdates | None = None,
+        early: UpdatesInBackward | None = None,
     ) -> None:  # fmt: skip
         """early: None unless updates begin in backward."""
         self._experts = experts

@@ -20,11 +20,11 @@ from paramstore_client.handle.origin import Origin
 from paramstore_client.namespace import Namespace
 from paramstore_client.training.attachment import Attachment
 from paramstore_client.training.checkpoint import Manifest, check_committed, roll_to
-from paramstore_client.training.early import EarlyUpdates
 from paramstore_client.training.options import MainGroup, options_class, trains_adapters, unwrapped
 from paramstore_client.training.sentinel import ExpertSentinel
 from paramstore_client.training.unattached import Unattached
 from paramstore_client.training.updates import ExpertUpdates, Reduce
+from paramstore_client.training.updates_in_backward import UpdatesInBackward
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Experts(ExpertUpdates):
         if updates_in_backward:
             self.namespace.reserve_room()
         self.reduce = reduce
-        early = EarlyUpdates(self, main) if updates_in_backward else None
+        early = UpdatesInBackward(self, main) if updates_in_backward else None
         self._attachment = Attachment(self, self.sentinel, inner, main, early)
         self.sentinel.is_left_alone = False
 

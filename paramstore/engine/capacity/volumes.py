@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from paramstore.config import Retention, format_size
-from paramstore.core.place import Extent, Tier
+from paramstore.core.location import Extent, Tier
 from paramstore.core.schema import Schema, round_up
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.record_reads import VolumeTraffic

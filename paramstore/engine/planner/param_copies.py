@@ -11,8 +11,8 @@ from collections.abc import Container, Iterable
 
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
+from paramstore.core.location import Identity, Located
 from paramstore.core.optimizers import Options
-from paramstore.core.place import Identity, Located
 from paramstore.core.residency import MAY_MATERIALISE, Copy, CopyEvent, Working, next_copy
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.tables.arena import Arena

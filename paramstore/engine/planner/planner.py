@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from paramstore.config import Retention
 from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.location import Extent, Identity
 from paramstore.core.optimizers import Options
-from paramstore.core.place import Extent, Identity
 from paramstore.core.residency import Copy, Working
 from paramstore.core.schema import Schema
 from paramstore.engine.planner.apply_order import backward_order, due_keys, update_order

@@ -14,7 +14,7 @@ from heapq import nsmallest
 from itertools import islice
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.residency import MAY_MATERIALISE, Working, WorkingEvent, next_working
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.tables.copies import WorkingCopy

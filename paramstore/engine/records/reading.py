@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
-from paramstore.core.place import Identity
 from paramstore.core.residency import MAY_MATERIALISE
 from paramstore.engine.planner.permission import check_view
 from paramstore.engine.planner.planner import Planner

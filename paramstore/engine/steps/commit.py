@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from paramstore.clock import Clock
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.core.residency import Working
 from paramstore.engine.planner.permission import prepared_error
 from paramstore.engine.planner.planner import Planner

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.engine.planner.permission import prepared_error
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.steps.transactions import Transactions

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.update import Updater
 from paramstore.engine.steps.commit import Committer

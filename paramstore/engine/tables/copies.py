@@ -10,8 +10,8 @@ from typing import Protocol
 
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.optimizers import Options
-from paramstore.core.place import Extent, Identity, Located
 from paramstore.core.residency import Copy, Working
 from paramstore.engine.tables.counters import CommitProgress
 from paramstore.errors import ParamStoreError

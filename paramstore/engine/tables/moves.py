@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from paramstore.core.place import Located
+from paramstore.core.location import Located
 from paramstore.engine.tables.copies import ParamCopy, Waiter, WorkingCopy
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import Urgency

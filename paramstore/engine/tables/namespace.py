@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey, KeySpace
-from paramstore.core.place import Identity, Located
+from paramstore.core.location import Identity, Located
 from paramstore.core.residency import Working
 from paramstore.core.schema import Schema
 from paramstore.core.visits import Visits

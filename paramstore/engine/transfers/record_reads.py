@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent, Located
+from paramstore.core.location import Extent, Located
 from paramstore.core.schema import Part
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import Urgency

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.core.schema import ITEM_BYTES, MASTER_DTYPE, PAGE_BYTES, Chunk, Part, Schema, round_up
 from paramstore.engine.transfers.buffers import Staging
 from paramstore.engine.transfers.hashing import Hashing

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Located
+from paramstore.core.location import Located
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.tables.copies import ParamCopy, WorkingCopy
 from paramstore.engine.tables.moves import Move, MoveKind

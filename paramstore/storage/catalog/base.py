@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Located
+from paramstore.core.location import Located
 
 DRAFT_STEP = -1
 """The step of a namespace's *draft*: durable values of an initialization that is not over. It is below every step that can be

@@ -25,7 +25,7 @@ from operator import attrgetter
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent, Located
+from paramstore.core.location import Extent, Located
 from paramstore.errors import StepDropped, StepFailed, StepPrepared
 from paramstore.storage.catalog.base import DRAFT_STEP, NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.catalog.publication import Publication

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.storage.catalog.base import Change, NamespaceRow, Row, StepRow
 
 

@@ -14,7 +14,7 @@ import msgspec
 from xxhash import xxh3_64_digest
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Located
+from paramstore.core.location import Located
 from paramstore.errors import CatalogError, CorruptCatalog
 from paramstore.storage.catalog.base import NamespaceRow, StepRow, VolumeRow
 

@@ -21,7 +21,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from paramstore.core.key import ExpertKey, KeySpace
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.schema import CHECKSUM_BYTES, CHUNK_BYTES, HEADER_FIXED_BYTES, PAGE_BYTES, Chunk, Part, Schema, round_up
 from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.storage.format.sealing import PREFIX_BYTES, Bytes, seal, unseal

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.core.schema import round_up
 from paramstore.errors import CorruptCatalog
 from paramstore.storage.space.fences import Fences

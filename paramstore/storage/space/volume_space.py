@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.storage.space.ranges import RangeSet
 
 

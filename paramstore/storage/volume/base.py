@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Protocol
 
-from paramstore.core.place import Tier
+from paramstore.core.location import Tier
 from paramstore.errors import VolumeError
 
 ALIGNMENT_BYTES = 4096

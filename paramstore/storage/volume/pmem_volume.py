@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paramstore.core.place import Tier
+from paramstore.core.location import Tier
 from paramstore.errors import VolumeError
 from paramstore.storage.volume.backing_file import BackingFile
 from paramstore.storage.volume.base import check_range

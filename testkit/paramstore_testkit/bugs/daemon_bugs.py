@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Located
+from paramstore.core.location import Located
 from paramstore.daemon.peer import Peer
 from paramstore.engine.capacity.host import HostTier
 from paramstore.engine.steps.history import Chain

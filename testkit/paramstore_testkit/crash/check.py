@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent, Located, Tier
+from paramstore.core.location import Extent, Located, Tier
 from paramstore.core.schema import PAGE_BYTES, round_up
 from paramstore.daemon.volume_places import adopt_new_volumes
 from paramstore.engine.transfers.advance import advance

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-from paramstore.core.place import Tier
+from paramstore.core.location import Tier
 from paramstore.core.schema import round_up
 from paramstore.errors import VolumeError
 from paramstore.storage.volume.base import ALIGNMENT_BYTES, check_range

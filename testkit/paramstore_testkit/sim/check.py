@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.core.residency import Copy
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import NamespaceState

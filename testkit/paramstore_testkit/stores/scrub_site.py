@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paramstore.core.place import Located
+from paramstore.core.location import Located
 from paramstore.core.schema import Schema
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View

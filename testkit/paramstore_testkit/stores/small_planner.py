@@ -11,8 +11,8 @@ from functools import partial
 from itertools import count
 
 from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.location import Extent, Identity
 from paramstore.core.optimizers import AdamW
-from paramstore.core.place import Extent, Identity
 from paramstore.core.residency import Working
 from paramstore.core.schema import Schema
 from paramstore.engine.tables.apply import GradientRange

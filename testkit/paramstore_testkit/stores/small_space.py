@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.storage.space.extents import Space
 
 PAGE = 4096

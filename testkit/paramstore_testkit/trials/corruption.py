@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Located
+from paramstore.core.location import Located
 from paramstore.core.schema import PAGE_BYTES, Part
 from paramstore.engine.transfers.hashing import Hashing
 from paramstore.engine.transfers.routes import ImageRead, check_pieces, cut_pieces

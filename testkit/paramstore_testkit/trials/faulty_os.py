@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paramstore.core.place import Tier
+from paramstore.core.location import Tier
 from paramstore.storage.volume.backing_file import volume_path
 from paramstore.storage.volume.file_volume import FileVolume
 from paramstore.testing.volumes import SECTOR_BYTES, Keep

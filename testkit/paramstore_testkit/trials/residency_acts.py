@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.residency import Working
 from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.requests import SlotRequest, Urgency

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.core.residency import Copy, Working
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.tables.copies import Cut, ParamCopy, Waiter, WorkingCopy

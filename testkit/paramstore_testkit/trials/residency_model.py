@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from paramstore.config import HELD_STEPS, RETAINED_STEPS
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.engine.tables.copies import ParamCopy
 from paramstore.engine.tables.namespace import LeaseRequest, View
 from paramstore.errors import CapacityError, LeaseError, ParamStoreError, StepDropped, StepFailed, WriterFenced

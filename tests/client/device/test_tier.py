@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from paramstore.core.location import Identity
 from paramstore.core.optimizers import AdamW
-from paramstore.core.place import Identity
 from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, UnknownKey
 from paramstore.testing.memory_namespace import MemoryTicket
 from paramstore_client.device.copier import HostCopier, Mark

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.engine.capacity.volumes import PREFILL_PIECE_BYTES
 from paramstore.engine.transfers.runner import CPU_LANE
 from paramstore.errors import VolumeError

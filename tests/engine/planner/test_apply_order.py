@@ -9,7 +9,7 @@ import pytest
 
 from paramstore.core.apply_log import MISSED_MAX
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.engine.planner.apply_order import (
     LATE_AFTER,
     LOOKAHEAD_DEPTHS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.residency import Copy, Working
 from paramstore.errors import StepFailed
 from paramstore_testkit.stores.small_planner import A, B, C, D, SmallPlanner

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.engine.transfers.runner import CATALOG_LANE

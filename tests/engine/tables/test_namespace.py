@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.engine.tables.apply import GradientRange
 from paramstore_testkit.disks.machine import PlainSegment
 from paramstore_testkit.stores.small_planner import SmallPlanner

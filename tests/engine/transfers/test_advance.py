@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.residency import Copy, Working
 from paramstore.engine.store import Store
 from paramstore.engine.tables.moves import MoveKind

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramstore.core.place import Extent, Identity
+from paramstore.core.location import Extent, Identity
 from paramstore.core.schema import PAGE_BYTES, Part, Schema, round_up
 from paramstore.engine.transfers.hashing import Hashing
 from paramstore.engine.transfers.routes import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from paramstore.core.place import Extent, Identity, Located
+from paramstore.core.location import Extent, Identity, Located
 from paramstore.errors import StepDropped, StepFailed
 from paramstore.storage.catalog.base import DRAFT_STEP, Change, NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.catalog.ledger import Ledger

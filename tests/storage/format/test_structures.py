@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from paramstore.core.key import KeySpace
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.core.schema import CHUNK_BYTES, Part, Schema
 from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.storage.format.sealing import seal

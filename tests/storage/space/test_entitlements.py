@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.errors import VolumeError
 from paramstore.storage.space.extents import Space
 from paramstore_testkit.stores.small_space import PAGE, extent, space

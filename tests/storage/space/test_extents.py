@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramstore.core.place import Extent
+from paramstore.core.location import Extent
 from paramstore.errors import CorruptCatalog
 from paramstore.storage.space.extents import Space
 from paramstore_testkit.stores.small_space import PAGE, extent, space

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.place import Identity
+from paramstore.core.location import Identity
 from paramstore.errors import StepMismatch
 from paramstore_client.source import ExpertSource, WeightLease
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from paramstore.demo.story import MARKER, _drawn, owned_directory
+from paramstore.demo.acts import MARKER, _drawn, owned_directory
 from paramstore.errors import ConfigError, StoreLocked, WaitTimeout
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
 
-from paramstore.daemon.held import HeldRequests
+from paramstore.daemon.held_requests import HeldRequests
 from paramstore.engine.ranks import Gathering
 from paramstore.engine.tables.collective import Call, Collective
 from paramstore.engine.tables.namespace import View, WriterGroup

@@ -21,7 +21,7 @@ MARK = 2.0**-62
 WITHOUT = "attach(updates_in_backward=False)"
 
 
-class EarlyUpdates:
+class UpdatesInBackward:
     """Owner of the open apply of one attachment. main: the group whose options it takes."""
 
     def __init__(self, experts: ExpertUpdates, main: MainGroup) -> None:

@@ -1,4 +1,4 @@
-"""Places of bytes (tiers, extents on volumes), and what identifies the bytes themselves."""
+"""Locations of bytes (tiers, extents on volumes), and what identifies the bytes themselves."""
 
 from __future__ import annotations
 
