@@ -20,7 +20,7 @@ LARGE = {
     "paramstore.daemon.session.Session": (34, 19),
     "paramstore.engine.tables.namespace.NamespaceState": (14, 30),
     "paramstore.engine.scrub_progress.Scrub": (2, 22),
-    "paramstore.engine.store.Store": (45, 24),
+    "paramstore.engine.store.Store": (45, 23),
     "paramstore_testkit.sim.client.SimClient": (21, 21),
     "paramstore_testkit.sim.model.NamespaceModel": (24, 23),
     "paramstore_testkit.sim.world.World": (14, 22),

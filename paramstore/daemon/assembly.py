@@ -32,6 +32,7 @@ from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import Chain
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.store import Store
+from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.engine.transfers.arithmetic import load
 from paramstore.engine.transfers.buffers import Buffers
@@ -208,14 +209,14 @@ def connect(
         planner, runner, volumes, buffers, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes, hashing=hashing,
         log=TransferLog(clock),
     )  # fmt: skip
-    loader = Loader(planner, transfers, wait_timeout_s=config.wait_timeout_s)
-    cleaner = Cleaner(planner, transfers, loader)
-    updater = Updater(planner, transfers, loader, cleaner, update_workers=update_workers)
+    loader = Loader(transfers, wait_timeout_s=config.wait_timeout_s)
+    cleaner = Cleaner(transfers, loader)
+    updater = Updater(transfers, loader, cleaner, update_workers=update_workers)
     namespaces = {name: make_namespace(ledger) for name, ledger in recovered.ledgers.items()}
-    transactions = Transactions(planner, transfers, runner, catalog=catalog, namespaces=namespaces)
-    chain = Chain(planner, transfers, runner, transactions, recovered.note_slots, stall_s=config.wait_timeout_s)
+    transactions = Transactions(transfers, runner, catalog=catalog, namespaces=namespaces)
+    chain = Chain(transfers, runner, transactions, recovered.note_slots, stall_s=config.wait_timeout_s)
     committer = Committer(
-        planner, transfers, cleaner, runner, chain=chain, transactions=transactions, volumes=volumes,
+        transfers, cleaner, runner, chain=chain, transactions=transactions, volumes=volumes,
         superblocks=recovered.superblocks, note_slots=recovered.note_slots, namespaces=namespaces, clock=clock,
         stall_s=config.wait_timeout_s,
     )  # fmt: skip
@@ -227,7 +228,7 @@ def connect(
     )  # fmt: skip
     volume_set = VolumeSet(
         volumes, superblocks=recovered.superblocks, rows=volume_rows, space=recovered.space, catalog=catalog, runner=runner,
-        may_grow=config.volume_size_bytes is None, pump=partial(transfers.pump, namespaces.values()),
+        may_grow=config.volume_size_bytes is None, pump=partial(_go_on, transfers, namespaces),
         retention=config.retention, traffic=transfers.traffic, endurance_bytes=config.volume_endurance_bytes,
     )  # fmt: skip
     transfers.watch_writes = volume_set.record_written
@@ -247,3 +248,9 @@ def connect(
         cleaner=cleaner, updater=updater, committer=committer, chain=chain, transactions=transactions, scrubber=scrubber,
         patrol=patrol, namespaces=namespaces, store_uuid=contents.store_uuid, clock=clock,
     )  # fmt: skip
+
+
+def _go_on(transfers: Transfers, namespaces: Mapping[str, NamespaceState]) -> None:
+    """Lets whoever waits for space on the volumes go on, after some came free."""
+    with transfers.deciding() as planner:
+        planner.go_on(namespaces.values())

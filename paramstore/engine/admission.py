@@ -16,7 +16,7 @@ from paramstore.core.schema import Schema
 from paramstore.engine.capacity.host import HostTier
 from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.planner.permission import prepared_error
-from paramstore.engine.planner.planner import Planner, fresh_namespace
+from paramstore.engine.planner.planner import fresh_namespace
 from paramstore.engine.ranks import Ranks
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.steps.history import Chain
@@ -48,10 +48,9 @@ class Admission:
     """Opens namespaces; owns the table of them."""
 
     def __init__(
-        self, planner: Planner, transfers: Transfers, host: HostTier, volumes: VolumeSet, cleaner: Cleaner,
+        self, transfers: Transfers, host: HostTier, volumes: VolumeSet, cleaner: Cleaner,
         chain: Chain, transactions: Transactions, ranks: Ranks, namespaces: dict[str, NamespaceState], *, retained_steps: int,
     ) -> None:  # fmt: skip
-        self._planner = planner
         self._transfers = transfers
         self._host = host
         self._volumes = volumes
@@ -113,7 +112,7 @@ class Admission:
             self._host.close_arenas(namespace)
             raise
         self._namespaces[name] = namespace
-        return self._planner.views.open(namespace, is_writer=True, step=None, group=group)
+        return self._open_view(namespace, is_writer=True, group=group)
 
     @staticmethod
     def _check_reusable(existing: NamespaceState, schema: Schema, keys: KeySpace) -> None:
@@ -152,7 +151,7 @@ class Admission:
         async with self._lock:
             await self._open_memory(namespace, host_bytes)
             step = self._reader_step(namespace, at)  # a commit may have dropped it meanwhile
-            return self._planner.views.open(namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots)
+            return self._open_view(namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots)
 
     @staticmethod
     def _reader_step(namespace: NamespaceState, at: int | None) -> int:
@@ -179,8 +178,14 @@ class Admission:
             await self._chain.reopen(namespace, at=at)
             async with self._lock:
                 await self._open_memory(namespace, host_bytes)
-                open_view = self._planner.views.open
-                return open_view(namespace, is_writer=True, step=None, group=group, min_lease_slots=min_lease_slots)
+                return self._open_view(namespace, is_writer=True, group=group, min_lease_slots=min_lease_slots)
+
+    def _open_view(
+        self, namespace: NamespaceState, *, is_writer: bool, step: int | None = None, group: WriterGroup | None = None,
+        min_lease_slots: int = 0,
+    ) -> View:  # fmt: skip
+        with self._transfers.deciding() as planner:
+            return planner.views.open(namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=min_lease_slots)
 
     def _fence(self, namespace: NamespaceState) -> None:
         if namespace.group is not None:
@@ -193,7 +198,8 @@ class Admission:
         async with self._lock:
             await self._open_memory(namespace, host_bytes)
             world_size = 1 if group is None else group.world_size
-            self._planner.views.promise(namespace, is_writer=True, world_size=world_size, least=least)
+            with self._transfers.deciding() as planner:
+                planner.views.promise(namespace, is_writer=True, world_size=world_size, least=least)
 
     async def snapshot(self, namespace: NamespaceState, step: int) -> None:
         """Makes room for one more step and keeps `step` durably; nothing to do if it is kept. Raises StepDropped, CapacityError."""
@@ -240,8 +246,8 @@ class Admission:
     async def _grow(self, namespace: NamespaceState) -> None:
         for arena in (namespace.working_arena, namespace.param_arena):
             while arena is not None and await self._host.grow(namespace, arena):
-                self._planner.leases.pump(namespace)
-                self._transfers.drain()
+                with self._transfers.deciding() as planner:
+                    planner.go_on([namespace])
 
     async def keep_catalog_room(self) -> None:
         """Makes room in the catalog; to be called once, when the store is open. See `VolumeSet.keep_catalog_room`."""
@@ -272,9 +278,7 @@ class Admission:
 
 def make_namespace(ledger: Ledger) -> NamespaceState:
     """Makes the state of a namespace from its ledger; it has no arenas yet."""
-    namespace = fresh_namespace(ledger)
-    namespace.turn = asyncio.Lock()
-    return namespace
+    return fresh_namespace(ledger, turn=asyncio.Lock())
 
 
 def _shape(schema: Schema, keys: KeySpace) -> dict[str, object]:

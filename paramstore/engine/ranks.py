@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from paramstore.engine.planner.permission import check_view
-from paramstore.engine.planner.planner import Planner
+from paramstore.engine.planner.views import ViewPlanner
 from paramstore.engine.tables.collective import MENDING, Call, Collective, Settled, check_rank
 from paramstore.engine.tables.namespace import View, WriterGroup, fenced_error
 from paramstore.errors import CapacityError, ParamStoreError, StoreUnavailable, TicketCancelled
@@ -155,8 +155,8 @@ class Gathering:
 class Ranks:
     """Forms groups of ranks and makes their collective calls; owns both. on_call: told of each rank's call, by its name."""
 
-    def __init__(self, planner: Planner, *, wait_timeout_s: float, on_call: Callable[[View, str], None]) -> None:
-        self._planner = planner
+    def __init__(self, views: ViewPlanner, *, wait_timeout_s: float, on_call: Callable[[View, str], None]) -> None:
+        self._views = views
         self._on_call = on_call
         self._wait_timeout_s = wait_timeout_s
         self._forming: dict[tuple[str, str], Gathering] = {}
@@ -197,7 +197,7 @@ class Ranks:
         self._gatherings[group] = Gathering(
             collective, timeout_s=self._wait_timeout_s, tasks=self._tasks, on_settled=partial(self._go_on, group)
         )
-        namespace, open_rank = first.namespace, self._planner.views.open_rank
+        namespace, open_rank = first.namespace, self._views.open_rank
         return {0: first, **{rank: open_rank(namespace, group, rank) for rank in range(1, group.world_size)}}
 
     def withdraw(self, arrival: Arrival) -> None:

@@ -65,7 +65,7 @@ class Scrubber:
     ) -> None:  # fmt: skip
         """pause: lets this many seconds of `clock` go by. notes: None for records alone."""
         self._transfers = transfers
-        self._space = transfers.planner.space
+        self._space = transfers.space
         self._volumes = volumes
         self._namespaces = namespaces
         self._store_uuid = store_uuid
@@ -315,7 +315,8 @@ class Scrubber:
             free_bytes = self._space.free_bytes
             self._space.unpin(pinned)
             if self._space.free_bytes != free_bytes:  # it was released meanwhile: somebody may wait for the room
-                self._transfers.pump(self._namespaces.values())
+                with self._transfers.deciding() as planner:
+                    planner.go_on(self._namespaces.values())
         wake(reading)
 
     @staticmethod

@@ -68,7 +68,6 @@ class Store:
         self.host = host
         self.namespaces = namespaces
         self.store_uuid = store_uuid
-        self._planner = planner
         self._runner = runner
         self._transfers = transfers
         self.transfer_log = transfers.log
@@ -80,15 +79,15 @@ class Store:
         self._chain = chain
         self._transactions = transactions
         self.applies = Applies(updater)
-        self.ranks = Ranks(planner, wait_timeout_s=config.wait_timeout_s, on_call=self.applies.note_call)
-        self._initializer = Initializer(chain, updater, cleaner, committer)
+        self.ranks = Ranks(planner.views, wait_timeout_s=config.wait_timeout_s, on_call=self.applies.note_call)
+        self._initializer = Initializer(transfers, chain, updater, cleaner, committer)
         self.scrubber = scrubber
         self.patrol = patrol
         self.admission = Admission(
-            planner, transfers, host, volumes, cleaner, chain, transactions, self.ranks, namespaces,
+            transfers, host, volumes, cleaner, chain, transactions, self.ranks, namespaces,
             retained_steps=config.retained_steps,
         )  # fmt: skip
-        self._reading = Reading(planner, transfers, loader, runner)
+        self._reading = Reading(transfers, loader, runner)
         self._clock = clock
         self._started_s = clock.now_s()
 
@@ -99,14 +98,15 @@ class Store:
         if not view.is_closed:
             self.ranks.leave(view, reason)
             self.applies.leave(view, reason)
-            self._planner.views.close(view)
-            self._transfers.drain()
+            with self._transfers.deciding() as planner:
+                planner.views.close(view)
 
     def end_writing(self, view: View, *, reason: str) -> None:
         """Ends a view's writing only: its session is gone, but its process may still read what it leased."""
         self.ranks.leave(view, reason)
         self.applies.leave(view, reason)
-        self._planner.views.end_writing(view)
+        with self._transfers.deciding() as planner:
+            planner.views.end_writing(view)
 
     def refresh(self, view: View) -> int:
         """Moves a reader to the newest committed step that no transaction under way drops, and returns that step."""
@@ -114,8 +114,8 @@ class Store:
             raise ConfigError("a writer sees its working state; refresh() moves readers")
         step = view.namespace.standing_step
         assert step is not None
-        self._planner.views.move(view, step)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.views.move(view, step)
         return step
 
     def describe_view(self, view: View) -> dict[str, object]:
@@ -140,8 +140,8 @@ class Store:
         self._loader.cancel_lease(request, error)
 
     def release(self, view: View, lease_id: int) -> None:
-        self._planner.leases.release(view, lease_id)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.leases.release(view, lease_id)
 
     def lease_places(self, request: LeaseRequest) -> list[tuple[int, int, int, int]]:
         """Returns (segment, offset, epoch, version) of each key of a granted lease."""
@@ -347,12 +347,11 @@ class Store:
     async def close(self) -> None:
         """Waits, within `shutdown_timeout_s`, for what is under way; then closes volumes, catalog and threads."""
         for namespace in self.namespaces.values():
-            namespace.stop_requests += 1  # an apply stops at its next record; it was never acknowledged
-            self._planner.wake_open(namespace)
+            with self._transfers.deciding() as planner:
+                planner.request_stop(namespace)  # an apply stops at its next record; it was never acknowledged
         stopping = StoreUnavailable("the daemon is stopping")
         await asyncio.gather(self.scrubber.close(stopping), self.patrol.close())
         self._runner.cancel_waiting(Urgency.PREFETCH, stopping)
-        self._transfers.drain()
         deadline_s = self._clock.now_s() + self.config.shutdown_timeout_s
         while not self._runner.is_idle and self._clock.now_s() < deadline_s:
             await asyncio.sleep(0.01)

@@ -129,7 +129,7 @@ def _apply(world: World, keys: Sequence[ExpertKey]) -> None:
     world.begin_apply(keys)
     world.working_arena.policy.expect(keys)
     claims = Claims(AdamW(), 1.0)
-    planner.line_up(namespace, claims, keys, pipeline_slots=UPDATE_DEPTH)
+    planner.claims.line_up(namespace, claims, keys, pipeline_slots=UPDATE_DEPTH)
     queue, spared = claims.queue, claims.awaited
 
     def hold_next() -> SlotRequest:

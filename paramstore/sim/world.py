@@ -12,10 +12,11 @@ from itertools import count
 
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.location import Identity, Located
+from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
 from paramstore.engine.planner.planner import Planner, fresh_namespace
 from paramstore.engine.planner.promises import share_of
-from paramstore.engine.tables.apply import GradientRange
+from paramstore.engine.tables.apply import Claims, GradientRange
 from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.copies import ParamCopy
 from paramstore.engine.tables.moves import Move, MoveKind
@@ -102,10 +103,7 @@ class PlannerAlone:
         """Settles a move as `engine.transfers` would. root: the root of what was written. The others: what a loaded record says."""
         planner, namespace, subject = self.planner, self.namespace, move.subject
         if isinstance(subject, ParamCopy):
-            if move.source is not None:
-                planner.working.unhold(namespace, move.source)
-            planner.copies.settle(namespace, subject, error)
-            planner.leases.pump(namespace)
+            planner.settle_made(namespace, subject, error, source=move.source)
             return
         if move.kind is MoveKind.WRITE:
             assert move.located is not None
@@ -152,7 +150,7 @@ class World(PlannerAlone):
 
     def begin_apply(self, keys: Sequence[ExpertKey]) -> None:
         self.namespace.pending = {key: (GradientRange(NoMemory(1), 0, 1),) for key in keys}
-        self.planner.begin_apply(self.namespace)
+        self.planner.claims.begin(self.namespace)
         self.planner.reserve_extents(self.namespace, keys)
         self.finish()
 
@@ -167,8 +165,8 @@ class World(PlannerAlone):
         while not request.is_finished:
             assert self.finish(), f"{request.key} waits for a slot that nothing will free"
         working = self.namespace.working[request.key]
-        copy = self.planner.plan_update(self.namespace, working)
-        self.planner.settle_update(self.namespace, working, copy, None)
+        update = self.planner.plan_update(self.namespace, working, Claims(AdamW(lr=0.0), 1.0, {working.key: ()}))
+        self.planner.settle_update(self.namespace, update, None)
         self.finish()
 
     # --- moves

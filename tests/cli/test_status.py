@@ -98,7 +98,7 @@ def test_a_fenced_volume_dirty_bytes_and_the_wear_of_drives_are_told(
         store = machine.start()
         view = await create(store)
         await train(store, view)
-        store._planner.space.fences.fail_flush(1, VolumeError("the cable is loose"))
+        store._transfers._planner.space.fences.fail_flush(1, VolumeError("the cable is loose"))
         stats: Any = await store.stats()
         stats["volumes"]["0"].update({"mode": "buffered", "reason": UNTOLD})
         status._print(stats)

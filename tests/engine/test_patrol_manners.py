@@ -129,7 +129,7 @@ def test_it_has_the_lowest_class_and_pins_nothing_between_records() -> None:
         seen: list[Any] = []
 
         async def look() -> None:
-            assert not store._planner.space._pins
+            assert not store._transfers._planner.space._pins
             assert store._runner.is_idle
 
         patrolled.meanwhile = look

@@ -167,7 +167,7 @@ def test_what_the_commit_under_way_will_publish_is_covered_though_a_newer_write_
         namespace = view.namespace
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
-        cut = store._planner.cuts.cut(namespace)
+        cut = store._transfers._planner.cuts.cut(namespace)
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
         assert namespace.working[KEY].uncommitted != cut.located[KEY]
@@ -176,7 +176,7 @@ def test_what_the_commit_under_way_will_publish_is_covered_though_a_newer_write_
         (finding,) = result["findings"]
         assert result["records"] == 3
         assert (finding["steps"], finding["version"]) == ((), cut.located[KEY].identity.version)
-        store._planner.cuts.settle(namespace, is_published=False)
+        store._transfers._planner.cuts.settle(namespace, is_published=False)
         assert (await verify(store))["found"] == 0
 
     run(scenario())
@@ -200,7 +200,7 @@ def test_a_read_error_is_a_finding_and_the_scrub_goes_on(fault: Fault, experts: 
         assert result["bytes_read"] == result["bytes_total"] == (EXPERTS - len(experts)) * RECORD_BYTES
         assert view.namespace.broken is None
         assert store._transfers.traffic[0].failures == len(experts)
-        assert not store._planner.space._pins
+        assert not store._transfers._planner.space._pins
 
     run(scenario())
 

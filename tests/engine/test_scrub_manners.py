@@ -172,7 +172,7 @@ def test_an_extent_is_pinned_while_it_is_read_and_free_to_go_between_its_pieces(
         machine = Machine(volume_bytes=96 << 20, host_budget_bytes=96 << 20)
         store = machine.start()
         await create(store, schema=LARGE, experts=2)
-        space, clock, pins = store._planner.space, ManualClock(), []
+        space, clock, pins = store._transfers._planner.space, ManualClock(), []
         volume = WatchedVolume(machine.disks[0])
         volume.read = lambda *call: (pins.append(len(space._pins)), machine.disks[0].read(*call))  # type: ignore[method-assign]
         machine.volumes = {0: volume}  # type: ignore[dict-item]
@@ -213,7 +213,7 @@ def test_a_record_replaced_between_two_pieces_is_left_out_and_its_room_is_free()
         result = await scrubber.wait(scrubber.start("moe", None, 1 << 20))
         assert (result["found"], result["records"], result["records_total"], result["superseded"]) == (0, 1, 1, 1)
         assert LARGE.record_bytes < result["bytes_read"] == result["bytes_total"] < 2 * LARGE.record_bytes
-        assert not store._planner.space._is_held(doomed.extent)
+        assert not store._transfers._planner.space._is_held(doomed.extent)
 
     run(scenario())
 
@@ -225,13 +225,13 @@ def test_room_that_a_read_kept_reaches_who_waits_for_it(monkeypatch: pytest.Monk
         view = await create(store)
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
-        working, space = view.namespace.working[KEY], store._planner.space
+        working, space = view.namespace.working[KEY], store._transfers._planner.space
         assert working.uncommitted is not None
         scrub = store.verify("moe", [KEY], None)
         while working.uncommitted.extent not in space._pins:
             await asyncio.sleep(0)
         free_bytes, free_when_pumped = space.free_bytes, []
-        monkeypatch.setattr(store._transfers, "pump", lambda _: free_when_pumped.append(space.free_bytes))
+        monkeypatch.setattr(store._transfers._planner, "go_on", lambda _: free_when_pumped.append(space.free_bytes))
         space.release(working.uncommitted.extent)
         working.uncommitted = None
         assert space.free_bytes == free_bytes
@@ -283,13 +283,13 @@ def test_a_hanging_device_delays_no_cancel_and_the_next_scrub_waits_for_it() -> 
         store.scrubber.cancel(scrub, TicketCancelled("enough"))
         with pytest.raises(TicketCancelled):
             await store.scrubber.wait(scrub)
-        assert len(store._planner.space._pins) == 1
+        assert len(store._transfers._planner.space._pins) == 1
         second = store.verify(None, None, None)
         await turns()
         assert machine.workers.waiting == 1
         machine.workers.resume()
         assert (await store.scrubber.wait(second))["records"] == EXPERTS
-        assert not store._planner.space._pins
+        assert not store._transfers._planner.space._pins
 
     run(scenario())
 
@@ -305,11 +305,11 @@ def test_a_piece_that_no_worker_has_begun_is_given_up() -> None:
         await turns()
         scrub = store.verify(None, None, None)
         await turns()
-        assert len(store._planner.space._pins) == 1
+        assert len(store._transfers._planner.space._pins) == 1
         store.scrubber.cancel(scrub, TicketCancelled("enough"))
         with pytest.raises(TicketCancelled):
             await store.scrubber.wait(scrub)
-        assert not store._planner.space._pins
+        assert not store._transfers._planner.space._pins
         assert machine.workers.waiting == 2
         machine.workers.resume()
         await asyncio.gather(*busy)

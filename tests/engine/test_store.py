@@ -258,14 +258,14 @@ def test_a_writer_that_waits_for_a_commit_keeps_nobody_else_from_opening() -> No
     async def scenario() -> None:
         store = Machine(seed=28, volume_bytes=24 << 20).start()
         slow = await make_writer(store)
-        store._planner.cuts.cut(slow.namespace)  # a commit that takes its time
+        store._transfers._planner.cuts.cut(slow.namespace)  # a commit that takes its time
         waiting = asyncio.ensure_future(store.admission.open("moe", mode="write", at=None, host_bytes=None))
         await asyncio.sleep(0)
         reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         Model().check(await leased(store, reader, KEYS[:2]))
         assert not waiting.done()
-        store._planner.cuts.settle(slow.namespace, is_published=False)
-        store._transfers.drain()
+        store._transfers._planner.cuts.settle(slow.namespace, is_published=False)
+        store._transfers.carry_out()
         new = await waiting
         with pytest.raises(WriterFenced):
             push(store, slow, KEYS, 1)

@@ -226,7 +226,7 @@ def test_when_every_write_fails_the_apply_says_why_and_little_space_is_lost() ->
             await store.apply(view, AdamW(lr=1e-2), 1.0)
         faulty.plan = ()
         await store.rollback(view, 0)
-        (space,) = store._planner.space.stats()
+        (space,) = store._transfers._planner.space.stats()
         assert space.quarantined_bytes <= 4 * SCHEMA.record_bytes
         assert "write number" in str(space.fenced)
         model.check(await leased(store, view, KEYS[:2]))

@@ -354,7 +354,7 @@ class ReaderMachine(RuleBasedStateMachine):
             self.store.close_view(self.writer)
             self.run(self._until_idle())
             needed = {(key, updates) for state in self.steps.values() for key, updates in state.items()}
-            assert self.store._planner.space.held_bytes("moe") == len(needed) * SCHEMA.record_bytes
+            assert self.store._transfers._planner.space.held_bytes("moe") == len(needed) * SCHEMA.record_bytes
             assert not any(copy.leases for copies in namespace.copies.values() for copy in copies)
         finally:
             self.loop.run_until_complete(self._crash())

@@ -100,7 +100,7 @@ class Work:
 
     async def state(self) -> list[object]:
         """All that a scrub could have changed: every record's bytes at every step and now, and the volumes' free bytes."""
-        space, images = self.store._planner.space, []
+        space, images = self.store._transfers._planner.space, []
         target = PlainSegment(RECORD_BYTES).view(0, RECORD_BYTES)
         for key in keys_of(self.view):
             await self.store.read(self.view, key, target)
@@ -159,7 +159,7 @@ def check_crash(seed: int, acts: int) -> None:
             work.step = max(work.step, work.view.namespace.committed_step or 0)
             work.scrub_on()
         await work.scrub_off()
-        assert not work.store._planner.space._pins
+        assert not work.store._transfers._planner.space._pins
 
     try:
         run(scenario())

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES, format_size
 from paramstore.core.schema import CHUNK_BYTES, Schema
+from paramstore.engine.planner.arenas import add_segment, close_arenas, next_segment, open_arenas, plan_segment, stop_growing
 from paramstore.engine.tables.arena import Arena, SegmentMemory, segment_lengths, slots_within
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.buffers import Buffers
@@ -198,10 +199,10 @@ class HostTier:
         working = param
         if schema.is_trainable:
             working = Arena(
-                slot_bytes=schema.record_bytes, planned_slots=split.working_slots, policy=self._make_policy(split.working_slots)
-            )
-            working.dirty_limit_bytes = self._dirty_limit_bytes
-        namespace.param_arena, namespace.working_arena = param, working
+                slot_bytes=schema.record_bytes, planned_slots=split.working_slots, policy=self._make_policy(split.working_slots),
+                dirty_limit_bytes=self._dirty_limit_bytes,
+            )  # fmt: skip
+        open_arenas(namespace, param, working)
         if split.staging_bytes:
             await self._lend_buffers(namespace, split.staging_bytes)
         if working is not param:
@@ -216,13 +217,13 @@ class HostTier:
         for length_bytes in segment_lengths(slot_count, arena.slot_bytes):
             segment_id, memory = self._new_segment(namespace, length_bytes, is_shared=is_shared)
             slots = min(slot_count, length_bytes // arena.slot_bytes)
-            arena.planned_segments.append((segment_id, memory, slots))
+            plan_segment(arena, segment_id, memory, slots=slots)
             slot_count -= slots
 
     async def stop_growing(self, namespace: NamespaceState) -> None:
         """Stops adding segments: on return no page of the namespace's memory is being touched, and none will be."""
         for arena in namespace.arenas():
-            arena.planned_segments.clear()
+            stop_growing(arena)
         await self._runner.behind(BACKGROUND_LANE)  # its thread may touch one now
 
     async def grow(self, namespace: NamespaceState, arena: Arena) -> bool:
@@ -230,9 +231,10 @@ class HostTier:
 
         Where the machine has no memory for it the arena stays as it is; raises CapacityError if it has no slot at all.
         """
-        if not arena.planned_segments:
+        planned = next_segment(arena)
+        if planned is None:
             return False
-        segment_id, memory, slots = arena.planned_segments.popleft()
+        segment_id, memory, slots = planned
         try:
             await self._runner.call(BACKGROUND_LANE, memory.touch)
         except CapacityError as error:
@@ -240,12 +242,11 @@ class HostTier:
                 raise
             counts = arena.slots.count, arena.planned_slots
             logger.warning("namespace %r: an arena has %d of %d planned slots: %s", namespace.name, *counts, error)
-            arena.planned_segments.clear()
-            arena.planned_slots = arena.slots.count
+            stop_growing(arena, is_final=True)
             return False
         if arena not in (namespace.param_arena, namespace.working_arena):
             return False
-        arena.add_segment(segment_id, memory, slots=slots)
+        add_segment(arena, segment_id, memory, slots=slots)
         return True
 
     def _new_segment(self, namespace: NamespaceState, length_bytes: int, *, is_shared: bool) -> tuple[int, SegmentMemory]:
@@ -270,7 +271,7 @@ class HostTier:
     def close_arenas(self, namespace: NamespaceState) -> dict[object, list[int]]:
         """Gives up a namespace's memory, of which nothing may be in use. Returns the clients that mapped a segment, with the ids
         that they must unmap; the segments' bytes come back to the budget when they have."""
-        namespace.param_arena = namespace.working_arena = None
+        close_arenas(namespace)
         self._buffers.take_back(namespace.name)
         to_unmap: dict[object, list[int]] = {}
         for segment_id, segment in list(self._segments.items()):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from paramstore.core.apply_log import ApplyLog
+from paramstore.core.key import ExpertKey
+from paramstore.core.residency import Working
 from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.tables.copies import Cut
 from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.tables.requests import Urgency
 from paramstore.storage.space.extents import Space
 
 
@@ -47,6 +50,26 @@ class CutPlanner:
         namespace.cut = cut
         return cut
 
+    @staticmethod
+    def await_written(cut: Cut, future: object) -> None:
+        """Notes the commit's future, which is woken when all its writes have landed or one has failed."""
+        cut.written = future
+
+    def wake_waiting(self, namespace: NamespaceState) -> None:
+        """Wakes those who wait for the commit under way, whose end may never come."""
+        self._outbox.woken.extend(namespace.cut_waiters)
+        namespace.cut_waiters.clear()
+
+    def write(self, namespace: NamespaceState, key: ExpertKey) -> None:
+        """Begins the write of a record that the cut waits for, or makes it urgent; where it has landed, does nothing."""
+        cut, working = namespace.cut, namespace.working[key]
+        if cut is None or key not in cut.unwritten:
+            return  # it has landed meanwhile, and may be dirty with a later version by now
+        if working.state is Working.DIRTY:
+            self._working.begin_write(namespace, working, Urgency.DEMAND)
+        elif working.state is Working.WRITING:
+            self._outbox.promoted.append(working)
+
     def settle(self, namespace: NamespaceState, *, is_published: bool) -> None:
         """Ends the cut. If its step was published, its extents are the ledger's now; else the newest of them stay uncommitted."""
         cut, namespace.cut = namespace.cut, None
@@ -63,8 +86,7 @@ class CutPlanner:
             self._working.uncut(namespace.working[key])
         if not is_published:
             namespace.changed |= cut.keys
-        self._outbox.woken.extend(namespace.cut_waiters)
-        namespace.cut_waiters.clear()
+        self.wake_waiting(namespace)
         if any(view.step is not None for view in namespace.views):  # copies that only the writer saw have retired already
             self._copies.retire_unseen(namespace)
         self._leases.pump(namespace)

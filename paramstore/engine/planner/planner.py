@@ -3,14 +3,14 @@
 Everything here is synchronous and runs on the event-loop thread; nothing reads a clock, a file or a socket. A call either
 raises before it has changed anything, or leaves all tables consistent and its decisions in the outbox, which the caller
 drains before its next await. `CopyPlanner` and `WorkingPlanner` hold the rules of the two kinds of copies, `LeasePlanner`
-those of who gets them, `ViewPlanner` those of who may, `CutPlanner` those of a commit; this file holds what spans them: an apply's
-claim, updates, rollback.
+those of who gets them, `ViewPlanner` those of who may, `ClaimPlanner` and `CutPlanner` those of an apply and a commit; this file
+holds what spans them: updates, rollback, eviction on request.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from paramstore.config import Retention
 from paramstore.core.key import ExpertKey, KeySpace
@@ -18,21 +18,42 @@ from paramstore.core.location import Extent, Identity
 from paramstore.core.optimizers import Options
 from paramstore.core.residency import Copy, Working
 from paramstore.core.schema import Schema
-from paramstore.engine.planner.apply_order import backward_order, due_keys, update_order
+from paramstore.engine.planner.apply_order import missed_steps
+from paramstore.engine.planner.claims import ClaimPlanner
 from paramstore.engine.planner.cuts import CutPlanner
 from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.views import ViewPlanner
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.planner.working_copies import WorkingPlanner
-from paramstore.engine.tables.apply import Claimed, Claims, awaited_keys
+from paramstore.engine.tables.apply import Claims, GradientRange
 from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
 from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState
-from paramstore.engine.tables.requests import SlotRequest, Urgency
+from paramstore.engine.tables.requests import Urgency
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.space.extents import Space
+
+
+class Update(NamedTuple):
+    """An update under way: the record in its slot, the `param` copy made in the same pass, the claims that it is part of, options
+    of the missed steps made before, and the optimizer's step of the record once it is done."""
+
+    working: WorkingCopy
+    copy: ParamCopy | None
+    claims: Claims
+    missed: tuple[Options, ...]
+    optimizer_step: int
+
+    @property
+    def gradients(self) -> tuple[GradientRange, ...]:
+        return self.claims.gradients[self.working.key]
+
+    @property
+    def copies(self) -> tuple[WorkingCopy | ParamCopy, ...]:
+        """All copies that it makes, the working copy first."""
+        return (self.working,) if self.copy is None else (self.working, self.copy)
 
 
 class Planner:
@@ -41,102 +62,16 @@ class Planner:
     def __init__(self, space: Space, retention: Retention | None = None, *, reader_slots: int | None = None) -> None:
         self.space = space
         self.outbox = Outbox()
-        requests = WaitingRequests(self.outbox)
-        self.copies = CopyPlanner(self.outbox, requests)
-        self.working = WorkingPlanner(space, self.outbox, requests)
-        self.leases = LeasePlanner(self.outbox, requests, self.copies, self.working)
+        self.requests = WaitingRequests(self.outbox)
+        self.copies = CopyPlanner(self.outbox, self.requests)
+        self.working = WorkingPlanner(space, self.outbox, self.requests)
+        self.leases = LeasePlanner(self.outbox, self.requests, self.copies, self.working)
         self.views = ViewPlanner(self.copies, self.leases, retention or Retention(), reader_slots=reader_slots)
+        self.claims = ClaimPlanner(self.outbox, self.copies, self.leases)
         self.cuts = CutPlanner(space, self.outbox, self.copies, self.working, self.leases)
         self.space_waiters: list[object] = []
         """Futures of those who wait for space on the volumes to come free; opaque to the planner."""
         self._freed_seen = 0
-
-    # --- apply
-
-    def begin_apply(self, namespace: NamespaceState, options: Options | None = None) -> Claimed:
-        """Claims what is pending. From here on the writer sees the bytes that this apply will make.
-
-        options: the apply's. Returns the claimed keys with their gradients; those of an exact namespace that are due have none.
-        """
-        claimed: Claimed = dict(namespace.pending)
-        namespace.pending = {}
-        if namespace.is_exact:
-            assert options is not None
-            kept_since = min(namespace.applies, namespace.log.last)  # an apply that was open counts as soon as it updates
-            namespace.log = namespace.log.trimmed(kept_since).appended(namespace.epoch, options)
-            claimed = dict.fromkeys(due_keys(namespace), ()) | claimed
-        self._claim(namespace, claimed, apply=namespace.log.last)
-        if namespace.is_exact:
-            self.copies.evict_left_behind(namespace)
-        self.leases.pump(namespace)
-        return claimed
-
-    def _claim(self, namespace: NamespaceState, keys: Iterable[ExpertKey], *, apply: int) -> None:
-        """Makes the writer see `keys` as an apply will leave them. apply: its number, used in an exact namespace only."""
-        for key in keys:
-            working = namespace.working[key]
-            assert working.target is not None
-            older, working.current = working.current, None
-            version = apply if namespace.is_exact else working.target.version + 1
-            working.target = Identity(namespace.epoch, version)
-            if older is not None:
-                self.copies.supersede(namespace, older)
-
-    # --- an open apply
-
-    @staticmethod
-    def open_apply(namespace: NamespaceState, claims: Claims) -> None:
-        """Begins an apply that claims keys as their gradients come. Nothing changes before its first claim."""
-        namespace.open_apply = claims
-
-    @staticmethod
-    def await_resident(namespace: NamespaceState, claims: Claims, *, pipeline_slots: int) -> None:
-        """Prepares an open apply to update: chooses the records in memory that are claimed, or probably will be, and that it must
-        not evict before their update. Queues what is in memory first.
-
-        pipeline_slots: how many of the arena's slots are left for other records meanwhile.
-        """
-        arena = namespace.working_arena
-        assert arena is not None
-        heat = {key: arena.policy.heat(key) for key in namespace.resident}
-        claims.awaited.update(awaited_keys(heat, len(heat) + arena.slots.free_count - pipeline_slots))
-        present, absent = backward_order(claims.queue, namespace.resident)
-        claims.queue = deque([*present, *absent])
-        arena.policy.expect(claims.awaited | claims.gradients.keys())
-
-    @staticmethod
-    def line_up(namespace: NamespaceState, claims: Claims, keys: Iterable[ExpertKey], *, pipeline_slots: int) -> None:
-        """Puts `keys`, all that is left to update, into the best order; nothing more will be claimed. Records in memory that wait
-        for their turn are not evicted; `pipeline_slots` of the arena's slots are left for the others."""
-        arena = namespace.working_arena
-        assert arena is not None
-        order, kept = update_order(keys, namespace.resident, given_up=max(0, pipeline_slots - arena.slots.free_count))
-        claims.queue, claims.awaited = deque(order), set(kept)
-
-    def claim(self, namespace: NamespaceState, claims: Claims, keys: Sequence[ExpertKey]) -> None:
-        """Lets the open apply claim `keys`, whose pending gradients are complete: from here on the writer sees them as the apply
-        will leave them. In an exact namespace it sees every other key as it stood before, until the apply is closed."""
-        for key in keys:
-            claims.gradients[key] = namespace.pending.pop(key)
-        self._claim(namespace, keys, apply=namespace.log.last + 1)
-        present, absent = backward_order(keys, namespace.resident)
-        claims.queue.extendleft(present)  # these need no transfer
-        claims.queue.extend(absent)
-        self.leases.pump(namespace)
-        self._wake(claims)
-
-    def close_apply(self, namespace: NamespaceState, claims: Claims, *, pipeline_slots: int) -> None:
-        """Closes the open apply: it claims what a plain one would, and its work becomes urgent. pipeline_slots: see `line_up`."""
-        self._end_claims(namespace, claims)
-        taken = claims.gradients.keys() - claims.queue
-        claims.gradients |= self.begin_apply(namespace, claims.options)
-        self.line_up(namespace, claims, claims.gradients.keys() - taken, pipeline_slots=pipeline_slots)
-        for arena in namespace.arenas():
-            for request in arena.waiting:
-                if isinstance(request, SlotRequest):
-                    request.urgency = Urgency.DEMAND
-        self.outbox.promoted.extend(namespace.working[key] for key in taken)
-        self.leases.pump(namespace)
 
     def drop_apply(self, namespace: NamespaceState, reason: str) -> None:
         """Gives up the open apply, if there is one. Its claims cannot be undone: where it has any, the namespace is broken."""
@@ -144,28 +79,13 @@ class Planner:
         if claims is None:
             return
         claims.error = StepFailed(f"the open apply of namespace {namespace.name!r} was given up: {reason}")
-        self._end_claims(namespace, claims)
+        self.claims.end(namespace, claims)
         if claims.gradients:
             self.mark_broken(namespace, f"an open apply was given up half-way: {reason}")
 
-    def _end_claims(self, namespace: NamespaceState, claims: Claims) -> None:
-        namespace.open_apply = None
-        claims.is_open = False
-        self._wake(claims)
-
-    def wake_open(self, namespace: NamespaceState) -> None:
-        """Wakes an open apply that waits for gradients, so that it looks whether it is to stop."""
-        if namespace.open_apply is not None:
-            self._wake(namespace.open_apply)
-
-    def _wake(self, claims: Claims) -> None:
-        self.outbox.woken.extend((*claims.waiters, *claims.take_room_waiters()))
-        claims.waiters.clear()
-
-    def end_claim(self, claims: Claims, key: ExpertKey) -> None:
-        """Notes that `key` has been updated: its gradients are not read any more."""
-        claims.read.add(key)
-        self.outbox.woken.extend(claims.take_room_waiters())
+    def take_decisions(self) -> Outbox | None:
+        """Hands out everything that was decided and not handed out yet; None if there is nothing."""
+        return None if self.outbox.is_empty else self.outbox.take()
 
     def reserve_extents(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
         """Reserves for every key an extent to be written to, which no later event can take; else CapacityError, nothing changed.
@@ -197,6 +117,10 @@ class Planner:
         """Whether extents will come free by themselves: a worker still reads or writes what nobody needs."""
         return self.space.has_leaving or self.working.orphan_writes > 0
 
+    def await_space(self, future: object) -> None:
+        """Notes a future that is woken when space on the volumes comes free."""
+        self.space_waiters.append(future)
+
     def wake_for_space(self) -> None:
         """Wakes those who wait for space, if some came free since the last call."""
         if self.space.freed != self._freed_seen:
@@ -204,14 +128,21 @@ class Planner:
             self.outbox.woken.extend(self.space_waiters)
             self.space_waiters.clear()
 
-    def plan_update(self, namespace: NamespaceState, working: WorkingCopy) -> ParamCopy | None:
-        """Starts the update of a copy that the caller holds. Returns the `param` copy that it makes in the same pass, if there is
-        a slot for one; else the next load materialises it."""
+    def go_on(self, namespaces: Iterable[NamespaceState]) -> None:
+        """Lets requests that wait in these namespaces go on: their writes may have found no space, and some came free."""
+        for namespace in namespaces:
+            self.leases.pump(namespace)
+
+    def plan_update(self, namespace: NamespaceState, working: WorkingCopy, claims: Claims) -> Update:
+        """Starts the update of a copy that the caller holds. It makes a `param` copy in the same pass, if there is a slot for one;
+        else the next load materialises it."""
+        has_gradient = bool(claims.gradients[working.key])
+        missed = missed_steps(namespace, working, has_gradient=has_gradient)
         self.working.begin_update(namespace, working)
         copy = self._made_copy(namespace, working)
         if copy is not None:
             copy.is_moving = True
-        return copy
+        return Update(working, copy, claims, missed, working.optimizer_step + len(missed) + has_gradient)
 
     def _made_copy(self, namespace: NamespaceState, working: WorkingCopy) -> ParamCopy | None:
         identity = self._made_identity(namespace, working)
@@ -235,15 +166,39 @@ class Planner:
         assert working.identity is not None
         return Identity(namespace.epoch, namespace.applies if namespace.is_exact else working.identity.version + 1)
 
-    def settle_update(
-        self, namespace: NamespaceState, working: WorkingCopy, copy: ParamCopy | None, error: ParamStoreError | None
-    ) -> None:
-        """Settles an update whose worker returned: the record is dirty with its next identity, and `copy` holds its `param`."""
+    def settle_update(self, namespace: NamespaceState, update: Update, error: ParamStoreError | None) -> None:
+        """Settles an update whose worker returned: the record is dirty with its next identity, its gradients are not read any more,
+        and its `param` copy has landed."""
+        working = update.working
+        if error is None:
+            working.optimizer_step, working.last_apply = update.optimizer_step, namespace.applies
+            namespace.stats.records_updated += 1
+            namespace.stats.records_caught_up += not update.gradients
+            namespace.stats.missed_steps_made += len(update.missed)
+            update.claims.read.add(working.key)
+            self.outbox.woken.extend(update.claims.take_room_waiters())
         identity = self._made_identity(namespace, working)
         self.working.settle_update(namespace, working, identity, error)
-        if copy is not None:
-            self.copies.settle(namespace, copy, error)
+        if update.copy is not None:
+            self.copies.settle(namespace, update.copy, error)
         self.after_working(namespace, working)
+
+    def settle_fill(self, namespace: NamespaceState, working: WorkingCopy, error: ParamStoreError | None) -> None:
+        """Settles an initial value: it is in its slot, and its write begins; or it was given up, and the slot is free."""
+        assert working.target is not None
+        self.working.settle_update(namespace, working, working.target, error)
+        if error is None and not working.is_orphan:
+            self.working.begin_write(namespace, working, Urgency.WRITE_BACK)
+        self.after_working(namespace, working)
+
+    def settle_made(
+        self, namespace: NamespaceState, copy: ParamCopy, error: ParamStoreError | None, *, source: WorkingCopy | None = None
+    ) -> None:
+        """Settles a `param` copy that was loaded, or made from `source`'s slot, which is held no more."""
+        if source is not None:
+            self.working.unhold(namespace, source)
+        self.copies.settle(namespace, copy, error)
+        self.leases.pump(namespace)
 
     def after_working(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """After a working copy changed state: lets loads of `param` that waited for it go on, then those who wait for slots."""
@@ -266,19 +221,32 @@ class Planner:
 
     # --- rollback
 
-    def rollback(self, namespace: NamespaceState, *, epoch: int, freed: Iterable[Extent]) -> None:
+    def request_stop(self, namespace: NamespaceState) -> None:
+        """Makes an apply under way stop at its next record, until `end_stop`; whoever asks then takes the turn."""
+        namespace.stop_requests += 1
+        self.claims.wake(namespace)
+
+    @staticmethod
+    def end_stop(namespace: NamespaceState) -> None:
+        namespace.stop_requests -= 1
+
+    def rollback(self, namespace: NamespaceState, *, freed: Iterable[Extent]) -> None:
         """Takes all tables back to what the ledger says: drops pending gradients, working copies and unseen `param` copies.
 
-        The new epoch is durable already, and no commit is under way. Slots that workers still use are freed when they return.
+        The ledger's epoch is durable already, and no commit is under way. Slots that workers still use are freed when they return.
         """
         assert namespace.cut is None
+        row = namespace.ledger.namespace
+        namespace.applies = row.applies
+        if namespace.is_exact:
+            namespace.log = namespace.ledger.newest_log
         self.drop_apply(namespace, "the namespace was rolled back")
         namespace.pending.clear()
         namespace.changed.clear()
         namespace.broken = None
         namespace.is_initializing = False
         namespace.preparing = None
-        namespace.epoch = epoch
+        namespace.epoch = row.epoch
         discarded = list(namespace.working.values())
         namespace.working = fresh_working(namespace)
         for working in discarded:
@@ -298,7 +266,42 @@ class Planner:
             self.space.release(extent)
         self.leases.pump(namespace)
 
+    # --- initial values
+
+    @staticmethod
+    def begin_initialization(namespace: NamespaceState) -> None:
+        """Lets every key that has no value be given one."""
+        for working in namespace.working.values():
+            if working.identity is None:
+                working.target = Identity(namespace.epoch, 0)
+        namespace.is_initializing = True
+
+    @staticmethod
+    def end_initialization(namespace: NamespaceState) -> None:
+        namespace.is_initializing = False
+
     # --- eviction on request
+
+    def evict(
+        self, namespace: NamespaceState, keys: Sequence[ExpertKey], *, working: bool, param: bool
+    ) -> tuple[int, list[ExpertKey]]:
+        """Evicts what is in memory of `keys`: working copies, `param` copies or both. Returns how many copies went, and the keys
+        that had one in use."""
+        skipped: dict[ExpertKey, None] = {}
+        evicted = 0
+        for key in keys if working else ():
+            was_resident = namespace.working[key].slot is not None
+            if not self.evict_working(namespace, key):
+                skipped[key] = None
+            elif was_resident:
+                evicted += 1
+        for key in keys if param else ():
+            before = len(namespace.copies.get(key, ()))
+            if not self.evict_param(namespace, key):
+                skipped[key] = None
+            evicted += before - len(namespace.copies.get(key, ()))
+        self.leases.pump(namespace)
+        return evicted, list(skipped)
 
     def evict_param(self, namespace: NamespaceState, key: ExpertKey) -> bool:
         """Evicts every copy of `key` that can go; False if one is leased or loading."""
@@ -318,14 +321,15 @@ class Planner:
         return working.state is Working.ABSENT
 
 
-def fresh_namespace(ledger: Ledger) -> NamespaceState:
-    """The tables of a namespace as its newest step has them: nothing is resident, and it has no arenas yet."""
+def fresh_namespace(ledger: Ledger, *, turn: object = None) -> NamespaceState:
+    """The tables of a namespace as its newest step has them: nothing is resident, and it has no arenas yet. turn: its lock."""
     row = ledger.namespace
     schema, keys = Schema.from_description(row.schema), KeySpace.of(row.layers, row.experts)
     namespace = NamespaceState(row.name, schema, keys, ledger, epoch=row.epoch, sequence=row.sequence)
     namespace.applies = row.applies
     if namespace.is_exact:
         namespace.log = ledger.newest_log
+    namespace.turn = turn
     namespace.working = fresh_working(namespace)
     return namespace
 

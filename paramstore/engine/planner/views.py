@@ -68,8 +68,7 @@ class ViewPlanner:
         self._leave_group(view)
         if view.declared is not None:
             choose_schedule(namespace)
-        self._copies.retire_unseen(namespace)
-        self._leases.pump(namespace)
+        self.see_less(namespace)
 
     def end_writing(self, view: View) -> None:
         """Ends a view's writing only: its session is gone, but its process may still read what it leased."""
@@ -93,8 +92,23 @@ class ViewPlanner:
         """Moves a reader's view to `step`; what it leased before stays leased."""
         view.step = step
         view.is_dropped = False
-        self._copies.retire_unseen(view.namespace)
-        self._leases.pump(view.namespace)
+        self.see_less(view.namespace)
+
+    def see_less(self, namespace: NamespaceState) -> None:
+        """After views or steps went: retires copies that nobody sees any more, and lets whoever waits for their slots go on."""
+        self._copies.retire_unseen(namespace)
+        self._leases.pump(namespace)
+
+    @staticmethod
+    def close_steps(namespace: NamespaceState, steps: Iterable[int]) -> None:
+        """Notes the steps that the transaction under way drops, so that nobody opens one of them; none: it is over."""
+        namespace.closing_steps = frozenset(steps)
+
+    @staticmethod
+    def give_back(views: Iterable[View]) -> None:
+        """Gives the views their steps back, which are dropped after all not."""
+        for view in views:
+            view.is_dropped = False
 
     def drop_oldest_readers(self, namespace: NamespaceState, newest_step: int) -> list[View]:
         """Before `newest_step` is published, takes the oldest steps from readers that hold too many. Returns those views."""

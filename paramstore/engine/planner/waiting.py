@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from paramstore.engine.tables.copies import Waiter, WorkingCopy
 from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState
-from paramstore.engine.tables.requests import SlotRequest
+from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest
 from paramstore.errors import ParamStoreError, StepFailed
 
 
@@ -24,6 +24,21 @@ class WaitingRequests:
                 arena.waiting.remove(request)
                 request.error = error
                 self.finish(request)
+
+    def abandon(self, request: SlotRequest, error: ParamStoreError) -> None:
+        """Takes a request that is given up before it is finished out of its queue, and fails it; nobody awaits it any more."""
+        arena, working = request.namespace.working_arena, request.namespace.working[request.key]
+        if arena is not None and request in arena.waiting:
+            arena.waiting.remove(request)
+        if request in working.requests:
+            working.requests.remove(request)
+        request.is_finished, request.error = True, error
+
+    def cancel(self, request: PrefetchRequest, error: ParamStoreError) -> None:
+        """Ends a prefetch with `error`, unless it is finished; its loads may still land."""
+        if not request.is_finished:
+            request.error = request.error or error
+            self.finish(request)
 
     def land(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Tells requests whose record is now in its slot: each request for the slot holds it."""
@@ -45,6 +60,16 @@ class WaitingRequests:
         if not waiter.is_finished:
             waiter.is_finished = True
             self._outbox.finished.append(waiter)
+
+
+def await_request(request: Waiter, future: object) -> None:
+    """Notes the future that is woken when `request` is finished."""
+    request.future = future
+
+
+def await_change(waiters: list[object], future: object) -> None:
+    """Notes a future that is woken with all of `waiters`, those of a table, at its next change."""
+    waiters.append(future)
 
 
 def _taken(working: WorkingCopy) -> list[Waiter]:

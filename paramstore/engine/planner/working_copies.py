@@ -284,13 +284,9 @@ class WorkingPlanner:
             self.requests.land(namespace, working)
         self._wake(working)
 
-    def may_update(self, working: WorkingCopy) -> bool:
-        """Whether an update may start: the caller is the only holder, and no write that a cut waits for is due."""
-        return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not working.is_cut
-
     def begin_update(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Turns the caller's hold into an update: from here on only the update's worker touches the slot."""
-        assert self.may_update(working)
+        assert may_update(working)
         working.holders = 0
         _change(namespace, working, WorkingEvent.UPDATE)
         working.is_moving = True
@@ -371,6 +367,11 @@ def _change(namespace: NamespaceState, working: WorkingCopy, event: WorkingEvent
         del namespace.in_state[before][working.key]
     if working.state is not Working.ABSENT:
         namespace.in_state[working.state][working.key] = working
+
+
+def may_update(working: WorkingCopy) -> bool:
+    """Whether an update may start: the caller is the only holder, and no write that a cut waits for is due."""
+    return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not working.is_cut
 
 
 def _is_evictable(working: WorkingCopy) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Container, Sequence
 
 from paramstore.core.key import ExpertKey
-from paramstore.engine.planner.planner import Planner
+from paramstore.engine.planner.waiting import await_change, await_request
 from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View
 from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest, Urgency
@@ -22,8 +22,7 @@ from paramstore.errors import ParamStoreError, SchemaMismatch, StepFailed, WaitT
 class Loader:
     """Makes requests for bytes in host memory, and waits for them."""
 
-    def __init__(self, planner: Planner, transfers: Transfers, *, wait_timeout_s: float) -> None:
-        self._planner = planner
+    def __init__(self, transfers: Transfers, *, wait_timeout_s: float) -> None:
         self._transfers = transfers
         self._wait_timeout_s = wait_timeout_s
 
@@ -33,29 +32,29 @@ class Loader:
             view.namespace.schema.part(part)
             raise SchemaMismatch(f"part {part!r} cannot be leased: the daemon alone sees it; use read() for a copy")
         request = LeaseRequest(view, lease_id, keys)
-        self._planner.leases.request_lease(request)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.leases.request_lease(request)
         return request
 
     async def wait_lease(self, request: LeaseRequest, timeout_s: float) -> None:
         """Waits until the lease is granted. Raises its error, or WaitTimeout: then the request is gone."""
         if not request.is_finished:
-            request.future = future = asyncio.get_running_loop().create_future()
+            future = asyncio.get_running_loop().create_future()
+            await_request(request, future)
             await asyncio.wait([future], timeout=timeout_s)
         if not request.is_finished:
             waiting = request.view.namespace.param_arena
             is_queued = waiting is not None and request in waiting.waiting
             reason = "waiting for slots to come free" if is_queued else f"{request.missing} still loading"
-            self._planner.leases.cancel_lease(
-                request, WaitTimeout(f"lease of {len(request.keys)} keys of {request.view.namespace.name!r}: {reason}")
-            )
-            self._transfers.drain()
+            what = f"lease of {len(request.keys)} keys of {request.view.namespace.name!r}"
+            self.cancel_lease(request, WaitTimeout(f"{what}: {reason}"))
         if request.error is not None:
             raise request.error
 
     def cancel_lease(self, request: LeaseRequest, error: ParamStoreError) -> None:
-        self._planner.leases.cancel_lease(request, error)
-        self._transfers.drain()
+        """Ends a waiting lease with `error`; releases a granted one."""
+        with self._transfers.deciding() as planner:
+            planner.leases.cancel_lease(request, error)
 
     def prefetch(self, view: View, keys: Sequence[ExpertKey], part: str, deadline_s: float | None) -> PrefetchRequest:
         """Starts loading what fits. deadline_s: seconds from now until the keys are needed; what is needed sooner moves first.
@@ -65,14 +64,15 @@ class Loader:
         view.namespace.schema.part(part)
         needed_at_s = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         request = PrefetchRequest(view.namespace, part, needed_at_s)
-        self._planner.leases.request_prefetch(request, view, keys)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.leases.request_prefetch(request, view, keys)
         return request
 
     async def wait_prefetch(self, request: PrefetchRequest) -> dict[str, int]:
         """Waits for the prefetch and returns its counts. Raises the first error among its loads, once all are over; WaitTimeout."""
         if not request.is_finished:
-            request.future = future = asyncio.get_running_loop().create_future()
+            future = asyncio.get_running_loop().create_future()
+            await_request(request, future)
             await until_woken(future, self._transfers.runner, stall_s=self._wait_timeout_s, what=f"prefetch of {request.part}")
         if request.error is not None:
             raise request.error
@@ -87,8 +87,8 @@ class Loader:
         """Waits for the key's working copy and returns it in its slot, held (`is_fill`: in state UPDATING, to be filled). Raises
         its load's error, or WaitTimeout. urgency, spared: see `SlotRequest`."""
         request = SlotRequest(namespace, key, is_fill=is_fill, urgency=urgency, spared=spared)
-        self._planner.working.request_slot(request)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.working.request_slot(request)
         working = namespace.working[key]
         try:
             await self._until_held(request)
@@ -97,14 +97,17 @@ class Loader:
             raise
         finally:
             if not request.is_finished:
-                self._abandon(request, working)
+                error = WaitTimeout(f"{key} of {namespace.name!r}: its request was given up")
+                with self._transfers.deciding() as planner:
+                    planner.requests.abandon(request, error)
         if request.error is not None:
             raise request.error
         return working
 
     async def _until_held(self, request: SlotRequest) -> None:
         if not request.is_finished:
-            request.future = future = asyncio.get_running_loop().create_future()
+            future = asyncio.get_running_loop().create_future()
+            await_request(request, future)
             what = f"a slot for {request.key} of {request.namespace.name!r}"
             await until_woken(future, self._transfers.runner, stall_s=self._wait_timeout_s, what=what)
 
@@ -112,24 +115,13 @@ class Loader:
         """Gives the slot back where the caller was cancelled in the very moment in which it got it."""
         if not request.is_finished or request.error is not None:
             return
-        if request.is_fill:
-            assert working.target is not None
-            error = WaitTimeout(f"{request.key} of {request.namespace.name!r}: its initial value was given up")
-            self._planner.working.settle_update(request.namespace, working, working.target, error)
-        else:
-            self._planner.working.unhold(request.namespace, working)
-        self._planner.after_working(request.namespace, working)
-        self._transfers.drain()
-
-    def _abandon(self, request: SlotRequest, working: WorkingCopy) -> None:
-        """Takes a request that is given up before it is finished out of its queue, and fails it."""
-        arena = request.namespace.working_arena
-        if arena is not None and request in arena.waiting:
-            arena.waiting.remove(request)
-        if request in working.requests:
-            working.requests.remove(request)
-        request.is_finished = True
-        request.error = WaitTimeout(f"{request.key} of {request.namespace.name!r}: its request was given up")
+        with self._transfers.deciding() as planner:
+            if request.is_fill:
+                error = WaitTimeout(f"{request.key} of {request.namespace.name!r}: its initial value was given up")
+                planner.settle_fill(request.namespace, working, error)
+            else:
+                planner.working.unhold(request.namespace, working)
+                planner.after_working(request.namespace, working)
 
     async def changed(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Waits for the next change of `working`. Raises WaitTimeout."""
@@ -144,9 +136,12 @@ class Loader:
 
     async def space_freed(self) -> None:
         """Waits until an extent of any namespace comes free. Raises WaitTimeout."""
-        await self._until_woken(self._planner.space_waiters, "space on the volumes")
+        future = asyncio.get_running_loop().create_future()
+        with self._transfers.deciding() as planner:
+            planner.await_space(future)
+        await until_woken(future, self._transfers.runner, stall_s=self._wait_timeout_s, what="space on the volumes")
 
     async def _until_woken(self, waiters: list[object], what: str) -> None:
         future = asyncio.get_running_loop().create_future()
-        waiters.append(future)
+        await_change(waiters, future)
         await until_woken(future, self._transfers.runner, stall_s=self._wait_timeout_s, what=what)

@@ -14,7 +14,9 @@ from typing import Any
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
+from paramstore.engine.planner.gradients import add_pending, drop_pending, end_layer, note_last
 from paramstore.engine.planner.permission import check_changing, check_pushing, check_unclaimed, check_writer
+from paramstore.engine.planner.waiting import await_change
 from paramstore.engine.records.update import Updater
 from paramstore.engine.tables.apply import Claims, GradientRange, UploadMemory
 from paramstore.engine.tables.collective import ranks_named
@@ -44,12 +46,9 @@ class Applies:
         if claims is not None or is_last:
             _check_last(namespace, ranges, rank=view.rank, is_last=is_last)
         _check_entries(namespace, entries, ranges, rank=view.rank, is_last=is_last)
-        pending = namespace.pending
-        for key, pushed in ranges.items():
-            if not is_last or pushed not in pending.get(key, ()):
-                pending[key] = tuple(sorted((*pending.get(key, ()), pushed), key=_rank_of))
+        add_pending(namespace, ranges)
         if claims is not None and is_last:
-            self._updater.claim(namespace, claims, _complete_keys(view, claims, ranges))
+            self._updater.claim(namespace, claims, note_last(view, claims, ranges))
 
     def end_layers(self, view: View, layers: Iterable[int]) -> None:
         """Notes that the view's rank pushes no more gradients of `layers` before the open apply is closed; the apply claims the
@@ -61,12 +60,8 @@ class Applies:
         self._end(view, claims, ended)
 
     def _end(self, view: View, claims: Claims, layers: Iterable[int]) -> None:
-        assert view.group is not None
-        namespace, world_size = view.namespace, view.group.world_size
         for layer in layers:
-            claims.ended_layers.setdefault(layer, set()).add(view.rank)
-            pushed = [key for expert in range(namespace.keys.experts) if (key := (layer, expert)) in namespace.pending]
-            self._updater.claim(namespace, claims, [key for key in pushed if len(claims.done_ranks(key)) == world_size])
+            self._updater.claim(view.namespace, claims, end_layer(view, claims, layer))
 
     def note_call(self, view: View, what: str) -> None:
         """Notes that the view's rank has made the collective call `what`: it pushes nothing before all ranks have made it. Wakes
@@ -93,7 +88,7 @@ class Applies:
                 raise WaitTimeout(_no_room(view, claims, keys))
             _check_awaitable(view, claims, keys)
             changed = loop.create_future()
-            claims.room_waiters.append(changed)
+            await_change(claims.room_waiters, changed)
             await asyncio.wait([changed], timeout=deadline_s - loop.time())
             check_writer(view)
             if claims.error is not None:
@@ -168,8 +163,7 @@ class Applies:
         """Drops pending gradients and gives up the open apply, if there is one; returns how many keys had gradients pending. Raises
         StepFailed if that apply had claimed a key: rollback is the way on."""
         namespace = check_writer(view)
-        count = len(namespace.pending)
-        namespace.pending.clear()
+        count = drop_pending(namespace)
         self._updater.drop(namespace, "abort")
         check_writer(view)
         return count
@@ -185,10 +179,6 @@ def _open_claims(namespace: NamespaceState, what: str) -> Claims:
     if namespace.open_apply is None:
         raise StepOutOfOrder(f"{what} on {namespace.name!r}: no apply is open: begin_apply opens one")
     return namespace.open_apply
-
-
-def _rank_of(gradient: GradientRange) -> int:
-    return gradient.rank
 
 
 def _check_entries(
@@ -218,17 +208,6 @@ def _check_last(namespace: NamespaceState, keys: Iterable[ExpertKey], *, rank: i
                 "have begun; "
                 "push what comes before the last gradient of a key before begin_apply"
             )
-
-
-def _complete_keys(view: View, claims: Claims, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-    """Notes that the view's rank has pushed its last gradients of `keys`; returns those for which all ranks have."""
-    assert view.group is not None
-    complete = []
-    for key in keys:
-        claims.last_ranks.setdefault(key, set()).add(view.rank)
-        if len(claims.done_ranks(key)) == view.group.world_size:
-            complete.append(key)
-    return complete
 
 
 def _no_room(view: View, claims: Claims, keys: Sequence[ExpertKey]) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Sequence
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
 from paramstore.engine.planner.apply_order import slots_to_clean
-from paramstore.engine.planner.planner import Planner
 from paramstore.engine.planner.working_copies import WRITE_TRIES
 from paramstore.engine.records.access import Loader
 from paramstore.engine.tables.copies import WorkingCopy
@@ -26,8 +25,7 @@ from paramstore.errors import CapacityError, StepFailed
 class Cleaner:
     """Writes dirty records: ahead of eviction, for a cut, or because somebody asked."""
 
-    def __init__(self, planner: Planner, transfers: Transfers, loader: Loader) -> None:
-        self._planner = planner
+    def __init__(self, transfers: Transfers, loader: Loader) -> None:
         self._transfers = transfers
         self._loader = loader
 
@@ -36,11 +34,11 @@ class Cleaner:
         records that nobody writes are below the limit. spared: keys that whoever wants the slots may not evict."""
         arena = namespace.working_arena
         assert arena is not None
-        self._planner.working.clean(namespace, slots_to_clean(namespace, wanted_slots, spared), Urgency.WRITE_BACK, spared=spared)
-        if arena.dirty_limit_bytes is not None:
-            above = len(namespace.in_state[Working.DIRTY]) - arena.dirty_limit_bytes // namespace.schema.record_bytes
-            self._planner.working.clean_settled(namespace, max(0, above))
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.working.clean(namespace, slots_to_clean(namespace, wanted_slots, spared), Urgency.WRITE_BACK, spared=spared)
+            if arena.dirty_limit_bytes is not None:
+                above = len(namespace.in_state[Working.DIRTY]) - arena.dirty_limit_bytes // namespace.schema.record_bytes
+                planner.working.clean_settled(namespace, max(0, above))
 
     async def write(self, namespace: NamespaceState, key: ExpertKey, urgency: Urgency) -> bool:
         """Writes `key` back: on return it is not dirty. True if this call wrote it, or joined a write that did. A write that failed
@@ -55,12 +53,13 @@ class Cleaner:
                 if is_written and working.write_failures % WRITE_TRIES == 0:
                     raise StepFailed(
                         f"{key} of {namespace.name!r}: its write-back failed twice, on different extents: {working.write_error}"
-                        f"{self._planner.space.fences.hint()}"
+                        f"{self._transfers.space.fences.hint()}"
                     )
-                if not self._planner.working.begin_write(namespace, working, urgency):
+                with self._transfers.deciding() as planner:
+                    has_begun = planner.working.begin_write(namespace, working, urgency)
+                if not has_begun:
                     await self._until_written(namespace, working)
                     continue
-                self._transfers.drain()
             elif working.state is Working.WRITING:
                 self._transfers.promote(working, urgency)
             is_written = working.state is Working.WRITING or is_written
@@ -76,7 +75,7 @@ class Cleaner:
         elif not await self.until_space(namespace, for_cut=working.is_cut):
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(
-                self._planner.space.fences.first(
+                self._transfers.space.fences.first(
                     f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: add a volume (--add-volume)"
                 )
             )
@@ -89,9 +88,9 @@ class Cleaner:
         """
         if namespace.cut is not None and not for_cut:
             await self._loader.cut_over(namespace)
-        elif self._planner.space.is_prefilling:  # it takes no other range while somebody is short of one
+        elif self._transfers.space.is_prefilling:  # it takes no other range while somebody is short of one
             await self._transfers.runner.behind(BACKGROUND_LANE)
-        elif self._planner.is_space_returning:
+        elif self._transfers.is_space_returning:
             await self._loader.space_freed()
         else:
             return False
@@ -100,10 +99,10 @@ class Cleaner:
     async def write_back(self, namespace: NamespaceState, keys: Sequence[ExpertKey] | None) -> dict[str, int]:
         """Writes what is dirty among `keys` (None: all). Returns the records and bytes written."""
         dirty = [working for working in self._chosen(namespace, keys) if working.state in (Working.DIRTY, Working.WRITING)]
-        for working in dirty:  # all are queued first, so that the volumes see them at once
-            if working.state is Working.DIRTY:
-                self._planner.working.begin_write(namespace, working, Urgency.WRITE_BACK)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            for working in dirty:  # all are queued first, so that the volumes see them at once
+                if working.state is Working.DIRTY:
+                    planner.working.begin_write(namespace, working, Urgency.WRITE_BACK)
         written = 0
         for working in dirty:
             written += 1
@@ -124,22 +123,9 @@ class Cleaner:
         namespace.keys.check(chosen, namespace=namespace.name)
         if part is not None:
             namespace.schema.part(part)
-        skipped: dict[ExpertKey, None] = {}
-        evicted = 0
-        if part != "param" and namespace.is_trainable():
+        working = part != "param" and namespace.is_trainable()
+        if working:
             await self.write_back(namespace, keys)
-            for key in chosen:
-                was_resident = namespace.working[key].slot is not None
-                if not self._planner.evict_working(namespace, key):
-                    skipped[key] = None
-                elif was_resident:
-                    evicted += 1
-        if part != "optim":
-            for key in chosen:
-                before = len(namespace.copies.get(key, ()))
-                if not self._planner.evict_param(namespace, key):
-                    skipped[key] = None
-                evicted += before - len(namespace.copies.get(key, ()))
-        self._planner.leases.pump(namespace)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            evicted, skipped = planner.evict(namespace, chosen, working=working, param=part != "optim")
         return {"evicted": evicted, "skipped": [list(key) for key in skipped]}

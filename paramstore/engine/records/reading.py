@@ -13,7 +13,6 @@ from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
 from paramstore.core.residency import MAY_MATERIALISE
 from paramstore.engine.planner.permission import check_view
-from paramstore.engine.planner.planner import Planner
 from paramstore.engine.records.access import Loader
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.transfers.advance import advance, count_advance
@@ -25,8 +24,7 @@ from paramstore.errors import StepDropped, StepFailed
 class Reading:
     """Reads single records; part of the store."""
 
-    def __init__(self, planner: Planner, transfers: Transfers, loader: Loader, runner: Runner) -> None:
-        self._planner = planner
+    def __init__(self, transfers: Transfers, loader: Loader, runner: Runner) -> None:
         self._transfers = transfers
         self._loader = loader
         self._runner = runner
@@ -78,8 +76,8 @@ class Reading:
             image, optimizer_step = namespace.working_arena.view(held.slot), held.optimizer_step
             await self._runner.call(CPU_LANE, lambda: target.__setitem__(slice(None), image))
         finally:
-            self._planner.working.unhold(namespace, held)
-            self._transfers.drain()
+            with self._transfers.deciding() as planner:
+                planner.working.unhold(namespace, held)
         return optimizer_step
 
     async def _make_missed(

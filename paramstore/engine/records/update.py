@@ -8,14 +8,17 @@ working slot; the new `param` version is made in the same pass where there is a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from math import fsum, sqrt
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
-from paramstore.engine.planner.apply_order import absent_ahead, missed_steps
-from paramstore.engine.planner.planner import Planner
+from paramstore.core.residency import Working
+from paramstore.engine.planner.apply_order import absent_ahead
+from paramstore.engine.planner.planner import Update
+from paramstore.engine.planner.waiting import await_change
+from paramstore.engine.planner.working_copies import may_update
 from paramstore.engine.records.access import Loader
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.tables.apply import Claimed, Claims, GradientRange
@@ -37,9 +40,8 @@ class Updater:
     """Runs one apply of a namespace at a time; the store keeps them in call order."""
 
     def __init__(
-        self, planner: Planner, transfers: Transfers, loader: Loader, cleaner: Cleaner, *, update_workers: int
+        self, transfers: Transfers, loader: Loader, cleaner: Cleaner, *, update_workers: int
     ) -> None:
-        self._planner = planner
         self._transfers = transfers
         self._loader = loader
         self._cleaner = cleaner
@@ -48,42 +50,42 @@ class Updater:
 
     def begin(self, namespace: NamespaceState, options: Options) -> Claimed:
         """Claims everything pending; from here on the writer sees the bytes that the apply will make."""
-        claimed = self._planner.begin_apply(namespace, options)
-        self._transfers.drain()
-        return claimed
+        with self._transfers.deciding() as planner:
+            return planner.claims.begin(namespace, options)
 
     def give_up(self, namespace: NamespaceState, epoch: int, error: ParamStoreError) -> None:
         """Breaks the namespace for an apply that began in `epoch` and will never run, since its view is closed or fenced: so nobody
         waits for the bytes that it would have made."""
         if namespace.epoch == epoch:  # else a rollback has seen to it
-            self._planner.mark_broken(namespace, f"an apply was given up: {error}")
-            self._transfers.drain()
+            with self._transfers.deciding() as planner:
+                planner.mark_broken(namespace, f"an apply was given up: {error}")
 
     def open(self, namespace: NamespaceState, options: Options, grad_scale: float) -> Claims:
         """Begins an apply whose gradients are still to come; `follow` runs it."""
         claims = Claims(options, grad_scale, is_open=True, outcome=asyncio.get_running_loop().create_future())
-        self._planner.open_apply(namespace, claims)
+        with self._transfers.deciding() as planner:
+            planner.claims.open(namespace, claims)
         return claims
 
     def claim(self, namespace: NamespaceState, claims: Claims, keys: Sequence[ExpertKey]) -> None:
         """Lets the open apply claim `keys`, whose gradients are all there, and begin to update them."""
-        self._planner.claim(namespace, claims, keys)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.claims.claim(namespace, claims, keys)
 
     def close(self, namespace: NamespaceState, claims: Claims) -> None:
         """Closes the open apply, which claims everything pending; from here on the writer sees the bytes that it will make."""
-        self._planner.close_apply(namespace, claims, pipeline_slots=self._depth)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.claims.close(namespace, claims, pipeline_slots=self._depth)
 
     def wake(self, namespace: NamespaceState) -> None:
         """Wakes those who wait for a change of the open apply."""
-        self._planner.wake_open(namespace)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.claims.wake(namespace)
 
     def drop(self, namespace: NamespaceState, reason: str) -> None:
         """Gives up the open apply, if there is one. Where it has claimed a key the namespace is broken."""
-        self._planner.drop_apply(namespace, reason)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.drop_apply(namespace, reason)
 
     async def follow(
         self, namespace: NamespaceState, claims: Claims, check: Callable[[], object], *, epoch: int
@@ -120,11 +122,8 @@ class Updater:
         try:
             if not claims.is_open:  # an open apply reserves each record's extent when it comes to that record
                 await self._reserve(namespace, claims.gradients)
-                self._expect(namespace, claims.gradients)
-                self._planner.line_up(namespace, claims, claims.gradients, pipeline_slots=self._depth)
-            else:
-                self._planner.await_resident(namespace, claims, pipeline_slots=self._depth)
-            namespace.applies += 1
+            with self._transfers.deciding() as planner:
+                planner.claims.begin_updates(namespace, claims, pipeline_slots=self._depth)
             wanted = self._depth if claims.is_open else max(1, len(claims.queue))
             depth = min(self._depth, wanted, _slot_count(namespace))
             await _all_or_first_error([self._update_some(namespace, epoch, claims) for _ in range(depth)])
@@ -144,27 +143,22 @@ class Updater:
     def _break(self, namespace: NamespaceState, epoch: int, claims: Claims, reason: str) -> None:
         if namespace.epoch != epoch:
             return  # a rollback has seen to it
-        self._planner.mark_broken(namespace, reason)
-        if namespace.open_apply is claims:
-            self._planner.drop_apply(namespace, reason)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.mark_broken(namespace, reason)
+            if namespace.open_apply is claims:
+                planner.drop_apply(namespace, reason)
 
     async def _reserve(self, namespace: NamespaceState, keys: Collection[ExpertKey]) -> None:
         """Reserves an extent for every record; waits while space is about to come free."""
         while True:
             try:
-                self._planner.reserve_extents(namespace, keys)
+                with self._transfers.deciding() as planner:
+                    planner.reserve_extents(namespace, keys)
             except CapacityError:
                 if not await self._cleaner.until_space(namespace):
                     raise
             else:
                 return
-
-    @staticmethod
-    def _expect(namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
-        """Tells the policy which records the apply will need."""
-        assert namespace.working_arena is not None
-        namespace.working_arena.policy.expect(keys)
 
     async def _update_some(self, namespace: NamespaceState, epoch: int, claims: Claims) -> None:
         while (key := await self._next(namespace, epoch, claims)) is not None:
@@ -176,16 +170,15 @@ class Updater:
             absent = absent_ahead(claims.queue, namespace.resident, depth=self._depth)
             self._cleaner.clean_ahead(namespace, absent, spared=claims.awaited)
 
-    @staticmethod
-    async def _next(namespace: NamespaceState, epoch: int, claims: Claims) -> ExpertKey | None:
+    async def _next(self, namespace: NamespaceState, epoch: int, claims: Claims) -> ExpertKey | None:
         """Takes the key to update next; None when all are taken. In an open apply it waits for the next push, as long as the writer
         takes: the apply's end, a rollback and the daemon's end all end the wait."""
         while claims.error is None and (claims.queue or claims.is_open):
             if namespace.stop_requests or namespace.epoch != epoch:
                 raise StepFailed("another writer took over")
-            if claims.queue:
-                key = claims.queue.popleft()
-                claims.awaited.discard(key)
+            with self._transfers.deciding() as planner:
+                key = planner.claims.next_key(claims)
+            if key is not None:
                 return key
             await _changed(claims)
         if claims.error is not None:
@@ -198,25 +191,27 @@ class Updater:
             while not self._may_start(namespace, working):
                 if working.is_orphan or namespace.epoch != epoch:
                     raise StepFailed("the namespace was rolled back")
-                if self._planner.working.may_update(working):
+                if may_update(working):
                     if not await self._cleaner.until_space(namespace):
-                        self._planner.reserve_extents(namespace, [working.key])  # says what is missing
+                        with self._transfers.deciding() as planner:
+                            planner.reserve_extents(namespace, [working.key])  # says what is missing
                     continue  # somebody else may hold the slot after that wait
-                if working.is_cut and working.state == "dirty":
-                    self._planner.working.begin_write(namespace, working, Urgency.DEMAND)
-                    self._transfers.drain()
+                if working.is_cut and working.state is Working.DIRTY:
+                    with self._transfers.deciding() as planner:
+                        planner.working.begin_write(namespace, working, Urgency.DEMAND)
                 await self._loader.changed(namespace, working)
         except BaseException:
-            self._planner.working.unhold(namespace, working)
-            self._transfers.drain()
+            with self._transfers.deciding() as planner:
+                planner.working.unhold(namespace, working)
             raise
 
     def _may_start(self, namespace: NamespaceState, working: WorkingCopy) -> bool:
         """Whether the update may begin now; if so the record has an extent again, as a write for a cut may have taken its first."""
-        if not self._planner.working.may_update(working):
+        if not may_update(working):
             return False
         try:
-            self._planner.reserve_extents(namespace, [working.key])
+            with self._transfers.deciding() as planner:
+                planner.reserve_extents(namespace, [working.key])
         except CapacityError:
             return False
         return True
@@ -225,33 +220,31 @@ class Updater:
         self, namespace: NamespaceState, working: WorkingCopy, claims: Claims, *, is_shared: bool
     ) -> None:
         """Updates one record. is_shared: too few records are left for one per worker, so several workers share this one."""
-        gradients = claims.gradients[working.key]
-        copy = self._planner.plan_update(namespace, working)
-        missed = missed_steps(namespace, working, has_gradient=bool(gradients))
-        optimizer_step = working.optimizer_step + len(missed) + bool(gradients)
-        param = None
-        if copy is not None:
-            assert namespace.param_arena is not None
-            param = namespace.param_arena.view(copy.slot)
-        job = partial(
-            update, namespace.schema, self._image(namespace, working), [each.view() for each in gradients],
-            options=claims.options if gradients else None, optimizer_step=optimizer_step, grad_scale=claims.grad_scale, param=param,
-            missed=missed, key=working.key,
-        )  # fmt: skip
-        jobs = [partial(job, spans=spans) for spans in cut_update(namespace.schema)] if is_shared else [job]
-
-        def settle(error: ParamStoreError | None) -> None:
-            if error is None:
-                working.optimizer_step = optimizer_step
-                working.last_apply = namespace.applies
-                namespace.stats.records_updated += 1
-                namespace.stats.records_caught_up += not gradients
-                namespace.stats.missed_steps_made += len(missed)
-                self._planner.end_claim(claims, working.key)
-            self._planner.settle_update(namespace, working, copy, error)
-
         urgency = Urgency.PREFETCH if claims.is_open else Urgency.DEMAND
-        await self._transfers.run_update(namespace, working, copy, jobs, urgency=urgency, settle=settle)
+        with self._transfers.deciding() as planner:
+            planned = planner.plan_update(namespace, working, claims)
+            updated = self._transfers.start_update(
+                namespace, planned.copies, self._jobs(namespace, planned, is_shared=is_shared), urgency=urgency,
+                settle=partial(self._settle, namespace, planned),
+            )  # fmt: skip
+        await updated
+
+    def _jobs(self, namespace: NamespaceState, planned: Update, *, is_shared: bool) -> Sequence[Callable[[], object]]:
+        """Makes the jobs of one update, which may run in any order."""
+        claims, param = planned.claims, None
+        if planned.copy is not None:
+            assert namespace.param_arena is not None
+            param = namespace.param_arena.view(planned.copy.slot)
+        job = partial(
+            update, namespace.schema, self._image(namespace, planned.working), [each.view() for each in planned.gradients],
+            options=claims.options if planned.gradients else None, optimizer_step=planned.optimizer_step,
+            grad_scale=claims.grad_scale, param=param, missed=planned.missed, key=planned.working.key,
+        )  # fmt: skip
+        return [partial(job, spans=spans) for spans in cut_update(namespace.schema)] if is_shared else [job]
+
+    def _settle(self, namespace: NamespaceState, planned: Update, error: ParamStoreError | None) -> None:
+        with self._transfers.deciding() as planner:
+            planner.settle_update(namespace, planned, error)
 
     @staticmethod
     def _image(namespace: NamespaceState, working: WorkingCopy) -> memoryview:
@@ -277,13 +270,10 @@ class Updater:
         job = partial(fill_initial, namespace.schema, initial, self._image(namespace, working))
 
         def settle(error: ParamStoreError | None) -> None:
-            assert working.target is not None
-            self._planner.working.settle_update(namespace, working, working.target, error)
-            if error is None and not working.is_orphan:
-                self._planner.working.begin_write(namespace, working, Urgency.WRITE_BACK)
-            self._planner.after_working(namespace, working)
+            with self._transfers.deciding() as planner:
+                planner.settle_fill(namespace, working, error)
 
-        await self._transfers.run_update(namespace, working, None, [job], urgency=Urgency.DEMAND, settle=settle)
+        await self._transfers.start_update(namespace, [working], [job], urgency=Urgency.DEMAND, settle=settle)
 
     @staticmethod
     def _check_empty(namespace: NamespaceState, key: ExpertKey) -> None:
@@ -295,7 +285,7 @@ class Updater:
 async def _changed(claims: Claims) -> None:
     """Waits for the next change of an open apply."""
     future = asyncio.get_running_loop().create_future()
-    claims.waiters.append(future)
+    await_change(claims.waiters, future)
     await future
 
 

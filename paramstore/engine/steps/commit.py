@@ -20,7 +20,6 @@ from paramstore.clock import Clock
 from paramstore.core.location import Extent
 from paramstore.core.residency import Working
 from paramstore.engine.planner.permission import prepared_error
-from paramstore.engine.planner.planner import Planner
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.steps.history import Chain, check_uncommitted
 from paramstore.engine.steps.transactions import Transactions
@@ -54,11 +53,10 @@ class Committer:
     """Makes the steps of all namespaces."""
 
     def __init__(
-        self, planner: Planner, transfers: Transfers, cleaner: Cleaner, runner: Runner, *, chain: Chain,
+        self, transfers: Transfers, cleaner: Cleaner, runner: Runner, *, chain: Chain,
         transactions: Transactions, volumes: Mapping[int, Volume], superblocks: Mapping[int, Superblock],
         note_slots: NoteSlots, namespaces: Mapping[str, NamespaceState], clock: Clock, stall_s: float,
     ) -> None:  # fmt: skip
-        self._planner = planner
         self._transfers = transfers
         self._cleaner = cleaner
         self._runner = runner
@@ -117,9 +115,9 @@ class Committer:
 
     def _cut(self, namespace: NamespaceState, step: int) -> Cut:
         """Fixes which records `step` consists of. The caller has the turn, and no commit is under way."""
-        cut = self._planner.cuts.cut(namespace)
+        with self._transfers.deciding() as planner:
+            cut = planner.cuts.cut(namespace)
         cut.progress = CommitProgress(step, self._clock.now_s(), namespace.stats.bytes_written)
-        self._transfers.drain()
         return cut
 
     async def _make_durable(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> int:
@@ -138,13 +136,13 @@ class Committer:
                 raise  # published or not, nobody knows: whatever the step may need stays untouched until a restart
             if note_slot is not None and note_slot not in self._bad_note_slots:
                 self._note_slots.free(note_slot)
-            namespace.closing_steps = frozenset()
-            self._planner.cuts.settle(namespace, is_published=False)
-            self._transfers.drain()
+            with self._transfers.deciding() as planner:
+                planner.views.close_steps(namespace, ())
+                planner.cuts.settle(namespace, is_published=False)
             raise
-        self._chain.settle(namespace, publication)
-        self._planner.cuts.settle(namespace, is_published=True)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            self._chain.settle(namespace, publication)
+            planner.cuts.settle(namespace, is_published=True)
         namespace.stats.commits += 1
         namespace.stats.bytes_committed += len(cut.keys) * namespace.schema.record_bytes
         return namespace.stats.bytes_written - cut.progress.bytes_written
@@ -174,22 +172,19 @@ class Committer:
     async def _write_unwritten(self, namespace: NamespaceState, cut: Cut) -> None:
         """Writes the records that were dirty at the cut, at DEMAND: all are queued, then waited for together. Those that found no
         space, or failed, are then written one by one."""
-        for number, key in enumerate(list(cut.unwritten), start=1):
-            if number % QUEUED_AT_ONCE == 0:  # workers that are done get something new to do meanwhile
-                self._transfers.drain()
+        unwritten = list(cut.unwritten)
+        for start in range(0, len(unwritten), QUEUED_AT_ONCE):
+            if start:  # workers that are done get something new to do meanwhile
                 await asyncio.sleep(0)
-            if key not in cut.unwritten:
-                continue  # it has landed meanwhile, and may be dirty with a later version by now
-            working = namespace.working[key]
-            if working.state is Working.DIRTY:
-                self._planner.working.begin_write(namespace, working, Urgency.DEMAND)
-            elif working.state is Working.WRITING:
-                self._planner.outbox.promoted.append(working)
-        self._transfers.drain()
+            with self._transfers.deciding() as planner:
+                for key in unwritten[start : start + QUEUED_AT_ONCE]:
+                    planner.cuts.write(namespace, key)
         if cut.unwritten and all(namespace.working[key].state is Working.WRITING for key in cut.unwritten):
-            cut.written = asyncio.get_running_loop().create_future()
+            written = asyncio.get_running_loop().create_future()
+            with self._transfers.deciding() as planner:
+                planner.cuts.await_written(cut, written)
             what = f"the writes of a commit of {namespace.name!r}"
-            await until_woken(cut.written, self._runner, stall_s=self._stall_s, what=what)
+            await until_woken(written, self._runner, stall_s=self._stall_s, what=what)
         for key in sorted(cut.unwritten):  # a copy: the set shrinks as writes land
             while key in cut.unwritten:
                 await self._cleaner.write(namespace, key, Urgency.DEMAND)
@@ -229,16 +224,17 @@ class Committer:
     def _distrust(self, volume: int, error: VolumeError) -> None:
         """Fences a volume whose flush failed, since no later flush would report that again: no further step is begun, and every
         namespace is broken that has an unpublished record there, one on its way there, or a commit under way."""
-        self._planner.space.fences.fail_flush(volume, error)
-        for namespace in self._namespaces.values():
-            lost = list(_unpublished_on(namespace, volume))
-            for extent in lost:
-                self._planner.space.quarantine(extent)
-            written = namespace.in_state[Working.WRITING].values()
-            is_moving = namespace.cut is not None or any(self._transfers.is_writing(working, volume) for working in written)
-            if lost or is_moving:
-                self._planner.mark_broken(namespace, f"a flush of volume {volume} failed: {error}")
-        self._transfers.drain()
+        space = self._transfers.space
+        space.fences.fail_flush(volume, error)
+        with self._transfers.deciding() as planner:
+            for namespace in self._namespaces.values():
+                lost = list(_unpublished_on(namespace, volume))
+                for extent in lost:
+                    space.quarantine(extent)
+                written = namespace.in_state[Working.WRITING].values()
+                is_moving = namespace.cut is not None or any(self._transfers.is_writing(working, volume) for working in written)
+                if lost or is_moving:
+                    planner.mark_broken(namespace, f"a flush of volume {volume} failed: {error}")
 
 
 def is_made(namespace: NamespaceState, step: int, *, is_prepared: bool) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 
 from paramstore.core.location import Extent
 from paramstore.engine.planner.permission import prepared_error
-from paramstore.engine.planner.planner import Planner
+from paramstore.engine.planner.waiting import await_change
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.runner import Runner, until_woken
@@ -27,10 +27,9 @@ class Chain:
     """Changes the steps of all namespaces. Whoever calls `publish_newest` has the namespace's turn, or its cut."""
 
     def __init__(
-        self, planner: Planner, transfers: Transfers, runner: Runner, transactions: Transactions, note_slots: NoteSlots, *,
+        self, transfers: Transfers, runner: Runner, transactions: Transactions, note_slots: NoteSlots, *,
         stall_s: float,
     ) -> None:  # fmt: skip
-        self._planner = planner
         self._transfers = transfers
         self._runner = runner
         self._transactions = transactions
@@ -44,22 +43,25 @@ class Chain:
 
         The steps that go are fixed here first, so that nobody can open one of them any more.
         """
-        dropped = self._planner.views.drop_oldest_readers(namespace, step)
-        held = frozenset(namespace.held_steps())
-        namespace.closing_steps = frozenset(namespace.ledger.steps()) - namespace.ledger.visible_steps(held, published=step)
+        with self._transfers.deciding() as planner:
+            dropped = planner.views.drop_oldest_readers(namespace, step)
+            held = frozenset(namespace.held_steps())
+            kept = namespace.ledger.visible_steps(held, published=step)
+            planner.views.close_steps(namespace, frozenset(namespace.ledger.steps()) - kept)
         try:
             return await self._transactions.publish(lambda: plan(held), room_rows=room_rows)
         except ParamStoreError:
-            for view in dropped:
-                view.is_dropped = False
+            with self._transfers.deciding() as planner:
+                planner.views.give_back(dropped)
             raise
 
     def settle(self, namespace: NamespaceState, publication: Publication) -> None:
         """Brings what is in memory (ledger, space, note slots) in line with a publication that has succeeded."""
         namespace.ledger.settle(publication)
-        namespace.closing_steps = frozenset()
-        for extent in publication.freed:
-            self._planner.space.release(extent)
+        with self._transfers.deciding() as planner:
+            planner.views.close_steps(namespace, ())
+            for extent in publication.freed:
+                self._transfers.space.release(extent)
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
 
@@ -91,8 +93,13 @@ class Chain:
             plan = partial(namespace.ledger.plan_finalize, for_writer=for_writer)
             publication = await self.publish_newest(namespace, step, plan)
         finally:
-            namespace.closing_steps = frozenset()
+            self._open_steps(namespace)
         self.settle(namespace, publication)
+
+    def _open_steps(self, namespace: NamespaceState) -> None:
+        """Notes that no transaction drops steps any more."""
+        with self._transfers.deciding() as planner:
+            planner.views.close_steps(namespace, ())
 
     async def until_no_cut(self, namespace: NamespaceState) -> None:
         """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins. Raises WaitTimeout
@@ -100,7 +107,7 @@ class Chain:
         while namespace.cut is not None:
             self._transactions.check_accepting()
             future = asyncio.get_running_loop().create_future()
-            namespace.cut_waiters.append(future)
+            await_change(namespace.cut_waiters, future)
             what = f"the commit of {namespace.name!r} under way"
             await until_woken(future, self._runner, stall_s=self._stall_s, what=what)
 
@@ -141,13 +148,13 @@ class Chain:
     @asynccontextmanager
     async def _stopped(self, namespace: NamespaceState) -> AsyncIterator[None]:
         """A context in which the caller has the turn and no commit is under way. An apply under way stops at its next record."""
-        namespace.stop_requests += 1
-        self._planner.wake_open(namespace)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.request_stop(namespace)
         try:
             await namespace.turn.acquire()
         finally:
-            namespace.stop_requests -= 1
+            with self._transfers.deciding() as planner:
+                planner.end_stop(namespace)
         try:
             await self.until_no_cut(namespace)
             yield
@@ -163,16 +170,17 @@ class Chain:
         assert namespace.cut is None
         publication = namespace.ledger.plan_rollback(step)
         gone = frozenset(dropped for _, dropped in publication.drop_steps)
-        namespace.closing_steps = gone
-        lost = self._planner.views.drop_readers(namespace, gone)
+        with self._transfers.deciding() as planner:
+            planner.views.close_steps(namespace, gone)
+            lost = planner.views.drop_readers(namespace, gone)
         try:
             await self._transactions.apply_change(publication.change())
         except ParamStoreError:
-            for view in lost:
-                view.is_dropped = False
+            with self._transfers.deciding() as planner:
+                planner.views.give_back(lost)
             raise
         finally:
-            namespace.closing_steps = frozenset()
+            self._open_steps(namespace)
         namespace.ledger.settle(publication)
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
@@ -180,12 +188,8 @@ class Chain:
 
     def _begin_epoch(self, namespace: NamespaceState, *, freed: Iterable[Extent]) -> None:
         """Takes all that is in memory to the new epoch, in which the ledger stands already."""
-        row = namespace.ledger.namespace
-        namespace.applies = row.applies
-        if namespace.is_exact:
-            namespace.log = namespace.ledger.newest_log
-        self._planner.rollback(namespace, epoch=row.epoch, freed=freed)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.rollback(namespace, freed=freed)
 
     # --- snapshots
 
@@ -199,19 +203,18 @@ class Chain:
             self._transactions.check_accepting()
             ledger = namespace.ledger
             publication = ledger.plan_snapshot(step) if is_kept else ledger.plan_drop_snapshot(step, namespace.held_steps())
-            namespace.closing_steps = frozenset(dropped for _, dropped in publication.drop_steps)
+            with self._transfers.deciding() as planner:
+                planner.views.close_steps(namespace, (dropped for _, dropped in publication.drop_steps))
             try:
                 await self._transactions.apply_change(publication.change())
             finally:
-                namespace.closing_steps = frozenset()
+                self._open_steps(namespace)
             self.settle(namespace, publication)
             self._see_less(namespace)
 
     def _see_less(self, namespace: NamespaceState) -> None:
-        """After steps were dropped: retires copies that nobody sees any more, and lets whoever waits for their slots go on."""
-        self._planner.copies.retire_unseen(namespace)
-        self._planner.leases.pump(namespace)
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            planner.views.see_less(namespace)
 
 
 def _newest_step(namespace: NamespaceState) -> int | None:

@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.location import Identity
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.update import Updater
 from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import Chain, check_uncommitted
 from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import StepFailed
 
 
 class Initializer:
     """Carries out the calls by which a writer gives a namespace its initial values, before the first commit."""
 
-    def __init__(self, chain: Chain, updater: Updater, cleaner: Cleaner, committer: Committer) -> None:
+    def __init__(
+        self, transfers: Transfers, chain: Chain, updater: Updater, cleaner: Cleaner, committer: Committer
+    ) -> None:
+        self._transfers = transfers
         self._chain = chain
         self._updater = updater
         self._cleaner = cleaner
@@ -41,10 +44,8 @@ class Initializer:
             check_uncommitted(namespace)  # a commit called before this may have run while the rollback waited
         else:
             await self._chain.start_over(namespace)
-        for working in namespace.working.values():
-            if working.identity is None:
-                working.target = Identity(namespace.epoch, 0)
-        namespace.is_initializing = True
+        with self._transfers.deciding() as planner:
+            planner.begin_initialization(namespace)
         draft = namespace.ledger.draft
         return {"present": _present(namespace), "extra": None if draft is None else draft.extra}
 
@@ -61,7 +62,8 @@ class Initializer:
         if (missing := next((key for key, working in namespace.working.items() if working.identity is None), None)) is not None:
             raise StepFailed(f"initialize on {namespace.name!r}: {missing} was never given a value")
         await self._cleaner.write_back(namespace, None)
-        namespace.is_initializing = False
+        with self._transfers.deciding() as planner:
+            planner.end_initialization(namespace)
 
 
 def _present(namespace: NamespaceState) -> bytes:

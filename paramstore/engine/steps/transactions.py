@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from paramstore.engine.planner.planner import Planner
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.runner import CATALOG_LANE, Runner
 from paramstore.engine.transfers.transfers import Transfers
@@ -24,9 +23,8 @@ class Transactions:
     """Changes the catalog of an open store; nobody else does, except for the rows of volumes. Owns whether writes are accepted."""
 
     def __init__(
-        self, planner: Planner, transfers: Transfers, runner: Runner, *, catalog: Catalog, namespaces: Mapping[str, NamespaceState]
+        self, transfers: Transfers, runner: Runner, *, catalog: Catalog, namespaces: Mapping[str, NamespaceState]
     ) -> None:
-        self._planner = planner
         self._transfers = transfers
         self._runner = runner
         self._catalog = catalog
@@ -110,11 +108,10 @@ class Transactions:
     def _stop(self, reason: str) -> None:
         """Accepts no writes from here on: every namespace is broken, and whoever waits for a commit goes on."""
         self.stopped = reason
-        for namespace in self._namespaces.values():
-            self._planner.mark_broken(namespace, f"{reason}; restart the daemon")
-            self._planner.outbox.woken.extend(namespace.cut_waiters)
-            namespace.cut_waiters.clear()
-        self._transfers.drain()
+        with self._transfers.deciding() as planner:
+            for namespace in self._namespaces.values():
+                planner.mark_broken(namespace, f"{reason}; restart the daemon")
+                planner.cuts.wake_waiting(namespace)
 
 
 def _is_in(change: Change, contents: Contents) -> bool:

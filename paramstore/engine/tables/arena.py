@@ -39,15 +39,17 @@ class SegmentMemory(Protocol):
 class Arena:
     """Slots of `slot_bytes` in segments that are added once their pages are touched."""
 
-    def __init__(self, *, slot_bytes: int, planned_slots: int, policy: Policy) -> None:
+    def __init__(
+        self, *, slot_bytes: int, planned_slots: int, policy: Policy, dirty_limit_bytes: int | None = None
+    ) -> None:
         self.slot_bytes = slot_bytes
         self.planned_slots = planned_slots
         """Slots that the arena will have once all its segments are touched; limits on leases and prefetches count in these."""
         self.policy = policy
-        self.dirty_limit_bytes: int | None = None
+        self.dirty_limit_bytes = dirty_limit_bytes
         """Dirty bytes above which the cleaner writes early; None: as many as fit."""
         self.planned_segments: deque[tuple[int, SegmentMemory, int]] = deque()
-        """(segment id, memory, slots) of segments whose pages are not touched yet; written by the host tier."""
+        """(segment id, memory, slots) of segments whose pages are not touched yet; still to be added."""
         self.waiting: deque[Any] = deque()
         """Requests that wait for slots, first come first served; written by the planner."""
         self.slots = SlotTable()

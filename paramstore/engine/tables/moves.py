@@ -58,6 +58,15 @@ class Outbox:
         self.woken: list[object] = []
         """Futures to wake, of those who wait for a change: of a working copy, an apply, a commit, the space on volumes."""
 
+    def take(self) -> Outbox:
+        """Returns its content in a box of its own, and is empty then."""
+        taken = Outbox()
+        taken.moves, self.moves = self.moves, taken.moves
+        taken.promoted, self.promoted = self.promoted, taken.promoted
+        taken.finished, self.finished = self.finished, taken.finished
+        taken.woken, self.woken = self.woken, taken.woken
+        return taken
+
     @property
     def is_empty(self) -> bool:
         return not (self.moves or self.promoted or self.finished or self.woken)

@@ -1,14 +1,15 @@
 """Carries out what the planner decided: starts its moves, raises their urgency, settles them, wakes those who waited.
 
-`drain` is called after every call of the planner and before the next await. Each move ends in exactly one settle, whether
-its bytes arrived, failed their check, or were cancelled; extents are pinned while a worker reads or writes them.
+The planner is reached through `deciding()` alone: what is decided in its block is carried out when the block ends, before the next
+await. Each move ends in exactly one settle, whether its bytes arrived, failed their check, or were cancelled; extents are pinned
+while a worker reads or writes them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,22 @@ from paramstore.storage.format.structures import Header
 from paramstore.storage.volume.base import Volume
 
 
+class _Deciding:
+    """A block in which decisions are made: when it ends, they are carried out."""
+
+    __slots__ = ("_planner", "_transfers")
+
+    def __init__(self, transfers: Transfers, planner: Planner) -> None:
+        self._transfers = transfers
+        self._planner = planner
+
+    def __enter__(self) -> Planner:
+        return self._planner
+
+    def __exit__(self, *_: object) -> None:
+        self._transfers.carry_out()
+
+
 class Transfers:
     """Starts and settles moves; knows the transfer under way of every copy. buffers: lent by the host tier."""
 
@@ -40,7 +57,9 @@ class Transfers:
         self, planner: Planner, runner: Runner, volumes: Mapping[int, Volume], buffers: Buffers, *, store_uuid: bytes,
         piece_bytes: int, hashing: Hashing, log: TransferLog,
     ) -> None:  # fmt: skip
-        self.planner = planner
+        self._planner = planner
+        self._deciding = _Deciding(self, planner)
+        self.space = planner.space
         self.log = log
         self.runner = runner
         self.watch_writes: Callable[[], None] = lambda: None
@@ -52,7 +71,7 @@ class Transfers:
         self._hashing = hashing
         self._reads = RecordReads(volumes, store_uuid=store_uuid, piece_bytes=piece_bytes, hashing=hashing)
         self.traffic = self._reads.traffic
-        self.advancer = Advancer(self._reads, runner, planner.space, buffers, log, settle=self._settle_made, drain=self.drain)
+        self.advancer = Advancer(self._reads, runner, planner.space, buffers, log, settle=self._settle_made, drain=self.carry_out)
         self._under_way: dict[ParamCopy | WorkingCopy, tuple[Move, Transfer]] = {}
         """The move of every copy that is on its way, with its transfer; an update stands under both copies that it makes."""
         self._starts: dict[MoveKind, Callable[[Move], None]] = {
@@ -61,29 +80,28 @@ class Transfers:
             MoveKind.WRITE: self._start_write,
         }  # fmt: skip
 
-    def drain(self) -> None:
-        """Carries out everything in the planner's outbox."""
-        outbox = self.planner.outbox
-        self.planner.wake_for_space()
-        while not outbox.is_empty:
-            moves, outbox.moves = outbox.moves, []
-            promoted, outbox.promoted = outbox.promoted, []
-            finished, outbox.finished = outbox.finished, []
-            woken, outbox.woken = outbox.woken, []
-            for move in moves:
+    def deciding(self) -> _Deciding:
+        """Gives the planner for the length of a `with` block, in which nothing is awaited; what it decided is carried out when the
+        block ends, whether it raised or not."""
+        return self._deciding
+
+    def carry_out(self) -> None:
+        """Carries out what was decided, and what follows from it. For the end of a block of `deciding()` alone."""
+        self._planner.wake_for_space()
+        while (decided := self._planner.take_decisions()) is not None:
+            for move in decided.moves:
                 self._starts[move.kind](move)
-            for copy in promoted:
+            for copy in decided.promoted:
                 self.promote(copy, Urgency.DEMAND)
-            for request in finished:
+            for request in decided.finished:
                 wake(request.future)
-            for future in woken:
+            for future in decided.woken:
                 wake(future)
 
-    def pump(self, namespaces: Iterable[NamespaceState]) -> None:
-        """Lets requests that wait for slots in any of these go on: their writes may have found no space, and some came free."""
-        for namespace in namespaces:
-            self.planner.leases.pump(namespace)
-        self.drain()
+    @property
+    def is_space_returning(self) -> bool:
+        """Whether extents will come free by themselves: a worker still reads or writes what nobody needs."""
+        return self._planner.is_space_returning
 
     def promote(self, copy: ParamCopy | WorkingCopy, urgency: Urgency) -> None:
         """Raises the transfer of `copy`, if one is under way."""
@@ -110,7 +128,7 @@ class Transfers:
         extent, staging = move.located.extent, self._buffers.of(move.namespace.name).staging
         read = MasterRead(self._volumes[extent.volume], extent, schema, self._slot_view(move), staging, self._hashing)
         pieces = cut_pieces(schema.stored, self._piece_bytes, len(schema.specs))
-        self.planner.space.pin(extent)
+        self.space.pin(extent)
         settle = partial(self._settle_load_param, move)
         transfer = read_transfer(
             extent, read.run, pieces, schema.record_bytes, urgency=move.urgency, settle=settle, deadline_s=move.deadline_s
@@ -121,7 +139,7 @@ class Transfers:
         """Starts reading a whole record into a slot."""
         assert move.located is not None
         extent = move.located.extent
-        self.planner.space.pin(extent)
+        self.space.pin(extent)
         settle = self._settle_load_param if isinstance(move.subject, ParamCopy) else self._settle_load_working
         transfer = self._reads.whole(
             move.namespace.schema.stored, extent, self._slot_view(move), urgency=move.urgency, deadline_s=move.deadline_s,
@@ -141,7 +159,7 @@ class Transfers:
         working, located, namespace = move.subject, move.located, move.namespace
         assert isinstance(working, WorkingCopy)
         assert located is not None
-        self.planner.space.pin(located.extent)
+        self.space.pin(located.extent)
         cut = namespace.cut
         header = Header(
             store_uuid=self._store_uuid, namespace=namespace.name, key=working.key, identity=located.identity,
@@ -166,60 +184,58 @@ class Transfers:
         assert subject.slot is not None
         return arena.view(subject.slot)
 
-    def _submit(self, move: Move, transfer: Transfer) -> None:
-        self._under_way[move.subject] = move, transfer
+    def _submit(self, move: Move, transfer: Transfer, *, also: Iterable[ParamCopy | WorkingCopy] = ()) -> None:
+        for copy in (move.subject, *also):
+            self._under_way[copy] = move, transfer
         self.log.watch(move, transfer, bytes_moved=bytes_of(move))
         self.runner.submit(transfer)
 
-    async def run_update(
-        self, namespace: NamespaceState, working: WorkingCopy, copy: ParamCopy | None, jobs: Sequence[Callable[[], object]], *,
+    def start_update(
+        self, namespace: NamespaceState, copies: Sequence[WorkingCopy | ParamCopy], jobs: Sequence[Callable[[], object]], *,
         urgency: Urgency, settle: Callable[[ParamStoreError | None], None],
-    ) -> None:  # fmt: skip
-        """Runs `jobs`, which together make new bytes in `working`'s slot, and in that of `copy`, where given. On return they are
-        settled: `settle` was called with the error, if any, which is then raised. Cancelling this call does not stop them."""
+    ) -> Coroutine[Any, Any, None]:  # fmt: skip
+        """Starts `jobs`, which together make new bytes in the slots of `copies`, the working copy first. settle: called with the
+        error, if any, when they are done. The coroutine waits until that has happened and raises the error; cancelling it does not
+        stop the jobs."""
+        working = copies[0]
         move = Move(MoveKind.UPDATE, namespace, working, urgency)
         future = asyncio.get_running_loop().create_future()
-        copies = (working,) if copy is None else (working, copy)
 
         def settle_and_wake(transfer: Transfer) -> None:
-            for each in copies:
-                del self._under_way[each]
+            for copy in copies:
+                del self._under_way[copy]
             settle(transfer.error)
-            self.drain()
             wake(future)
 
         transfer = _compute(move, jobs, settle_and_wake)
-        self.log.watch(move, transfer, bytes_moved=bytes_of(move))
-        for each in copies:
-            self._under_way[each] = move, transfer
-        self.drain()
-        self.runner.submit(transfer)
-        await asyncio.shield(future)
-        if transfer.error is not None:
-            raise transfer.error
+        self._submit(move, transfer, also=copies[1:])
+
+        async def wait() -> None:
+            await asyncio.shield(future)
+            if transfer.error is not None:
+                raise transfer.error
+
+        return wait()
 
     # --- settling
 
     def _settle_load_param(self, move: Move, transfer: Transfer) -> None:
         _, error = self._verify_load(move, transfer)
-        assert isinstance(move.subject, ParamCopy)
-        self.planner.copies.settle(move.namespace, move.subject, error)
-        self.planner.leases.pump(move.namespace)
-        self.drain()
+        self._settle_made(move, error)
 
     def _settle_load_working(self, move: Move, transfer: Transfer) -> None:
         header, error = self._verify_load(move, transfer)
         step, last_apply = (header.optimizer_step, header.last_apply) if header is not None else (0, 0)
         working, namespace = move.subject, move.namespace
         assert isinstance(working, WorkingCopy)
-        self.planner.working.settle_load(namespace, working, optimizer_step=step, last_apply=last_apply, error=error)
-        self.planner.after_working(namespace, working)
-        self.drain()
+        with self.deciding() as planner:
+            planner.working.settle_load(namespace, working, optimizer_step=step, last_apply=last_apply, error=error)
+            planner.after_working(namespace, working)
 
     def _verify_load(self, move: Move, transfer: Transfer) -> tuple[Header | None, ParamStoreError | None]:
         assert move.located is not None
         del self._under_way[move.subject]
-        self.planner.space.unpin(move.located.extent)
+        self.space.unpin(move.located.extent)
         return self._reads.verify(move.namespace, move.subject.key, move.located, transfer, read_bytes=bytes_of(move))
 
     def _settle_materialise(self, move: Move, transfer: Transfer) -> None:
@@ -227,20 +243,16 @@ class Transfers:
         self._settle_made(move, transfer.error)
 
     def _settle_made(self, move: Move, error: ParamStoreError | None) -> None:
-        """Settles a `param` copy that was made from a slot or an extent, and lets go of the slot."""
         assert isinstance(move.subject, ParamCopy)
-        if move.source is not None:
-            self.planner.working.unhold(move.namespace, move.source)
-        self.planner.copies.settle(move.namespace, move.subject, error)
-        self.planner.leases.pump(move.namespace)
-        self.drain()
+        with self.deciding() as planner:
+            planner.settle_made(move.namespace, move.subject, error, source=move.source)
 
     def _settle_write(self, move: Move, write: ImageWrite, transfer: Transfer) -> None:
         assert isinstance(move.subject, WorkingCopy)
         assert move.located is not None
         del self._under_way[move.subject]
         located = move.located._replace(root=write.root)
-        self.planner.space.unpin(located.extent)
+        self.space.unpin(located.extent)
         traffic = self.traffic[located.extent.volume]
         if transfer.error is None:
             traffic.bytes_written += located.extent.length_bytes
@@ -249,9 +261,9 @@ class Transfers:
             self.watch_writes()
         else:
             traffic.failures += 1
-        self.planner.working.settle_write(move.namespace, move.subject, located, transfer.error)
-        self.planner.after_working(move.namespace, move.subject)
-        self.drain()
+        with self.deciding() as planner:
+            planner.working.settle_write(move.namespace, move.subject, located, transfer.error)
+            planner.after_working(move.namespace, move.subject)
 
     def count_note(self, namespace: NamespaceState, volume: int, note_bytes: int) -> None:
         """Counts a commit note that was written to `volume`. note_bytes: of all its copies."""
@@ -263,7 +275,7 @@ class Transfers:
     def fail_note(self, volume: int, error: ParamStoreError) -> None:
         """Counts a commit note that could not be written to `volume`, which may fence the volume."""
         self.traffic[volume].failures += 1
-        self.planner.space.fences.fail_write(volume, error)
+        self.space.fences.fail_write(volume, error)
 
     async def read_into(self, namespace: NamespaceState, key: ExpertKey, located: Located, target: memoryview) -> Header:
         """Fills `target` (record_bytes, page-aligned) with a whole, verified record, and returns its header. Raises VolumeError,
@@ -274,13 +286,14 @@ class Transfers:
             namespace.schema.stored, extent, target, urgency=Urgency.DEMAND, settle=lambda _: wake(future)
         )
         transfer.light_bytes = 0  # it goes alone: loads that others wait for shall not wait for it
-        self.planner.space.pin(extent)
+        self.space.pin(extent)
         try:
             self.runner.submit(transfer)
             await asyncio.shield(future)
         finally:
-            self.planner.space.unpin(extent)
-            self.pump([namespace])  # somebody may wait for the extent
+            self.space.unpin(extent)
+            with self.deciding() as planner:
+                planner.go_on([namespace])  # somebody may wait for the extent
         if transfer.error is not None:
             raise transfer.error
         return self._reads.check(namespace, key, located, transfer.results)
@@ -300,11 +313,8 @@ class Transfers:
                     self.runner.cancel(transfer, error)
             elif isinstance(subject, ParamCopy):
                 self.advancer.cancel(subject, error)
-        if not request.is_finished:
-            request.error = request.error or error
-            request.is_finished = True
-            wake(request.future)
-        self.drain()
+        with self.deciding() as planner:
+            planner.requests.cancel(request, error)
 
 
 def _compute(move: Move, jobs: Iterable[Callable[[], object]], settle: Callable[[Transfer], None]) -> Transfer:

@@ -20,7 +20,9 @@ import paramstore.storage.format.structures
 from paramstore.config import BUG_VARIABLE
 from paramstore.core.residency import Working
 from paramstore.daemon.peer import Peer
+from paramstore.engine.planner import working_copies
 from paramstore.engine.planner.working_copies import WorkingPlanner
+from paramstore.engine.records import update as records_update
 from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import Chain
 from paramstore.engine.steps.transactions import Transactions
@@ -200,7 +202,7 @@ def _disown_nothing() -> list[Patch]:
 
 
 def _update_past_the_cut() -> list[Patch]:
-    def may_update(self: WorkingPlanner, working: Any) -> bool:
+    def may_update(working: Any) -> bool:
         return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1
 
     def begin_update(self: WorkingPlanner, namespace: NamespaceState, working: Any) -> None:
@@ -209,7 +211,8 @@ def _update_past_the_cut() -> list[Patch]:
         working.is_cut = is_cut
 
     begin = WorkingPlanner.begin_update
-    return [(WorkingPlanner, "may_update", may_update), (WorkingPlanner, "begin_update", begin_update)]
+    checks = [(module, "may_update", may_update) for module in (working_copies, records_update)]
+    return [*checks, (WorkingPlanner, "begin_update", begin_update)]
 
 
 def _apply_twice() -> list[Patch]:

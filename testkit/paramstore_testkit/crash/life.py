@@ -282,7 +282,7 @@ class Life:
 
     def must_restart(self) -> bool:
         """Whether no step can be proven any more, or no volume takes a record."""
-        fences = self.store._planner.space.fences
+        fences = self.store._transfers._planner.space.fences
         try:
             fences.check_provable()
         except VolumeError:

@@ -24,7 +24,7 @@ def check_tables(store: Store) -> None:
 
 
 def _check_space(store: Store) -> None:
-    space = store._planner.space
+    space = store._transfers._planner.space
     claimed = [*space._taken, *space._leaving, *space._quarantined]
     claimed += [extent for volume in space._volumes.values() for extent in volume.prefilling]
     claimed.sort()
@@ -82,18 +82,18 @@ def _check_copies(namespace: NamespaceState) -> None:
 def check_baseline(machine: SimMachine) -> None:
     """Checks that nothing is left of clients when all have gone and nothing moves."""
     store, server = machine.store, machine.server
-    space, host = store._planner.space, store.host
+    planner, host = store._transfers._planner, store.host
     left = {
         "sessions": len(server._sessions), "transfers": len(store._runner.under_way), "running": machine.workers.running,
-        "pins": len(space._pins), "leaving": len(space._leaving), "upload bytes": host.upload_bytes,
-        "orphan writes": store._planner.working.orphan_writes, "sockets": len(machine.network.sockets) - 1,
-        "outbox": int(not store._planner.outbox.is_empty), "segments": len(machine.memory.segments) - len(host._segments),
+        "pins": len(planner.space._pins), "leaving": len(planner.space._leaving), "upload bytes": host.upload_bytes,
+        "orphan writes": planner.working.orphan_writes, "sockets": len(machine.network.sockets) - 1,
+        "outbox": int(not planner.outbox.is_empty), "segments": len(machine.memory.segments) - len(host._segments),
     }  # fmt: skip
     for namespace in store.namespaces.values():
         left |= {f"{name} of {namespace.name}": count for name, count in _left_in(namespace).items()}
         needed = _needed(namespace)
-        needed_bytes = sum(extent.length_bytes for extent in needed if extent not in space._quarantined)
-        left[f"bytes of {namespace.name} nobody needs"] = space.held_bytes(namespace.name) - needed_bytes
+        needed_bytes = sum(extent.length_bytes for extent in needed if extent not in planner.space._quarantined)
+        left[f"bytes of {namespace.name} nobody needs"] = planner.space.held_bytes(namespace.name) - needed_bytes
     found = {name: count for name, count in left.items() if count}
     if found:
         raise Broken(f"left when all clients have gone: {found}")

@@ -15,7 +15,8 @@ from paramstore.core.location import Extent, Identity
 from paramstore.core.optimizers import AdamW
 from paramstore.core.residency import Working
 from paramstore.core.schema import Schema
-from paramstore.engine.tables.apply import GradientRange
+from paramstore.engine.planner.planner import Update
+from paramstore.engine.tables.apply import Claims, GradientRange
 from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
 from paramstore.engine.tables.moves import Move, MoveKind
@@ -46,6 +47,8 @@ class SmallPlanner(PlannerAlone):
             working_policy=lambda _: policy(), extents=extents, is_committed=is_committed, reader_slots=reader_slots,
         )  # fmt: skip
         self.keys: list[ExpertKey] = list(keys)
+        self.updating: dict[WorkingCopy, Update] = {}
+        """The newest update of every copy."""
         self.under_way: list[Move] = []
         self._roots = count(100)
 
@@ -105,21 +108,26 @@ class SmallPlanner(PlannerAlone):
         """Calls an apply with gradients of `keys`; nothing of it has run."""
         memory = PlainSegment(4096)
         self.namespace.pending = {key: (GradientRange(memory, 0, 4096),) for key in keys}
-        claimed = self.planner.begin_apply(self.namespace, OPTIONS)
+        claimed = self.planner.claims.begin(self.namespace, OPTIONS)
         self.planner.reserve_extents(self.namespace, claimed)
 
-    def begin_update(self, key: ExpertKey) -> tuple[WorkingCopy, ParamCopy | None]:
-        """Begins the update of `key` in a worker; gives its working copy and the `param` copy that the update makes, if any."""
-        working = self.held(key)
-        return working, self.planner.plan_update(self.namespace, working)
+    def begin_update(self, key: ExpertKey, *, is_held: bool = False) -> Update:
+        """Begins the update of `key` in a worker, with a gradient. is_held: its copy is held by the caller."""
+        working = self.namespace.working[key] if is_held else self.held(key)
+        gradient = GradientRange(PlainSegment(4096), 0, 4096)
+        update = self.planner.plan_update(self.namespace, working, Claims(OPTIONS, 1.0, {working.key: (gradient,)}))
+        self.updating[working] = update
+        return update
+
+    def settle_update(self, update: Update, error: ParamStoreError | None = None) -> None:
+        self.planner.settle_update(self.namespace, update, error)
 
     def update(self, *keys: ExpertKey, error: ParamStoreError | None = None) -> None:
         """Makes an apply of `keys`, from its call to its end."""
         self.begin_apply(*keys)
         self.namespace.applies += 1
         for key in keys:
-            working, copy = self.begin_update(key)
-            self.planner.settle_update(self.namespace, working, copy, error)
+            self.settle_update(self.begin_update(key), error)
             self.land_all()
 
     def cut(self) -> Cut:
@@ -145,13 +153,8 @@ class SmallPlanner(PlannerAlone):
         working = self.namespace.working[key]
         assert self.planner.working.begin_write(self.namespace, working, urgency)
         self.start()
-        move = self.move_of(working)
-        assert move is not None
+        (move,) = (move for move in self.under_way if move.subject is working)
         return move
-
-    def move_of(self, copy: WorkingCopy | ParamCopy) -> Move | None:
-        """Finds the move of `copy` that a worker has; None if there is none."""
-        return next((move for move in self.under_way if move.subject is copy), None)
 
     def write(self, key: ExpertKey) -> None:
         if self.namespace.working[key].state == "dirty":
@@ -164,7 +167,7 @@ class SmallPlanner(PlannerAlone):
         self.planner.views.drop_readers(self.namespace, [dropped for _, dropped in publication.drop_steps])
         self.namespace.ledger.settle(publication)
         self.namespace.applies, self.namespace.log = publication.namespace.applies, self.namespace.ledger.newest_log
-        self.planner.rollback(self.namespace, epoch=publication.namespace.epoch, freed=publication.freed)
+        self.planner.rollback(self.namespace, freed=publication.freed)
 
     # --- workers
 

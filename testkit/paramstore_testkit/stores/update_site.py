@@ -24,14 +24,14 @@ class Site:
         self.in_slots: list[int] = []
         self.writing: list[int] = []
         """Number of records being written at the start of each update."""
-        planner = self.store._planner
+        planner = self.store._transfers._planner
         plan_update = planner.plan_update
 
-        def watched(namespace: NamespaceState, working: Any) -> Any:
+        def watched(namespace: NamespaceState, working: Any, claims: Any) -> Any:
             self.updated.append(working.key)
             self.in_slots.append(len(namespace.resident))
             self.writing.append(len(namespace.in_state[Working.WRITING]))
-            return plan_update(namespace, working)
+            return plan_update(namespace, working, claims)
 
         planner.plan_update = watched  # type: ignore[method-assign]
 

@@ -259,7 +259,7 @@ class Trial:
     def is_fenced(self) -> bool:
         """Whether a flush has failed, so that no step can be proven before the daemon is started anew."""
         try:
-            self.store._planner.space.fences.check_provable()
+            self.store._transfers._planner.space.fences.check_provable()
         except VolumeError:
             return True
         return False
@@ -271,7 +271,7 @@ class Trial:
 
     async def check_fence(self) -> None:
         """Checks that no commit succeeds, whoever asks, and no new extent is on the volume whose flush failed."""
-        fences = self.store._planner.space.fences
+        fences = self.store._transfers._planner.space.fences
         step = self.writers["other"].namespace.committed_step
         assert not await self.tries("commit other", self.commit("other")), "a step was committed after a failed flush"
         assert self.writers["other"].namespace.committed_step == step

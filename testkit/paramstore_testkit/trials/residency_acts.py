@@ -12,6 +12,7 @@ import pytest
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.residency import Working
+from paramstore.engine.planner.working_copies import may_update
 from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.requests import SlotRequest, Urgency
 from paramstore.errors import CapacityError, VolumeError, WaitTimeout
@@ -172,7 +173,7 @@ class ResidencyActs(ResidencyChecks):
 
     def call_apply(self, keys: set[ExpertKey]) -> None:
         self.namespace.pending = dict.fromkeys(sorted(keys))  # type: ignore[assignment]
-        self.claimed.append(dict.fromkeys(self.planner.begin_apply(self.namespace)))
+        self.claimed.append(dict.fromkeys(self.planner.claims.begin(self.namespace)))
         for key in keys:
             self.model.target[key] = Identity(self.model.epoch, self.model.target[key].version + 1)
 
@@ -201,25 +202,26 @@ class ResidencyActs(ResidencyChecks):
         if all(held is not working for _, held in self.holds):
             self.holds.append((self.small.hold(key), working))
             self.small.start()
-        if not self._hold_of(key) and (move := self.small.move_of(working)) is not None:
+        for move in [move for move in self.small.under_way if move.subject is working and not self._hold_of(key)]:
             self.small.land(move)
         mine = self._hold_of(key)
         if mine is None:
             return  # the request waits for a slot
-        if not self.planner.working.may_update(working):
+        if not may_update(working):
             return
         self.planner.reserve_extents(self.namespace, [key])
         self.holds.remove(mine)
-        self.updating.append((working, self.planner.plan_update(self.namespace, working)))
+        self.updating.append(self.small.begin_update(key, is_held=True))
         del self.claimed[0][key]
         if not self.claimed[0]:
             del self.claimed[0]
             self.is_applying = False
 
     def settle_update(self, pick: int, outcome: int) -> None:
-        working, copy = self.updating.pop(pick % len(self.updating))
+        update = self.updating.pop(pick % len(self.updating))
+        working = update.working
         is_orphan, error = working.is_orphan, VolumeError("torn") if outcome == 7 else None
-        self.planner.settle_update(self.namespace, working, copy, error)
+        self.small.settle_update(update, error)
         if is_orphan:
             return
         if error is not None:
@@ -237,7 +239,7 @@ class ResidencyActs(ResidencyChecks):
         assert self.cut.keys == changed.keys()
 
     def is_updating(self) -> bool:
-        return any(not working.is_orphan for working, _ in self.updating)
+        return any(not update.working.is_orphan for update in self.updating)
 
     def go_on_with_the_commit(self, pick: int) -> None:
         """Writes the records that the commit needs; publishes when all are written. One in twelve fails."""

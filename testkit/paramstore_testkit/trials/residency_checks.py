@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent
 from paramstore.core.residency import Copy, Working
-from paramstore.engine.planner.planner import Planner
+from paramstore.engine.planner.planner import Planner, Update
 from paramstore.engine.tables.copies import Cut, ParamCopy, Waiter, WorkingCopy
 from paramstore.engine.tables.moves import MoveKind
 from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState
@@ -28,7 +28,7 @@ class ResidencyChecks:
     claimed: list[dict[ExpertKey, None]]
     """Keys of applies that were called: the first apply runs if `is_applying`."""
     is_applying: bool
-    updating: list[tuple[WorkingCopy, ParamCopy | None]]
+    updating: list[Update]
     cut: Cut | None
     quarantined: list[Extent]
     orphans: list[WorkingCopy]

@@ -386,7 +386,7 @@ class StoreTrial:
         for arena, used in ((namespace.param_arena, copies), (namespace.working_arena, len(namespace.resident))):
             assert arena.slots.count - arena.slots.free_count - self.stolen[arena] == used
         assert all(working.holders == 0 and not working.is_moving for working in namespace.working.values())
-        space, used_bytes = self.store._planner.space, len(set(held_extents(namespace))) * self.schema.record_bytes
+        space, used_bytes = self.store._transfers._planner.space, len(set(held_extents(namespace))) * self.schema.record_bytes
         start_bytes = sum(extents_start_bytes(self.store._committer._superblocks[index]) for index in self.machine.disks)
         taken_bytes = sum(volume.size_bytes - volume.free_bytes - volume.prefilling_bytes for volume in space.stats())
         assert taken_bytes - start_bytes == used_bytes == space.held_bytes(NAME)

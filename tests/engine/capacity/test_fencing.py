@@ -199,7 +199,7 @@ def test_an_extent_that_was_reserved_before_its_volume_was_fenced_is_not_written
         reserved = {working.reserved.volume for working in site.view.namespace.working.values() if working.reserved is not None}
         assert reserved == {0, 1}
         for number in range(2):
-            site.store._planner.space.fences.fail_write(0, VolumeError(f"failure {number}"))
+            site.store._transfers._planner.space.fences.fail_write(0, VolumeError(f"failure {number}"))
         writes = site.volumes[0].calls["write"]
         await site.store.write_back(site.view, None)
         assert site.volumes[0].calls["write"] == writes
@@ -225,7 +225,7 @@ def test_when_every_volume_is_fenced_by_writes_the_commit_fails_and_a_restart_me
         assert await versions(site.store, site.view) == [0, 0, 0, 0]
         await train(site.store, site.view)
         await site.store.commit(site.view, 1, b"")
-        (stats, _) = site.store._planner.space.stats()
+        (stats, _) = site.store._transfers._planner.space.stats()
         assert (stats.quarantined_bytes, stats.write_failures) == (0, 0)
 
     on_site(scenario)
@@ -236,7 +236,7 @@ def test_reads_of_a_fenced_volume_go_on() -> None:
         await site.store.commit(site.view, 1, b"")
         for number in range(2):
             for index in range(2):
-                site.store._planner.space.fences.fail_write(index, VolumeError(f"failure {number}"))
+                site.store._transfers._planner.space.fences.fail_write(index, VolumeError(f"failure {number}"))
         await site.store.evict(site.view, None, None)
         assert await versions(site.store, site.view) == [1, 1, 1, 1]
         assert await first_values(site.store, site.view) == pytest.approx(FIRST_VALUES)
@@ -268,11 +268,11 @@ def test_a_volume_that_is_fenced_does_not_grow_and_the_others_make_up_for_it() -
         with pytest.raises(VolumeError):
             await site.store.commit(site.view, 1, b"")
         sizes = [volume.size_bytes for volume in site.volumes]
-        free = site.store._planner.space.free_bytes
+        free = site.store._transfers._planner.space.free_bytes
         view = await site.store.admission.create("new", SCHEMA.describe(), layers=[0], experts=400, host_bytes=8 * MIB)
         assert site.volumes[0].size_bytes == sizes[0]
         assert site.volumes[1].size_bytes > sizes[1]
-        assert free < 5 * 400 * SCHEMA.record_bytes <= site.store._planner.space.free_bytes
+        assert free < 5 * 400 * SCHEMA.record_bytes <= site.store._transfers._planner.space.free_bytes
         assert view.namespace.committed_step is None
 
     on_site(scenario)
@@ -281,7 +281,7 @@ def test_a_volume_that_is_fenced_does_not_grow_and_the_others_make_up_for_it() -
 def test_where_every_volume_is_fenced_no_namespace_gets_room() -> None:
     async def scenario(site: Site) -> None:
         for index in range(2):
-            site.store._planner.space.fences.fail_flush(index, VolumeError("as planned"))
+            site.store._transfers._planner.space.fences.fail_flush(index, VolumeError("as planned"))
         with pytest.raises(CapacityError, match=r"^volume 0 is fenced \(a flush failed: as planned\), volume 1 .*none may grow$"):
             await site.store.admission.create("new", SCHEMA.describe(), layers=[0], experts=400, host_bytes=8 * MIB)
 

@@ -72,7 +72,7 @@ def test_what_nobody_committed_is_lost_with_the_memory_and_space_comes_back() ->
     async def scenario() -> None:
         store = Machine(host_budget_bytes=ONE, volume_bytes=24 * MIB).start()
         first = await create(store, "a")
-        free = store._planner.space.free_bytes
+        free = store._transfers._planner.space.free_bytes
         await train(store, first)
         await store.write_back(first, None)
         await train(store, first)
@@ -81,7 +81,7 @@ def test_what_nobody_committed_is_lost_with_the_memory_and_space_comes_back() ->
         store.close_view(second)
         assert (await reader(store, "a")).namespace.epoch > 1
         assert await versions(store, first.namespace.views[0]) == [0] * 4
-        assert store._planner.space.free_bytes == free
+        assert store._transfers._planner.space.free_bytes == free
 
     run(scenario())
 

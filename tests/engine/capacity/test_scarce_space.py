@@ -57,7 +57,7 @@ class Site:
 
     @property
     def space(self) -> Any:
-        return self.store._planner.space
+        return self.store._transfers._planner.space
 
     @property
     def held_records(self) -> int:
@@ -180,13 +180,13 @@ def test_an_apply_waits_for_writes_that_a_rollback_orphaned() -> None:
         with pytest.raises(StepFailed, match="failed twice"):
             await store.commit(view, 4, b"")
         await store.rollback(view, 3)
-        assert store._planner.working.orphan_writes == len(kept) == 7
+        assert store._transfers._planner.working.orphan_writes == len(kept) == 7
         apply = asyncio.ensure_future(train(store, view))
         await turns(50)
         assert not apply.done()
         site.let_go()
         await apply
-        assert store._planner.working.orphan_writes == 0
+        assert store._transfers._planner.working.orphan_writes == 0
         assert await versions(store, view) == [4] * 8
 
     on_site(scenario)
@@ -257,7 +257,7 @@ def test_the_shares_of_namespaces_are_kept_over_a_restart() -> None:
         entitled = site.space.entitled_bytes("moe")
         await site.machine.crash()
         store = site.machine.start()
-        space = store._planner.space
+        space = store._transfers._planner.space
         assert space.entitled_bytes("moe") == entitled
         while space.reserve(RECORD_BYTES, owner="other") is not None:
             pass

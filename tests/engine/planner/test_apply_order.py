@@ -94,7 +94,7 @@ def ages(small: SmallPlanner) -> list[int]:
 def test_a_record_that_is_never_asked_for_catches_up_in_time_and_few_do_at_once(experts: int) -> None:
     small, most = desk(experts), -(-experts // LATE_AFTER)
     for _ in range(5 * MISSED_MAX):
-        claimed = small.planner.begin_apply(small.namespace, OPTIONS)
+        claimed = small.planner.claims.begin(small.namespace, OPTIONS)
         small.namespace.applies += 1
         assert len(claimed) <= most
         assert max(ages(small)) <= MISSED_MAX
@@ -107,7 +107,7 @@ def test_the_bound_holds_over_random_gradients_and_rollbacks(seed: int) -> None:
     for step in range(1, 12):
         for _ in range(source.randint(1, 2 * MISSED_MAX)):
             chosen = source.sample(small.keys, source.choice((0, 0, 1, 5)))
-            claimed = {**small.planner.begin_apply(small.namespace, OPTIONS), **dict.fromkeys(chosen)}
+            claimed = {**small.planner.claims.begin(small.namespace, OPTIONS), **dict.fromkeys(chosen)}
             small.namespace.applies += 1
             for key in claimed:
                 working = small.namespace.working[key]
@@ -144,5 +144,5 @@ def test_where_idle_records_miss_nothing_nobody_catches_up() -> None:
 def test_an_apply_before_there_are_values_takes_nothing_along() -> None:
     small = SmallPlanner(schema=EXACT, is_committed=False)
     for _ in range(2 * LATE_AFTER):
-        assert small.planner.begin_apply(small.namespace, OPTIONS) == {}
+        assert small.planner.claims.begin(small.namespace, OPTIONS) == {}
         small.namespace.applies += 1

@@ -73,10 +73,11 @@ def test_a_copy_of_what_an_apply_will_make_waits_for_it() -> None:
     small.begin_apply(A)
     request = small.lease(view, A)
     assert small.start() == []
-    working, copy = small.begin_update(A)
+    update = small.begin_update(A)
+    copy = update.copy
     assert copy is request.view.namespace.working[A].current, "the update makes the copy that waits"
     assert not request.is_finished
-    small.planner.settle_update(small.namespace, working, copy, None)
+    small.settle_update(update)
     assert request.is_finished
     assert request.copies[0].identity == (1, 1)
 

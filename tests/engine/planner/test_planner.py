@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramstore.core.residency import Copy, Working
+from paramstore.engine.planner.working_copies import may_update
 from paramstore.engine.tables.requests import Urgency
 from paramstore.errors import CapacityError, StepFailed
 from paramstore_testkit.stores.small_planner import A, B, C, SmallPlanner
@@ -65,11 +66,12 @@ def test_an_update_makes_the_param_copy_in_the_same_pass_where_a_slot_is_free() 
     small = desk()
     small.writer()
     small.begin_apply(A)
-    working, copy = small.begin_update(A)
+    update = small.begin_update(A)
+    working, copy = update.working, update.copy
     assert copy is not None
     assert (copy.identity, copy.state) == ((1, 1), Copy.LOADING)
     assert working.current is copy
-    small.planner.settle_update(small.namespace, working, copy, None)
+    small.settle_update(update)
     assert copy.state is Copy.READY
     assert small.namespace.changed == {A}
 
@@ -80,9 +82,10 @@ def test_an_update_without_a_param_slot_makes_no_copy_and_the_next_load_material
     small.leased(small.reader(), B)
     view = small.writer()
     small.begin_apply(A)
-    working, copy = small.begin_update(A)
+    update = small.begin_update(A)
+    working, copy = update.working, update.copy
     assert copy is None
-    small.planner.settle_update(small.namespace, working, None, None)
+    small.settle_update(update)
     assert working.state is Working.DIRTY
     assert not small.lease(view, A).is_finished, "it waits for the slot"
 
@@ -93,7 +96,7 @@ def test_an_update_spares_prefetches_that_nobody_used_yet() -> None:
     small.prefetch(view, B)
     small.land_all()
     small.begin_apply(A)
-    _, copy = small.begin_update(A)
+    copy = small.begin_update(A).copy
     assert copy is None
     assert small.copy(B) is not None
 
@@ -102,10 +105,11 @@ def test_an_older_apply_makes_no_copy_that_a_later_one_has_superseded() -> None:
     small = desk()
     small.begin_apply(A)
     small.begin_apply(A)
-    working, copy = small.begin_update(A)
+    update = small.begin_update(A)
+    copy = update.copy
     assert copy is None, "nobody will see version 1"
-    small.planner.settle_update(small.namespace, working, copy, None)
-    _, copy = small.begin_update(A)
+    small.settle_update(update)
+    copy = small.begin_update(A).copy
     assert copy is not None
     assert copy.identity == (1, 2)
 
@@ -158,11 +162,11 @@ def test_a_record_dirty_at_the_cut_is_not_updated_before_its_write_has_landed() 
     small.update(A)
     cut = small.cut()
     working = small.held(A)
-    assert not small.planner.working.may_update(working)
+    assert not may_update(working)
     write = small.begin_write(A, urgency=Urgency.DEMAND)
-    assert not small.planner.working.may_update(working)
+    assert not may_update(working)
     small.land(write)
-    assert small.planner.working.may_update(working)
+    assert may_update(working)
     assert not cut.unwritten
     assert cut.located[A] == working.uncommitted
 
@@ -224,7 +228,7 @@ def test_a_failed_cut_leaves_unwritten_records_free_to_be_updated() -> None:
     small.update(A)
     small.cut()
     small.planner.cuts.settle(small.namespace, is_published=False)
-    assert small.planner.working.may_update(small.held(A))
+    assert may_update(small.held(A))
     assert small.namespace.changed == {A}
 
 

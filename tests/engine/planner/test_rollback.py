@@ -104,7 +104,7 @@ def test_a_rollback_frees_the_extents_of_steps_that_are_gone() -> None:
     extent = small.space.reserve(small.namespace.schema.record_bytes)
     assert extent is not None
     free = small.space.free_bytes
-    small.planner.rollback(small.namespace, epoch=2, freed=[extent])
+    small.planner.rollback(small.namespace, freed=[extent])
     assert small.space.free_bytes == free + extent.length_bytes
 
 

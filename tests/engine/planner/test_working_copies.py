@@ -8,6 +8,7 @@ import pytest
 
 from paramstore.core.residency import IllegalTransition, Working
 from paramstore.core.schema import Schema
+from paramstore.engine.planner.working_copies import may_update
 from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.moves import Move, MoveKind
 from paramstore.engine.tables.requests import SlotRequest, Urgency
@@ -167,9 +168,9 @@ def test_an_event_that_the_state_forbids_is_a_bug(name: str, state: Working) -> 
 def test_an_update_needs_the_only_hold_no_write_under_way_and_no_write_that_a_cut_waits_for(
     state: Working, holders: int, is_cut: bool, may: bool
 ) -> None:
-    small, working = in_state(state)
+    _, working = in_state(state)
     working.holders, working.is_cut = holders, is_cut
-    assert small.planner.working.may_update(working) is may
+    assert may_update(working) is may
 
 
 def test_who_wants_a_copy_that_is_updated_gets_it_when_the_update_lands() -> None:
@@ -177,7 +178,7 @@ def test_who_wants_a_copy_that_is_updated_gets_it_when_the_update_lands() -> Non
     request = small.hold(A)
     assert not request.is_finished
     assert working in small.planner.outbox.promoted
-    small.planner.settle_update(small.namespace, working, None, None)
+    small.settle_update(small.updating[working])
     assert request.is_finished
     assert working.holders == 1
     assert working.identity == (1, 1)
@@ -186,7 +187,7 @@ def test_who_wants_a_copy_that_is_updated_gets_it_when_the_update_lands() -> Non
 def test_an_update_that_fails_leaves_no_torn_bytes_behind() -> None:
     small, working = in_state(Working.UPDATING)
     request = small.hold(A)
-    small.planner.settle_update(small.namespace, working, None, VolumeError("bug"))
+    small.settle_update(small.updating[working], VolumeError("bug"))
     assert working.state is Working.ABSENT
     assert working.identity == (1, 0)
     assert isinstance(request.error, VolumeError)
@@ -283,9 +284,7 @@ def test_an_older_uncommitted_extent_that_somebody_reads_is_freed_when_they_are_
     small.hold(A)
     (load,) = small.start()
     small.land(load)
-    working = small.namespace.working[A]
-    copy = small.planner.plan_update(small.namespace, working)
-    small.planner.settle_update(small.namespace, working, copy, None)
+    small.settle_update(small.begin_update(A, is_held=True))
     write = small.begin_write(A)
     free = small.space.free_bytes
     small.land(write)
@@ -298,8 +297,9 @@ def test_a_write_uses_the_extent_that_was_reserved_for_it() -> None:
     small = desk()
     small.begin_apply(A)
     reserved = small.namespace.working[A].reserved
-    working, copy = small.begin_update(A)
-    small.planner.settle_update(small.namespace, working, copy, None)
+    update = small.begin_update(A)
+    working = update.working
+    small.settle_update(update)
     write = small.begin_write(A)
     assert write.located is not None
     assert write.located.extent == reserved

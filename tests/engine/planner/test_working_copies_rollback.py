@@ -52,7 +52,7 @@ def test_a_write_under_way_at_a_rollback_frees_slot_and_extent_when_it_returns(e
 def test_an_update_under_way_at_a_rollback_is_discarded_when_it_returns(error: ParamStoreError | None) -> None:
     small, working = in_state(Working.UPDATING)
     small.rollback()
-    small.planner.settle_update(small.namespace, working, None, error)
+    small.settle_update(small.updating[working], error)
     assert small.namespace.working[A] is not working
     assert small.namespace.working[A].identity == (1, 0)
     assert not small.namespace.changed

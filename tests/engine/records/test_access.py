@@ -45,9 +45,9 @@ class Site:
 
     def unhold(self, *keys: tuple[int, int]) -> None:
         for key in keys:
-            self.store._planner.working.unhold(self.namespace, self.namespace.working[key])
-            self.store._planner.after_working(self.namespace, self.namespace.working[key])
-        self.store._transfers.drain()
+            self.store._transfers._planner.working.unhold(self.namespace, self.namespace.working[key])
+            self.store._transfers._planner.after_working(self.namespace, self.namespace.working[key])
+        self.store._transfers.carry_out()
 
     def take_slots(self, leave: int) -> None:
         """Leaves `leave` free working slots."""

@@ -48,7 +48,7 @@ class Site:
         self.volume.plan = tuple(Fault("write", self.volume.calls["write"] + number) for number in numbers)
 
     def leave_extents(self, count: int) -> None:
-        space = self.store._planner.space
+        space = self.store._transfers._planner.space
         record_bytes = self.namespace.schema.record_bytes
         while space.missing_bytes(count + 1, record_bytes, owner=self.namespace.name) == 0:
             assert space.reserve(record_bytes, owner=self.namespace.name) is not None
@@ -136,7 +136,7 @@ def test_a_failed_write_is_tried_once_more_on_another_extent(failures: tuple[int
             with pytest.raises(StepFailed, match=r"\(0, 0\) of 'moe': its write-back failed twice, on different extents"):
                 await site.cleaner.write(site.namespace, A, Urgency.DEMAND)
             assert site.namespace.working[A].state is Working.DIRTY
-        (stats,) = site.store._planner.space.stats()
+        (stats,) = site.store._transfers._planner.space.stats()
         assert stats.quarantined_bytes == len(failures) * SCHEMA.record_bytes
 
     on_site(scenario)
@@ -187,7 +187,7 @@ def test_a_commit_writes_through_few_extents_whichever_records_get_them_first() 
         await site.store.write_back(site.view, None)
         await train(site.store, site.view)
         site.leave_extents(1)
-        site.store._planner.working.begin_write(site.namespace, site.namespace.working[D], Urgency.WRITE_BACK)
+        site.store._transfers._planner.working.begin_write(site.namespace, site.namespace.working[D], Urgency.WRITE_BACK)
         await site.store.commit(site.view, 1, b"")
         assert await versions(site.store, site.view) == [2] * 4
         assert site.store.steps(site.view) == [0, 1]
@@ -327,7 +327,7 @@ def test_a_limit_on_volumes_without_space_writes_what_it_can_and_fails_nobody() 
         await train(site.store, site.view)
         for working in site.namespace.working.values():
             if working.reserved is not None:
-                site.store._planner.space.release(working.reserved)
+                site.store._transfers._planner.space.release(working.reserved)
                 working.reserved = None
         site.leave_extents(1)
         limit(site, 0)

@@ -135,7 +135,7 @@ def test_an_apply_over_many_records_streams_through_few_slots(slots: int) -> Non
 def test_slots_are_cleaned_ahead_of_the_records_that_will_need_them() -> None:
     async def scenario(site: Site) -> None:
         site.leave_slots(8)
-        planner = site.store._planner.working
+        planner = site.store._transfers._planner.working
         begin_write, urgencies = planner.begin_write, list[Urgency]()
 
         def watched(namespace: NamespaceState, working: Any, urgency: Urgency) -> bool:
@@ -267,7 +267,7 @@ def test_an_apply_that_finds_no_extent_waits_for_the_commit_under_way_that_will_
             await train(site.store, site.view, keys[:2])
             await site.store.commit(site.view, step, b"")
         await train(site.store, site.view, keys[:2])
-        space = site.store._planner.space
+        space = site.store._transfers._planner.space
         while space.missing_bytes(2, SCHEMA.record_bytes, owner="moe") == 0:
             space.reserve(SCHEMA.record_bytes, owner="moe")
         push(site.store, site.view, keys[:2])
@@ -282,7 +282,7 @@ def test_an_apply_that_finds_no_extent_waits_for_the_commit_under_way_that_will_
 
 def test_an_apply_that_no_volume_can_hold_says_so_before_it_has_changed_a_record() -> None:
     async def scenario(site: Site) -> None:
-        space = site.store._planner.space
+        space = site.store._transfers._planner.space
         while space.reserve(SCHEMA.record_bytes, owner="moe") is not None:
             pass
         with pytest.raises(StepFailed, match="bytes are missing on the volumes: add a volume"):

@@ -115,12 +115,12 @@ def test_the_first_step_is_committed_and_not_prepared() -> None:
 def test_finalizing_commits_the_step_and_lets_go_what_it_hides() -> None:
     async def scenario() -> None:
         store, view = await prepared(Machine())
-        held_before = store._planner.space.held_bytes("moe")
+        held_before = store._transfers._planner.space.held_bytes("moe")
         await store.finalize(view, 2)
         assert (view.namespace.committed_step, view.namespace.prepared_step) == (2, None)
         assert store.steps(view) == [1, 2]
         assert store.extra(view, 2) == b"extra of 2"
-        assert store._planner.space.held_bytes("moe") == held_before * 2 // 3
+        assert store._transfers._planner.space.held_bytes("moe") == held_before * 2 // 3
         assert await versions(store, await reader(store)) == [2] * 4
 
     run(scenario())

@@ -71,7 +71,7 @@ def test_an_initial_value_outside_of_an_initialization_is_refused() -> None:
 def test_an_initial_value_waits_for_space_that_the_zero_fill_has_just_taken() -> None:
     async def scenario(site: Site) -> None:
         site.view = await begun(site)
-        space, runner = site.store._planner.space, site.store._runner
+        space, runner = site.store._transfers._planner.space, site.store._runner
         extent = space.next_unwritten(0, 1 << 30)
         assert extent is not None
         while space.reserve(SCHEMA.record_bytes, owner="new") is not None:
@@ -93,7 +93,7 @@ def test_an_initial_value_waits_for_space_that_the_zero_fill_has_just_taken() ->
 def test_an_initial_value_that_no_volume_can_hold_is_refused() -> None:
     async def scenario(site: Site) -> None:
         site.view = await begun(site)
-        space = site.store._planner.space
+        space = site.store._transfers._planner.space
         while space.reserve(SCHEMA.record_bytes, owner="new") is not None:
             pass
         with pytest.raises(CapacityError, match=r"add a volume"):

@@ -36,7 +36,7 @@ async def restarted(machine: Machine) -> Store:
 
 
 def free_bytes(store: Store) -> int:
-    return store._planner.space.free_bytes
+    return store._transfers._planner.space.free_bytes
 
 
 @pytest.mark.parametrize("step_by_step", [False, True])

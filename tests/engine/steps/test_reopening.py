@@ -120,7 +120,7 @@ def test_a_rollback_drops_the_prepared_step_and_gives_its_space_back() -> None:
         await store.rollback(view, 1)
         assert view.namespace.prepared_step is None
         record_bytes = view.namespace.schema.record_bytes
-        assert store._planner.space.held_bytes("moe") == 2 * 4 * record_bytes
+        assert store._transfers._planner.space.held_bytes("moe") == 2 * 4 * record_bytes
         assert await versions(store, view) == [1] * 4
         with pytest.raises(StepOutOfOrder):
             await store.finalize(view, 2)
@@ -163,7 +163,7 @@ def test_the_memory_of_a_namespace_that_nobody_has_open_goes_without_its_prepare
 def test_a_broken_namespace_can_still_finalize_what_was_prepared_before() -> None:
     async def scenario() -> None:
         store, view = await prepared(Machine())
-        store._planner.mark_broken(view.namespace, "a flush failed")
+        store._transfers._planner.mark_broken(view.namespace, "a flush failed")
         await store.finalize(view, 2)
         assert view.namespace.committed_step == 2
         with pytest.raises(StepFailed):

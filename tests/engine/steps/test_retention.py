@@ -81,7 +81,7 @@ def test_a_volume_of_fixed_size_needs_room_for_every_step_that_may_stay() -> Non
         size_bytes = Machine().disks[0].size_bytes  # what a volume needs before its first record, and 1 MiB and more beyond
         store = Machine(volume_size_bytes=size_bytes, retained_steps=5, held_steps=0).start()
         view = await create(store)
-        assert store._planner.space.entitled_bytes("moe") == records * SCHEMA.record_bytes
+        assert store._transfers._planner.space.entitled_bytes("moe") == records * SCHEMA.record_bytes
         for step in range(1, 8):
             await train(store, view)
             await store.commit(view, step, b"")
@@ -290,7 +290,7 @@ def test_a_snapshot_takes_room_for_a_step_and_is_refused_where_there_is_none() -
         machine = Machine(volume_size_bytes=size_bytes, held_steps=0)
         store = machine.start()
         view = await create(store, **wide)
-        entitled = store._planner.space.entitled_bytes("moe")
+        entitled = store._transfers._planner.space.entitled_bytes("moe")
         state_bytes = 8 * SCHEMA.record_bytes
         taken: list[int] = []
         refusal: CapacityError | None = None
@@ -303,11 +303,11 @@ def test_a_snapshot_takes_room_for_a_step_and_is_refused_where_there_is_none() -
                 refusal = error
             else:
                 taken.append(len(taken) + 1)
-            assert store._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
+            assert store._transfers._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
         assert "bytes are missing; add a volume (--add-volume)" in str(refusal)
         assert taken, "there was room for some"
         assert store.snapshots(view) == taken
-        assert store._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
+        assert store._transfers._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
         await train(store, view)
         await store.commit(view, 100, b"")
 
@@ -324,7 +324,7 @@ def test_a_snapshot_waits_for_the_commit_under_way_that_may_drop_its_step() -> N
             await store.snapshot(view, 1)
         await commit
         assert store.steps(view) == [2, 3]
-        assert store._planner.space.entitled_bytes("moe") == store._volumes._entitled(view.namespace, snapshots=0)
+        assert store._transfers._planner.space.entitled_bytes("moe") == store._volumes._entitled(view.namespace, snapshots=0)
 
     run(scenario())
 

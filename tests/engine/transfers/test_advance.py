@@ -140,9 +140,10 @@ def test_a_lease_waits_for_an_apply_called_before_it_and_advances_the_later_one(
     request = small.lease(view, A)
     assert small.start() == []
     small.namespace.applies += 1
-    working, copy = small.begin_update(A)
+    update = small.begin_update(A)
+    copy = update.copy
     assert copy is None, "nobody sees the version in between"
-    small.planner.settle_update(small.namespace, working, copy, None)
+    small.settle_update(update)
     small.start()
     assert [move.kind for move in small.under_way] == [MoveKind.ADVANCE]
     small.land_all()
@@ -294,13 +295,13 @@ def test_demand_goes_before_prefetch_where_buffers_are_short() -> None:
         free = site.store._transfers._buffers.of("moe").advance
         while len(free) > 1:
             free.pop()
-        settle = site.store._planner.copies.settle
+        settle = site.store._transfers._planner.copies.settle
 
         def noting(namespace: NamespaceState, copy: Any, error: Any) -> None:
             order.append(copy.key)
             settle(namespace, copy, error)
 
-        site.store._planner.copies.settle = noting  # type: ignore[method-assign]
+        site.store._transfers._planner.copies.settle = noting  # type: ignore[method-assign]
         prefetch = site.store.prefetch(site.view, keys[:4], "param", None)
         await lease(site.store, site.view, [keys[5]])
         await site.store.wait_prefetch(prefetch)
@@ -322,7 +323,7 @@ def test_an_advance_that_somebody_comes_to_wait_for_is_demand() -> None:
         assert [(waiting.copy.key, waiting.urgency) for waiting in advances.waiting] == [(keys[0], 1), (keys[1], 1), (keys[2], 0)]
         buffers.extend(free)
         transfers.advancer._give_buffers(site.namespace)
-        transfers.drain()
+        transfers.carry_out()
         await site.store.wait_lease(request, 5.0)
         await site.store.wait_prefetch(prefetch)
 

@@ -61,11 +61,11 @@ def test_a_cancelled_prefetch_gives_up_the_advances_that_have_no_buffer() -> Non
         assert keys[0] not in view.namespace.copies
         buffers.extend(free)
         transfers.advancer._give_buffers(view.namespace)
-        transfers.drain()
+        transfers.carry_out()
         await store.wait_lease(request, 5.0)
         assert (await store.wait_prefetch(wanted))["loaded"] == 4
         assert stats.records_advanced == 5
-        assert not store._planner.space._pins
+        assert not store._transfers._planner.space._pins
 
     run(scenario())
 

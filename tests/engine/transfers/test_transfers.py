@@ -155,7 +155,7 @@ def test_an_extent_is_given_to_nobody_while_it_is_read() -> None:
         site.store.acquire(reader, 1, [A], "param")
         located = site.namespace.ledger.at(A, 0)
         assert located is not None
-        space = site.store._planner.space
+        space = site.store._transfers._planner.space
         free = space.free_bytes
         space.release(located.extent)
         assert space.free_bytes == free
@@ -177,7 +177,7 @@ def test_reading_back_fills_the_target_with_a_verified_record() -> None:
         site.fail("read")
         with pytest.raises(VolumeError):
             await site.store.read(site.view, D, target)
-        assert site.store._planner.space._pins == {}
+        assert site.store._transfers._planner.space._pins == {}
 
     on_site(scenario)
 
@@ -220,12 +220,12 @@ def test_a_written_record_says_what_it_is() -> None:
 def test_a_record_written_for_a_cut_bears_the_sequence_of_that_cut_and_a_later_one_the_next() -> None:
     async def scenario(site: Site) -> None:
         await train(site.store, site.view, [A, B])
-        planner, namespace = site.store._planner, site.namespace
+        planner, namespace = site.store._transfers._planner, site.namespace
         cut = planner.cuts.cut(namespace)
         namespace.working[B].is_cut = False  # as if it had been updated after the cut
         for key, sequence in ((A, cut.sequence), (B, cut.sequence + 1)):
             assert planner.working.begin_write(namespace, namespace.working[key], Urgency.DEMAND)
-            site.store._transfers.drain()
+            site.store._transfers.carry_out()
             _, transfer = site.store._transfers._under_way[namespace.working[key]]
             assert transfer.run.__self__.header.sequence == sequence  # type: ignore[attr-defined]
 
@@ -238,7 +238,7 @@ def test_a_failed_write_is_counted_and_its_extent_given_up() -> None:
         site.fail("write")
         await site.store.write_back(site.view, None)
         assert (site.traffic.failures, site.traffic.writes) == (1, 1)
-        assert site.store._planner.space.stats()[0].quarantined_bytes == SCHEMA.record_bytes
+        assert site.store._transfers._planner.space.stats()[0].quarantined_bytes == SCHEMA.record_bytes
         await site.store.commit(site.view, 1, b"")
         await site.store.evict(site.view, None, None)
         assert await versions(site.store, site.view) == [1, 0, 0, 0]

@@ -1,0 +1,38 @@
+"""Gives namespaces their arenas, adds slots to them, and takes them back, as the host tier has memory for them."""
+
+from __future__ import annotations
+
+from paramstore.engine.tables.arena import Arena, SegmentMemory
+from paramstore.engine.tables.namespace import NamespaceState
+
+
+def open_arenas(namespace: NamespaceState, param: Arena, working: Arena) -> None:
+    """Gives the namespace its arenas, which have no slots yet. For a param schema both are one."""
+    namespace.param_arena, namespace.working_arena = param, working
+
+
+def close_arenas(namespace: NamespaceState) -> None:
+    """Takes the arenas away; nothing in them may be in use."""
+    namespace.param_arena = namespace.working_arena = None
+
+
+def plan_segment(arena: Arena, segment_id: int, memory: SegmentMemory, *, slots: int) -> None:
+    """Notes a segment whose pages are still to be touched."""
+    arena.planned_segments.append((segment_id, memory, slots))
+
+
+def next_segment(arena: Arena) -> tuple[int, SegmentMemory, int] | None:
+    """Takes (segment id, memory, slots) of the next segment to touch; None if there is none."""
+    return arena.planned_segments.popleft() if arena.planned_segments else None
+
+
+def add_segment(arena: Arena, segment_id: int, memory: SegmentMemory, *, slots: int) -> None:
+    """Makes the slots of a segment available, whose pages are touched."""
+    arena.add_segment(segment_id, memory, slots=slots)
+
+
+def stop_growing(arena: Arena, *, is_final: bool = False) -> None:
+    """Adds no more segments. is_final: the machine has no memory for them, so the slots that there are count as all."""
+    arena.planned_segments.clear()
+    if is_final:
+        arena.planned_slots = arena.slots.count
