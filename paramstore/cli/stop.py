@@ -20,13 +20,13 @@ def stop(
 ) -> None:
     """End a running daemon, and return when it is gone: nothing committed is lost. Exit code 3 if none runs, or if who listens
     there is none."""
-    from paramstore_client.connection.address import default_path, parse_address, url
+    from paramstore_client.connection.address import absence, default_path, parse_address, url
     from paramstore_client.running import find_daemon
 
     path = default_path() if address is None else parse_address(address)
     daemon = find_daemon(path)
     if daemon is None:
-        raise StoreUnavailable(f"no daemon listens at {url(path)}, and none holds its store: there is nothing to stop")
+        raise StoreUnavailable(f"{absence(path)}, and none holds its store: there is nothing to stop")
     with daemon:
         daemon.send(signal.SIGTERM)
         if not daemon.has_ended(timeout_s):

@@ -69,9 +69,9 @@ def test_a_daemon_whose_socket_was_removed_is_said_and_stopped(
 
 def test_where_none_runs_the_exit_code_is_3(paramstore: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lock").write_text(f"{os.getppid()}\n")  # as an older version left it
-    for place in (tmp_path, tmp_path / "none", tmp_path / "p.sock"):
+    for place, why in ((tmp_path, ""), (tmp_path / "none", ", where there is neither a store's directory nor a socket")):
         assert paramstore("stop", str(place)) == 3
-        assert "there is nothing to stop" in capsys.readouterr().err
+        assert f"{why}, and none holds its store: there is nothing to stop" in capsys.readouterr().err
 
 
 LISTENER = """

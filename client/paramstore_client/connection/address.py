@@ -101,6 +101,18 @@ def unreachable(path: Path, error: OSError) -> StoreUnavailable:
     )
 
 
+def absence(path: Path) -> str:
+    """Says that no daemon listens at `path`, and that nothing is there, or a file, which means that the path is misspelt."""
+    directory, why = store_of(path), ""
+    if directory is not None and not directory.is_dir():
+        shown = directory.absolute()
+        why = f", as {shown} is a file" if directory.exists() else f", as there is no directory {shown}"
+    elif directory is None and not path.is_socket():
+        what = "a file, and neither" if path.exists() else "neither"
+        why = f", where there is {what} a store's directory nor a socket"
+    return f"no daemon listens at {url(path)}{why}"
+
+
 def nobody_listens(path: Path) -> StoreUnavailable:
     """The error for a path at which nobody listens; it says so if a daemon holds the store all the same."""
     directory = store_of(path)
@@ -111,8 +123,7 @@ def nobody_listens(path: Path) -> StoreUnavailable:
                 f"--socket that it was started with; where its socket was removed, `paramstore stop {directory}`, then serve again"
             )
     return StoreUnavailable(
-        f"no daemon listens at {url(path)}: start one with `paramstore serve --dir DIR`, or connect with"
-        " autostart=ServeOptions(dir=...)"
+        f"{absence(path)}: start one with `paramstore serve --dir DIR`, or connect with autostart=ServeOptions(dir=...)"
     )
 
 

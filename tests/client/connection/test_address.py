@@ -10,7 +10,15 @@ import pytest
 from paramstore.config import Config
 from paramstore.errors import ConfigError, StoreUnavailable
 from paramstore_client.connection import address
-from paramstore_client.connection.address import default_path, listener_of, nobody_listens, parse_address, store_of, try_connect
+from paramstore_client.connection.address import (
+    absence,
+    default_path,
+    listener_of,
+    nobody_listens,
+    parse_address,
+    store_of,
+    try_connect,
+)
 
 
 def listener_at(path: Path) -> socket.socket:
@@ -55,10 +63,28 @@ def test_a_stores_directory_stands_for_the_socket_in_it(tmp_path: Path) -> None:
 
 def test_people_are_shown_the_whole_path_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert str(nobody_listens(Path("run/p.sock"))).startswith(f"no daemon listens at unix://{tmp_path}/run/p.sock: ")
+    assert str(nobody_listens(Path("run/p.sock"))).startswith(f"no daemon listens at unix://{tmp_path}/run/p.sock, where")
     monkeypatch.setattr(address, "_check_peer", refuse_peer)
     with listener_at(Path("live")), pytest.raises(StoreUnavailable, match=f"^unix://{tmp_path}/live: refused"):
         try_connect(Path("live"), timeout_s=1.0)
+
+
+def test_a_place_where_no_daemon_can_listen_is_said_to_be_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    listener_at(tmp_path / "dead.sock").close()
+    said = {
+        "none": ", where there is neither a store's directory nor a socket",
+        "file": ", where there is a file, and neither a store's directory nor a socket",
+        "dead.sock": "", ".": "",
+    }  # fmt: skip
+    for name, why in said.items():
+        path = parse_address(tmp_path / name)
+        assert absence(path) == f"no daemon listens at unix://{path}{why}"
+    monkeypatch.chdir(tmp_path)
+    path = Config().socket_path
+    assert absence(path).endswith(f", as there is no directory {tmp_path}/paramstore-data")
+    (tmp_path / "paramstore-data").touch()
+    assert absence(path).endswith(f", as {tmp_path}/paramstore-data is a file")
 
 
 def refuse_peer(sock: socket.socket, path: Path) -> None:
