@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paramstore.core.schema import Part, Schema
+from paramstore.directories import check_directory, is_missing
 from paramstore.errors import CapacityError, CatalogError, ConfigError, SchemaMismatch, StoreLocked, VolumeError
 from paramstore.fsck.compare import compare
 from paramstore.fsck.disks import FileDisk, volume_file, volume_index
@@ -97,6 +98,7 @@ def _lost(proofs: Mapping[str, Proof], contents: Contents | None) -> list[Findin
 
 def check(directory: Path, volumes: Sequence[str], progress: Progress = lambda _: None) -> Report:
     """Checks the store in `directory` and writes nothing. Raises StoreLocked, ConfigError, VolumeError."""
+    _check_store(directory, volumes)
     with _locked(directory), opened(volumes) as disks:
         return _examined(directory, disks, progress)
 
@@ -105,7 +107,7 @@ def rebuild(directory: Path, volumes: Sequence[str], progress: Progress = lambda
     """Checks the store and gives it a new catalog. If that is impossible, `Report.is_rebuilt` is False, the last finding says why,
     and nothing was written. Raises StoreLocked, ConfigError; VolumeError, CatalogError, CapacityError where a disk refuses
     what must be written."""
-    _check_directory(directory)
+    _check_store(directory, volumes)
     lock = StoreLock.take(directory, OTHER_BYTE)
     try:
         with opened(volumes, is_writable=True) as disks:
@@ -198,19 +200,17 @@ def read_catalog(path: Path) -> Contents:
         raise type(error)(f"catalog {path}, read from a copy: {error}") from error
 
 
-def _check_directory(directory: Path) -> None:
-    try:
-        is_there = directory.is_dir()
-    except OSError as error:
-        raise ConfigError(f"--dir {directory}: {error.strerror}") from error
-    if not is_there:
-        raise ConfigError(f"--dir {directory}: there is no such directory")
+def _check_store(directory: Path, volumes: Sequence[str]) -> None:
+    """Checks that something of a store is there: a catalog in `directory`, or a volume. Raises ConfigError."""
+    check_directory("--dir", directory)
+    files = [volume_file(place, index) for place, index in _placed(volumes)]
+    if all(map(is_missing, (directory / CATALOG_NAME, *files))):
+        raise ConfigError(f"--dir {directory}: there is no store: it has no catalog, and no volume is in {', '.join(volumes)}")
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Keeps daemons off the store meanwhile. A store that was never served has no lock file, and none is made."""
-    _check_directory(directory)
     path = directory / LOCK_NAME
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

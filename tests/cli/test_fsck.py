@@ -204,12 +204,25 @@ def test_json_says_everything(directory: Path, paramstore: Run, capsys: pytest.C
     assert len(said["findings"]) == 1
 
 
-def test_a_volume_that_is_not_there_is_a_failure(tmp_path: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert paramstore("fsck", "--dir", str(tmp_path)) == 1
+def test_a_volume_that_is_not_there_is_a_failure(
+    directory: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "catalog").mkdir()
+    assert paramstore("fsck", "--dir", str(directory), "--volume", str(directory / "none")) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert "VolumeError: volume 0 " in err
-    assert list(tmp_path.iterdir()) == []
+    assert list(directory.glob("*/*")) == [volume_file(directory / "volume", 0)]
+
+
+def test_a_directory_without_a_store_is_a_usage_error(
+    tmp_path: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ((), ("--rebuild",)):
+        assert paramstore("fsck", "--dir", str(tmp_path), *words) == 2
+        said = f"--dir {tmp_path}: there is no store: it has no catalog, and no volume is in {tmp_path}/volume"
+        assert capsys.readouterr() == ("", f"paramstore: ConfigError: {said}\n")
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_is_not_there_is_a_usage_error(

@@ -57,7 +57,7 @@ COMMANDS = {
     "bench tiers": (("--quick", "--dir", "{new}"), SLOW_S),
 }
 """Arguments with which each does what it is for, and when it is told to end."""
-ENDS_WITH = {"serve": 0, "status": 0, "stop": 3, "fsck": 1, "plan": 0, "import": 1, "export": 1}
+ENDS_WITH = {"serve": 0, "status": 0, "stop": 3, "fsck": 2, "plan": 0, "import": 1, "export": 1}
 """How those end that are over so soon: a signal that comes while the process is being taken down is nobody's. `serve` ends so
 by one."""
 TALKATIVE = {*ENDS_WITH, "demo"}

@@ -92,6 +92,18 @@ def test_a_directory_that_is_not_there_is_a_usage_error_and_is_not_made(tmp_path
     with pytest.raises(ConfigError, match="no such directory"):
         run_it(tmp_path / "none", [])
     assert not (tmp_path / "none").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="it is not a directory"):
+        run_it(tmp_path / "file", [])
+
+
+@pytest.mark.parametrize("run_it", [check, rebuild])
+def test_a_directory_without_a_store_is_a_usage_error_and_stays_as_it_is(directory: Path, tmp_path: Path, run_it: type) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=f"there is no store: it has no catalog, and no volume is in {tmp_path}/a, pmem:b$"):
+        run_it(tmp_path / "empty", [str(tmp_path / "a"), "pmem:b"])
+    assert list((tmp_path / "empty").iterdir()) == []
+    assert run_it(tmp_path / "empty", volumes(directory)).found.store == STORE, "one that has lost its catalog is a store"
 
 
 @pytest.mark.parametrize("run_it", [check, rebuild])

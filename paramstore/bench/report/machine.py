@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from paramstore import directories
 from paramstore.bench.limits import pages
 from paramstore.config import format_size
 from paramstore.errors import CapacityError, ConfigError
@@ -63,9 +64,7 @@ def now() -> str:
 
 def check_directory(directory: Path) -> None:
     """Raises ConfigError unless `directory` is a directory, and a daemon's socket can lie below it."""
-    if not directory.is_dir():
-        problem = "it is not a directory" if directory.exists() else "there is no such directory"
-        raise ConfigError(f"--dir {directory}: {problem}")
+    directories.check_directory("--dir", directory)
     deepest = directory.absolute() / DEEPEST
     if len(os.fsencode(deepest)) > PATH_BYTES_MAX:
         raise ConfigError(

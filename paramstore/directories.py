@@ -1,0 +1,29 @@
+"""Checks directories that somebody has named, and says in one wording what is wrong with them. Nothing is made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paramstore.errors import ConfigError
+
+
+def check_directory(name: str, directory: Path) -> None:
+    """Checks that there is such a directory. name: the flag or setting that it was given as. Raises ConfigError."""
+    try:
+        if directory.is_dir():
+            return
+        problem = "it is not a directory" if directory.exists() else "there is no such directory"
+    except OSError as error:
+        raise ConfigError(f"{name} {directory}: {error.strerror}") from error
+    raise ConfigError(f"{name} {directory}: {problem}")
+
+
+def is_missing(path: Path) -> bool:
+    """Whether nothing is at `path`. False where that cannot be found out: whoever opens it is told why."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
