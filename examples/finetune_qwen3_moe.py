@@ -41,6 +41,7 @@ class Dense:
 def main(arguments):
     dist.init_process_group("gloo")
     out, rank = arguments.out, dist.get_rank()
+    out.mkdir(parents=True, exist_ok=True)
     path = arguments.model or small_checkpoint(out / "small-model")
     tokens = read_tokens(arguments.text, path)
 

@@ -18,6 +18,17 @@ def check_directory(name: str, directory: Path) -> None:
     raise ConfigError(f"{name} {directory}: {problem}")
 
 
+def check_parent(name: str, directory: Path) -> None:
+    """Checks that the place is there in which `directory` lies, or is to be made: one that is not was misspelt, most likely, or its
+    disk is not mounted. name: as above. Raises ConfigError."""
+    missing = [parent for parent in directory.absolute().parents if is_missing(parent)]
+    if missing:
+        raise ConfigError(
+            f"{name} {directory}: it cannot be made, as there is no directory {missing[0]}; the nearest there is is "
+            f"{missing[-1].parent}: mend the path, or make the directory that it is to lie in"
+        )
+
+
 def is_missing(path: Path) -> bool:
     """Whether nothing is at `path`. False where that cannot be found out: whoever opens it is told why."""
     try:

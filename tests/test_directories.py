@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.directories import check_directory, is_missing
+from paramstore.directories import check_directory, check_parent, is_missing
 from paramstore.errors import ConfigError
 
 
@@ -22,6 +22,22 @@ def test_what_is_no_directory_is_refused_with_what_it_is(place: str, problem: st
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"^--dir {tmp_path / place}: {problem}$"):
         check_directory("--dir", tmp_path / place)
+
+
+def test_a_directory_may_be_missing_and_its_parent_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for place in ("there", "file", "file/below", "file/below/deeper", "n" * 300):  # whoever makes it finds out
+        check_parent("dir", tmp_path / place)
+    check_parent("dir", Path("/"))
+    told = f"it cannot be made, as there is no directory {tmp_path}/typo/below; the nearest there is is {tmp_path}: mend the path"
+    with pytest.raises(ConfigError, match=f"^dir {tmp_path}/typo/below/store: {told}"):
+        check_parent("dir", tmp_path / "typo" / "below" / "store")
+    monkeypatch.chdir(tmp_path)
+    check_parent("dir", Path("store"))
+    with pytest.raises(ConfigError, match=f"^dir typo/store: it cannot be made, as there is no directory {tmp_path}/typo; "):
+        check_parent("dir", Path("typo/store"))
 
 
 def test_only_what_is_known_to_be_nowhere_is_missing(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from paramstore.clock import MonotonicClock
 from paramstore.config import Config, format_size
 from paramstore.daemon.volume_places import adopt_new_volumes, check_all_unclaimed, check_volume_size, open_volumes
+from paramstore.directories import check_parent
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.capacity.host import HostTier, Memory
 from paramstore.engine.capacity.volumes import VolumeSet
@@ -79,10 +80,12 @@ class HostMemory:
 
 
 def take_lock(config: Config) -> StoreLock:
-    """Makes the store directory if need be, and locks it. Raises StoreLocked, ConfigError, CatalogError if its disk refuses."""
+    """Makes the store directory if need be, but not its parent, and locks it. Raises StoreLocked, ConfigError, CatalogError if its
+    disk refuses."""
     check_volume_size(config)
+    check_parent("dir", config.dir)
     try:
-        config.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        config.dir.mkdir(exist_ok=True, mode=0o700)
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigError(f"dir {config.dir}: it is not a directory, or lies in a file: give another --dir") from error
     except OSError as error:
@@ -117,7 +120,11 @@ async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
         catalog, contents = await runner.call(CATALOG_LANE, lambda: _open_catalog(config))
         volumes = open_volumes(config, contents)
         add_volume_lanes(runner, volumes, io_workers=config.io_workers, prepare=_give_way)
+        is_new = not contents.volumes
         await runner.call(CATALOG_LANE, lambda: adopt_new_volumes(catalog, contents, volumes))
+        if is_new:
+            made = ", ".join(f"volume {index} in {row.place}" for index, row in contents.volumes.items())
+            logger.info("made a new store in %s, with %s", config.dir.absolute(), made)
         pages = await runner.call(BACKGROUND_LANE, probe_pages)
         if pages.advice:
             logger.warning("pages: shared %s, private %s; for huge pages: %s", pages.shared, pages.private, pages.advice)

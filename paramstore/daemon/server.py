@@ -23,6 +23,7 @@ from types import FrameType
 from paramstore.config import Config
 from paramstore.daemon.assembly import assemble, take_lock
 from paramstore.daemon.session import Session
+from paramstore.directories import check_parent, is_missing
 from paramstore.engine.store import Store
 from paramstore.errors import CapacityError, ConfigError, ParamStoreError, ProtocolError, StoreLocked
 from paramstore.storage.lock import StoreLock
@@ -117,11 +118,13 @@ def check_socket_path(path: Path) -> None:
 
 def listen(path: Path) -> socket.socket:
     """Listens on a socket at `path` that only this user may connect to; a stale socket is replaced. A missing directory is made
-    for this user alone, an existing one keeps its mode. Raises ConfigError if others can write there, or if something other than a
-    stale socket lies there."""
+    for this user alone, but not its parent; an existing one keeps its mode. Raises ConfigError if others can write there, or if
+    something other than a stale socket lies there."""
     check_socket_path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if is_missing(path.parent):
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            logger.info("made the directory %s for the socket", path.parent.absolute())
         status = path.parent.lstat()
         if not stat.S_ISDIR(status.st_mode):
             raise ConfigError(f"socket directory {path.parent} is a link: give the place it leads to as --socket")
@@ -191,6 +194,8 @@ async def lock_with_retry(config: Config) -> StoreLock:
 async def serve(config: Config) -> None:
     """Runs a daemon until SIGTERM, SIGINT or SIGHUP. Raises whatever keeps it from starting."""
     check_socket_path(config.socket_path)  # before anything is touched on disk
+    if not config.socket_path.absolute().is_relative_to(config.dir.absolute()):  # the store's directory is made first
+        check_parent("socket directory", config.socket_path.parent)
     stop = asyncio.Event()
     _heed_signals(stop)
     harden()

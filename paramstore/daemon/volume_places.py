@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paramstore.config import PMEM_PREFIX, Config, volume_directory
+from paramstore.directories import check_parent
 from paramstore.engine.capacity.volumes import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
 from paramstore.storage.catalog.base import Catalog, Change, Contents, VolumeRow
@@ -39,9 +40,12 @@ def check_volume_size(config: Config) -> None:
 
 def open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
     """Opens the volumes, by index, and makes the new ones, for `adopt_new_volumes`. Raises VolumeError, ConfigError."""
+    places = _places(config, contents)
+    for index in places.keys() - contents.volumes.keys():
+        check_parent(f"volume {index}", volume_directory(places[index]))
     volumes: dict[int, Volume] = {}
     try:
-        for index, path in sorted(_places(config, contents).items()):
+        for index, path in sorted(places.items()):
             volumes[index] = _open(config, index, path) if index in contents.volumes else _make(config, index, path)
             size_bytes = volumes[index].size_bytes
             if config.volume_size_bytes is not None and abs(size_bytes - config.volume_size_bytes) >= PAGE_BYTES:

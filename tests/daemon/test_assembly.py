@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import shutil
@@ -55,13 +56,33 @@ def open_descriptors() -> int:
 
 
 def test_a_new_directory_becomes_a_store_for_its_user_alone(tmp_path: Path) -> None:
-    opens(config(tmp_path / "new" / "store"))
-    directory = tmp_path / "new" / "store"
+    directory = tmp_path / "store"
+    opens(config(directory))
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert stat.S_IMODE((directory / "volume").stat().st_mode) == 0o700
     volume = volume_path(directory / "volume", 0)
     assert stat.S_IMODE(volume.stat().st_mode) == 0o600
     assert stat.S_IMODE((directory / "catalog").stat().st_mode) == 0o700
+
+
+def test_a_new_store_is_in_the_log_with_its_volumes_and_an_old_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = config(Path("store"), volumes=(tmp_path / "a", tmp_path / "b"))
+    with caplog.at_level(logging.INFO):
+        opens(settings)
+        assert f"made a new store in {tmp_path}/store, with volume 0 in {tmp_path}/a, volume 1 in {tmp_path}/b" in caplog.messages
+        caplog.clear()
+        opens(settings)
+    assert "new store" not in caplog.text
+
+
+def test_a_directory_without_its_parent_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    for settings in (config(tmp_path / "typo" / "store"), config(tmp_path, volumes=(tmp_path / "a", tmp_path / "typo" / "b"))):
+        with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/typo; the nearest there is is {tmp_path}:"):
+            opens(settings)
+        assert {path.name for path in tmp_path.iterdir()} <= {"lock", "catalog"}
 
 
 def test_the_same_directory_is_the_same_store(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 import stat
@@ -25,6 +26,7 @@ from paramstore_testkit.wire.raw_client import ConnectionEnded, RawClient
 
 AtDesk = Callable[..., None]
 MIB = 1 << 20
+LIMIT_S = 5.0
 NOBODY = 65534
 
 
@@ -49,6 +51,14 @@ def test_socket_and_directory_are_for_their_user_alone(path: Path) -> None:
         assert os.umask(0) == 0  # as it was
     finally:
         os.umask(before)
+
+
+def test_a_directory_that_was_made_for_the_socket_is_in_the_log(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        listen(path).close()
+        assert caplog.messages == [f"made the directory {path.parent} for the socket"]
+        listen(path).close()
+        assert len(caplog.messages) == 1
 
 
 def test_a_directory_that_is_there_keeps_its_mode_and_the_socket_is_closed_to_others(path: Path) -> None:
@@ -125,13 +135,22 @@ def test_a_path_too_long_for_a_socket_is_refused_before_anything_is_made(tmp_pat
     assert not path.parent.exists()
 
 
-@pytest.mark.parametrize("settings", [{"volume_size_bytes": 1}, {"volume_size_bytes": MIB}, {"socket": Path("s" * 200)}])
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"volume_size_bytes": 1}, "volume_size=1"), ({"volume_size_bytes": MIB}, "volume_size="),
+        ({"socket": Path("s" * 200)}, "shorter --socket"),
+        ({"socket": Path("typo/run/p.sock")}, "^socket directory typo/run: it cannot be made, as there is no directory "),
+        ({"socket": Path("store/sockets/p.sock"), "volume_size_bytes": 1}, "volume_size=1"),  # `store` is made before it
+    ],
+)  # fmt: skip
 def test_settings_that_no_store_can_have_are_refused_before_anything_is_touched(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "harden", lambda: None)
-    with pytest.raises(ConfigError):
-        asyncio.run(serve(Config(dir=tmp_path / "store", **settings)))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        asyncio.run(asyncio.wait_for(serve(Config(dir=tmp_path / "store", **settings)), LIMIT_S))
     assert list(tmp_path.iterdir()) == []
 
 

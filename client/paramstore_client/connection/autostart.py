@@ -23,6 +23,7 @@ from pathlib import Path
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.config import ENVIRONMENT_PREFIX, load
 from paramstore.core import arguments
+from paramstore.directories import check_parent
 from paramstore.errors import ConfigError, StoreLocked, StoreUnavailable
 from paramstore_client.connection.address import listener_of, try_connect, url
 
@@ -152,8 +153,9 @@ class _Start:
         self._path = path
         self._directory = directory
         self._log = directory / LOG_NAME
+        check_parent("ServeOptions: dir", directory)
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"ServeOptions: dir={str(directory)!r} cannot be made a directory: {error.strerror}") from error
         try:

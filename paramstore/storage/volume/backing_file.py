@@ -66,7 +66,7 @@ class BackingFile:
         """Makes a new file of zeros, at least `size_bytes` long. Raises VolumeError; then there is no new file."""
         path = volume_path(directory, index)
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             is_in_a_file = isinstance(error, FileExistsError | NotADirectoryError) and not directory.is_dir()

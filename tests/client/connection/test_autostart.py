@@ -163,6 +163,13 @@ def test_a_place_where_no_directory_can_be_is_a_config_error(place: str, tmp_pat
         ps.connect(autostart=ps.ServeOptions(dir=tmp_path / place))
 
 
+def test_a_directory_without_its_parent_is_a_config_error_and_is_not_made(tmp_path: Path, serve_with: Command) -> None:
+    serve_with("raise SystemExit('must not run')")
+    with pytest.raises(ps.ConfigError, match=f"^ServeOptions: dir {tmp_path}/typo/data: .* there is no directory {tmp_path}/typo;"):
+        ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "typo" / "data"))
+    assert not (tmp_path / "typo").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -31,13 +31,13 @@ def file_size_limit() -> Iterator[int]:
 
 
 def test_a_new_file_is_allocated_private_and_of_whole_pages(tmp_path: Path) -> None:
-    file = BackingFile.create(tmp_path / "deep" / "volume", index=12, size_bytes=SIZE_BYTES + 1)
-    status = os.stat(volume_path(tmp_path / "deep" / "volume", 12))
+    file = BackingFile.create(tmp_path / "volume", index=12, size_bytes=SIZE_BYTES + 1)
+    status = os.stat(volume_path(tmp_path / "volume", 12))
     file.close()
     assert file.size_bytes == status.st_size == SIZE_BYTES + 4096
     assert status.st_blocks * 512 >= status.st_size
     assert status.st_mode & 0o777 == 0o600
-    assert os.stat(tmp_path / "deep" / "volume").st_mode & 0o777 == 0o700
+    assert os.stat(tmp_path / "volume").st_mode & 0o777 == 0o700
 
 
 def test_an_existing_file_is_never_taken_for_a_new_one(tmp_path: Path) -> None:
