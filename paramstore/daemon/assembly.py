@@ -17,8 +17,14 @@ from pathlib import Path
 
 from paramstore.clock import MonotonicClock
 from paramstore.config import Config, format_size
-from paramstore.daemon.volume_places import adopt_new_volumes, check_all_unclaimed, check_volume_size, open_volumes
-from paramstore.directories import check_parent
+from paramstore.daemon.volume_places import (
+    adopt_new_volumes,
+    check_adds_nothing,
+    check_all_unclaimed,
+    check_volume_size,
+    open_volumes,
+)
+from paramstore.directories import check_parent, is_missing
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.capacity.host import HostTier, Memory
 from paramstore.engine.capacity.volumes import VolumeSet
@@ -84,6 +90,8 @@ def take_lock(config: Config) -> StoreLock:
     disk refuses."""
     check_volume_size(config)
     check_parent("dir", config.dir)
+    if is_missing(config.dir / CATALOG_NAME):
+        check_adds_nothing(config)
     try:
         config.dir.mkdir(exist_ok=True, mode=0o700)
     except (FileExistsError, NotADirectoryError) as error:

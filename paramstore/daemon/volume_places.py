@@ -1,7 +1,7 @@
 """Finds which volume of the store lies in which of the given directories, and makes new ones.
 
 A volume is known by its file's name and its superblock, not by the order of the directories. One that the store does not know is
-made only with `add_volumes`, or where the store itself is being made: a slip in a path must not bind a store to a place for ever.
+made only with `add_volumes`, and a new store takes `volumes` alone: a slip in a path must not bind a store to a place for ever.
 Whatever is wrong is found before anything is made.
 """
 
@@ -38,6 +38,16 @@ def check_volume_size(config: Config) -> None:
         raise ConfigError(f"volume_size={config.volume_size_bytes}: a volume takes {SMALLEST_BYTES} bytes before its first record")
 
 
+def check_adds_nothing(config: Config) -> None:
+    """Checks, where there is no store, that none was meant to take a volume more. Raises ConfigError."""
+    if config.add_volumes:
+        added = ", ".join(map(str, config.add_volumes))
+        raise ConfigError(
+            f"add_volumes: there is no store in {config.dir} that could take {added}: mend the --dir, or give the volumes "
+            "of a new store as --volume; if its catalog was lost: paramstore fsck --dir DIR --rebuild"
+        )
+
+
 def open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
     """Opens the volumes, by index, and makes the new ones, for `adopt_new_volumes`. Raises VolumeError, ConfigError."""
     places = _places(config, contents)
@@ -64,6 +74,7 @@ def _places(config: Config, contents: Contents) -> dict[int, Path]:
     """Finds the directory of each volume, also of those to be made. Raises VolumeError if a volume of the store is in none of the
     directories, ConfigError if one of them would get a new volume by mistake; then nothing was made."""
     if not contents.volumes:
+        check_adds_nothing(config)
         return dict(enumerate(config.volume_paths))
     found = {index: path for index, row in contents.volumes.items() if (path := _place_of(row, config)) is not None}
     missing = [missing_text(row) for index, row in sorted(contents.volumes.items()) if index not in found]

@@ -206,9 +206,20 @@ def test_a_volume_that_is_named_twice_is_one(tmp_path: Path) -> None:
         assert opened(settings, places) == {0: str(tmp_path / "a"), 1: str(tmp_path / "b")}
 
 
-def test_a_store_that_is_being_made_takes_all_that_it_is_given(tmp_path: Path) -> None:
-    given = opened(config(tmp_path / "store", add_volumes=[tmp_path / "b"]), places)
-    assert given == {0: str(tmp_path / "store" / "volume"), 1: str(tmp_path / "b")}
+@pytest.mark.parametrize("volumes", [(), ("a",)])
+def test_a_volume_more_for_a_store_that_is_not_there_is_refused_and_nothing_is_made(
+    volumes: tuple[str, ...], tmp_path: Path
+) -> None:
+    settings = config(tmp_path / "typo", volumes=[tmp_path / name for name in volumes], add_volumes=[tmp_path / "b"])
+    told = f"^add_volumes: there is no store in {tmp_path}/typo that could take {tmp_path}/b: mend the --dir, or give"
+    with pytest.raises(ConfigError, match=told):
+        opened(settings)
+    assert everything(tmp_path) == set()
+    (tmp_path / "typo").mkdir()
+    LmdbCatalog(tmp_path / "typo" / "catalog", store_uuid=bytes(16)).close()  # as a start leaves it that is refused later
+    with pytest.raises(ConfigError, match=told):
+        opened(settings)
+    assert list(tmp_path.iterdir()) == [tmp_path / "typo"]
 
 
 def crash(*_: object, **__: object) -> None:
