@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
@@ -224,6 +225,11 @@ def test_every_decision_has_its_four_sections() -> None:
         if not page.name.startswith("0001"):
             wanted.append("**Measured.**")
         assert [section for section in wanted if section not in page.read_text()] == [], page.name
+
+
+def test_every_extra_that_users_may_install_is_in_the_readme() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys() - {"dev"}
+    assert [name for name in extras if f"extra `{name}`" not in (ROOT / "README.md").read_text()] == []
 
 
 def test_the_changelog_has_this_version() -> None:

@@ -10,18 +10,20 @@ import typer
 
 from paramstore.cli.exits import FAILED
 from paramstore.cli.signals import end_as_interrupt
+from paramstore.demo import settings
+
+STEPS_HELP = f"Training steps; {settings.FULL_STEPS} by default, {settings.QUICK_STEPS} with --quick, and no fewer."
 
 
 def demo(
     quick: bool = typer.Option(False, "--quick", help="A smaller model, in under a minute."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON instead of a table."),
     directory: Path = typer.Option(Path("demo-run"), "--dir", help="Where everything is kept; made if missing."),
-    steps: int = typer.Option(None, "--steps", help="Training steps; 60 by default, 30 with --quick, and no fewer."),
+    steps: int = typer.Option(None, "--steps", min=settings.QUICK_STEPS, help=STEPS_HELP),
     seed: int = typer.Option(0, "--seed", min=0, help="Of the model, the batches and the text."),
     keep_daemon: bool = typer.Option(False, "--keep-daemon", help="Leave the daemon running at the end."),
 ) -> None:
     """Train an MoE transformer out of the store, prove it bitwise, kill the daemon, resume, generate."""
-    from paramstore.demo import settings
     from paramstore.demo.acts import tell
     from paramstore.demo.progress import DemoProgress
 

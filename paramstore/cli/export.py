@@ -17,7 +17,7 @@ def export(
     namespace: str = typer.Argument(help="The namespace that holds the experts."),
     model: str = typer.Option(..., "--model", help="The checkpoint that everything else is taken from: a directory, or a hub id."),
     out: Path = typer.Option(..., "--out", help="The directory to write, not --model's; a checkpoint that lies there is replaced."),
-    at: int = typer.Option(None, "--at", help="A committed step; default the newest."),
+    at: int = typer.Option(None, "--at", min=0, help="A committed step; default the newest."),
     shard_size: str = typer.Option(None, "--shard-size", help="The most bytes of one file, as in 5GiB; default 50 GB."),
     socket: str = typer.Option(None, "--socket", help=ADDRESS_HELP),
     as_json: bool = typer.Option(False, "--json", help="The result, as JSON."),

@@ -9,6 +9,9 @@ from paramstore.errors import ConfigError
 STATE_BYTES_PER_PARAMETER = 12
 """Bytes of training state per parameter: fp32 master and two Adam moments, the 12·S of SE-MoE (arXiv 2205.10034, section 3.1)."""
 
+FULL_STEPS, QUICK_STEPS = 60, 30
+"""Training steps unless told otherwise, and the fewest: the kill comes shortly before them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -85,12 +88,12 @@ class DemoSettings:
         return self.kill_step // self.commit_every * self.commit_every
 
 
-def full(*, steps: int = 60, seed: int = 0) -> DemoSettings:
+def full(*, steps: int = FULL_STEPS, seed: int = 0) -> DemoSettings:
     """The full demo: 6 layers x 32 experts, 56.6 M expert parameters, 2,048 tokens a step. Raises ConfigError for too few steps."""
     return DemoSettings(
         shape=ModelShape(layers=6, experts=32, hidden=256, inner=384, heads=4, context=256),
         batch=8,
-        steps=_at_least(steps, 60),
+        steps=_at_least(steps, FULL_STEPS),
         commit_every=10,
         kill_step=57,
         reference_steps=10,
@@ -102,12 +105,12 @@ def full(*, steps: int = 60, seed: int = 0) -> DemoSettings:
     )
 
 
-def quick(*, steps: int = 30, seed: int = 0) -> DemoSettings:
+def quick(*, steps: int = QUICK_STEPS, seed: int = 0) -> DemoSettings:
     """The quick demo: 4 layers x 16 experts of a tenth of the size, under a minute. Raises ConfigError if `steps` is too few."""
     return DemoSettings(
         shape=ModelShape(layers=4, experts=16, hidden=128, inner=192, heads=4, context=128),
         batch=8,
-        steps=_at_least(steps, 30),
+        steps=_at_least(steps, QUICK_STEPS),
         commit_every=10,
         kill_step=27,
         reference_steps=10,
@@ -122,5 +125,5 @@ def quick(*, steps: int = 30, seed: int = 0) -> DemoSettings:
 
 def _at_least(steps: int, least: int) -> int:
     if steps < least:
-        raise ConfigError(f"steps={steps}: the demo needs at least {least} to tell its story")
+        raise ConfigError(f"--steps {steps}: the demo needs at least {FULL_STEPS} to tell its story, or {QUICK_STEPS} with --quick")
     return steps

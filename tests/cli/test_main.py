@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import runpy
 import signal
 import subprocess
@@ -53,6 +55,18 @@ def test_serve_names_every_policy_and_the_default(
     monkeypatch.setenv("COLUMNS", "300")
     assert paramstore("serve", "--help") == 0
     assert "schedule (the default), decayed_lfu or lru" in capsys.readouterr().out
+
+
+def test_every_option_that_is_a_number_has_its_range_in_the_help() -> None:
+    groups = [app, *(group.typer_instance for group in app.registered_groups)]
+    numbers = {
+        f"{command.callback.__name__} --{name}": parameter.default
+        for group in groups for command in group.registered_commands
+        for name, parameter in inspect.signature(command.callback).parameters.items()
+        if re.search(r"\b(int|float)\b", parameter.annotation)
+    }  # fmt: skip
+    assert "demo --steps" in numbers
+    assert [name for name, option in numbers.items() if option.min is None] == []
 
 
 @pytest.mark.parametrize("words", [(), ("nonsense",), ("--nonsense",), ("status", "a", "b"), ("serve", "--dir")])

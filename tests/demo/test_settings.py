@@ -35,7 +35,7 @@ def test_full_run_is_killed_after_57_and_resumes_at_50():
 
 @pytest.mark.parametrize(("make", "steps"), [(full, 59), (quick, 29), (quick, -1)])
 def test_too_few_steps_are_refused(make, steps):
-    with pytest.raises(ConfigError, match=f"steps={steps}"):
+    with pytest.raises(ConfigError, match=f"--steps {steps}: the demo needs at least 60 to tell its story, or 30 with --quick"):
         make(steps=steps)
 
 
