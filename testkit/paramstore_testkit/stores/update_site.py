@@ -1,12 +1,14 @@
-"""A store with nothing resident, which records the updates that start: for tests of applies."""
+"""A store with nothing resident, which records the updates that start: for tests of applies and of loads."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
+from paramstore.engine.records.access import Loader
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore_testkit.disks.machine import Machine
@@ -39,6 +41,10 @@ class Site:
     def namespace(self) -> NamespaceState:
         return self.view.namespace
 
+    @property
+    def loader(self) -> Loader:
+        return self.store._loader
+
     def pause(self) -> None:
         assert self.machine.workers is not None
         self.machine.workers.pause()
@@ -49,6 +55,16 @@ class Site:
 
     async def evict(self, *keys: ExpertKey) -> None:
         await self.store.evict(self.view, keys or None, None)
+
+    async def idle(self) -> None:
+        while not self.store._runner.is_idle:
+            await asyncio.sleep(0)
+
+    def unhold(self, *keys: ExpertKey) -> None:
+        for key in keys:
+            self.store._transfers._planner.working.unhold(self.namespace, self.namespace.working[key])
+            self.store._transfers._planner.after_working(self.namespace, self.namespace.working[key])
+        self.store._transfers.carry_out()
 
     def leave_slots(self, count: int) -> None:
         """Leaves the working arena only so many slots; nothing is resident."""

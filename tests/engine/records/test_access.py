@@ -3,71 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
 from paramstore.core.residency import Working
-from paramstore.engine.records.access import Loader
-from paramstore.engine.store import Store
-from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.errors import CorruptRecord, LeaseError, SchemaMismatch, TicketCancelled, UnknownKey, WaitTimeout
-from paramstore_testkit.disks.machine import Machine
-from paramstore_testkit.stores.small_store import SCHEMA, create, first_values, lease, run, train, turns
+from paramstore_testkit.stores.small_store import SCHEMA, first_values, lease, train, turns
+from paramstore_testkit.stores.update_site import Site, on_site
 
 A, B, C, D = ((0, expert) for expert in range(4))
-
-
-class Site:
-    """A store whose records lie on the volume alone: nothing is resident."""
-
-    def __init__(self, *, wait_timeout_s: float) -> None:
-        self.machine = Machine(wait_timeout_s=wait_timeout_s)
-        self.store: Store = self.machine.start()
-        self.view: View
-
-    @property
-    def loader(self) -> Loader:
-        return self.store._loader
-
-    @property
-    def namespace(self) -> NamespaceState:
-        return self.view.namespace
-
-    def pause(self) -> None:
-        assert self.machine.workers is not None
-        self.machine.workers.pause()
-
-    def resume(self) -> None:
-        assert self.machine.workers is not None
-        self.machine.workers.resume()
-
-    def unhold(self, *keys: tuple[int, int]) -> None:
-        for key in keys:
-            self.store._transfers._planner.working.unhold(self.namespace, self.namespace.working[key])
-            self.store._transfers._planner.after_working(self.namespace, self.namespace.working[key])
-        self.store._transfers.carry_out()
-
-    def take_slots(self, leave: int) -> None:
-        """Leaves `leave` free working slots."""
-        assert self.namespace.working_arena is not None
-        while self.namespace.working_arena.slots.free_count > leave:
-            self.namespace.working_arena.slots.take()
-
-    async def idle(self) -> None:
-        while not self.store._runner.is_idle:
-            await asyncio.sleep(0)
-
-
-def on_site(scenario: Callable[[Site], Coroutine[Any, Any, None]], *, wait_timeout_s: float = 5.0) -> None:
-    async def prepared() -> None:
-        site = Site(wait_timeout_s=wait_timeout_s)
-        site.view = await create(site.store)
-        await site.store.evict(site.view, None, None)
-        await scenario(site)
-
-    run(prepared())
 
 
 # --- leases
@@ -117,7 +61,7 @@ def test_a_waiting_lease_can_be_cancelled_from_outside() -> None:
         assert not site.view.leased
         assert await first_values(site.store, site.view) == [0, 1, 2, 3]
 
-    on_site(scenario)
+    on_site(scenario, experts=4)
 
 
 def test_closing_the_view_ends_its_waits() -> None:
@@ -208,7 +152,7 @@ def test_a_held_copy_is_in_its_slot_and_stays_until_it_is_let_go() -> None:
 
 def test_who_waits_for_a_slot_too_long_is_told_and_leaves_the_queue() -> None:
     async def scenario(site: Site) -> None:
-        site.take_slots(1)
+        site.leave_slots(1)
         await site.loader.hold(site.namespace, A)
         with pytest.raises(WaitTimeout, match=r"a slot for \(0, 1\) of 'moe': nothing in the store has moved for 0.01 s"):
             await site.loader.hold(site.namespace, B)
@@ -238,7 +182,7 @@ def test_who_stops_waiting_for_a_load_holds_nothing_when_it_lands() -> None:
 @pytest.mark.parametrize("is_fill", [False, True])
 def test_who_is_stopped_in_the_moment_in_which_the_slot_comes_lets_it_go(is_fill: bool) -> None:
     async def scenario(site: Site) -> None:
-        site.take_slots(1)
+        site.leave_slots(1)
         await site.loader.hold(site.namespace, A)
         site.namespace.working[B].target = site.namespace.working[B].identity
         waiting = asyncio.ensure_future(site.loader.hold(site.namespace, B, is_fill=is_fill))
@@ -282,4 +226,4 @@ def test_leases_wait_for_the_bytes_that_an_apply_called_before_them_makes() -> N
         assert [old - new for old, new in zip(before, after, strict=True)] == pytest.approx([0.5, 0.5, 0.5, 0.5])
         await training
 
-    on_site(scenario)
+    on_site(scenario, experts=4)
