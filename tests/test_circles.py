@@ -6,9 +6,8 @@ Python minds only circles that run; a reader who wants to know one file of a cir
 from __future__ import annotations
 
 import ast
-from collections.abc import Container, Iterator
 
-from paramstore_testkit.source import modules, tree
+from paramstore_testkit.source import imported, modules, tree
 
 DEEPEST = 5
 
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
 def late():
     import a.d as d
 """
-    assert set(_imported(ast.parse(source), {"a", "a.b", "a.d", "c"})) == {"a", "a.b", "a.d", "c"}
+    assert set(imported(ast.parse(source), {"a", "a.b", "a.d", "c"})) == {"a", "a.b", "a.d", "c"}
 
 
 def file_arrows() -> Arrows:
     files = dict(modules())
-    return {name: set(_imported(tree(path), files)) - {name} for name, path in files.items()}
+    return {name: set(imported(tree(path), files)) - {name} for name, path in files.items()}
 
 
 def room_arrows(files: Arrows, depth: int) -> Arrows:
@@ -69,13 +68,3 @@ def _reached(start: str, arrows: Arrows) -> set[str]:
 
 def _room(module: str, depth: int) -> str:
     return ".".join(module.split(".")[: depth + 1])
-
-
-def _imported(parsed: ast.Module, files: Container[str]) -> Iterator[str]:
-    for node in ast.walk(parsed):
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names if name.name in files)
-        elif isinstance(node, ast.ImportFrom) and node.module in files:
-            assert node.level == 0, f"a relative import of {node.module}"
-            inner = {f"{node.module}.{name.name}" for name in node.names}
-            yield from (name if name in files else node.module for name in inner)

@@ -1,14 +1,16 @@
-"""How large files, folders, classes, functions and signatures may be.
+"""How large files, folders, classes, functions and signatures may be; that each module has a use, and each test module a module.
 
-What is larger stands in a table with its size: an entry may only shrink, and goes when it is needed no more.
+What is otherwise stands in a table with its size or its reason: an entry may only shrink, and goes when it is needed no more.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
+from pathlib import Path
 
-from paramstore_testkit.source import Function, classes, functions, imported_from, modules
+from paramstore_testkit.source import OURS, ROOT, Function, classes, functions, imported, imported_from, mirrored, modules, tree
 
 FILE_LINES, BODY_LINES, FOLDER_MODULES, CLASS_METHODS, CLASS_ATTRIBUTES, PARAMETERS = 400, 50, 16, 30, 20, 8
 
@@ -48,6 +50,23 @@ WIDE = {
     "paramstore_testkit.sim.client.ask": 9,
     "paramstore_testkit.training.moe_models.of": 9,
 }
+OF_THE_WHOLE = {"tests/crash", "tests/end_to_end", "tests/faults", "tests/gpu", "tests/properties", "tests/security"}
+"""Folders of tests that are of no one module."""
+WITHOUT_A_MODULE = {
+    "tests": 4, "tests/client": 2, "tests/client/connection": 1, "tests/client/device": 1, "tests/client/gradients": 1,
+    "tests/client/hf": 7, "tests/client/nn": 1, "tests/daemon": 5, "tests/engine": 7, "tests/engine/capacity": 5,
+    "tests/engine/planner": 3, "tests/engine/steps": 5, "tests/engine/transfers": 1, "tests/fsck": 3, "tests/optim": 1,
+    "tests/storage": 2, "tests/storage/space": 1,
+}  # fmt: skip
+"""Number of test modules in the other folders that mirror no module: most are the second of one."""
+UNUSED = {
+    "paramstore.__main__",  # the console script
+    "paramstore.hf", "paramstore.nn", "paramstore.training",  # short names, for users' programs
+    "paramstore.testing.catalogs", "paramstore.testing.clock", "paramstore.testing.policies", "paramstore.testing.volume_contract",
+    "paramstore.testing.worker_contract", "paramstore.testing.workers",  # contracts and fakes, for tests alone
+    "paramstore_testkit.soak",  # `make soak` runs it
+}  # fmt: skip
+"""Modules that nobody imports, for the reasons beside them."""
 
 
 def test_no_file_is_long() -> None:
@@ -74,6 +93,30 @@ def test_no_signature_is_long() -> None:
     """Constructors may take what they need."""
     counts = {name: _parameters(node) for name, node in functions() if node.name != "__init__"}
     assert {name: count for name, count in counts.items() if count > PARAMETERS} == WIDE
+
+
+def test_every_test_module_mirrors_a_module() -> None:
+    """The scripts of `bench` count as modules of `paramstore_bench`, beside whose tests theirs lie."""
+    known = {".".join(part.strip("_") for part in name.split(".")) for name, _ in modules()}
+    known |= {f"paramstore_bench.{path.stem}" for path in (ROOT / "bench").glob("*.py")}
+    folders = (path.relative_to(ROOT).parent for name, path in mirrored() if name not in known)
+    assert Counter(str(folder) for folder in folders if "/".join(folder.parts[:2]) not in OF_THE_WHOLE) == WITHOUT_A_MODULE
+
+
+def test_every_module_has_a_use() -> None:
+    """What users install is imported by more than tests and test kit; the kit's modules by more than their own tests."""
+    files = dict(modules())
+    kit = {name for name in files if name.split(".")[0] in OURS}
+    programs = {str(path): path for folder in ("bench", "examples") for path in (ROOT / folder).rglob("*.py")}
+    others = {str(path): path for path in (ROOT / "tests").rglob("*.py") if "testkit" not in path.parts and path != Path(__file__)}
+    uses = {user: _uses(path, files) - {user} for user, path in (files | programs | others).items()}
+    used = {name for user, names in uses.items() for name in names if name in kit or user not in kit | others.keys()}
+    assert {name for name, path in files.items() if name not in used and path.name != "__init__.py"} == UNUSED
+
+
+def _uses(path: Path, files: dict[str, Path]) -> set[str]:
+    """Modules that a file imports, or names in a text of its own, as for `python -m`."""
+    return {*imported(tree(path), files), *re.findall(r'"(\w+(?:\.\w+)+)"', path.read_text())}
 
 
 def _body_lines(node: Function) -> int:
