@@ -20,7 +20,7 @@ LARGE = {
     "paramstore.storage.catalog.ledger.Ledger": (32, 5),  # the rules of one table
     "paramstore_client.namespace.Namespace": (65, 21),  # one page for its users
     "paramstore.daemon.session.Session": (34, 19),
-    "paramstore.engine.tables.namespace.NamespaceState": (14, 30),
+    "paramstore.engine.tables.namespace.NamespaceState": (16, 30),
     "paramstore.engine.scrub_progress.Scrub": (2, 22),
     "paramstore.engine.store.Store": (45, 23),
     "paramstore_testkit.sim.client.SimClient": (21, 21),

@@ -37,12 +37,11 @@ class CutPlanner:
         keys = frozenset(namespace.changed)
         located, unwritten = {}, set()
         for key in keys:
-            working = namespace.working[key]
-            if working.uncommitted is not None and working.uncommitted.identity == working.identity:
-                located[key] = working.uncommitted
-                self._space.pin(working.uncommitted.extent)
+            found = namespace.on_volume(key)
+            if found is not None and found.identity == namespace.working[key].identity:
+                located[key] = found
+                self._space.pin(found.extent)
             else:
-                working.is_cut = True
                 unwritten.add(key)
         namespace.changed = set()
         log = namespace.log.window(namespace.applies) if namespace.is_exact else ApplyLog()
@@ -83,7 +82,8 @@ class CutPlanner:
             elif not is_published and not is_newest:
                 self._space.release(located.extent)
         for key in cut.keys:
-            self._working.uncut(namespace.working[key])
+            if key in cut.unwritten:
+                self._working.wake(namespace.working[key])
         if not is_published:
             namespace.changed |= cut.keys
         self.wake_waiting(namespace)

@@ -153,11 +153,10 @@ class LeasePlanner:
         for copy in request.copies:  # 64 of them in every request of a resident layer: nothing here but what must be
             copy.leases += 1
             leased[copy] = leased.get(copy, 0) + 1
-            if copy.is_prefetched:
-                copy.is_prefetched = False
-                namespace.unused_prefetches -= 1
             if copy.state is not Copy.READY and not copy.has_landed:
                 self._join(request, copy)
+        if namespace.prefetched:
+            namespace.prefetched.difference_update(request.copies)
         if not request.missing:
             self._requests.finish(request)
         return True
@@ -217,7 +216,7 @@ class LeasePlanner:
             return
         if copy is None:
             is_unmade = view.is_writer and not _is_reachable(namespace, namespace.working[key])
-            if identity is None or is_unmade or namespace.unused_prefetches >= self._prefetch_allowance(namespace):
+            if identity is None or is_unmade or len(namespace.prefetched) >= self._prefetch_allowance(namespace):
                 request.skipped += 1
                 return
             if view.is_writer:
@@ -230,8 +229,7 @@ class LeasePlanner:
                 namespace, key, identity, located, slots[0], urgency=Urgency.PREFETCH, deadline_s=request.deadline_s,
                 log=view.log if namespace.is_exact else None,
             )  # fmt: skip
-            copy.is_prefetched = True
-            namespace.unused_prefetches += 1
+            namespace.prefetched.add(copy)
             namespace.stats.param.prefetched += 1
             namespace.stats.param.prefetched_bytes += namespace.schema.part("param").image_bytes
             assert namespace.param_arena is not None

@@ -13,7 +13,7 @@ from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity, Located
 from paramstore.core.optimizers import Options
-from paramstore.core.residency import MAY_MATERIALISE, Copy, CopyEvent, Working, next_copy
+from paramstore.core.residency import Copy, CopyEvent, Working, next_copy
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.copies import ParamCopy, Waiter, WorkingCopy
@@ -78,7 +78,7 @@ class CopyPlanner:
         assert copy.leases == 0
         stats = namespace.stats.param
         stats.evictions += 1
-        if copy.is_prefetched:
+        if copy in namespace.prefetched:
             stats.wasted += 1
             stats.wasted_bytes += namespace.schema.part("param").image_bytes
         self._remove(namespace, copy, CopyEvent.EVICT)
@@ -113,23 +113,19 @@ class CopyPlanner:
     ) -> None:
         """Starts the move of a LOADING copy that has none, if its source is ready; else it goes on waiting."""
         working = namespace.working[copy.key]
-        located = copy.located
-        source: WorkingCopy | None = None
+        found: WorkingCopy | Located | None = copy.located
         if working.identity in (copy.identity, copy.base) and namespace.is_trainable():
-            if working.state in MAY_MATERIALISE:
-                source = working
-            elif working.state in (Working.LOADING, Working.UPDATING):
+            if working.state in (Working.LOADING, Working.UPDATING):
                 self._outbox.promoted.append(working)
                 return
-            else:
-                located = namespace.working_location(copy.key)
+            found = namespace.locate(copy.key)
         elif working.identity == copy.identity:
-            located = namespace.working_location(copy.key)
-        if source is None and located is None:
+            found = namespace.on_volume(copy.key)
+        if found is None:
             return  # an apply, a fill or its first write will make these bytes
+        source, located = (found, None) if isinstance(found, WorkingCopy) else (None, found)
         if source is not None:
             source.holders += 1
-            located = None
         if copy.missed and working.identity != copy.identity:
             kind = MoveKind.ADVANCE
         else:
@@ -205,11 +201,11 @@ class CopyPlanner:
     def evict_left_behind(self, namespace: NamespaceState) -> None:
         """Evicts unused prefetches that no view sees any more after an apply of an exact namespace was called: they are wasted, and
         would stand in the way of other prefetches."""
-        if not namespace.unused_prefetches:
+        if not namespace.prefetched:
             return
         for copies in list(namespace.copies.values()):
             for copy in list(copies):
-                if copy.is_prefetched and copy.state is Copy.READY and not namespace.is_seen(copy.key, copy.identity):
+                if copy in namespace.prefetched and copy.state is Copy.READY and not namespace.is_seen(copy.key, copy.identity):
                     self.evict(namespace, copy)
 
     def supersede(self, namespace: NamespaceState, copy: ParamCopy) -> None:
@@ -244,9 +240,7 @@ class CopyPlanner:
         arena = namespace.param_arena
         assert arena is not None
         arena.slots.free(copy.slot)
-        if copy.is_prefetched:
-            copy.is_prefetched = False
-            namespace.unused_prefetches -= 1
+        namespace.prefetched.discard(copy)
         copies = namespace.copies[copy.key]
         copies.remove(copy)
         if not copies:
@@ -260,7 +254,7 @@ class CopyPlanner:
 def _evictable(namespace: NamespaceState, name: object, is_prefetch: bool) -> ParamCopy | None:
     """The oldest copy of the key that can be evicted now; None if there is none."""
     for copy in namespace.copies.get(name, ()):  # type: ignore[call-overload]
-        if copy.state is Copy.READY and copy.leases == 0 and not (is_prefetch and copy.is_prefetched):
+        if copy.state is Copy.READY and copy.leases == 0 and not (is_prefetch and copy in namespace.prefetched):
             return copy  # type: ignore[no-any-return]
     return None
 

@@ -27,7 +27,7 @@ from paramstore.engine.planner.views import ViewPlanner
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.tables.apply import Claims, GradientRange
-from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
+from paramstore.engine.tables.copies import ParamCopy, WorkingCopy
 from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import Urgency
@@ -93,7 +93,7 @@ class Planner:
         A key whose newest record is uncommitted already has its share of the volume: its next write takes a pipeline
         extent and gives the older one back. While a cut has such writes to make, one extent is left for them.
         """
-        lacking = [working for key in keys if not _has_share(working := namespace.working[key], namespace.cut)]
+        lacking = [working for key in keys if not _has_share(namespace, working := namespace.working[key])]
         if not lacking:
             return
         record_bytes, name = namespace.schema.record_bytes, namespace.name
@@ -350,11 +350,12 @@ def _needs_pipeline(namespace: NamespaceState) -> bool:
     return cut is not None and any(namespace.working[key].reserved is None for key in cut.unwritten)
 
 
-def _has_share(working: WorkingCopy, cut: Cut | None) -> bool:
+def _has_share(namespace: NamespaceState, working: WorkingCopy) -> bool:
     """Whether the record's next version has its extent's worth of the volumes already. See `reserve_extents`."""
     if working.reserved is not None:
         return True
-    if working.is_cut:
+    cut = namespace.cut
+    if cut is not None and working.key in cut.unwritten:
         return False  # what it has goes to the cut
     if working.uncommitted is not None:
         return cut is None or cut.located.get(working.key) != working.uncommitted

@@ -98,7 +98,7 @@ class WorkingPlanner:
         self, namespace: NamespaceState, working: WorkingCopy, slot: int, *, urgency: Urgency, deadline_s: float | None = None,
         is_ahead: bool = False,
     ) -> None:  # fmt: skip
-        located = namespace.working_location(working.key)
+        located = namespace.on_volume(working.key)
         assert located is not None, f"{working.key} has no record"
         self._take_slot(namespace, working, slot)
         _change(namespace, working, WorkingEvent.LOAD)
@@ -123,7 +123,7 @@ class WorkingPlanner:
         elif working.state is not Working.ABSENT:
             request.resident += 1
             self._record(namespace, key, is_ahead=True)
-        elif namespace.working_location(key) is None or (slot := self._make_room(namespace)) is None:
+        elif namespace.on_volume(key) is None or (slot := self._make_room(namespace)) is None:
             request.skipped += 1
         else:
             request.pending.add(working)
@@ -230,7 +230,7 @@ class WorkingPlanner:
             working.write_error, working.failed_volume = error, located.extent.volume
             if working.write_failures >= WRITE_TRIES:
                 self.requests.fail_waiting(namespace, error)
-            if working.is_cut:
+            if namespace.is_cut(working.key):
                 self._wake_cut(namespace)
         else:
             _change(namespace, working, WorkingEvent.WRITTEN)
@@ -239,13 +239,12 @@ class WorkingPlanner:
             self._replace_uncommitted(namespace, working, located)
             if not namespace.is_trainable():  # a param schema's working copies only pass through its one arena
                 self.evict(namespace, working)
-        self._wake(working)
+        self.wake(working)
 
     def _replace_uncommitted(self, namespace: NamespaceState, working: WorkingCopy, located: Located) -> None:
         older, working.uncommitted = working.uncommitted, located
         cut = namespace.cut
-        if cut is not None and working.is_cut:
-            working.is_cut = False
+        if cut is not None and working.key in cut.unwritten:
             cut.unwritten.discard(working.key)
             cut.located[working.key] = located
             self._space.pin(located.extent)
@@ -282,11 +281,11 @@ class WorkingPlanner:
             _change(namespace, working, WorkingEvent.LOADED)
             working.optimizer_step, working.last_apply = optimizer_step, last_apply
             self.requests.land(namespace, working)
-        self._wake(working)
+        self.wake(working)
 
     def begin_update(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Turns the caller's hold into an update: from here on only the update's worker touches the slot."""
-        assert may_update(working)
+        assert may_update(namespace, working)
         working.holders = 0
         _change(namespace, working, WorkingEvent.UPDATE)
         working.is_moving = True
@@ -310,7 +309,7 @@ class WorkingPlanner:
             working.write_failures, working.write_error, working.failed_volume = 0, None, None
             namespace.changed.add(working.key)
             self.requests.land(namespace, working)
-        self._wake(working)
+        self.wake(working)
 
     def unhold(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Ends the hold of one reader of the slot."""
@@ -318,13 +317,7 @@ class WorkingPlanner:
         if working.is_orphan:
             self.settle_orphan(namespace, working)
         elif working.holders <= 1:
-            self._wake(working)
-
-    def uncut(self, working: WorkingCopy) -> None:
-        """Notes that the commit that needed the record's write is over, published or not."""
-        if working.is_cut:
-            working.is_cut = False
-            self._wake(working)
+            self.wake(working)
 
     # --- rollback
 
@@ -342,7 +335,7 @@ class WorkingPlanner:
         _change(namespace, working, WorkingEvent.DISCARD)
         working.is_orphan = True
         self.settle_orphan(namespace, working)
-        self._wake(working)
+        self.wake(working)
 
     @staticmethod
     def _unpublished(working: WorkingCopy) -> list[Extent]:
@@ -355,7 +348,8 @@ class WorkingPlanner:
         if not working.is_moving and working.holders == 0 and working.slot is not None:
             self._free_slot(namespace, working)
 
-    def _wake(self, working: WorkingCopy) -> None:
+    def wake(self, working: WorkingCopy) -> None:
+        """Wakes those who wait for any change of the copy."""
         self._outbox.woken.extend(working.waiters)
         working.waiters.clear()
 
@@ -369,9 +363,9 @@ def _change(namespace: NamespaceState, working: WorkingCopy, event: WorkingEvent
         namespace.in_state[working.state][working.key] = working
 
 
-def may_update(working: WorkingCopy) -> bool:
+def may_update(namespace: NamespaceState, working: WorkingCopy) -> bool:
     """Whether an update may start: the caller is the only holder, and no write that a cut waits for is due."""
-    return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not working.is_cut
+    return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not namespace.is_cut(working.key)
 
 
 def _is_evictable(working: WorkingCopy) -> bool:

@@ -72,7 +72,7 @@ class Cleaner:
         writing = next(iter(namespace.in_state[Working.WRITING].values()), None)
         if writing is not None:
             await self._loader.changed(namespace, writing)
-        elif not await self.until_space(namespace, for_cut=working.is_cut):
+        elif not await self.until_space(namespace, for_cut=namespace.is_cut(working.key)):
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(
                 self._transfers.space.fences.first(

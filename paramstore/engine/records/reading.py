@@ -11,9 +11,9 @@ from functools import partial
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
-from paramstore.core.residency import MAY_MATERIALISE
 from paramstore.engine.planner.permission import check_view
 from paramstore.engine.records.access import Loader
+from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.transfers.advance import advance, count_advance
 from paramstore.engine.transfers.runner import CPU_LANE, Runner
@@ -55,13 +55,13 @@ class Reading:
             raise StepFailed(f"{key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
         identity, log = working.identity, namespace.log
         applies = min(namespace.applies, log.last)  # an open apply that was given up counts, and is in no log
-        if working.state not in MAY_MATERIALISE:
-            located = namespace.working_location(key)
-            if located is None or located.identity != identity:  # a failed update has torn the newest bytes
-                raise StepFailed(f"{key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
-            optimizer_step = (await self._transfers.read_into(namespace, key, located, target)).optimizer_step
-        else:
+        found = namespace.locate(key)
+        if isinstance(found, WorkingCopy):
             optimizer_step = await self._copy_held(namespace, key, target)
+        elif found is None or found.identity != identity:  # a failed update has torn the newest bytes
+            raise StepFailed(f"{key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
+        else:
+            optimizer_step = (await self._transfers.read_into(namespace, key, found, target)).optimizer_step
         if not namespace.is_exact or identity.version >= applies:
             return identity
         await self._make_missed(namespace, key, target, log.missed(after=identity.version, until=applies), optimizer_step)

@@ -191,12 +191,12 @@ class Updater:
             while not self._may_start(namespace, working):
                 if working.is_orphan or namespace.epoch != epoch:
                     raise StepFailed("the namespace was rolled back")
-                if may_update(working):
+                if may_update(namespace, working):
                     if not await self._cleaner.until_space(namespace):
                         with self._transfers.deciding() as planner:
                             planner.reserve_extents(namespace, [working.key])  # says what is missing
                     continue  # somebody else may hold the slot after that wait
-                if working.is_cut and working.state is Working.DIRTY:
+                if namespace.is_cut(working.key) and working.state is Working.DIRTY:
                     with self._transfers.deciding() as planner:
                         planner.working.begin_write(namespace, working, Urgency.DEMAND)
                 await self._loader.changed(namespace, working)
@@ -207,7 +207,7 @@ class Updater:
 
     def _may_start(self, namespace: NamespaceState, working: WorkingCopy) -> bool:
         """Whether the update may begin now; if so the record has an extent again, as a write for a cut may have taken its first."""
-        if not may_update(working):
+        if not may_update(namespace, working):
             return False
         try:
             with self._transfers.deciding() as planner:

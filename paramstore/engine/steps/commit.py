@@ -155,7 +155,8 @@ class Committer:
         if len(cut.keys) <= NOTED_ON_LOOP_MAX:
             note = _note(namespace, cut, row, kept)
         else:
-            note = await self._runner.call(CATALOG_LANE, lambda: _note(namespace, cut, row, kept))
+            with self._transactions.planned_elsewhere(namespace):
+                note = await self._runner.call(CATALOG_LANE, lambda: _note(namespace, cut, row, kept))
         await self._note_and_flush(note, row.note_slot)
 
     async def _publish_cut(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> Publication:
@@ -163,10 +164,10 @@ class Committer:
             raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
         if row.step == DRAFT_STEP:
             draft = partial(namespace.ledger.plan_draft, row, cut.located)
-            return await self._transactions.publish(draft, room_rows=_changed_rows(cut))
+            return await self._transactions.publish(namespace, draft, room_rows=_changed_rows(cut))
         plan = partial(namespace.ledger.plan_publish, row, cut.located)
         if row.is_prepared:
-            return await self._transactions.publish(partial(plan, ()), room_rows=_changed_rows(cut))
+            return await self._transactions.publish(namespace, partial(plan, ()), room_rows=_changed_rows(cut))
         return await self._chain.publish_newest(namespace, row.step, plan, room_rows=_changed_rows(cut))
 
     async def _write_unwritten(self, namespace: NamespaceState, cut: Cut) -> None:

@@ -49,7 +49,7 @@ class Chain:
             kept = namespace.ledger.visible_steps(held, published=step)
             planner.views.close_steps(namespace, frozenset(namespace.ledger.steps()) - kept)
         try:
-            return await self._transactions.publish(lambda: plan(held), room_rows=room_rows)
+            return await self._transactions.publish(namespace, lambda: plan(held), room_rows=room_rows)
         except ParamStoreError:
             with self._transfers.deciding() as planner:
                 planner.views.give_back(dropped)
@@ -57,7 +57,7 @@ class Chain:
 
     def settle(self, namespace: NamespaceState, publication: Publication) -> None:
         """Brings what is in memory (ledger, space, note slots) in line with a publication that has succeeded."""
-        namespace.ledger.settle(publication)
+        self._transactions.settle_ledger(namespace, publication)
         with self._transfers.deciding() as planner:
             planner.views.close_steps(namespace, ())
             for extent in publication.freed:
@@ -181,7 +181,7 @@ class Chain:
             raise
         finally:
             self._open_steps(namespace)
-        namespace.ledger.settle(publication)
+        self._transactions.settle_ledger(namespace, publication)
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
         self._begin_epoch(namespace, freed=publication.freed)

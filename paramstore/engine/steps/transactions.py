@@ -7,7 +7,9 @@ cannot be read either, the store accepts no more changes until a restart.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.runner import CATALOG_LANE, Runner
@@ -31,6 +33,8 @@ class Transactions:
         self._namespaces = namespaces
         self.stopped: str | None = None
         """Why no writes are accepted any more (the catalog could not be read back after a failure); None while they are."""
+        self._planned_elsewhere: Counter[str] = Counter()
+        """How many plans of each namespace, by name, another thread makes now."""
         self._room_rows = 0
         """Rows for which the last transaction made room ahead: a commit of no more rows need not ask for room."""
 
@@ -43,7 +47,23 @@ class Transactions:
         if row_count > self._room_rows:
             await self._runner.call(CATALOG_LANE, lambda: self._catalog.reserve(row_count))
 
-    async def publish(self, plan: Callable[[], Publication], *, room_rows: int = 0) -> Publication:
+    @contextmanager
+    def planned_elsewhere(self, namespace: NamespaceState) -> Iterator[None]:
+        """A context in which another thread reads the namespace's ledger, so that nothing may settle in it. See decision 30."""
+        self._planned_elsewhere[namespace.name] += 1
+        try:
+            yield
+        finally:
+            self._planned_elsewhere[namespace.name] -= 1
+
+    def settle_ledger(self, namespace: NamespaceState, publication: Publication) -> None:
+        """Brings the ledger in line with a publication that has succeeded."""
+        assert not self._planned_elsewhere[namespace.name], f"{namespace.name!r} settles while another thread plans from its ledger"
+        namespace.ledger.settle(publication)
+
+    async def publish(
+        self, namespace: NamespaceState, plan: Callable[[], Publication], *, room_rows: int = 0
+    ) -> Publication:
         """Runs one transaction of what `plan` returns. The plan runs on the catalog's thread, since one of 15,000 changed records
         takes longer than the loop may be held. room_rows: rows that the next transaction will need. Raises CatalogError."""
         planned: list[Publication] = []
@@ -52,7 +72,8 @@ class Transactions:
             planned.append(plan())
             return planned[0].change()
 
-        await self._transact(change, room_rows=room_rows)
+        with self.planned_elsewhere(namespace):
+            await self._transact(change, room_rows=room_rows)
         return planned[0]
 
     async def apply_change(self, change: Change) -> None:

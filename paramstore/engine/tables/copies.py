@@ -42,7 +42,7 @@ class WorkingCopy:
     """One key's working copy of the stored part. State changes go through `core.residency` only."""
 
     __slots__ = (
-        "current", "failed_volume", "holders", "identity", "is_cut", "is_moving", "is_orphan", "key", "last_apply",
+        "current", "failed_volume", "holders", "identity", "is_moving", "is_orphan", "key", "last_apply",
         "optimizer_step", "prefetches", "requests", "reserved", "slot", "state", "target", "uncommitted", "waiters", "write_error",
         "write_failures",
     )  # fmt: skip
@@ -63,8 +63,6 @@ class WorkingCopy:
         self.last_apply = 0
         self.holders = 0
         """Number of readers of the slot; above 0 it is neither updated nor evicted."""
-        self.is_cut = False
-        """Whether a commit waits for this record's write: it was dirty at the cut, and is not updated before it is written."""
         self.is_orphan = False
         """Whether a rollback discarded it while a worker or holder used the slot, which is freed when the last returns."""
         self.current: ParamCopy | None = None
@@ -89,7 +87,7 @@ class ParamCopy:
     """One immutable copy of a key's `param` part. The policy knows it by its key, so use counts outlive versions."""
 
     __slots__ = (
-        "base", "identity", "is_moving", "is_prefetched", "key", "leases", "located", "missed", "place", "slot", "state", "waiters",
+        "base", "identity", "is_moving", "key", "leases", "located", "missed", "place", "slot", "state", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -109,8 +107,6 @@ class ParamCopy:
         self.located = located
         """The extent that holds exactly `base`, where one is known; else the working copy makes it."""
         self.leases = 0
-        self.is_prefetched = False
-        """Whether it was loaded ahead of use and not used yet."""
         self.is_moving = False
         """Whether its load is under way; not while it is LOADING and waits for the working copy."""
         self.waiters: list[Waiter] = []

@@ -1,8 +1,7 @@
 """The planner's tables of one namespace: its working copies, its `param` copies, its views and pending gradients.
 
 Plain data with lookups. The planner is the only writer; everybody else reads.
-A key's *working location*, where its newest bytes are, is the slot, if the state has one with whole bytes; else
-`uncommitted`; else the ledger's row.
+Where a key's newest bytes are is told by `NamespaceState.locate`, and where on a volume by `on_volume`, by nobody else.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.location import Identity, Located
-from paramstore.core.residency import Working
+from paramstore.core.residency import MAY_MATERIALISE, Working
 from paramstore.core.schema import Schema
 from paramstore.core.visits import Visits
 from paramstore.engine.tables.apply import Claims, GradientRange
@@ -220,7 +219,8 @@ class NamespaceState:
         self.is_initializing = False
         self.stop_requests = 0
         """Number of rollbacks that want the turn, plus one when the store closes: above 0, an apply stops at its next record."""
-        self.unused_prefetches = 0
+        self.prefetched: set[ParamCopy] = set()
+        """Copies that were loaded ahead of use and not used yet."""
         self.stats = NamespaceStats()
 
     @property
@@ -242,7 +242,16 @@ class NamespaceState:
         """The newest step that a reader may open: not one that a transaction under way drops."""
         return max((step for step in self.ledger.steps() if step not in self.closing_steps), default=None)
 
-    def working_location(self, key: ExpertKey) -> Located | None:
+    def is_cut(self, key: ExpertKey) -> bool:
+        """Whether a commit waits for this record's write: it was dirty at the cut, and is not updated before it is written."""
+        return self.cut is not None and key in self.cut.unwritten
+
+    def locate(self, key: ExpertKey) -> WorkingCopy | Located | None:
+        """Where the newest whole bytes of `key` are: in a slot, that of the copy returned, or on a volume; None if nowhere."""
+        copy = self.working[key]
+        return copy if copy.state in MAY_MATERIALISE else self.on_volume(key)
+
+    def on_volume(self, key: ExpertKey) -> Located | None:
         """The newest whole record of `key` on a volume."""
         copy = self.working[key]
         if copy.uncommitted is not None:

@@ -163,7 +163,7 @@ class Transfers:
         cut = namespace.cut
         header = Header(
             store_uuid=self._store_uuid, namespace=namespace.name, key=working.key, identity=located.identity,
-            sequence=cut.sequence if cut is not None and working.is_cut else namespace.sequence + 1,
+            sequence=cut.sequence if cut is not None and working.key in cut.unwritten else namespace.sequence + 1,
             optimizer_step=working.optimizer_step, last_apply=working.last_apply, checksums=(),
         )  # fmt: skip
         part = namespace.schema.stored

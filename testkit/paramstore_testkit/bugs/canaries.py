@@ -15,13 +15,12 @@ from typing import Any
 
 import paramstore.engine.records.update
 import paramstore.engine.transfers.arithmetic
-import paramstore.engine.transfers.transfers
+import paramstore.engine.transfers.record_reads
 import paramstore.storage.format.structures
 from paramstore.config import BUG_VARIABLE
 from paramstore.core.residency import Working
 from paramstore.daemon.peer import Peer
 from paramstore.engine.planner import working_copies
-from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records import update as records_update
 from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import Chain
@@ -202,17 +201,10 @@ def _disown_nothing() -> list[Patch]:
 
 
 def _update_past_the_cut() -> list[Patch]:
-    def may_update(working: Any) -> bool:
+    def may_update(_: NamespaceState, working: Any) -> bool:
         return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1
 
-    def begin_update(self: WorkingPlanner, namespace: NamespaceState, working: Any) -> None:
-        is_cut, working.is_cut = working.is_cut, False
-        begin(self, namespace, working)
-        working.is_cut = is_cut
-
-    begin = WorkingPlanner.begin_update
-    checks = [(module, "may_update", may_update) for module in (working_copies, records_update)]
-    return [*checks, (WorkingPlanner, "begin_update", begin_update)]
+    return [(module, "may_update", may_update) for module in (working_copies, records_update)]
 
 
 def _apply_twice() -> list[Patch]:
@@ -230,11 +222,11 @@ def _load_older() -> list[Patch]:
         step = self.ledger.committed_step
         return self.ledger.at(key, step) if step is not None else self.working[key].uncommitted
 
-    return [(NamespaceState, "working_location", committed)]
+    return [(NamespaceState, "on_volume", committed)]
 
 
 def _skip_header_checks() -> list[Patch]:
-    return [(paramstore.engine.transfers.transfers, "check_header", lambda data, *, part, **_: unpack_header(data, part))]
+    return [(paramstore.engine.transfers.record_reads, "check_header", lambda data, *, part, **_: unpack_header(data, part))]
 
 
 def _drop_at_prepare() -> list[Patch]:
@@ -261,7 +253,7 @@ def _skip_root_check() -> list[Patch]:
         found = paramstore.storage.format.structures.header_root(memoryview(data)[: part.header_bytes])
         return check_header(data, part=part, root=found, **named)
 
-    return [(paramstore.engine.transfers.transfers, "check_header", check_but_root)]
+    return [(paramstore.engine.transfers.record_reads, "check_header", check_but_root)]
 
 
 def _skip_identity_check() -> list[Patch]:

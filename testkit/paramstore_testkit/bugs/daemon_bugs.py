@@ -33,14 +33,16 @@ def acknowledge_early() -> None:
     publish = Transactions.publish
     late: set[asyncio.Task[None]] = set()
 
-    async def publish_late(self: Transactions, plan: Callable[[], Publication], *, room_rows: int = 0) -> Publication:
+    async def publish_late(
+        self: Transactions, namespace: NamespaceState, plan: Callable[[], Publication], *, room_rows: int = 0
+    ) -> Publication:
         planned = plan()
         if not planned.put_steps:
-            return await publish(self, lambda: planned, room_rows=room_rows)
+            return await publish(self, namespace, lambda: planned, room_rows=room_rows)
 
         async def publish_now() -> None:
             await asyncio.sleep(PUBLISH_DELAY_S)
-            await publish(self, lambda: planned, room_rows=room_rows)
+            await publish(self, namespace, lambda: planned, room_rows=room_rows)
 
         late.add(asyncio.get_running_loop().create_task(publish_now()))
         return planned

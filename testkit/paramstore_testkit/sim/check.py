@@ -111,7 +111,7 @@ def _left_in(namespace: NamespaceState) -> dict[str, int]:
         "requests": sum(len(working.requests) for working in namespace.working.values()),
         "pending": len(namespace.pending), "turn": int(namespace.turn.locked()), "stop requests": namespace.stop_requests,
         "waiting": sum(len(arena.waiting) for arena in namespace.arenas()),
-        "unused prefetches": namespace.unused_prefetches - sum(copy.is_prefetched for copy in copies),
+        "prefetched copies that are gone": len(namespace.prefetched - set(copies)),
     }  # fmt: skip
     arena = namespace.working_arena
     if arena is not None:

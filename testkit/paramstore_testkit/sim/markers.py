@@ -53,7 +53,7 @@ def probed(mark: Mark) -> Iterator[None]:
 def _probes(mark: Mark) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return [
         (Scheduler, "promote", _of_promote(mark)),
-        (Updater, "_until_mine", _before(lambda _, namespace, working, epoch: working.is_cut and mark("update waited for a cut"))),
+        (Updater, "_until_mine", _before(lambda _, ns, working, epoch: ns.is_cut(working.key) and mark("update waited for a cut"))),
         (WorkingPlanner, "settle_write", _of_settle_write(mark)),
         (WorkingPlanner, "discard", _before(lambda _, ns, working: working.state is Working.WRITING and mark("orphaned write"))),
         (CopyPlanner, "retire", _before(lambda _, ns, copy: copy.leases and mark("leased copy superseded"))),

@@ -205,11 +205,14 @@ class SmallPlanner(PlannerAlone):
         """Gives every table as plain values: equal pictures mean that nothing changed."""
         namespace, outbox = self.namespace, self.planner.outbox
         copies = {
-            key: [(c.identity, c.state, c.slot, c.leases, c.is_prefetched, len(c.waiters)) for c in found]
+            key: [(c.identity, c.state, c.slot, c.leases, c in namespace.prefetched, len(c.waiters)) for c in found]
             for key, found in namespace.copies.items()
         }
         working = {
-            key: (w.state, w.slot, w.identity, w.target, w.uncommitted, w.reserved, w.holders, w.is_cut, len(w.requests))
+            key: (
+                w.state, w.slot, w.identity, w.target, w.uncommitted, w.reserved, w.holders, namespace.is_cut(key),
+                len(w.requests),
+            )
             for key, w in namespace.working.items()
         }
         arenas = [

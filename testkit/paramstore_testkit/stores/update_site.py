@@ -73,7 +73,7 @@ class Site:
             self.namespace.working_arena.slots.take()
 
     def corrupt(self, key: ExpertKey, field: str) -> None:
-        located = self.namespace.working_location(key)
+        located = self.namespace.on_volume(key)
         assert located is not None
         self.machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field(field).offset_bytes)
 

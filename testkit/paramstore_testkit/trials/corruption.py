@@ -105,7 +105,7 @@ class SmallStore:
                 if step == 0:
                     await store.rollback(view, step)  # so that later notes have an epoch bound
                 for key in view.namespace.keys:
-                    located = view.namespace.working_location(key)
+                    located = view.namespace.on_volume(key)
                     assert located is not None
                     history.append(RecordAt(name, key, located, image_of(machine.disks[located.extent.volume], located)))
         await machine.crash()

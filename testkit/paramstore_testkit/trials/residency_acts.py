@@ -207,7 +207,7 @@ class ResidencyActs(ResidencyChecks):
         mine = self._hold_of(key)
         if mine is None:
             return  # the request waits for a slot
-        if not may_update(working):
+        if not may_update(self.namespace, working):
             return
         self.planner.reserve_extents(self.namespace, [key])
         self.holds.remove(mine)

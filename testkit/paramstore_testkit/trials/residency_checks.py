@@ -113,7 +113,7 @@ class ResidencyChecks:
         assert sorted(working.slot for working in residents if working.slot is not None) == taken(self.small.working_arena)
         for arena in (self.small.param_arena, self.small.working_arena):
             assert arena.slots.free_count + len(taken(arena)) == arena.slots.count
-        assert sum(copy.is_prefetched for copy in copies) == self.namespace.unused_prefetches
+        assert self.namespace.prefetched <= set(copies)
         for working in residents:
             readers = sum(held is working and request.is_finished for request, held in self.holds)
             readers += sum(move.source is working for move in self.small.under_way)

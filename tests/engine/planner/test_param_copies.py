@@ -301,7 +301,7 @@ def test_a_copy_superseded_while_it_loads_for_a_prefetch_is_freed_as_it_lands() 
     small.land(move)
     assert (request.is_finished, request.loaded) == (True, 1)
     assert small.copy(A) is None
-    assert small.namespace.unused_prefetches == 0
+    assert small.namespace.prefetched == set()
     assert small.param_arena.slots.free_count == 5
 
 

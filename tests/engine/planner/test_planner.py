@@ -154,7 +154,7 @@ def test_a_cut_fixes_what_changed_and_what_of_it_must_still_be_written() -> None
     assert cut.unwritten == {B}
     assert cut.located == {A: small.namespace.working[A].uncommitted}
     assert not small.namespace.changed
-    assert [small.namespace.working[key].is_cut for key in (A, B)] == [False, True]
+    assert [small.namespace.is_cut(key) for key in (A, B)] == [False, True]
 
 
 def test_a_record_dirty_at_the_cut_is_not_updated_before_its_write_has_landed() -> None:
@@ -162,11 +162,11 @@ def test_a_record_dirty_at_the_cut_is_not_updated_before_its_write_has_landed() 
     small.update(A)
     cut = small.cut()
     working = small.held(A)
-    assert not may_update(working)
+    assert not may_update(small.namespace, working)
     write = small.begin_write(A, urgency=Urgency.DEMAND)
-    assert not may_update(working)
+    assert not may_update(small.namespace, working)
     small.land(write)
-    assert may_update(working)
+    assert may_update(small.namespace, working)
     assert not cut.unwritten
     assert cut.located[A] == working.uncommitted
 
@@ -228,7 +228,7 @@ def test_a_failed_cut_leaves_unwritten_records_free_to_be_updated() -> None:
     small.update(A)
     small.cut()
     small.planner.cuts.settle(small.namespace, is_published=False)
-    assert may_update(small.held(A))
+    assert may_update(small.namespace, small.held(A))
     assert small.namespace.changed == {A}
 
 

@@ -168,9 +168,11 @@ def test_an_event_that_the_state_forbids_is_a_bug(name: str, state: Working) -> 
 def test_an_update_needs_the_only_hold_no_write_under_way_and_no_write_that_a_cut_waits_for(
     state: Working, holders: int, is_cut: bool, may: bool
 ) -> None:
-    _, working = in_state(state)
-    working.holders, working.is_cut = holders, is_cut
-    assert may_update(working) is may
+    small, working = in_state(state)
+    working.holders = holders
+    if is_cut:
+        small.cut()
+    assert may_update(small.namespace, working) is may
 
 
 def test_who_wants_a_copy_that_is_updated_gets_it_when_the_update_lands() -> None:

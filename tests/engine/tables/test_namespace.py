@@ -14,17 +14,17 @@ def test_the_working_location_is_the_uncommitted_extent_else_the_committed_one()
     small = SmallPlanner()
     namespace = small.namespace
     committed = namespace.ledger.at(A, 0)
-    assert namespace.working_location(A) == committed
+    assert namespace.on_volume(A) == committed
     newer = Located(Extent(0, 1 << 20, 4096), Identity(1, 1), 5)
     namespace.working[A].uncommitted = newer
-    assert namespace.working_location(A) == newer
-    assert namespace.working_location(B) == namespace.ledger.at(B, 0)
+    assert namespace.on_volume(A) == newer
+    assert namespace.on_volume(B) == namespace.ledger.at(B, 0)
 
 
-def test_a_key_without_any_record_has_no_working_location() -> None:
+def test_a_key_without_any_record_has_no_on_volume() -> None:
     small = SmallPlanner(is_committed=False)
     assert small.namespace.committed_step is None
-    assert small.namespace.working_location(A) is None
+    assert small.namespace.on_volume(A) is None
 
 
 def test_the_writer_sees_what_applies_will_make_and_a_reader_its_step() -> None:

@@ -107,7 +107,7 @@ def test_what_was_prefetched_before_an_apply_and_not_used_is_waste_and_does_not_
         assert (request.loaded, request.skipped) == (3, 0)
         apply_without_gradients(small)
     stats = small.namespace.stats.param
-    assert (stats.prefetched, stats.wasted, small.namespace.unused_prefetches) == (6, 6, 0)
+    assert (stats.prefetched, stats.wasted, len(small.namespace.prefetched)) == (6, 6, 0)
     small.check()
 
 
@@ -334,7 +334,7 @@ def test_a_damaged_record_fails_who_asked_for_it_and_nobody_else() -> None:
     async def scenario(site: Site) -> None:
         await site.idle()
         keys = keys_of(site.view)
-        located = site.namespace.working_location(keys[1])
+        located = site.namespace.on_volume(keys[1])
         assert located is not None
         site.machine.disks[0].corrupt(located.extent.offset_bytes + EXACT.stored.field("exp_avg/w").offset_bytes)
         with pytest.raises(CorruptRecord, match="exp_avg/w"):
