@@ -17,6 +17,7 @@ from pathlib import Path
 
 from paramstore.clock import MonotonicClock
 from paramstore.config import Config, format_size
+from paramstore.daemon.service import Service
 from paramstore.daemon.volume_places import (
     adopt_new_volumes,
     check_adds_nothing,
@@ -28,13 +29,10 @@ from paramstore.directories import check_parent, is_missing
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.capacity.host import HostTier, Memory
 from paramstore.engine.capacity.volumes import VolumeSet
-from paramstore.engine.patrol import Patrol, patrol_start
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.records.access import Loader
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.update import LOOKAHEAD_RECORDS, Updater
-from paramstore.engine.scrub import Scrubber
-from paramstore.engine.scrub_notes import NoteScrub
 from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import Chain
 from paramstore.engine.steps.transactions import Transactions
@@ -57,6 +55,9 @@ from paramstore.storage.lock import StoreLock
 from paramstore.storage.ownership import objection_to_tree
 from paramstore.storage.recovery import open_store
 from paramstore.storage.volume.base import Volume
+from paramstore.upkeep.notes import NoteScrub
+from paramstore.upkeep.patrol import Patrol, patrol_start
+from paramstore.upkeep.scrubber import Scrubber
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def warn_of_memory(config: Config, *, memory_bytes: int) -> None:
         )  # fmt: skip
 
 
-async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
+async def assemble(config: Config, *, workers: Workers | None = None) -> Service:
     """Opens the store in `config.dir`, whose lock the caller holds. Raises VolumeError, CatalogError, CapacityError."""
     warn_of_memory(config, memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     threads = workers or ThreadWorkers(asyncio.get_running_loop())
@@ -136,11 +137,11 @@ async def assemble(config: Config, *, workers: Workers | None = None) -> Store:
         pages = await runner.call(BACKGROUND_LANE, probe_pages)
         if pages.advice:
             logger.warning("pages: shared %s, private %s; for huge pages: %s", pages.shared, pages.private, pages.advice)
-        store = connect(config, runner, catalog, contents, volumes, HostMemory(pages), update_workers=update_workers)
-        await store.admission.keep_catalog_room()
-        if any(namespace.is_trainable() for namespace in store.namespaces.values()):
+        service = connect(config, runner, catalog, contents, volumes, HostMemory(pages), update_workers=update_workers)
+        await service.store.admission.keep_catalog_room()
+        if any(namespace.is_trainable() for namespace in service.store.namespaces.values()):
             await runner.call(CPU_LANE, load)
-        return store
+        return service
     except BaseException:
         for volume in volumes.values():
             volume.close()
@@ -211,7 +212,7 @@ def _check_catalog_files(directory: Path) -> None:
 def connect(
     config: Config, runner: Runner, catalog: Catalog, contents: Contents, volumes: Mapping[int, Volume], memory: Memory, *,
     update_workers: int,
-) -> Store:  # fmt: skip
+) -> Service:  # fmt: skip
     """Makes the store's parts and gives each what it needs."""
     if not volumes:
         raise CatalogError("the store has no volume")
@@ -253,16 +254,16 @@ def connect(
         transfers, volumes, namespaces, store_uuid=contents.store_uuid, hashing=hashing, clock=clock,
         notes=NoteScrub(volumes, recovered.superblocks),
     )  # fmt: skip
-    start_at = patrol_start(contents.store_uuid, clock.now_s())
-    patrol = Patrol(scrubber, scrub_days=config.scrub_days, start_at=start_at, clock=clock)
+    patrol = Patrol(scrubber, scrub_days=config.scrub_days, start_at=patrol_start(contents.store_uuid, clock.now_s()), clock=clock)
     if config.prefill:
         volume_set.start_prefill()
     patrol.start()
-    return Store(
-        config, planner=planner, runner=runner, transfers=transfers, host=host, volumes=volume_set, loader=loader,
-        cleaner=cleaner, updater=updater, committer=committer, chain=chain, transactions=transactions, scrubber=scrubber,
-        patrol=patrol, namespaces=namespaces, store_uuid=contents.store_uuid, clock=clock,
+    store = Store(
+        config, planner=planner, transfers=transfers, host=host, volumes=volume_set, access=loader, cleaner=cleaner,
+        updater=updater, committer=committer, history=chain, transactions=transactions, namespaces=namespaces,
+        store_uuid=contents.store_uuid, clock=clock,
     )  # fmt: skip
+    return Service(store, scrubber, patrol)
 
 
 def _go_on(transfers: Transfers, namespaces: Mapping[str, NamespaceState]) -> None:

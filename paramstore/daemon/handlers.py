@@ -1,7 +1,7 @@
-"""The one table from messages to methods of the store: what each request of a known client runs.
+"""The one table from messages to the store and its parts: what each request of a known client runs.
 
 A handler gives its result at once, or a coroutine that gives it. A call that the ranks of a group make together goes to
-`Ranks`, which runs it once for all of them; with one rank it is the store's own.
+`Ranks`, which runs it once for all of them; with one rank it is the part's own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 from paramstore.daemon.channel import Channel
+from paramstore.daemon.service import Service
 from paramstore.daemon.uploads import Uploads
 from paramstore.engine.ranks import Arrival
-from paramstore.engine.store import Store
+from paramstore.engine.report import residency
 from paramstore.engine.tables.arena import SegmentMemory
 from paramstore.engine.tables.collective import Argument, Call, check_rank
 from paramstore.engine.tables.namespace import View
@@ -52,10 +53,11 @@ class Handlers:
     """
 
     def __init__(
-        self, store: Store, channel: Channel, *, client: object, views: dict[int, View], uploads: Uploads,
+        self, service: Service, channel: Channel, *, client: object, views: dict[int, View], uploads: Uploads,
         cancels: dict[int, Callable[[], None]],
     ) -> None:  # fmt: skip
-        self._store = store
+        self._service = service
+        self._store = service.store
         self._channel = channel
         self._client = client
         self._views = views
@@ -68,38 +70,38 @@ class Handlers:
             m.Namespaces: lambda _: store.admission.list_namespaces(),
             m.Refresh: lambda r: store.refresh(view(r)),
             m.OpenUpload: self._open_upload,
-            m.InitializeBegin: lambda r: self._together(r, lambda one: store.initialize_begin(one, is_resumed=r.is_resumed)),
+            m.InitializeBegin: lambda r: self._together(r, lambda one: store.initializer.begin(one, is_resumed=r.is_resumed)),
             m.InitializePut: self._initialize_put,
-            m.InitializeSave: lambda r: store.initialize_save(view(r), r.extra),
-            m.InitializeEnd: lambda r: self._together(r, store.initialize_end),
+            m.InitializeSave: lambda r: store.committer.save_draft(view(r), r.extra),
+            m.InitializeEnd: lambda r: self._together(r, store.initializer.end),
             m.Prefetch: self._prefetch,
             m.Push: self._push,
-            m.GradientNorm: lambda r: self._together(r, store.gradient_norm),
-            m.Apply: lambda r: self._together(r, lambda one: store.apply(one, options_of(r), r.grad_scale)),
-            m.BeginApply: lambda r: self._together(r, lambda one: store.begin_apply(one, options_of(r), r.grad_scale)),
+            m.GradientNorm: lambda r: self._together(r, store.applies.norm),
+            m.Apply: lambda r: self._together(r, lambda one: store.applies.apply(one, options_of(r), r.grad_scale)),
+            m.BeginApply: lambda r: self._together(r, lambda one: store.applies.begin(one, options_of(r), r.grad_scale)),
             m.EndLayers: lambda r: store.applies.end_layers(view(r), r.layers),
             m.AwaitRoom: lambda r: store.applies.await_room(view(r), r.keys, r.timeout_s),
-            m.EndApply: lambda r: self._together(r, store.end_apply),
-            m.Abort: lambda r: self._together(r, store.abort),
+            m.EndApply: lambda r: self._together(r, store.applies.end),
+            m.Abort: lambda r: self._together(r, store.applies.abort),
             m.WriteBack: lambda r: store.write_back(view(r), r.keys),
             m.Evict: lambda r: store.evict(view(r), r.keys, r.part),
             m.Protect: lambda r: store.protect(view(r), r.keys, is_wanted=r.is_wanted),
             m.DeclareSchedule: lambda r: store.declare_schedule(view(r), r.param_visits, r.optim_visits),
-            m.Commit: lambda r: self._together(r, lambda one: store.commit(one, r.step, r.extra)),
-            m.Prepare: lambda r: self._together(r, lambda one: store.prepare(one, r.step, r.extra)),
-            m.Finalize: lambda r: self._together(r, lambda one: store.finalize(one, r.step)),
-            m.Steps: lambda r: store.steps(view(r)),
-            m.Extra: lambda r: store.extra(view(r), r.step),
+            m.Commit: lambda r: self._together(r, lambda one: store.committer.commit(one, r.step, r.extra)),
+            m.Prepare: lambda r: self._together(r, lambda one: store.committer.prepare(one, r.step, r.extra)),
+            m.Finalize: lambda r: self._together(r, lambda one: store.history.finalize(one, r.step)),
+            m.Steps: lambda r: view(r).namespace.ledger.steps(),
+            m.Extra: lambda r: view(r).namespace.ledger.step(r.step).extra,
             m.Rollback: lambda r: self._together(r, lambda one: store.rollback(one, r.step)),
-            m.Snapshot: lambda r: store.snapshot(view(r), r.step),
-            m.DropSnapshot: lambda r: store.drop_snapshot(view(r), r.step),
-            m.Snapshots: lambda r: store.snapshots(view(r)),
+            m.Snapshot: lambda r: store.admission.snapshot(view(r), r.step),
+            m.DropSnapshot: lambda r: store.admission.drop_snapshot(view(r), r.step),
+            m.Snapshots: lambda r: view(r).namespace.ledger.snapshots(),
             m.Read: self._read,
-            m.Residency: lambda r: store.residency(view(r)),
-            m.Stats: lambda _: store.stats(),
+            m.Residency: lambda r: residency(view(r).namespace),
+            m.Stats: lambda _: self._service.stats(),
             m.Verify: self._verify,
-            m.TraceBegin: lambda _: store.transfer_log.listen(self._client),
-            m.TraceEnd: lambda _: store.transfer_log.end(self._client),
+            m.TraceBegin: lambda _: store.transfers.log.listen(self._client),
+            m.TraceEnd: lambda _: store.transfers.log.end(self._client),
         }
 
     def view(self, request: Any) -> View:
@@ -144,14 +146,16 @@ class Handlers:
     # --- requests with memory
 
     def _prefetch(self, r: m.Prefetch) -> object:
-        request = self._store.prefetch(self.view(r), r.keys, r.part, r.deadline_s)
-        self._cancels[r.id] = partial(self._store.cancel_prefetch, request)
-        return self._store.wait_prefetch(request)
+        store = self._store
+        request = store.access.prefetch(self.view(r), r.keys, r.part, r.deadline_s)
+        self._cancels[r.id] = partial(store.transfers.cancel_prefetch, request)
+        return store.access.wait_prefetch(request)
 
     def _verify(self, r: m.Verify) -> object:
-        scrub = self._store.verify(r.namespace, r.keys, r.bytes_per_s)
-        self._cancels[r.id] = partial(self._store.scrubber.cancel, scrub, TicketCancelled("the verify was cancelled"))
-        return self._store.scrubber.wait(scrub)
+        scrubber = self._service.scrubber
+        scrub = scrubber.start(r.namespace, r.keys, r.bytes_per_s)
+        self._cancels[r.id] = partial(scrubber.cancel, scrub, TicketCancelled("the verify was cancelled"))
+        return scrubber.wait(scrub)
 
     def _open_upload(self, r: m.OpenUpload) -> object:
         segment, memory = self._store.open_upload(self._client, r.size_bytes, list(self._views.values()))
@@ -167,12 +171,12 @@ class Handlers:
         view = self.view(r)
         length_bytes = view.namespace.schema.initial_bytes
         memory = self._uploads.holding(r.segment, r.offset_bytes, length_bytes)
-        return self._store.initialize_put(view, r.key, memory.view(r.offset_bytes, length_bytes))
+        return self._store.initializer.put(view, r.key, memory.view(r.offset_bytes, length_bytes))
 
     def _push(self, r: m.Push) -> None:
         view = self.view(r)
         ranges = self._uploads.ranges(r.entries, view.namespace.schema.gradient_bytes)
-        self._store.push(view, ranges, is_last=r.is_last)
+        self._store.applies.push(view, ranges, is_last=r.is_last)
 
     def _read(self, r: m.Read) -> object:
         view = self.view(r)
@@ -181,7 +185,7 @@ class Handlers:
         return self._read_record(view, r, memory.view(r.offset_bytes, length_bytes))
 
     async def _read_record(self, view: View, r: m.Read, target: memoryview) -> dict[str, int]:
-        identity = await self._store.read(view, r.key, target)
+        identity = await self._store.reading.read(view, r.key, target)
         return {"epoch": identity.epoch, "version": identity.version}
 
 

@@ -22,9 +22,9 @@ from types import FrameType
 
 from paramstore.config import Config
 from paramstore.daemon.assembly import assemble, take_lock
+from paramstore.daemon.service import Service
 from paramstore.daemon.session import Session
 from paramstore.directories import check_parent, is_missing
-from paramstore.engine.store import Store
 from paramstore.errors import CapacityError, ConfigError, ParamStoreError, ProtocolError, StoreLocked
 from paramstore.storage.lock import StoreLock
 from paramstore.wire.codec import encode
@@ -58,10 +58,10 @@ def _refuse(sock: socket.socket, error: ParamStoreError) -> None:
 
 
 class Server:
-    """Accepts the clients of one store."""
+    """Accepts the clients of one service."""
 
-    def __init__(self, store: Store, listener: socket.socket) -> None:
-        self._store = store
+    def __init__(self, service: Service, listener: socket.socket) -> None:
+        self._service = service
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._sessions: set[Session] = set()
@@ -83,7 +83,7 @@ class Server:
             _refuse(sock, CapacityError(f"the daemon serves {SESSIONS_MAX} sessions, which is its limit: close some"))
             return
         try:
-            session = Session(self._store, sock, on_gone=self._sessions.discard)
+            session = Session(self._service, sock, on_gone=self._sessions.discard)
         except OSError as error:  # no descriptor is left to watch the client's process with
             logger.warning("a client was not let in: %s", error)
             _refuse(sock, CapacityError(f"the daemon has no descriptor left for another client: {error}"))
@@ -201,11 +201,11 @@ async def serve(config: Config) -> None:
     harden()
     lock = await lock_with_retry(config)
     try:
-        store = await assemble(config)
+        service = await assemble(config)
         try:
-            await _serve_until(stop, store, config)
+            await _serve_until(stop, service, config)
         finally:
-            await store.close()
+            await service.close()
         logger.info("stopped")
     finally:
         lock.release()
@@ -224,8 +224,8 @@ def _heed_signals(stop: asyncio.Event) -> None:
             signal.signal(number, heed)
 
 
-async def _serve_until(stop: asyncio.Event, store: Store, config: Config) -> None:
-    server = Server(store, listen(config.socket_path))
+async def _serve_until(stop: asyncio.Event, service: Service, config: Config) -> None:
+    server = Server(service, listen(config.socket_path))
     try:
         sys.stdout.write(f"ready unix://{config.socket_path.absolute()}\n")
         sys.stdout.flush()

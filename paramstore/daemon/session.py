@@ -21,11 +21,12 @@ from paramstore.daemon.handlers import ORDERED, Handler, Handlers, Sent
 from paramstore.daemon.held_requests import HeldRequests
 from paramstore.daemon.lost import LostRequests
 from paramstore.daemon.peer import Peer
+from paramstore.daemon.service import Service
+from paramstore.daemon.session_leases import SessionLeases
 from paramstore.daemon.uploads import Uploads
 from paramstore.daemon.welcome import refusal_of, welcome_to
-from paramstore.engine.store import Store
-from paramstore.engine.tables.namespace import LeaseRequest, View
-from paramstore.errors import LeaseError, ParamStoreError, ProtocolError, StoreUnavailable, TicketCancelled
+from paramstore.engine.tables.namespace import View
+from paramstore.errors import ParamStoreError, ProtocolError, StoreUnavailable, TicketCancelled
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FRAME_BYTES_MAX, broken_request, decode_request
 
@@ -40,8 +41,8 @@ HELLO_TIMEOUT_S = 2.0
 class Session:
     """Owner of what one connection holds. on_gone: called once, when nothing is left of the session."""
 
-    def __init__(self, store: Store, sock: socket.socket, *, on_gone: Callable[[Session], None]) -> None:
-        self._store = store
+    def __init__(self, service: Service, sock: socket.socket, *, on_gone: Callable[[Session], None]) -> None:
+        self._store = service.store
         self._loop = asyncio.get_running_loop()
         self._on_gone = on_gone
         self._process = Peer(self._loop, sock, on_ended=self._process_ended)
@@ -49,16 +50,17 @@ class Session:
         self._next_handle = 1
         self._uploads = Uploads()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._leases: dict[int, LeaseRequest] = {}
         self._cancels: dict[int, Callable[[], None]] = {}  # by request id, what ends an open, a prefetch or a scrub under way
         self._label = ""
         self.is_known = False
         self.is_ended = False
         """Whether the connection is gone; leases may stay until the process is gone, too."""
         self._channel = Channel(self._loop, sock, on_frame=self._on_frame, on_end=self._on_end)
-        self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_is_late)
+        late = ProtocolError(f"no hello within {HELLO_TIMEOUT_S} s")
+        self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._channel.refuse, late)
+        self._leases = SessionLeases(self._store, self._channel, client=self, fail=self._fail)
         self._requests = Handlers(
-            store, self._channel, client=self, views=self._views, uploads=self._uploads, cancels=self._cancels
+            service, self._channel, client=self, views=self._views, uploads=self._uploads, cancels=self._cancels
         )
         self._handlers: dict[type[m.Message], Handler] = {
             **self._requests.table(),
@@ -100,7 +102,7 @@ class Session:
         elif isinstance(request, m.Acquire):
             self._acquire(request)
         elif isinstance(request, m.Release):
-            self._release(request)
+            self._leases.release(request.leases)
         elif isinstance(request, m.Cancel | m.Unmapped | m.DeviceReport):
             self._one_way(request)
         else:
@@ -131,9 +133,6 @@ class Session:
         self.is_known, self._label = True, "".join(filter(str.isprintable, request.label))[: m.LABEL_MAX]
         self._channel.raise_limit(FRAME_BYTES_MAX)
         self._channel.send(m.Done(request.id, welcome_to(self._store)))
-
-    def _hello_is_late(self) -> None:
-        self._channel.refuse(ProtocolError(f"no hello within {HELLO_TIMEOUT_S} s"))
 
     def _check_admissible(self, request_id: int) -> None:
         if request_id <= 0 or request_id in self._tasks or request_id in self._leases or request_id in self._held:
@@ -214,7 +213,8 @@ class Session:
         handle = self._next_handle
         self._next_handle += 1
         self._views[handle] = view
-        view.client = self
+        with self._store.transfers.deciding() as planner:
+            planner.views.introduce(view, self)
         return {"handle": handle, **self._store.describe_view(view)}
 
     def _close_namespace(self, r: m.CloseNamespace) -> None:
@@ -228,7 +228,7 @@ class Session:
 
     def _end_view(self, view: View, *, reason: str = "closed the namespace") -> None:
         self._store.close_view(view, reason=reason)
-        self._leases = {lease_id: lease for lease_id, lease in self._leases.items() if lease.view is not view}
+        self._leases.forget(view)
 
     # --- leases
 
@@ -239,44 +239,14 @@ class Session:
             if self._held.stops(view):
                 self._held.add(view, r)
                 return
-            lease = self._store.acquire(view, r.id, r.keys, r.part)
+            lease = self._leases.request(view, r)
         except ParamStoreError as error:
             self._fail(r.id, error)
             return
-        self._leases[r.id] = lease
         if lease.is_finished:
-            self._grant(r.id, lease)
+            self._leases.grant(r.id, lease)
         else:
-            self._start(r.id, self._wait_lease(r, lease))
-
-    async def _wait_lease(self, r: m.Acquire, lease: LeaseRequest) -> object:
-        try:
-            await self._store.wait_lease(lease, r.timeout_s)
-        except BaseException:
-            self._leases.pop(r.id, None)
-            raise
-        self._grant(r.id, lease)
-        return Sent()
-
-    def _grant(self, request_id: int, lease: LeaseRequest) -> None:
-        if request_id not in self._leases:
-            lease.error = lease.error or LeaseError(f"namespace {lease.view.namespace.name!r} was closed")
-        if lease.error is not None:
-            self._leases.pop(request_id, None)
-            self._fail(request_id, lease.error)
-            return
-        slots = self._store.lease_places(lease)
-        new = self._store.host.give(self, {slot[0] for slot in slots})
-        segments = [(segment, length_bytes) for segment, length_bytes, _ in new]
-        self._channel.send(m.Granted(request_id, slots, segments), [fd for _, _, fd in new])
-
-    def _release(self, r: m.Release) -> None:
-        for lease_id in r.leases:
-            if lease_id in self._tasks or lease_id in self._held:
-                continue  # not granted yet: there is nothing to release, and `Cancel` is what ends it
-            lease = self._leases.pop(lease_id, None)
-            if lease is not None:
-                self._store.release(lease.view, lease_id)
+            self._start(r.id, self._leases.wait(r, lease))
 
     def _one_way(self, request: m.Message) -> None:
         try:
@@ -290,10 +260,9 @@ class Session:
             logger.warning("pid %d: one-way message ignored", self.pid, exc_info=True)
 
     def _cancel(self, target: int) -> None:
-        lease, cancel = self._leases.get(target), self._cancels.get(target)
-        if lease is not None and not lease.is_finished:
-            self._store.cancel_lease(lease, TicketCancelled("the lease request was cancelled"))
-        elif cancel is not None:
+        if self._leases.cancel(target, TicketCancelled("the lease request was cancelled")):
+            return
+        if (cancel := self._cancels.get(target)) is not None:
             cancel()
         else:
             self._held.cancel(target)
@@ -315,15 +284,13 @@ class Session:
             return
         self.is_ended = True
         self._hello_timer.cancel()
-        self._store.transfer_log.end(self)
+        self._store.transfers.log.end(self)
         if reason is not None:
             logger.info("session of pid %d ended: %s", self.pid, reason)
         self._held.clear()
         for cancel in list(self._cancels.values()):
             cancel()
-        for lease in list(self._leases.values()):
-            if not lease.is_finished:
-                self._store.cancel_lease(lease, StoreUnavailable("the session ended"))
+        self._leases.cancel_all(StoreUnavailable("the session ended"))
         for handle, view in list(self._views.items()):
             if not (self._process.is_watched and view.leased):
                 del self._views[handle]

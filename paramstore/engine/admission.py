@@ -15,7 +15,7 @@ from paramstore.core.key import KeySpace, check_name
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.host import HostTier
 from paramstore.engine.capacity.volumes import VolumeSet
-from paramstore.engine.planner.permission import prepared_error
+from paramstore.engine.planner.permission import check_unclaimed, prepared_error
 from paramstore.engine.planner.planner import fresh_namespace
 from paramstore.engine.ranks import Ranks
 from paramstore.engine.records.cleaner import Cleaner
@@ -201,8 +201,11 @@ class Admission:
             with self._transfers.deciding() as planner:
                 planner.views.promise(namespace, is_writer=True, world_size=world_size, least=least)
 
-    async def snapshot(self, namespace: NamespaceState, step: int) -> None:
-        """Makes room for one more step and keeps `step` durably; nothing to do if it is kept. Raises StepDropped, CapacityError."""
+    async def snapshot(self, view: View, step: int) -> None:
+        """Makes room for one more step and keeps `step` durably, until it is dropped; nothing to do if it is kept. Raises
+        StepDropped, CapacityError, and StepOutOfOrder while an open apply is under way."""
+        namespace = view.namespace
+        check_unclaimed(namespace, what="snapshot")
         async with self._snapshot_lock:
             if namespace.ledger.step(step).is_snapshot:
                 return
@@ -214,8 +217,11 @@ class Admission:
             finally:
                 self._volumes.entitle(namespace)  # to what there is now, whatever came of it
 
-    async def drop_snapshot(self, namespace: NamespaceState, step: int) -> None:
-        """Makes the snapshot `step` an ordinary step, which stays as long as any other would. Raises StepDropped if it is none."""
+    async def drop_snapshot(self, view: View, step: int) -> None:
+        """Makes the snapshot `step` an ordinary step, which stays as long as any other would. Raises StepDropped if it is none, and
+        StepOutOfOrder while an open apply is under way."""
+        namespace = view.namespace
+        check_unclaimed(namespace, what="drop_snapshot")
         async with self._snapshot_lock:
             await self._chain.snapshot(namespace, step, is_kept=False)
             self._volumes.entitle(namespace)

@@ -98,8 +98,8 @@ def test_a_fenced_volume_dirty_bytes_and_the_wear_of_drives_are_told(
         store = machine.start()
         view = await create(store)
         await train(store, view)
-        store._transfers._planner.space.fences.fail_flush(1, VolumeError("the cable is loose"))
-        stats: Any = await store.stats()
+        store.transfers._planner.space.fences.fail_flush(1, VolumeError("the cable is loose"))
+        stats: Any = await machine.service.stats()
         stats["volumes"]["0"].update({"mode": "buffered", "reason": UNTOLD})
         status._print(stats)
 
@@ -121,14 +121,15 @@ def test_a_prepared_step_is_the_namespaces_state_with_the_way_on(
     monkeypatch.setenv("COLUMNS", "240")
 
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         view = await create(store)
         await train(store, view)
-        await store.prepare(view, 1, b"")
-        stats: Any = await store.stats()
+        await store.committer.prepare(view, 1, b"")
+        stats: Any = await machine.service.stats()
         status._print(stats)
-        await store.finalize(view, 1)
-        stats = await store.stats()
+        await store.history.finalize(view, 1)
+        stats = await machine.service.stats()
         assert list(status.namespace_lines(stats["namespaces"])) == []
 
     run(scenario())
@@ -145,10 +146,11 @@ def test_why_a_namespace_is_broken_is_told_below_the_table(
     reason = "apply failed: " + "a long story " * 30
 
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         view = await create(store)
         view.namespace.broken = reason
-        stats: Any = await store.stats()
+        stats: Any = await machine.service.stats()
         status._print(stats)
 
     run(scenario())
@@ -245,9 +247,10 @@ def test_the_screen_has_the_findings_of_the_last_verify(
     monkeypatch.setenv("COLUMNS", "160")
 
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         await create(store)
-        stats: Any = await store.stats()
+        stats: Any = await machine.service.stats()
         status._print({**stats, "verify": {"running": None, "last": SCRUB}})
 
     run(scenario())

@@ -50,7 +50,7 @@ async def read_all(store: Store, view: View) -> Images:
     images = {}
     target = memoryview(mmap.mmap(-1, SCHEMA.record_bytes))
     for key in KEYS:
-        await store.read(view, key, target)
+        await store.reading.read(view, key, target)
         images[key] = bytes(target[SCHEMA.stored.header_bytes :])
     return images
 
@@ -78,11 +78,11 @@ class Run:
         self.store = self.machine.start()
         self.view = await self.store.admission.create("moe", SCHEMA.describe(), layers=[0], experts=len(KEYS), host_bytes=None)
         self.created_at = len(self.journal.events)
-        await self.store.initialize_begin(self.view)
+        await self.store.initializer.begin(self.view)
         for key in KEYS:
             initial = image(key[1], SCHEMA.initial_fields(), SCHEMA.initial_bytes)
-            await self.store.initialize_put(self.view, key, initial.view(0, SCHEMA.initial_bytes))
-        await self.store.initialize_end(self.view)
+            await self.store.initializer.put(self.view, key, initial.view(0, SCHEMA.initial_bytes))
+        await self.store.initializer.end(self.view)
         await self.commit(1)
         await self.apply(KEYS[:3])
         await self.store.write_back(self.view, None)
@@ -104,13 +104,13 @@ class Run:
         for key in keys:
             self.seed += 1
             entries.append((key, image(self.seed, SCHEMA.gradient_fields(), SCHEMA.gradient_bytes), 0))
-        self.store.push(self.view, entries)
-        await self.store.apply(self.view, AdamW(lr=0.1), 1.0)
+        self.store.applies.push(self.view, entries)
+        await self.store.applies.apply(self.view, AdamW(lr=0.1), 1.0)
 
     async def commit(self, step: int) -> None:
         self.images[step] = await read_all(self.store, self.view)
         self.started.append((len(self.journal.events), step))
-        await self.store.commit(self.view, step, f"extra {step}".encode())
+        await self.store.committer.commit(self.view, step, f"extra {step}".encode())
         self.acknowledged.append((len(self.journal.events), step))
 
     async def commit_while_training(self, step: int) -> None:
@@ -139,8 +139,8 @@ class Run:
         assert step is None or (most is not None and step <= most), f"step {step}, {most} was started last"
         if step is not None:
             view = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
-            assert store.extra(view, step) == f"extra {step}".encode()
-            for retained in store.steps(view):
+            assert view.namespace.ledger.step(step).extra == f"extra {step}".encode()
+            for retained in view.namespace.ledger.steps():
                 reader = await store.admission.open("moe", mode="read", at=retained, host_bytes=None)
                 assert await read_all(store, reader) == self.images[retained], f"records of step {retained}"
         if step is not None and goes_on:
@@ -149,9 +149,9 @@ class Run:
     async def go_on(self, machine: Machine, store: Store) -> None:
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         entries = [(key, image(99, SCHEMA.gradient_fields(), SCHEMA.gradient_bytes), 0) for key in KEYS[:2]]
-        store.push(view, entries)
-        await store.apply(view, AdamW(lr=0.1), 1.0)
-        await store.commit(view, 100, b"")
+        store.applies.push(view, entries)
+        await store.applies.apply(view, AdamW(lr=0.1), 1.0)
+        await store.committer.commit(view, 100, b"")
         expected = await read_all(store, view)
         await machine.crash()
         again = machine.start()

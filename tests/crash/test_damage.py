@@ -64,7 +64,7 @@ MASTERS = {0, 1}
 async def read(store: Store, view: View) -> None:
     key = keys_of(view)[0]
     target = PlainSegment(PART.image_bytes).view(0, PART.image_bytes)
-    await store.read(view, key, target)
+    await store.reading.read(view, key, target)
 
 
 async def lease_one(store: Store, view: View) -> None:
@@ -85,7 +85,7 @@ async def refuses(damage: Damage, use: Callable[[Store, View], object]) -> None:
     view = await create(machine.start())
     assert machine.store is not None
     await train(machine.store, view)
-    await machine.store.commit(view, 1, b"")
+    await machine.store.committer.commit(view, 1, b"")
     await machine.crash()
     store = machine.start()
     reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)

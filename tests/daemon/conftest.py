@@ -35,6 +35,7 @@ class Desk:
     def __init__(self, **machine: Any) -> None:
         self.machine = Machine(seed=1, volume_size_bytes=14 << 20, **machine)
         self.store: Store = self.machine.start()
+        self.service = self.machine.service
         self.store.host.memory = HostMemory(SMALL_PAGES)  # what a client maps must be a memfd
         self.sessions: list[Session] = []
         self.clients: list[RawClient] = []
@@ -43,7 +44,7 @@ class Desk:
     def connect(self) -> RawClient:
         """A client that has said nothing yet."""
         ours, theirs = socket.socketpair()
-        self.sessions.append(Session(self.store, theirs, on_gone=self.gone.append))
+        self.sessions.append(Session(self.service, theirs, on_gone=self.gone.append))
         self.clients.append(RawClient(ours))
         return self.clients[-1]
 

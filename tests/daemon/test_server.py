@@ -164,7 +164,7 @@ def test_a_directory_that_cannot_be_made_is_a_setting_that_is_wrong(tmp_path: Pa
 
 
 def with_server(desk: Any, path: Path) -> Server:
-    return Server(desk.store, listen(path))
+    return Server(desk.service, listen(path))
 
 
 def test_clients_are_served_side_by_side_until_the_end(at_desk: AtDesk, path: Path) -> None:
@@ -308,7 +308,7 @@ def test_an_accept_that_fails_is_tried_again_without_spinning(
 
     async def scenario(desk: Any) -> None:
         listener = Exhausted(listen(path))
-        server = Server(desk.store, listener)  # type: ignore[arg-type]
+        server = Server(desk.service, listener)  # type: ignore[arg-type]
         desk.clients.append(RawClient.connect(path))
         await desk.until(lambda: "Too many open files" in caplog.text)
         for _ in range(20):

@@ -221,7 +221,7 @@ def test_a_bug_behind_one_request_is_told_and_ends_nothing(at_desk: AtDesk, monk
 
         handle = await desk.create(client)
         monkeypatch.setattr(desk.store, "stats", stats)
-        monkeypatch.setattr(desk.store, "commit", commit)
+        monkeypatch.setattr(desk.store.committer, "commit", commit)
         for request in (m.Stats(600), m.Commit(601, handle, 2)):
             with pytest.raises(ParamStoreError, match=r"internal error.*a bug"):
                 await client.ask(request)
@@ -239,7 +239,7 @@ def test_an_answer_larger_than_a_frame_is_an_error_not_a_silence(at_desk: AtDesk
             return bytes(FRAME_BYTES_MAX)
 
         monkeypatch.setattr(desk.store, "evict", evict)
-        monkeypatch.setattr(desk.store, "stats", lambda: bytes(FRAME_BYTES_MAX))
+        monkeypatch.setattr(desk.service, "stats", lambda: bytes(FRAME_BYTES_MAX))
         for request in (m.Stats(600), m.Evict(601, handle)):
             with pytest.raises(ProtocolError, match="ask in parts"):
                 await client.ask(request)

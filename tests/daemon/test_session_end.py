@@ -102,7 +102,7 @@ def leasing_process(tmp_path: Path) -> Any:
             command = [sys.executable, "-S", "-c", LISTENER, str(path), frames.hex()]
             processes.append(subprocess.Popen(command, stdin=subprocess.PIPE))  # noqa: ASYNC220 - does not wait
             theirs, _ = await asyncio.get_running_loop().sock_accept(listener)
-        desk.sessions.append(Session(desk.store, theirs, on_gone=desk.gone.append))
+        desk.sessions.append(Session(desk.service, theirs, on_gone=desk.gone.append))
         return processes[0]
 
     yield start

@@ -355,7 +355,7 @@ def test_a_lease_that_was_held_for_a_session_that_ended_is_never_granted(at_desk
         await desk.until(lambda: gone.is_ended and not gone._tasks)
         with pytest.raises(RankLost):
             await two.ask(m.GradientNorm)
-        assert (desk.figures()["leased_slots"], gone._leases.keys(), len(gone._held)) == (1, {granted.id}, 0)
+        assert (desk.figures()["leased_slots"], gone._leases._granted.keys(), len(gone._held)) == (1, {granted.id}, 0)
 
     at_desk(scenario)
 

@@ -40,7 +40,7 @@ def test_progress_is_in_the_stats_and_a_cancel_ends_it(at_desk: AtDesk) -> None:
         client, other = await desk.client(), await desk.client()
         await desk.create(client)
         await client.send(m.Verify(700, None, None, SLOWLY))
-        await desk.until(lambda: desk.store.scrubber.stats()["running"])
+        await desk.until(lambda: desk.service.scrubber.stats()["running"])
         progress = (await other.request(m.Stats))["verify"]
         assert (progress["running"]["records"], progress["running"]["bytes_per_s"], progress["last"]) == (0, SLOWLY, None)
         with pytest.raises(CapacityError, match="one at a time"):
@@ -60,9 +60,9 @@ def test_it_ends_with_the_session_that_asked(at_desk: AtDesk) -> None:
         client, other = await desk.client(), await desk.client()
         await desk.create(other)
         await client.send(m.Verify(700, None, None, SLOWLY))
-        await desk.until(lambda: desk.store.scrubber.stats()["running"])
+        await desk.until(lambda: desk.service.scrubber.stats()["running"])
         client.close()
-        await desk.until(lambda: not desk.store.scrubber.stats()["running"])
+        await desk.until(lambda: not desk.service.scrubber.stats()["running"])
         assert (await other.request(m.Verify))["found"] == 0
 
     at_desk(scenario)

@@ -38,11 +38,11 @@ def opened(settings: Config, use: Callable[[Store], Coroutine[Any, Any, Any]] = 
 
 async def commit(store: Store) -> None:
     view = await store.admission.create("moe", SCHEMA.describe(), layers=[0], experts=2, host_bytes=None)
-    await store.initialize_begin(view)
+    await store.initializer.begin(view)
     for expert in range(2):
-        await store.initialize_put(view, (0, expert), memoryview(mmap.mmap(-1, SCHEMA.initial_bytes)))
-    await store.initialize_end(view)
-    await store.commit(view, 1, b"")
+        await store.initializer.put(view, (0, expert), memoryview(mmap.mmap(-1, SCHEMA.initial_bytes)))
+    await store.initializer.end(view)
+    await store.committer.commit(view, 1, b"")
 
 
 async def places(store: Store) -> dict[int, str]:

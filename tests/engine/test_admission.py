@@ -54,7 +54,7 @@ def test_an_uncommitted_namespace_is_reused_by_who_creates_it_again_and_its_writ
         with pytest.raises(WriterFenced):
             push(store, old, keys_of(old))
         await initialize(store, new)
-        await store.commit(new, 0, b"")
+        await store.committer.commit(new, 0, b"")
         assert await versions(store, new) == [0] * 4
 
     run(scenario())
@@ -75,7 +75,7 @@ def test_a_name_that_is_taken_by_another_schema_or_other_keys_says_what_differs(
         with pytest.raises(NamespaceExists, match=f"'moe' exists with .*{told}.*another name"):
             await create_again(store, **other)
         assert not view.is_fenced
-        await store.commit(view, 0, b"")
+        await store.committer.commit(view, 0, b"")
         with pytest.raises(NamespaceExists, match=told):  # committed or not: to go on with it would be wrong
             await create_again(store, **other)
 
@@ -140,7 +140,7 @@ def test_a_creation_that_the_volumes_refuse_gives_its_memory_and_its_claim_back(
         assert store.host.used_bytes == 0
         view = await create(store)
         await train(store, view)
-        await store.commit(view, 1, b"")
+        await store.committer.commit(view, 1, b"")
 
     run(scenario())
 
@@ -201,7 +201,7 @@ def test_a_reader_stands_on_the_step_it_names_or_on_the_newest() -> None:
         store = Machine().start()
         view = await create(store)
         await train(store, view)
-        await store.commit(view, 5, b"")
+        await store.committer.commit(view, 5, b"")
         assert [(await reader(store, at=at)).step for at in (None, 5, 0)] == [5, 5, 0]
         for at in (3, 6, -1):
             with pytest.raises(StepDropped, match=rf"step {at} of namespace 'moe' is not retained; the steps are: 0, 5"):
@@ -292,11 +292,11 @@ def test_what_was_asked_for_before_the_fence_does_not_write_after_it() -> None:
         old = await create(store)
         push(store, old, keys_of(old))
         opening = asyncio.ensure_future(writer(store))
-        commit = asyncio.ensure_future(store.commit(old, 1, b""))
+        commit = asyncio.ensure_future(store.committer.commit(old, 1, b""))
         outcome = (await asyncio.gather(commit, return_exceptions=True))[0]
         new = await opening
         assert isinstance(outcome, WriterFenced)
-        assert store.steps(new) == [0]
+        assert new.namespace.ledger.steps() == [0]
 
     run(scenario())
 
@@ -341,11 +341,11 @@ def test_a_writer_who_cannot_have_the_slots_it_asks_for_fences_nobody_and_rolls_
         store = Machine().start()
         view = await create(store)
         await train(store, view)
-        await store.commit(view, 1, b"")
+        await store.committer.commit(view, 1, b"")
         epoch = view.namespace.epoch
         with pytest.raises(CapacityError, match=f"min_lease_slots={view.lease_slots + 1}, but {view.lease_slots} of its"):
             await store.admission.open("moe", mode="write", at=0, host_bytes=None, min_lease_slots=view.lease_slots + 1)
-        assert (view.is_fenced, view.namespace.epoch, store.steps(view)) == (False, epoch, [0, 1])
+        assert (view.is_fenced, view.namespace.epoch, view.namespace.ledger.steps()) == (False, epoch, [0, 1])
         again = await store.admission.open("moe", mode="write", at=None, host_bytes=None, min_lease_slots=view.lease_slots)
         assert again.lease_slots == view.lease_slots
         assert view.is_fenced
@@ -362,10 +362,10 @@ def test_of_writers_that_come_at_once_who_gets_too_few_slots_fences_nobody() -> 
 
         async def come(lease_id: int) -> View:
             view = await store.admission.open("moe", mode="write", at=None, host_bytes=None, min_lease_slots=least)
-            store.acquire(view, lease_id, keys_of(view)[:1], "param")
+            store.access.acquire(view, lease_id, keys_of(view)[:1], "param")
             return view
 
-        await store.commit(await come(1), 1, b"")
+        await store.committer.commit(await come(1), 1, b"")
         store.close_view(store.namespaces["moe"].views[0])
         first, second = await asyncio.gather(come(2), come(3), return_exceptions=True)
         assert isinstance(first, View), first  # and neither waits for the other for ever

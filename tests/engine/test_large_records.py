@@ -71,16 +71,16 @@ def expected(mark: int, key: ExpertKey) -> int:
 async def make(store: Store, *, step: int = 7) -> View:
     """A committed namespace of two records."""
     view = await store.admission.create("large", SCHEMA.describe(), layers=[0], experts=len(KEYS), host_bytes=None)
-    await store.initialize_begin(view)
+    await store.initializer.begin(view)
     initial = HoleSegment(SCHEMA.initial_bytes).view(0, SCHEMA.initial_bytes)
     weights, biases = SCHEMA.initial_fields()
     for key in KEYS:
         for mark in MARKS:
             initial[weights.offset_bytes + mark] = expected(mark, key)
         field_tensor(initial, biases).fill_(key[1] + 0.5)
-        await store.initialize_put(view, key, initial)
-    await store.initialize_end(view)
-    await store.commit(view, step, b"large")
+        await store.initializer.put(view, key, initial)
+    await store.initializer.end(view)
+    await store.committer.commit(view, step, b"large")
     return view
 
 
@@ -114,7 +114,7 @@ async def check_lease(store: Store, view: View) -> None:
         assert [tensor[mark].item() for mark in MARKS] == [expected(mark, key) for mark in MARKS]
         assert tensor[BORDER - 2].item() == tensor[BORDER + 2].item() == 0
         assert field_tensor(image, biases).tolist() == [key[1] + 0.5] * 1000
-        store.release(view, request.lease_id)
+        store.access.release(view, request.lease_id)
 
 
 async def find_damage(machine: Machine, store: Store, view: View) -> None:
@@ -124,13 +124,13 @@ async def find_damage(machine: Machine, store: Store, view: View) -> None:
     volume = machine.volumes[0]
     assert isinstance(volume, SparseVolume)
     volume.corrupt(extent.offset_bytes + at)
-    result = await store.scrubber.wait(store.verify("large", [key], None))
+    result = await machine.service.scrubber.wait(machine.service.scrubber.start("large", [key], None))
     (finding,) = result["findings"]  # type: ignore[misc]
     assert (finding["key"], finding["offset_bytes"]) == (key, extent.offset_bytes)
     chunk_at = at - (at - SCHEMA.stored.fields[0].offset_bytes) % CHUNK_BYTES
     assert f"chunk 4096 (field 'w', 1048576 bytes at byte {chunk_at} of the record)" in finding["reason"]
     with pytest.raises(CorruptRecord, match=rf"chunk 4096 .* at byte {chunk_at} "):
-        await store.read(view, key, HoleSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes))
+        await store.reading.read(view, key, HoleSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes))
     found = read_record(disk_of(machine, view), extent.offset_bytes, {"large": SCHEMA.stored}, store=store.store_uuid)
     assert found is not None
     assert f"chunk 4096, at byte {chunk_at} of it" in (found.damage or "")
@@ -150,9 +150,9 @@ def test_records_above_4_gib_live_through_commit_crash_lease_verify_and_fsck(mac
         machine.volumes = volumes  # a sparse volume loses nothing
         store = machine.start()
         view = await store.admission.open("large", mode="read", at=None, host_bytes=None)
-        assert store.extra(view, 7) == b"large"
+        assert view.namespace.ledger.step(7).extra == b"large"
         await check_lease(store, view)
-        result = await store.scrubber.wait(store.verify("large", None, None))
+        result = await machine.service.scrubber.wait(machine.service.scrubber.start("large", None, None))
         assert (result["records"], result["found"], result["bytes_read"]) == (2, 0, 2 * SCHEMA.record_bytes)
         report = examine(survey([disk_of(machine, view)]), None)
         rebuilt = {key: row.located for _, key, row in new_contents(report.found, report.proofs).put_rows}

@@ -127,7 +127,7 @@ def test_calls_run_once_and_answer_all_ranks_alike() -> None:
         assert others == [first, first]
         assert store.namespaces[NAME].stats.commits == 2
         push(store, views[1], [A, B])
-        assert await outcomes(call(store, view, "abort", store.abort) for view in views) == [2, 2, 2]
+        assert await outcomes(call(store, view, "abort", store.applies.abort) for view in views) == [2, 2, 2]
 
     run_ranks(scenario)
 
@@ -219,11 +219,11 @@ def test_a_rank_that_still_puts_initial_values_is_waited_for() -> None:
         opening = Call("create_namespace")
         arrivals = [store.ranks.open(Arrival(NAME, "g", rank, 2), opening, open_first) for rank in range(2)]
         one, two = [(await arrival)[rank] for rank, arrival in enumerate(arrivals)]
-        await outcomes(call(store, view, "initialize", store.initialize_begin) for view in (one, two))
-        ended = call(store, one, "initialize, its end", store.initialize_end)
+        await outcomes(call(store, view, "initialize", store.initializer.begin) for view in (one, two))
+        ended = call(store, one, "initialize, its end", store.initializer.end)
         for key in list(one.namespace.keys):
             await asyncio.sleep(0.8 * TIMEOUT_S)
-            await store.initialize_put(two, key, PlainSegment(SCHEMA.initial_bytes).view(0, SCHEMA.initial_bytes))
+            await store.initializer.put(two, key, PlainSegment(SCHEMA.initial_bytes).view(0, SCHEMA.initial_bytes))
         assert not ended.done()
         started_s = asyncio.get_running_loop().time()
         (error,) = await outcomes([ended])  # and no longer than that
@@ -238,9 +238,9 @@ def test_an_error_at_the_beginning_of_a_call_is_every_rank_s_and_leaves_them_in_
         views = await open_ranks(store, 2)
         push(store, views[0], [A])
         await outcomes(apply(store, view) for view in views)
-        await outcomes(call(store, view, "prepare", lambda one: store.prepare(one, 1, b""), step=1) for view in views)
+        await outcomes(call(store, view, "prepare", lambda one: store.committer.prepare(one, 1, b""), step=1) for view in views)
         assert {type(error) for error in await outcomes(apply(store, view) for view in views)} == {StepPrepared}
-        finalized = [call(store, view, "finalize", lambda one: store.finalize(one, 1), step=1) for view in views]
+        finalized = [call(store, view, "finalize", lambda one: store.history.finalize(one, 1), step=1) for view in views]
         assert await outcomes(finalized) == [None, None]
         assert store.namespaces[NAME].committed_step == 1
 
@@ -355,7 +355,7 @@ def test_ranks_fence_a_single_writer_and_a_single_writer_them() -> None:
         with pytest.raises(WriterFenced):
             norm(store, views[0])
         push(store, again, [A])
-        assert (await store.apply(again, AdamW(lr=0.5), 1.0))["records"] == 1
+        assert (await store.applies.apply(again, AdamW(lr=0.5), 1.0))["records"] == 1
 
     run_ranks(scenario)
 

@@ -35,7 +35,7 @@ def test_counters_say_what_happened_and_what_is_now() -> None:
         }  # fmt: skip
         assert param["slots"] - param["free"] == 3
         assert (optim["resident"], optim["dirty"], optim["slot_bytes"]) == (1, 1, SCHEMA.record_bytes)
-        store.release(view, held.lease_id)
+        store.access.release(view, held.lease_id)
         assert namespace_stats(view.namespace, 0.0)["leased_slots"] == 0
 
     run(scenario())
@@ -64,13 +64,13 @@ def test_what_commits_published_and_what_was_written_for_it_are_counted() -> Non
         for step in (1, 2):
             await train(store, view, [A, B])
             await store.write_back(view, None)
-            await store.commit(view, step, b"")
+            await store.committer.commit(view, step, b"")
         stats = namespace_stats(view.namespace, 0.0)
         assert stats["bytes_committed"] == stats["bytes_written"] == (4 + 2 + 2) * SCHEMA.record_bytes
         await train(store, view, [A])
         await store.write_back(view, None)
         await train(store, view, [A])
-        await store.commit(view, 3, b"")
+        await store.committer.commit(view, 3, b"")
         stats = namespace_stats(view.namespace, 0.0)
         assert (stats["bytes_committed"], stats["bytes_written"]) == (9 * SCHEMA.record_bytes, 10 * SCHEMA.record_bytes)
 
@@ -82,21 +82,21 @@ def test_write_amplification_is_what_was_written_for_each_byte_that_commits_publ
         store = Machine().start()
         view = await create(store, step=None)
         assert namespace_stats(view.namespace, 0.0)["write_amplification"] is None
-        await store.commit(view, 0, b"")
+        await store.committer.commit(view, 0, b"")
         notes = view.namespace.stats.note_bytes
         committed = 4 * SCHEMA.record_bytes
         assert namespace_stats(view.namespace, 0.0)["write_amplification"] == (committed + notes) / committed
         await train(store, view)
         await store.write_back(view, None)
         await train(store, view, [A])
-        store._transfers.count_note(view.namespace, 0, 8192)
-        await store.commit(view, 1, b"")
+        store.transfers.count_note(view.namespace, 0, 8192)
+        await store.committer.commit(view, 1, b"")
         notes = view.namespace.stats.note_bytes
         assert notes >= 8192
         written = 9 * SCHEMA.record_bytes + notes
         assert namespace_stats(view.namespace, 0.0)["write_amplification"] == written / (2 * committed)
-        assert store._transfers.traffic[0].bytes_written == written
-        assert store._transfers.traffic[0].note_bytes == notes
+        assert store.transfers.traffic[0].bytes_written == written
+        assert store.transfers.traffic[0].note_bytes == notes
 
     run(scenario())
 

@@ -28,10 +28,10 @@ def test_a_trained_store_equals_torch_bitwise_whatever_the_budget() -> None:
         for step in range(1, 6):
             keys = [key for key in KEYS if (key[1] + step) % 3]
             push(store, view, keys, step)
-            await store.apply(view, AdamW(lr=1e-2), 1.0)
+            await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
             model.apply(keys, step)
             model.check(await leased(store, view, KEYS[:2]))
-            await store.commit(view, step, b"")
+            await store.committer.commit(view, step, b"")
         for key in KEYS:
             model.check(await leased(store, view, [key]))
 
@@ -44,15 +44,15 @@ def test_calls_take_effect_in_call_order_even_if_not_awaited() -> None:
         store = Machine(seed=2).start()
         view, model = await make_writer(store), Model()
         push(store, view, KEYS, 1)
-        first = asyncio.ensure_future(store.apply(view, AdamW(lr=1e-2), 1.0))
+        first = asyncio.ensure_future(store.applies.apply(view, AdamW(lr=1e-2), 1.0))
         push(store, view, KEYS[:3], 2)
-        second = asyncio.ensure_future(store.apply(view, AdamW(lr=1e-2), 1.0))
-        commit = asyncio.ensure_future(store.commit(view, 1, b""))
+        second = asyncio.ensure_future(store.applies.apply(view, AdamW(lr=1e-2), 1.0))
+        commit = asyncio.ensure_future(store.committer.commit(view, 1, b""))
         model.apply(KEYS, 1)
         model.apply(KEYS[:3], 2)
         model.check(await leased(store, view, KEYS[:6]))
         await asyncio.gather(first, second, commit)
-        assert store.steps(view) == [0, 1]
+        assert view.namespace.ledger.steps() == [0, 1]
 
     run(scenario())
 
@@ -62,9 +62,9 @@ def test_a_commit_leaves_pending_gradients_pending() -> None:
         store = Machine(seed=3).start()
         view, model = await make_writer(store), Model()
         push(store, view, KEYS[:2], 1)
-        await store.commit(view, 1, b"")
+        await store.committer.commit(view, 1, b"")
         model.check(await leased(store, view, KEYS[:2]))
-        assert store.abort(view) == 2
+        assert store.applies.abort(view) == 2
 
     run(scenario())
 
@@ -75,10 +75,10 @@ def test_a_reader_stands_on_its_step_until_it_refreshes() -> None:
         writer, model, before = await make_writer(store), Model(), Model()
         reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         push(store, writer, KEYS, 1)
-        await store.apply(writer, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(writer, AdamW(lr=1e-2), 1.0)
         model.apply(KEYS, 1)
         before.check(await leased(store, reader, KEYS[:3]))
-        await store.commit(writer, 1, b"")
+        await store.committer.commit(writer, 1, b"")
         before.check(await leased(store, reader, KEYS[:3]))
         model.check(await leased(store, writer, KEYS[:3]))
         assert store.refresh(reader) == 1
@@ -95,9 +95,9 @@ def test_readers_of_too_many_old_steps_lose_the_oldest() -> None:
         for step in range(1, 5):
             readers.append(await store.admission.open("moe", mode="read", at=None, host_bytes=None))
             push(store, writer, KEYS, step)
-            await store.apply(writer, AdamW(), 1.0)
-            await store.commit(writer, step, b"")
-        await store.commit(writer, 9, b"")
+            await store.applies.apply(writer, AdamW(), 1.0)
+            await store.committer.commit(writer, step, b"")
+        await store.committer.commit(writer, 9, b"")
         with pytest.raises(StepDropped, match="refresh"):
             await leased(store, readers[0], KEYS[:1])
         await leased(store, readers[-1], KEYS[:1])
@@ -112,15 +112,15 @@ def test_rollback_takes_back_everything_since_the_committed_step() -> None:
         store = Machine(seed=6, host_budget_bytes=6 << 20).start()
         view, model = await make_writer(store), Model()
         push(store, view, KEYS, 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         await store.write_back(view, None)
         push(store, view, KEYS[:1], 2)
         epoch = view.namespace.epoch
         assert await store.rollback(view, 0) == epoch + 1
         model.check(await leased(store, view, KEYS[:2]))
-        assert store.abort(view) == 0
+        assert store.applies.abort(view) == 0
         push(store, view, KEYS[:2], 3)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         model.apply(KEYS[:2], 3)
         model.check(await leased(store, view, KEYS[:2]))
 
@@ -132,12 +132,12 @@ def test_a_new_writer_fences_the_old_and_starts_at_the_committed_step() -> None:
         store = Machine(seed=7).start()
         old, model = await make_writer(store), Model()
         push(store, old, KEYS, 1)
-        await store.apply(old, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(old, AdamW(lr=1e-2), 1.0)
         new = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         with pytest.raises(WriterFenced):
             push(store, old, KEYS, 2)
         with pytest.raises(WriterFenced):
-            await store.commit(old, 1, b"")
+            await store.committer.commit(old, 1, b"")
         model.check(await leased(store, new, KEYS[:2]))
 
     run(scenario())
@@ -149,21 +149,21 @@ def test_a_store_reopens_at_the_last_committed_step() -> None:
         store = machine.start()
         view, model = await make_writer(store), Model()
         push(store, view, KEYS, 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
-        await store.commit(view, 7, b"state at 7")
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.committer.commit(view, 7, b"state at 7")
         model.apply(KEYS, 1)
         push(store, view, KEYS, 2)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         await store.write_back(view, None)
         await machine.crash()
         again = machine.start()
         view = await again.admission.open("moe", mode="write", at=None, host_bytes=None)
-        assert again.steps(view) == [0, 7]
-        assert again.extra(view, 7) == b"state at 7"
+        assert view.namespace.ledger.steps() == [0, 7]
+        assert view.namespace.ledger.step(7).extra == b"state at 7"
         for key in KEYS:
             model.check(await leased(again, view, [key]))
         push(again, view, KEYS, 2)
-        await again.apply(view, AdamW(lr=1e-2), 1.0)
+        await again.applies.apply(view, AdamW(lr=1e-2), 1.0)
         model.apply(KEYS, 2)
         for key in KEYS:
             model.check(await leased(again, view, [key]))
@@ -178,10 +178,10 @@ def test_only_two_steps_are_retained_and_space_comes_back() -> None:
         free = []
         for step in range(1, 8):
             push(store, view, KEYS, step)
-            await store.apply(view, AdamW(), 1.0)
-            await store.commit(view, step, b"")
+            await store.applies.apply(view, AdamW(), 1.0)
+            await store.committer.commit(view, step, b"")
             free.append((await store.stats())["tiers"]["nvme"]["free_bytes"])
-        assert store.steps(view) == [6, 7]
+        assert view.namespace.ledger.steps() == [6, 7]
         assert free[2] == free[-1]
 
     run(scenario())
@@ -192,14 +192,14 @@ def test_reading_a_record_gives_masters_and_moments() -> None:
         store = Machine(seed=10, host_budget_bytes=6 << 20).start()
         view, model = await make_writer(store), Model()
         push(store, view, KEYS, 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         model.apply(KEYS, 1)
         reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         for key in KEYS:
             target = PlainSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes)
-            assert (await store.read(view, key, target)).version == 1
+            assert (await store.reading.read(view, key, target)).version == 1
             check_expert(values_in(target, SCHEMA.stored.fields), model.state[key], key=key, step="working")
-            assert (await store.read(reader, key, target)).version == 0
+            assert (await store.reading.read(reader, key, target)).version == 0
 
     run(scenario())
 
@@ -218,13 +218,13 @@ def test_endless_prefetch_does_not_starve_an_update_over_a_two_slot_arena() -> N
 
         async def prefetch_for_ever() -> None:
             while not is_over:
-                await store.wait_prefetch(store.prefetch(view, KEYS, "optim", None))
+                await store.access.wait_prefetch(store.access.prefetch(view, KEYS, "optim", None))
                 await asyncio.sleep(0)
 
         prefetching = asyncio.ensure_future(prefetch_for_ever())
         for step in range(1, 4):
             push(store, view, KEYS, step)
-            await store.apply(view, AdamW(lr=1e-2), 1.0)
+            await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
             model.apply(KEYS, step)
         is_over = True
         await prefetching
@@ -244,8 +244,8 @@ def test_a_param_schema_serves_what_it_was_given_and_takes_no_gradients() -> Non
         }
         await initialize(store, view, lambda key: values[key])
         with pytest.raises(SchemaMismatch, match="gradients"):
-            store.push(view, [])
-        await store.commit(view, 1, b"")
+            store.applies.push(view, [])
+        await store.committer.commit(view, 1, b"")
         reader = await store.admission.open("served", mode="read", at=None, host_bytes=None)
         for seen_by in (view, reader):
             found = await leased(store, seen_by, KEYS[:2])
@@ -258,14 +258,14 @@ def test_a_writer_that_waits_for_a_commit_keeps_nobody_else_from_opening() -> No
     async def scenario() -> None:
         store = Machine(seed=28, volume_bytes=24 << 20).start()
         slow = await make_writer(store)
-        store._transfers._planner.cuts.cut(slow.namespace)  # a commit that takes its time
+        store.transfers._planner.cuts.cut(slow.namespace)  # a commit that takes its time
         waiting = asyncio.ensure_future(store.admission.open("moe", mode="write", at=None, host_bytes=None))
         await asyncio.sleep(0)
         reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         Model().check(await leased(store, reader, KEYS[:2]))
         assert not waiting.done()
-        store._transfers._planner.cuts.settle(slow.namespace, is_published=False)
-        store._transfers.carry_out()
+        store.transfers._planner.cuts.settle(slow.namespace, is_published=False)
+        store.transfers.carry_out()
         new = await waiting
         with pytest.raises(WriterFenced):
             push(store, slow, KEYS, 1)

@@ -47,11 +47,11 @@ def test_an_apply_that_fails_half_way_breaks_the_namespace_until_rollback() -> N
         machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field("exp_avg/w").offset_bytes)
         push(store, view, KEYS, 1)
         with pytest.raises(StepFailed, match=r"\(1, 1\)"):
-            await store.apply(view, AdamW(lr=1e-2), 1.0)
+            await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         with pytest.raises(StepFailed, match="rollback"):
             push(store, view, KEYS, 2)
         with pytest.raises(StepFailed, match="rollback"):
-            await store.commit(view, 1, b"")
+            await store.committer.commit(view, 1, b"")
         with pytest.raises(StepFailed):
             await leased(store, view, KEYS[:4])
         await store.rollback(view, 0)
@@ -70,15 +70,15 @@ def test_a_failed_write_is_repeated_on_another_extent_and_a_second_failure_fails
         store = machine.start()
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         push(store, view, KEYS[:1], 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         if survives:
-            await store.commit(view, 1, b"")
+            await store.committer.commit(view, 1, b"")
             model.apply(KEYS[:1], 1)
             model.check(await leased(store, view, KEYS[:1]))
             return
         with pytest.raises((VolumeError, StepFailed)):
-            await store.commit(view, 1, b"")
-        assert store.steps(view) == [0]
+            await store.committer.commit(view, 1, b"")
+        assert view.namespace.ledger.steps() == [0]
 
     run(scenario([Fault("write", 1)], survives=True))
     run(scenario([Fault("write", 1, forever=True)], survives=False))
@@ -94,9 +94,9 @@ def test_a_failed_flush_fails_the_commit_breaks_the_namespace_and_keeps_the_comm
         store = machine.start()
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         push(store, view, KEYS, 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         with pytest.raises(VolumeError):
-            await store.commit(view, 1, b"")
+            await store.committer.commit(view, 1, b"")
         with pytest.raises(StepFailed, match="flush"):
             push(store, view, KEYS, 2)
         await store.rollback(view, 0)
@@ -105,8 +105,8 @@ def test_a_failed_flush_fails_the_commit_breaks_the_namespace_and_keeps_the_comm
         store = machine.start()
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         push(store, view, KEYS, 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
-        await store.commit(view, 1, b"")
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.committer.commit(view, 1, b"")
         model.apply(KEYS, 1)
         model.check(await leased(store, view, KEYS[:4]))
 
@@ -122,12 +122,12 @@ def test_the_first_commit_may_fail_at_its_flush_and_initialize_starts_over() -> 
         view = await make_writer(store, commit=False)
         faulty.plan = (Fault("flush", faulty.calls["flush"] + 1),)
         with pytest.raises(VolumeError):
-            await store.commit(view, 0, b"")
+            await store.committer.commit(view, 0, b"")
         await machine.kill()
         store = machine.start()
         view = await store.admission.create("moe", SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
         await initialize(store, view, value_of)
-        await store.commit(view, 0, b"")
+        await store.committer.commit(view, 0, b"")
         Model().check(await leased(store, view, KEYS[:3]))
 
     run(scenario())
@@ -146,13 +146,13 @@ def test_a_note_slot_that_cannot_be_written_fails_one_commit_and_is_left_alone()
         machine.volumes[0] = faulty
         store = machine.start()
         view = await make_writer(store)
-        await store.commit(view, 1, b"")
-        await store.commit(view, 2, b"")  # step 0 is gone: its note slot, the lowest, is free again
+        await store.committer.commit(view, 1, b"")
+        await store.committer.commit(view, 2, b"")  # step 0 is gone: its note slot, the lowest, is free again
         faulty.plan = (Fault("flush", 1 << 30),)
         with pytest.raises(VolumeError, match="bad block"):
-            await store.commit(view, 3, b"")
-        await store.commit(view, 3, b"")
-        assert store.steps(view) == [2, 3]
+            await store.committer.commit(view, 3, b"")
+        await store.committer.commit(view, 3, b"")
+        assert view.namespace.ledger.steps() == [2, 3]
 
     run(scenario())
 
@@ -167,12 +167,12 @@ def test_a_flush_that_fails_for_one_namespace_fails_the_commit_of_every_other_be
         for name in ("a", "b"):
             view = await store.admission.create(name, SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=8 << 20)
             await initialize(store, view, value_of)
-            await store.commit(view, 0, b"")
+            await store.committer.commit(view, 0, b"")
             push(store, view, KEYS, 1)
-            await store.apply(view, AdamW(lr=1e-2), 1.0)
+            await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
             views.append(view)
         faulty.plan = (Fault("flush", faulty.calls["flush"] + 1),)
-        outcomes = await asyncio.gather(*(store.commit(view, 1, b"") for view in views), return_exceptions=True)
+        outcomes = await asyncio.gather(*(store.committer.commit(view, 1, b"") for view in views), return_exceptions=True)
         assert all(isinstance(outcome, VolumeError | StepFailed) for outcome in outcomes), outcomes
         assert [view.namespace.committed_step for view in views] == [0, 0]
 
@@ -191,10 +191,10 @@ def test_after_an_outcome_that_cannot_be_known_nothing_is_written_and_a_restart_
         view, model = await make_writer(store), Model()
         dead._fail_at = dead.applies + 1
         push(store, view, KEYS, 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         model.apply(KEYS, 1)
         with pytest.raises(CatalogError, match="restart the daemon"):
-            await store.commit(view, 1, b"")
+            await store.committer.commit(view, 1, b"")
         with pytest.raises(StepFailed, match="restart the daemon"):
             push(store, view, KEYS, 2)
         with pytest.raises(CatalogError):
@@ -202,7 +202,7 @@ def test_after_an_outcome_that_cannot_be_known_nothing_is_written_and_a_restart_
         await machine.crash(keeps_random_writes=True)
         store = machine.start()
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
-        assert store.steps(view) == ([0, 1] if outcome == "durable" else [0])
+        assert view.namespace.ledger.steps() == ([0, 1] if outcome == "durable" else [0])
         (model if outcome == "durable" else Model()).check(await leased(store, view, KEYS[:4]))
 
     run(scenario("durable"))
@@ -223,10 +223,10 @@ def test_when_every_write_fails_the_apply_says_why_and_little_space_is_lost() ->
         faulty.plan = (Fault("write", faulty.calls["write"] + 1, forever=True),)
         push(store, view, KEYS, 1)
         with pytest.raises(StepFailed, match="write number"):
-            await store.apply(view, AdamW(lr=1e-2), 1.0)
+            await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         faulty.plan = ()
         await store.rollback(view, 0)
-        (space,) = store._transfers._planner.space.stats()
+        (space,) = store.transfers._planner.space.stats()
         assert space.quarantined_bytes <= 4 * SCHEMA.record_bytes
         assert "write number" in str(space.fenced)
         model.check(await leased(store, view, KEYS[:2]))
@@ -240,14 +240,14 @@ def test_a_failed_flush_breaks_a_namespace_whose_record_is_on_its_way_to_that_vo
         store = machine.start()
         view = await make_writer(store)
         push(store, view, KEYS[:1], 1)
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         machine.workers.pause()
         writing = asyncio.ensure_future(store.write_back(view, None))
         await asyncio.sleep(0)
-        store._committer._distrust(0, VolumeError("flush failed for somebody else"))
+        store.committer._distrust(0, VolumeError("flush failed for somebody else"))
         machine.workers.resume()
         await writing
         with pytest.raises(StepFailed, match="somebody else"):
-            await store.commit(view, 1, b"")
+            await store.committer.commit(view, 1, b"")
 
     run(scenario())

@@ -27,10 +27,10 @@ def test_options_of_another_optimizer_change_nothing() -> None:
         view, model = await make_writer(store), Model()
         push(store, view, KEYS[:2], 1)
         with pytest.raises(SchemaMismatch, match="SGD cannot update"):
-            await store.apply(view, SGD(lr=1e-2), 1.0)
+            await store.applies.apply(view, SGD(lr=1e-2), 1.0)
         assert view.namespace.broken is None
         assert len(view.namespace.pending) == 2
-        await store.apply(view, AdamW(lr=1e-2), 1.0)
+        await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         model.apply(KEYS[:2], 1)
         model.check(await leased(store, view, KEYS[:2]))
 
@@ -46,26 +46,26 @@ def test_bad_requests_are_refused_and_change_nothing() -> None:
         with pytest.raises(NamespaceExists, match="committed at step 0"):
             await store.admission.create("moe", SCHEMA.describe(), layers=range(LAYERS), experts=EXPERTS, host_bytes=None)
         with pytest.raises(UnknownKey, match=r"\(9, 0\)"):
-            store.acquire(view, next(lease_ids), [(0, 0), (9, 0)], "param")
+            store.access.acquire(view, next(lease_ids), [(0, 0), (9, 0)], "param")
         with pytest.raises(SchemaMismatch, match="optim"):
-            store.acquire(view, next(lease_ids), KEYS[:1], "optim")
+            store.access.acquire(view, next(lease_ids), KEYS[:1], "optim")
         with pytest.raises(SchemaMismatch, match="nope"):
-            store.prefetch(view, KEYS, "nope", None)
+            store.access.prefetch(view, KEYS, "nope", None)
         with pytest.raises(UnknownKey):
             push(store, view, [*KEYS, (0, 99)], 1)
         push(store, view, KEYS[:1], 1)
         with pytest.raises(StepOutOfOrder, match="0 is committed"):
-            await store.commit(view, 0, b"")
-        assert store.abort(view) == 1
-        assert (await store.commit(view, 0, b""))["records"] == 0  # the same step again, nothing happened since
+            await store.committer.commit(view, 0, b"")
+        assert store.applies.abort(view) == 1
+        assert (await store.committer.commit(view, 0, b""))["records"] == 0  # the same step again, nothing happened since
         with pytest.raises(CapacityError, match="extra"):
-            await store.commit(view, 1, bytes(70_000))
+            await store.committer.commit(view, 1, bytes(70_000))
         with pytest.raises(StepOutOfOrder):
-            await store.initialize_begin(view)
+            await store.initializer.begin(view)
         with pytest.raises(StepDropped):
             await store.rollback(view, 5)
         with pytest.raises(StepDropped):
-            store.extra(view, 5)
+            view.namespace.ledger.step(5)
         reader = await store.admission.open("moe", mode="read", at=0, host_bytes=None)
         with pytest.raises(SchemaMismatch, match="reading"):
             push(store, reader, KEYS, 1)
@@ -82,12 +82,12 @@ def test_more_keys_than_slots_is_a_capacity_error_and_own_leases_a_lease_error()
         assert cap < 2 * len(KEYS)
         view.lease_slots = 4
         with pytest.raises(CapacityError, match="was promised 4 slots when it opened"):
-            store.acquire(view, next(lease_ids), KEYS[:5], "param")
+            store.access.acquire(view, next(lease_ids), KEYS[:5], "param")
         first = next(lease_ids)
-        await store.wait_lease(store.acquire(view, first, KEYS[:3], "param"), 1.0)
+        await store.access.wait_lease(store.access.acquire(view, first, KEYS[:3], "param"), 1.0)
         with pytest.raises(LeaseError, match="release some first"):
-            store.acquire(view, next(lease_ids), KEYS[3:5], "param")
-        store.release(view, first)
+            store.access.acquire(view, next(lease_ids), KEYS[3:5], "param")
+        store.access.release(view, first)
         await leased(store, view, KEYS[1:5])
 
     run(scenario())
@@ -120,9 +120,9 @@ def test_a_lease_that_waits_times_out_and_leaves_nothing_behind() -> None:
         view = await make_writer(store)
         await store.evict(view, None, None)
         machine.workers.pause()
-        request = store.acquire(view, next(lease_ids), KEYS[:2], "param")
+        request = store.access.acquire(view, next(lease_ids), KEYS[:2], "param")
         with pytest.raises(WaitTimeout, match="2 still loading"):
-            await store.wait_lease(request, 0.0)
+            await store.access.wait_lease(request, 0.0)
         assert not view.leased
         machine.workers.resume()
         await leased(store, view, KEYS[:2])

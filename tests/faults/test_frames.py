@@ -178,7 +178,7 @@ class Scene:
         view = await create(self.store, "good", host_bytes=12 << 20)
         self.store.close_view(view)
         self.store.close_view(await create(self.store, "evil", host_bytes=12 << 20))
-        self.server = Server(self.store, listen(self.path))
+        self.server = Server(self.machine.service, listen(self.path))
         self.good = RawClient.connect(self.path)
         await self.good.hello()
         self.good_sessions = set(self.server._sessions)

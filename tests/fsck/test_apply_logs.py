@@ -36,7 +36,7 @@ async def trained(machine: Machine) -> dict[int, list[float]]:
     for step, touched in ((1, keys), (2, keys[:1]), (3, [])):
         await train(store, view, touched)
         await train(store, view, [])
-        await store.commit(view, step, b"")
+        await store.committer.commit(view, step, b"")
     return await seen(machine)
 
 
@@ -108,7 +108,7 @@ def test_a_rebuilt_catalog_has_the_logs_and_every_step_the_same_values() -> None
         assert await seen(machine) == before
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         await train(store, view, keys_of(view)[2:])
-        await store.commit(view, 9, b"")
+        await store.committer.commit(view, 9, b"")
         assert examine(survey_of(machine), machine.catalog.load()).findings == []
         await machine.crash()
 

@@ -288,9 +288,9 @@ def test_what_only_the_catalog_knows_of_a_step_outlives_a_rebuild_where_it_can_b
         view = await create(store)
         for step in (1, 2):
             await commit(store, view, step, keys_of(view))
-        await store.snapshot(view, 2)
+        await store.admission.snapshot(view, 2)
         await train(store, view)
-        await store.prepare(view, 3, b"")
+        await store.committer.prepare(view, 3, b"")
         await machine.crash()
         contents = machine.catalog.load()
         report = examine(survey_of(machine), contents)

@@ -31,7 +31,7 @@ async def crashed(experts: Iterable[int], *, more: Iterable[int] = (), lives: in
         view, _, _ = await opened(store)
         for expert in chosen[life::lives]:
             await put(store, view, [(0, expert)])
-            await store.initialize_save(view, SOURCE)
+            await store.committer.save_draft(view, SOURCE)
         if life == lives - 1:
             await put(store, view, [(0, expert) for expert in more])
         await machine.crash(keeps_random_writes=True)
@@ -73,8 +73,8 @@ def test_a_rebuilt_draft_is_the_same_draft_and_nobody_can_open_it(experts: Itera
         view, present, extra = await opened(store)
         assert (present, extra) == ([(0, expert) for expert in experts], SOURCE)
         await put(store, view, [(0, expert) for expert in ALL if expert not in experts])
-        await store.initialize_end(view)
-        await store.commit(view, 0, b"")
+        await store.initializer.end(view)
+        await store.committer.commit(view, 0, b"")
         assert await first_values(store, view) == [0.0, 1.0, 2.0, 3.0]
         await machine.crash()
         report = examine(survey_of(machine), machine.catalog.load())
@@ -105,7 +105,7 @@ def test_where_the_newest_draft_or_the_first_commit_is_not_whole_the_draft_befor
         store = machine.start()
         view = await drafted(store, (0,))
         await put(store, view, [(0, 1), (0, 2), (0, 3)])
-        await (store.commit(view, 4, b"") if is_committed else store.initialize_save(view, SOURCE))
+        await (store.committer.commit(view, 4, b"") if is_committed else store.committer.save_draft(view, SOURCE))
         located = view.namespace.ledger.at((0, 2), 4)
         assert located is not None
         await machine.crash()

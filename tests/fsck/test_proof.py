@@ -195,11 +195,11 @@ async def history(machine: Machine, choice: random.Random, *, lives: int) -> Non
                 elif act == "write_back":
                     await store.write_back(view, None)
                 elif act == "rollback":
-                    await store.rollback(view, choice.choice(store.steps(view)))
+                    await store.rollback(view, choice.choice(view.namespace.ledger.steps()))
                 elif act == "snapshot":
-                    await store.snapshot(view, choice.choice(store.steps(view)))
+                    await store.admission.snapshot(view, choice.choice(view.namespace.ledger.steps()))
                 else:
-                    await store.admission.open("moe", mode="read", at=choice.choice(store.steps(view)), host_bytes=None)
+                    await store.admission.open("moe", mode="read", at=choice.choice(view.namespace.ledger.steps()), host_bytes=None)
             except ParamStoreError:
                 continue  # refused, as by a snapshot or a limit
             check(machine)

@@ -49,7 +49,7 @@ async def bytes_at(machine: Machine, name: str, step: int) -> list[bytes]:
     records = []
     for key in keys_of(view):
         target = PlainSegment(view.namespace.schema.record_bytes).view(0, view.namespace.schema.record_bytes)
-        await store.read(view, key, target)
+        await store.reading.read(view, key, target)
         records.append(bytes(target))
     store.close_view(view)
     return records
@@ -97,8 +97,8 @@ def test_a_store_with_a_rebuilt_catalog_is_clean_and_goes_on() -> None:
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         assert view.namespace.committed_step == 9
         await commit(store, view, 20, keys_of(view)[1:], b"on")
-        assert store.extra(view, 20) == b"on"
-        assert 9 in store.steps(view)
+        assert view.namespace.ledger.step(20).extra == b"on"
+        assert 9 in view.namespace.ledger.steps()
         assert examine(survey_of(machine), machine.catalog.load()).findings == []
         await machine.crash()
         machine.start()

@@ -101,8 +101,8 @@ class ReaderMachine(RuleBasedStateMachine):
         memory = PlainSegment(SCHEMA.gradient_bytes)
         for each in SCHEMA.gradient_fields():
             field_tensor(memory.view(0, SCHEMA.gradient_bytes), each).fill_(gradient)
-        self.store.push(self.writer, [(key, memory, 0) for key in sorted(keys)])
-        self.run(self.store.apply(self.writer, OPTIONS, 1.0))
+        self.store.applies.push(self.writer, [(key, memory, 0) for key in sorted(keys)])
+        self.run(self.store.applies.apply(self.writer, OPTIONS, 1.0))
         self.updates += 1
         for key in keys:
             self.working[key] = (*self.working[key], (gradient, self.updates))
@@ -112,13 +112,13 @@ class ReaderMachine(RuleBasedStateMachine):
     def prepare(self, gap: int) -> None:
         """No step goes for one that may not come."""
         step = max(self.steps) + gap
-        assert self.run(self.store.prepare(self.writer, step, str(step).encode()))["step"] == step
+        assert self.run(self.store.committer.prepare(self.writer, step, str(step).encode()))["step"] == step
         self.prepared = step, dict(self.working)
 
     @precondition(lambda self: self.prepared is not None)
     @rule()
     def finalize(self) -> None:
-        self.run(self.store.finalize(self.writer, self._prepared_step()))
+        self.run(self.store.history.finalize(self.writer, self._prepared_step()))
         self._settle_prepared()
 
     def _prepared_step(self) -> int:
@@ -136,7 +136,7 @@ class ReaderMachine(RuleBasedStateMachine):
     def begin_commit(self, gap: int, turns: int) -> None:
         """It goes on beside what comes next, `turns` of the loop ahead."""
         step = max(self.steps) + gap
-        task = self.loop.create_task(self.store.commit(self.writer, step, str(step).encode()))
+        task = self.loop.create_task(self.store.committer.commit(self.writer, step, str(step).encode()))
         self.commit = task, step, dict(self.working)
         self.run(small_store.turns(1 + turns))  # the cut is made in the first: what is trained later is not of this step
 
@@ -184,7 +184,7 @@ class ReaderMachine(RuleBasedStateMachine):
         self.end_commit()
         if len(self.snapshots) < SNAPSHOTS_MAX:
             step = sorted(self.steps)[pick % len(self.steps)]
-            self.run(self.store.snapshot(self.writer, step))
+            self.run(self.store.admission.snapshot(self.writer, step))
             self.snapshots.add(step)
 
     @precondition(lambda self: self.snapshots)
@@ -192,7 +192,7 @@ class ReaderMachine(RuleBasedStateMachine):
     def drop_snapshot(self, pick: int) -> None:
         self.end_commit()
         step = sorted(self.snapshots)[pick % len(self.snapshots)]
-        self.run(self.store.drop_snapshot(self.writer, step))
+        self.run(self.store.admission.drop_snapshot(self.writer, step))
         self.snapshots.remove(step)
         kept = {*sorted(self.steps)[-self.retained :], *self.snapshots}
         self._only(kept | {reader.step for reader in self.readers if not reader.is_dropped})
@@ -273,7 +273,7 @@ class ReaderMachine(RuleBasedStateMachine):
         leased = {each for lease in reader.leases for each in lease.state.items()}
         wanted = leased.union((key, content[key]) for key in keys)
         try:
-            request = self.store.acquire(reader.view, next(self.lease_ids), keys, "param")
+            request = self.store.access.acquire(reader.view, next(self.lease_ids), keys, "param")
         except (CapacityError, LeaseError):
             assert len(wanted) > self.store.describe_view(reader.view)["lease_slots"]  # type: ignore[operator]
             return
@@ -289,7 +289,7 @@ class ReaderMachine(RuleBasedStateMachine):
     def release(self, pick: int) -> None:
         reader = [reader for reader in self.readers if reader.leases][pick % sum(bool(reader.leases) for reader in self.readers)]
         lease = reader.leases.pop(pick % len(reader.leases))
-        self.store.release(reader.view, lease.request.lease_id)
+        self.store.access.release(reader.view, lease.request.lease_id)
 
     @rule(pick=PICK, key=KEY)
     def read(self, pick: int, key: ExpertKey) -> None:
@@ -298,9 +298,9 @@ class ReaderMachine(RuleBasedStateMachine):
         reader = self.readers[pick % len(self.readers)] if self.readers and pick % 3 else None
         if reader is not None and reader.view.is_dropped:
             with pytest.raises(StepDropped):
-                self.run(self.store.read(reader.view, key, target))
+                self.run(self.store.reading.read(reader.view, key, target))
             return
-        self.run(self.store.read(reader.view if reader is not None else self.writer, key, target))
+        self.run(self.store.reading.read(reader.view if reader is not None else self.writer, key, target))
         updates = (self.steps[reader.step] if reader is not None else self.working)[key]
         for each in SCHEMA.stored.fields:
             assert torch.equal(field_tensor(target, each).flatten(), expected(key, updates, each.name).flatten()), (key, each.name)
@@ -335,11 +335,11 @@ class ReaderMachine(RuleBasedStateMachine):
     @invariant()
     def the_steps_that_stay_are_those_that_should(self) -> None:
         if self.commit is None:
-            assert self.store.steps(self.writer) == sorted(self.steps)
-            assert self.store.snapshots(self.writer) == sorted(self.snapshots)
+            assert self.writer.namespace.ledger.steps() == sorted(self.steps)
+            assert self.writer.namespace.ledger.snapshots() == sorted(self.snapshots)
             assert [reader.view.is_dropped for reader in self.readers] == [reader.is_dropped for reader in self.readers]
             for step in self.steps:
-                assert self.store.extra(self.writer, step) == (str(step).encode() if step else b"")
+                assert self.writer.namespace.ledger.step(step).extra == (str(step).encode() if step else b"")
 
     def teardown(self) -> None:
         """All leave: what is held of the volumes is what the steps that stay need, once each, and no slot is leased."""
@@ -354,7 +354,7 @@ class ReaderMachine(RuleBasedStateMachine):
             self.store.close_view(self.writer)
             self.run(self._until_idle())
             needed = {(key, updates) for state in self.steps.values() for key, updates in state.items()}
-            assert self.store._transfers._planner.space.held_bytes("moe") == len(needed) * SCHEMA.record_bytes
+            assert self.store.transfers._planner.space.held_bytes("moe") == len(needed) * SCHEMA.record_bytes
             assert not any(copy.leases for copies in namespace.copies.values() for copy in copies)
         finally:
             self.loop.run_until_complete(self._crash())
@@ -364,7 +364,7 @@ class ReaderMachine(RuleBasedStateMachine):
         """Nothing is under way, nor about to be."""
         idle_turns = 0
         while idle_turns < IDLE_TURNS and not (or_finished is not None and or_finished.is_finished):
-            idle_turns = idle_turns + 1 if self.store._runner.is_idle else 0
+            idle_turns = idle_turns + 1 if self.store.transfers.runner.is_idle else 0
             await asyncio.sleep(0)
 
 

@@ -73,7 +73,7 @@ class Rank:
             self.free += [self.held.pop(key) for key in read]
         entries = [(key, gradient(self.view, key, self.free.pop(0)), 0) for key in part]
         self.held |= {key: memory for key, memory, _ in entries}
-        self.store.push(self.view, entries, is_last=True)
+        self.store.applies.push(self.view, entries, is_last=True)
 
 
 def gradient(view: View, key: ExpertKey, memory: PlainSegment) -> PlainSegment:
@@ -89,7 +89,7 @@ async def step(seed: int, *, is_early: bool, room_layers: int = 2, ends_layers: 
     store = Machine(seed=seed, wait_timeout_s=WAIT_S).start()
     view = await store.admission.create(NAME, SCHEMA.describe(), layers=range(plan.layers), experts=plan.experts, host_bytes=None)
     await initialize(store, view)
-    await store.commit(view, 0, b"")
+    await store.committer.commit(view, 0, b"")
     store.close_view(view)
     views = await open_ranks(store, plan.ranks)
     slots = views[0].namespace.working_arena.slots  # type: ignore[union-attr]
@@ -99,19 +99,19 @@ async def step(seed: int, *, is_early: bool, room_layers: int = 2, ends_layers: 
     room = room_layers * plan.experts if is_early else plan.layers * plan.experts
     ranks = [Rank(plan, store, view, meeting, room=room, ends_layers=ends_layers) for view in views]
     if is_early:
-        begun = [call(store, view, "begin_apply", lambda one: store.begin_apply(one, OPTIONS, 1.0)) for view in views]
+        begun = [call(store, view, "begin_apply", lambda one: store.applies.begin(one, OPTIONS, 1.0)) for view in views]
         for future in begun:
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
         async with asyncio.TaskGroup() as group:
             for rank in ranks:
                 group.create_task(rank.backward())
-        await asyncio.gather(*(call(store, view, "end_apply", store.end_apply) for view in views))
+        await asyncio.gather(*(call(store, view, "end_apply", store.applies.end) for view in views))
     else:
         for rank in ranks:
             keys = [(layer, expert) for layer in range(plan.layers) for expert in plan.pushed[rank.view.rank][layer]]
             entries = [(key, gradient(rank.view, key, memory), 0) for key, memory in zip(keys, rank.free, strict=False)]
-            store.push(rank.view, entries)
-        await asyncio.gather(*(call(store, view, "apply", lambda one: store.apply(one, OPTIONS, 1.0)) for view in views))
+            store.applies.push(rank.view, entries)
+        await asyncio.gather(*(call(store, view, "apply", lambda one: store.applies.apply(one, OPTIONS, 1.0)) for view in views))
     return torch.stack([await record(store, views[0], key) for key in views[0].namespace.keys])
 
 

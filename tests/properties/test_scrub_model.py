@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from paramstore.engine import scrub as scrub_module
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import StoreUnavailable, TicketCancelled
+from paramstore.upkeep import scrubber
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores import small_store
 from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, keys_of, run, train, turns
@@ -23,12 +23,12 @@ RECORD_BYTES = SCHEMA.record_bytes
 Result = dict[str, Any]
 
 
-async def verify(store: Store) -> Result:
-    return await store.scrubber.wait(store.verify(None, None, None))
+async def verify(machine: Machine) -> Result:
+    return await machine.service.scrubber.wait(machine.service.scrubber.start(None, None, None))
 
 
 async def until_idle(store: Store) -> None:
-    while not store._runner.is_idle:
+    while not store.transfers.runner.is_idle:
         await asyncio.sleep(0)
 
 
@@ -61,12 +61,12 @@ class Work:
         """One after the other; some in the middle are cancelled."""
         random = Random(self.step)
         while True:
-            scrub = self.store.verify(None, None, None)
+            scrub = self.machine.service.scrubber.start(None, None, None)
             if random.random() < 0.2:
                 await turns(random.randrange(10))
-                self.store.scrubber.cancel(scrub, TicketCancelled("enough"))
+                self.machine.service.scrubber.cancel(scrub, TicketCancelled("enough"))
             try:
-                self.results.append(await self.store.scrubber.wait(scrub))
+                self.results.append(await self.machine.service.scrubber.wait(scrub))
             except TicketCancelled:
                 continue
 
@@ -74,7 +74,7 @@ class Work:
         if self.scrubbing is not None:
             self.scrubbing.cancel()
             await asyncio.wait([self.scrubbing])
-            await self.store.scrubber.close(StoreUnavailable("the test is over"))
+            await self.machine.service.scrubber.close(StoreUnavailable("the test is over"))
             await until_idle(self.store)
 
     async def act(self) -> None:
@@ -84,7 +84,7 @@ class Work:
             await train(self.store, self.view, keys)
         elif choice == "commit":
             self.step += 1
-            await self.store.commit(self.view, self.step, b"")
+            await self.store.committer.commit(self.view, self.step, b"")
         elif choice == "write":
             await self.store.write_back(self.view, keys)
         elif choice == "evict":
@@ -100,13 +100,13 @@ class Work:
 
     async def state(self) -> list[object]:
         """All that a scrub could have changed: every record's bytes at every step and now, and the volumes' free bytes."""
-        space, images = self.store._transfers._planner.space, []
+        space, images = self.store.transfers._planner.space, []
         target = PlainSegment(RECORD_BYTES).view(0, RECORD_BYTES)
         for key in keys_of(self.view):
-            await self.store.read(self.view, key, target)
+            await self.store.reading.read(self.view, key, target)
             fields = [bytes(target[field.offset_bytes :][: field.length_bytes]) for field in SCHEMA.stored.fields]
             images.append((key, self.view.namespace.working[key].identity, fields))
-        return [self.store.steps(self.view), images, space.held_bytes("moe"), space.free_bytes, dict(space._pins)]
+        return [self.view.namespace.ledger.steps(), images, space.held_bytes("moe"), space.free_bytes, dict(space._pins)]
 
 
 async def worked(seed: int, *, is_scrubbed: bool, acts: int) -> tuple[list[object], Work]:
@@ -154,12 +154,12 @@ def check_crash(seed: int, acts: int) -> None:
             assert not [result for result in work.results if result["found"]]
             work.readers.clear()
             work.store = work.machine.start()
-            assert (await verify(work.store))["found"] == 0
+            assert (await verify(work.machine))["found"] == 0
             work.view = await work.store.admission.open("moe", mode="write", at=None, host_bytes=None)
             work.step = max(work.step, work.view.namespace.committed_step or 0)
             work.scrub_on()
         await work.scrub_off()
-        assert not work.store._transfers._planner.space._pins
+        assert not work.store.transfers._planner.space._pins
 
     try:
         run(scenario())
@@ -169,20 +169,20 @@ def check_crash(seed: int, acts: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piece_bytes", [scrub_module.PIECE_BYTES, 4096])
+@pytest.mark.parametrize("piece_bytes", [scrubber.PIECE_BYTES, 4096])
 @pytest.mark.parametrize("seed", range(40))
 def test_beside_training_it_finds_nothing_and_changes_nothing(
     seed: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scrub_module, "PIECE_BYTES", piece_bytes)  # the smaller one: records of several pieces
+    monkeypatch.setattr(scrubber, "PIECE_BYTES", piece_bytes)  # the smaller one: records of several pieces
     check_beside_training(seed, acts=25)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piece_bytes", [scrub_module.PIECE_BYTES, 4096])
+@pytest.mark.parametrize("piece_bytes", [scrubber.PIECE_BYTES, 4096])
 @pytest.mark.parametrize("seed", range(40))
 def test_a_crash_in_the_middle_of_it_loses_nothing(seed: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrub_module, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(scrubber, "PIECE_BYTES", piece_bytes)
     check_crash(seed, acts=12)
 
 

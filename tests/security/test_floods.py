@@ -184,8 +184,9 @@ def test_a_byte_now_and_then_does_not_put_the_deadline_off(tmp_path: Path, monke
         return await ended
 
     async def scenario() -> None:
-        store = Machine(seed=SEED).start()
-        server = Server(store, listen(tmp_path / "run" / "s"))
+        machine = Machine(seed=SEED)
+        machine.start()
+        server = Server(machine.service, listen(tmp_path / "run" / "s"))
         slow = [RawClient.connect(tmp_path / "run" / "s") for _ in range(8)]
         good = RawClient.connect(tmp_path / "run" / "s")
         await good.hello()

@@ -25,6 +25,7 @@ import paramstore_client as ps
 from paramstore.core.location import Extent
 from paramstore.core.schema import Schema
 from paramstore.daemon.assembly import HostMemory
+from paramstore.daemon.service import Service
 from paramstore.daemon.session import Session
 from paramstore.engine.store import Store
 from paramstore.memory.arena import PageKind, PageReport
@@ -55,9 +56,9 @@ VM_FLAGS_OF_NO_DUMP = "dd"
 class Tenant:
     """A client, its one namespace, and everything that it can see."""
 
-    def __init__(self, store: Store, schema: Schema) -> None:
+    def __init__(self, service: Service, schema: Schema) -> None:
         ours, theirs = socket.socketpair()
-        self.session = Session(store, theirs, on_gone=lambda session: None)
+        self.session = Session(service, theirs, on_gone=lambda session: None)
         self.client = RawClient(ours)
         self.schema = schema
         self.handle = self.segment = 0
@@ -145,7 +146,7 @@ def test_a_namespace_that_takes_anothers_memory_and_extents_sees_nothing_of_it()
         machine = Machine(seed=3, volume_size_bytes=14 * MIB, host_budget_bytes=HOST_BYTES)
         store = machine.start()
         store.host.memory = HostMemory(PageReport(PageKind.SMALL, PageKind.SMALL, ""))
-        secret, other = Tenant(store, SECRET), Tenant(store, OTHER)
+        secret, other = Tenant(machine.service, SECRET), Tenant(machine.service, OTHER)
         with closing(secret), closing(other):
             await one_after_the_other(machine, store, secret, other)
 

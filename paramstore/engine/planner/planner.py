@@ -230,6 +230,15 @@ class Planner:
     def end_stop(namespace: NamespaceState) -> None:
         namespace.stop_requests -= 1
 
+    @staticmethod
+    def begin_prepare(namespace: NamespaceState, step: int) -> None:
+        """Notes that `step` is being prepared: no record changes from now on."""
+        namespace.preparing = step
+
+    @staticmethod
+    def end_prepare(namespace: NamespaceState) -> None:
+        namespace.preparing = None
+
     def rollback(self, namespace: NamespaceState, *, freed: Iterable[Extent]) -> None:
         """Takes all tables back to what the ledger says: drops pending gradients, working copies and unseen `param` copies.
 

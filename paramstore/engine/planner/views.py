@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paramstore.config import Retention
+from paramstore.core.key import ExpertKey
+from paramstore.core.visits import Visits
 from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.promises import promise
-from paramstore.engine.planner.schedules import choose_schedule
-from paramstore.engine.tables.namespace import NamespaceState, View, WriterGroup
+from paramstore.engine.planner.schedules import choose_schedule, declare_schedule
+from paramstore.engine.tables.namespace import NamespaceState, View, ViewClient, WriterGroup
 from paramstore.errors import LeaseError
 
 
@@ -93,6 +95,33 @@ class ViewPlanner:
         view.step = step
         view.is_dropped = False
         self.see_less(view.namespace)
+
+    @staticmethod
+    def introduce(view: View, client: ViewClient) -> None:
+        """Notes the session that the view belongs to."""
+        view.client = client
+
+    @staticmethod
+    def protect(view: View, keys: Iterable[ExpertKey], *, is_wanted: bool) -> None:
+        """Notes that the view's client wishes to keep `keys` in memory, or does so no more."""
+        view.protected = view.protected.union(keys) if is_wanted else view.protected.difference(keys)
+
+    @staticmethod
+    def report_device(
+        view: View, resident: Iterable[ExpertKey], touched: Iterable[ExpertKey], *, bytes_resident: int
+    ) -> None:
+        """Notes what the client's HBM tier holds. Its uses, `touched`, count as uses of what is in host memory."""
+        view.device_resident, view.device_bytes = frozenset(resident), bytes_resident
+        namespace = view.namespace
+        if namespace.param_arena is not None:
+            for key in touched:
+                if key in namespace.copies:
+                    namespace.param_arena.policy.record(key)
+
+    @staticmethod
+    def declare(view: View, *, param: Visits, optim: Visits) -> None:
+        """Declares that `view` visits its layers in these cycles from now on; both empty: takes back its declaration."""
+        declare_schedule(view, param=param, optim=optim)
 
     def see_less(self, namespace: NamespaceState) -> None:
         """After views or steps went: retires copies that nobody sees any more, and lets whoever waits for their slots go on."""

@@ -56,6 +56,10 @@ class Loader:
         with self._transfers.deciding() as planner:
             planner.leases.cancel_lease(request, error)
 
+    def release(self, view: View, lease_id: int) -> None:
+        with self._transfers.deciding() as planner:
+            planner.leases.release(view, lease_id)
+
     def prefetch(self, view: View, keys: Sequence[ExpertKey], part: str, deadline_s: float | None) -> PrefetchRequest:
         """Starts loading what fits. deadline_s: seconds from now until the keys are needed; what is needed sooner moves first.
 

@@ -11,7 +11,7 @@ from functools import partial
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
-from paramstore.engine.planner.permission import check_view
+from paramstore.engine.planner.permission import check_unclaimed, check_view
 from paramstore.engine.records.access import Loader
 from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.namespace import NamespaceState, View
@@ -30,8 +30,11 @@ class Reading:
         self._runner = runner
 
     async def read(self, view: View, key: ExpertKey, target: memoryview) -> Identity:
-        """Copies the stored part's image, as `view` sees it, to `target` (record_bytes, page-aligned). Raises CorruptRecord."""
+        """Copies the stored part's image, as `view` sees it, to `target` (record_bytes, page-aligned). Raises CorruptRecord;
+        StepOutOfOrder for a writer whose open apply is under way."""
         namespace = view.namespace
+        if view.is_writer:
+            check_unclaimed(namespace, what="read")
         check_view(view)
         namespace.keys.check([key], namespace=namespace.name)
         if view.is_writer:

@@ -12,20 +12,21 @@ which no step has published are broken until rollback. A failed write or flush i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from paramstore.clock import Clock
 from paramstore.core.location import Extent
 from paramstore.core.residency import Working
-from paramstore.engine.planner.permission import prepared_error
+from paramstore.engine.planner.permission import check_changing, check_unclaimed, check_writer, prepared_error
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.steps.history import Chain, check_uncommitted
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.copies import Cut
 from paramstore.engine.tables.counters import CommitProgress
-from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers.runner import CATALOG_LANE, Runner, until_woken, volume_lane
 from paramstore.engine.transfers.transfers import Transfers
@@ -71,20 +72,43 @@ class Committer:
         self._bad_note_slots: set[int] = set()
         """Note slots that a note could not be written to; they are not tried again before a restart."""
 
-    async def commit(
-        self, namespace: NamespaceState, step: int, extra: bytes, *, check: Callable[[], object], is_prepared: bool = False
-    ) -> dict[str, object]:
-        """Makes everything that has changed up to its turn durable as `step`, and returns figures for the caller.
+    def commit(self, view: View, step: int, extra: bytes) -> Coroutine[Any, Any, dict[str, object]]:
+        """Returns a coroutine that makes everything that has changed up to its turn durable as `step`, and gives figures for the
+        caller. Raises StepOutOfOrder while an apply is open and under way.
 
-        check: called when its turn has come; raises what keeps the caller from committing. is_prepared: the step is not committed
-        before `finalize`. Raises StepOutOfOrder, StepFailed, CapacityError, and what a volume or the catalog raised; then the
-        committed step is as before, and the records are still the newest uncommitted ones.
+        The coroutine raises StepOutOfOrder, StepFailed, CapacityError, and what a volume or the catalog raised; then the committed
+        step is as before, and the records are still the newest uncommitted ones.
         """
+        check_unclaimed(view.namespace, what=f"commit({step})")
+        return self._commit(view, step, extra)
+
+    def prepare(self, view: View, step: int, extra: bytes) -> Coroutine[Any, Any, dict[str, object]]:
+        """Does what `commit` does, but the step is not committed before `Chain.finalize`. No record changes from now on. Raises
+        StepPrepared."""
+        namespace = check_changing(view)
+        epoch = namespace.epoch
+        with self._transfers.deciding() as planner:
+            planner.begin_prepare(namespace, step)
+
+        async def run() -> dict[str, object]:
+            try:
+                return await self._commit(view, step, extra, prepared_in=epoch)
+            finally:
+                if namespace.epoch == epoch:  # else a rollback has cleared it, and another may prepare by now
+                    with self._transfers.deciding() as planner:
+                        planner.end_prepare(namespace)
+
+        return run()
+
+    async def _commit(self, view: View, step: int, extra: bytes, *, prepared_in: int | None = None) -> dict[str, object]:
+        """prepared_in: epoch in which the step was to be prepared; None for one that is committed at once."""
         _check_extra(extra)
-        started_s = self._clock.now_s()
+        namespace, is_prepared, started_s = view.namespace, prepared_in is not None, self._clock.now_s()
         async with namespace.turn:
             await self._chain.until_no_cut(namespace)
-            check()
+            check_writer(view)
+            if is_prepared and namespace.epoch != prepared_in:
+                raise StepFailed(f"prepare({step}) on {namespace.name!r}: it was rolled back meanwhile")
             if is_made(namespace, step, is_prepared=is_prepared):
                 return {"step": step, "records": 0, "bytes_written": 0, "seconds": 0.0}
             cut = self._cut(namespace, step)
@@ -94,17 +118,17 @@ class Committer:
         written = await self._make_durable(namespace, cut, row)
         return {"step": step, "records": len(cut.keys), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
 
-    async def save_draft(self, namespace: NamespaceState, extra: bytes, *, check: Callable[[], object]) -> dict[str, object]:
+    async def save_draft(self, view: View, extra: bytes) -> dict[str, object]:
         """Makes the initial values taken up to its turn durable, as the namespace's draft: an initialization that resumes finds
         them, and nobody else. extra: kept with the draft, in place of an earlier one's. Returns figures for the caller.
 
-        check: as in `commit`. Raises StepOutOfOrder outside of an initialization, and as `commit`; then the draft is as before.
+        Raises StepOutOfOrder outside of an initialization, and as `commit`; then the draft is as before.
         """
         _check_extra(extra)
-        started_s = self._clock.now_s()
+        namespace, started_s = view.namespace, self._clock.now_s()
         async with namespace.turn:
             await self._chain.until_no_cut(namespace)
-            check()
+            check_writer(view)
             check_uncommitted(namespace)
             if not namespace.is_initializing:
                 raise StepOutOfOrder(f"namespace {namespace.name!r} is not being initialized: begin that first")

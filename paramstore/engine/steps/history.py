@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from paramstore.core.location import Extent
-from paramstore.engine.planner.permission import prepared_error
+from paramstore.engine.planner.permission import check_writing, prepared_error
 from paramstore.engine.planner.waiting import await_change
 from paramstore.engine.steps.transactions import Transactions
-from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.transfers.runner import Runner, until_woken
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import ParamStoreError, StepOutOfOrder
@@ -65,15 +65,16 @@ class Chain:
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
 
-    async def finalize(self, namespace: NamespaceState, step: int, *, check: Callable[[], object]) -> None:
-        """Commits the prepared `step`; does nothing if it is committed already.
+    async def finalize(self, view: View, step: int) -> None:
+        """Commits the prepared `step`, on a broken namespace too; does nothing if it is committed already.
 
-        check: called when its turn has come; raises what keeps the caller from it. Raises StepOutOfOrder if another step, or none,
-        is prepared. If it raises CatalogError, the step is prepared as before.
+        Raises StepOutOfOrder if another step, or none, is prepared, and as `check_writing`. If it raises CatalogError, the step is
+        prepared as before.
         """
+        namespace = view.namespace
         async with namespace.turn:
             await self.until_no_cut(namespace)
-            check()
+            check_writing(view)
             prepared, committed = namespace.ledger.prepared_step, namespace.committed_step
             if prepared == step:
                 await self._finalize(namespace, for_writer=False)

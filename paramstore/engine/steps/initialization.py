@@ -8,14 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from paramstore.core.key import ExpertKey
+from paramstore.engine.planner.permission import check_writer, check_writing
+from paramstore.engine.ranks import Ranks
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.update import Updater
-from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import Chain, check_uncommitted
-from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import StepFailed
 
@@ -23,21 +22,20 @@ from paramstore.errors import StepFailed
 class Initializer:
     """Carries out the calls by which a writer gives a namespace its initial values, before the first commit."""
 
-    def __init__(
-        self, transfers: Transfers, chain: Chain, updater: Updater, cleaner: Cleaner, committer: Committer
-    ) -> None:
+    def __init__(self, transfers: Transfers, chain: Chain, updater: Updater, cleaner: Cleaner, ranks: Ranks) -> None:
         self._transfers = transfers
         self._chain = chain
         self._updater = updater
         self._cleaner = cleaner
-        self._committer = committer
+        self._ranks = ranks
 
-    async def begin(self, namespace: NamespaceState, *, is_resumed: bool) -> dict[str, object]:
+    async def begin(self, view: View, *, is_resumed: bool = False) -> dict[str, object]:
         """Begins an initialization. is_resumed: the draft's values stay; else no key has a value, and there is no draft.
 
         Returns {present, extra}: a bit for each key in key order, the first key's the lowest of the first byte, that says whether
         it has its value; and what was kept with the draft, None without one. Raises StepOutOfOrder once a step is committed.
         """
+        namespace = check_writing(view)
         check_uncommitted(namespace)
         if is_resumed:
             await self._chain.rollback(namespace)
@@ -49,16 +47,14 @@ class Initializer:
         draft = namespace.ledger.draft
         return {"present": _present(namespace), "extra": None if draft is None else draft.extra}
 
-    async def put(self, namespace: NamespaceState, key: ExpertKey, initial: memoryview) -> None:
-        """Takes one key's value; `initial` is not needed any more on return."""
-        await self._updater.fill(namespace, key, initial)
+    async def put(self, view: View, key: ExpertKey, initial: memoryview) -> None:
+        """Takes one key's value; `initial` is not needed any more on return. Other ranks that wait for this one wait on."""
+        self._ranks.note_progress(view)
+        await self._updater.fill(check_writer(view), key, initial)
 
-    async def save(self, namespace: NamespaceState, extra: bytes, *, check: Callable[[], object]) -> dict[str, object]:
-        """Makes the values given so far durable as the draft. See `Committer.save_draft`."""
-        return await self._committer.save_draft(namespace, extra, check=check)
-
-    async def end(self, namespace: NamespaceState) -> None:
+    async def end(self, view: View) -> None:
         """Ends the initialization: every key has a whole record on a volume. Raises StepFailed naming a key without a value."""
+        namespace = check_writer(view)
         if (missing := next((key for key, working in namespace.working.items() if working.identity is None), None)) is not None:
             raise StepFailed(f"initialize on {namespace.name!r}: {missing} was never given a value")
         await self._cleaner.write_back(namespace, None)

@@ -134,7 +134,8 @@ class Advancer:
             if advance.transfer.urgency is not Urgency.DEMAND:
                 self._runner.cancel(advance.transfer, error)
         elif advance.urgency is not Urgency.DEMAND:
-            del self.of(advance.move.namespace.name).waiting[advance]
+            advances = self.of(advance.move.namespace.name)
+            del advances.waiting[advance]
             if advance.move.located is not None:
                 self._space.unpin(advance.move.located.extent)
             self._end(advance, error)

@@ -88,14 +88,15 @@ class DiskLife(Life):
 
     async def end(self) -> None:
         """Stops the daemon, as SIGTERM does."""
-        await self.store.close()
+        await self.service.close()
         assert self._lock is not None
         self._lock.release()
 
     async def start(self) -> None:
         self._lock = assembly.take_lock(self.config)
         try:
-            self.store = await assembly.assemble(self.config)
+            self.service = await assembly.assemble(self.config)
+            self.store = self.service.store
         except BaseException:
             self._lock.release()
             raise

@@ -40,7 +40,7 @@ async def initialize(life: Life, *, with_drafts: bool) -> None:
         await life.machine.kill()
         life.store = life.machine.start()
         await _attempt(life, saved_after=SAVED_AFTER, stops=False)
-    await life.store.initialize_end(life.view)
+    await life.store.initializer.end(life.view)
 
 
 async def _attempt(life: Life, *, saved_after: tuple[int, ...], stops: bool) -> None:
@@ -49,7 +49,7 @@ async def _attempt(life: Life, *, saved_after: tuple[int, ...], stops: bool) -> 
     schema = replace(SCHEMA, updates=life.updates)
     life.view = await store.admission.create(NAME, schema.describe(), layers=[0], experts=len(KEYS), host_bytes=None)
     life.note("created")
-    begun = await store.initialize_begin(life.view, is_resumed=True)
+    begun = await store.initializer.begin(life.view, is_resumed=True)
     _adopt(life, begun)
     count = 0
     for key in KEYS:
@@ -79,12 +79,12 @@ def _adopt(life: Life, begun: dict[str, object]) -> None:
 async def _put(life: Life, store: Store, key: ExpertKey) -> None:
     values = life.next_values()
     life.working = {**life.working, key: Expert.initial(values)}
-    await store.initialize_put(life.view, key, initial_of(SCHEMA, values))
+    await store.initializer.put(life.view, key, initial_of(SCHEMA, values))
 
 
 async def _save(life: Life) -> None:
     number = 1 - min((step for step in life.steps if step < 0), default=0)
     life.steps[-number] = life.working
     life.note("drafting", number)
-    await life.store.initialize_save(life.view, draft_extra(number))
+    await life.store.committer.save_draft(life.view, draft_extra(number))
     life.note("drafted", number)

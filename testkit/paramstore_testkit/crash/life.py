@@ -160,16 +160,16 @@ class Life:
             case "rollback":
                 await self.rollback(self.committed_now())
             case "rollback further":
-                least = max(self.store.snapshots(self.view), default=0)
-                await self.rollback(self.random.choice([step for step in self.store.steps(self.view) if step >= least]))
+                least = max(self.view.namespace.ledger.snapshots(), default=0)
+                await self.rollback(self.random.choice([step for step in self.view.namespace.ledger.steps() if step >= least]))
             case "snapshot":
-                step = self.random.choice(self.store.steps(self.view))
-                await self.store.snapshot(self.view, step)
+                step = self.random.choice(self.view.namespace.ledger.steps())
+                await self.store.admission.snapshot(self.view, step)
                 self.note("kept", step)
-            case "drop snapshot" if self.store.snapshots(self.view):
-                step = self.store.snapshots(self.view)[0]
+            case "drop snapshot" if self.view.namespace.ledger.snapshots():
+                step = self.view.namespace.ledger.snapshots()[0]
                 self.note("dropping", step)
-                await self.store.drop_snapshot(self.view, step)
+                await self.store.admission.drop_snapshot(self.view, step)
             case "prepare":
                 await self.prepare(self.random.choice(("finalize", "finalize", "go back", "reopen", "restart")))
             case "reopen":
@@ -196,15 +196,15 @@ class Life:
     async def train(self, keys: list[ExpertKey]) -> None:
         gradients = {key: self.next_values() for key in keys}
         self.working = trained(self.working, gradients, OPTIONS, is_exact=self.updates == "exact")
-        self.store.push(self.view, [(key, gradient_of(SCHEMA, values), 0) for key, values in gradients.items()])
-        await self.store.apply(self.view, OPTIONS, 1.0)
+        self.store.applies.push(self.view, [(key, gradient_of(SCHEMA, values), 0) for key, values in gradients.items()])
+        await self.store.applies.apply(self.view, OPTIONS, 1.0)
 
     async def commit(self) -> None:
         step = self.next_step
         self.next_step += self.random.randint(1, 3)
         self.steps[step] = self.working
         self.note("started", step)
-        await self.store.commit(self.view, step, extra_of(step))
+        await self.store.committer.commit(self.view, step, extra_of(step))
         self.note("acknowledged", step)
 
     async def prepare(self, ending: str) -> None:
@@ -217,7 +217,7 @@ class Life:
         self.steps[step] = self.working
         self.note("preparing", step)
         try:
-            await self.store.prepare(self.view, step, extra_of(step))
+            await self.store.committer.prepare(self.view, step, extra_of(step))
         except CatalogError:
             await self.commit()
             return
@@ -238,9 +238,9 @@ class Life:
             self.catalog.fail_next(self.random.choice(OUTCOMES))
         self.note("finalizing", step)
         try:
-            await self.store.finalize(self.view, step)
+            await self.store.history.finalize(self.view, step)
         except CatalogError:
-            await self.store.finalize(self.view, step)
+            await self.store.history.finalize(self.view, step)
         self.note("acknowledged", step)
 
     async def commit_beside_training(self) -> None:
@@ -282,7 +282,7 @@ class Life:
 
     def must_restart(self) -> bool:
         """Whether no step can be proven any more, or no volume takes a record."""
-        fences = self.store._transfers._planner.space.fences
+        fences = self.store.transfers._planner.space.fences
         try:
             fences.check_provable()
         except VolumeError:

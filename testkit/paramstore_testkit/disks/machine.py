@@ -13,6 +13,7 @@ from random import Random
 
 from paramstore.config import HELD_STEPS, RETAINED_STEPS, Config, PolicyConfig
 from paramstore.daemon.assembly import add_lanes, add_volume_lanes, connect
+from paramstore.daemon.service import Service
 from paramstore.daemon.volume_places import adopt_new_volumes
 from paramstore.engine.store import Store
 from paramstore.engine.transfers.runner import Runner
@@ -81,6 +82,7 @@ class Machine:
         )  # fmt: skip
         self._random = Random(seed)
         self.workers: InlineWorkers | None = None
+        self.service: Service
         self.store: Store | None = None
         self._bystanders: set[asyncio.Task[object]] = set()
         """Tasks that a crash spares: those that ran before the store was started."""
@@ -95,7 +97,8 @@ class Machine:
         add_volume_lanes(runner, self.volumes, io_workers=2)
         contents = self.catalog.load()
         adopt_new_volumes(self.catalog, contents, self.volumes)
-        self.store = connect(self.config, runner, self.catalog, contents, self.volumes, PlainMemory(), update_workers=2)
+        self.service = connect(self.config, runner, self.catalog, contents, self.volumes, PlainMemory(), update_workers=2)
+        self.store = self.service.store
         return self.store
 
     async def kill(self) -> None:

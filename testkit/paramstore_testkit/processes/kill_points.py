@@ -21,8 +21,8 @@ from paramstore.daemon.channel import Channel
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records import update
+from paramstore.engine.records.applies import Applies
 from paramstore.engine.steps import commit
-from paramstore.engine.store import Store
 from paramstore.storage.catalog.base import Change, Contents
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
@@ -36,7 +36,7 @@ READ_POINTS = ("load", "loaded", "read")
 WRAPPED: Mapping[str, tuple[Any, str]] = {
     "format": (volume_places, "format_volume"),
     "recover": (assembly, "open_store"),
-    "push": (Store, "push"),
+    "push": (Applies, "push"),
     "begin_apply": (Planner, "begin_apply"),
     "update": (update, "update"),
     "settle_update": (Planner, "settle_update"),

@@ -24,7 +24,7 @@ def check_tables(store: Store) -> None:
 
 
 def _check_space(store: Store) -> None:
-    space = store._transfers._planner.space
+    space = store.transfers._planner.space
     claimed = [*space._taken, *space._leaving, *space._quarantined]
     claimed += [extent for volume in space._volumes.values() for extent in volume.prefilling]
     claimed.sort()
@@ -82,9 +82,9 @@ def _check_copies(namespace: NamespaceState) -> None:
 def check_baseline(machine: SimMachine) -> None:
     """Checks that nothing is left of clients when all have gone and nothing moves."""
     store, server = machine.store, machine.server
-    planner, host = store._transfers._planner, store.host
+    planner, host = store.transfers._planner, store.host
     left = {
-        "sessions": len(server._sessions), "transfers": len(store._runner.under_way), "running": machine.workers.running,
+        "sessions": len(server._sessions), "transfers": len(store.transfers.runner.under_way), "running": machine.workers.running,
         "pins": len(planner.space._pins), "leaving": len(planner.space._leaving), "upload bytes": host.upload_bytes,
         "orphan writes": planner.working.orphan_writes, "sockets": len(machine.network.sockets) - 1,
         "outbox": int(not planner.outbox.is_empty), "segments": len(machine.memory.segments) - len(host._segments),

@@ -161,7 +161,7 @@ class Lives:
             if client.process is not None:
                 client.process.kill()  # it had hung up, and may have been granted what it never heard of
         store = self.machine.store
-        while not store._runner.is_idle or any(namespace.turn.locked() for namespace in store.namespaces.values()):
+        while not store.transfers.runner.is_idle or any(namespace.turn.locked() for namespace in store.namespaces.values()):
             await asyncio.sleep(1.0)
             if self.loop.time() > deadline_s:
                 raise Broken("something moves although all clients have gone")

@@ -240,11 +240,12 @@ class SimMachine:
         assembly.add_volume_lanes(runner, self.disks, io_workers=self.plan.io_workers)
         contents = self.catalog.load()
         volume_places.adopt_new_volumes(self.catalog, contents, self.disks)
-        self.store = assembly.connect(
+        self.service = assembly.connect(
             self.config, runner, self.catalog, contents, self.disks, self.memory, update_workers=self.plan.update_workers
         )
+        self.store = self.service.store
         self.store.admission._growing = OrderedSet()  # type: ignore[assignment]
-        self.server = Server(self.store, self.listener)  # type: ignore[arg-type]
+        self.server = Server(self.service, self.listener)  # type: ignore[arg-type]
         self.server._sessions = OrderedSet()  # type: ignore[assignment]
         self.is_up = True
 
@@ -266,7 +267,7 @@ class SimMachine:
         """Stops the daemon as SIGTERM would."""
         self.arm(None)
         self.server.close()
-        await self.store.close()
+        await self.service.close()
         await self._end()
         self.durable = self.durable.crash()
 

@@ -25,11 +25,11 @@ def with_store(settings: Config, use: Callable[[Store], Coroutine[Any, Any, Any]
     async def main() -> Any:
         lock = take_lock(settings)
         try:
-            store = await assemble(settings)
+            service = await assemble(settings)
             try:
-                return await use(store)
+                return await use(service.store)
             finally:
-                await store.close()
+                await service.close()
         finally:
             lock.release()
 

@@ -16,7 +16,7 @@ SOURCE = b"where the values come from"
 async def opened(store: Store, *, is_resumed: bool = True) -> tuple[View, list[ExpertKey], bytes | None]:
     """Opens the writer of `moe`, new or found, in an initialization; gives it, the keys with values, and the draft's `extra`."""
     view = await store.admission.create("moe", SCHEMA.describe(), layers=[0], experts=EXPERTS, host_bytes=None)
-    begun = await store.initialize_begin(view, is_resumed=is_resumed)
+    begun = await store.initializer.begin(view, is_resumed=is_resumed)
     present, extra = begun["present"], begun["extra"]
     assert isinstance(present, bytes)
     assert extra is None or isinstance(extra, bytes)
@@ -27,7 +27,7 @@ async def opened(store: Store, *, is_resumed: bool = True) -> tuple[View, list[E
 async def put(store: Store, view: View, keys: Iterable[ExpertKey]) -> None:
     """Gives each of `keys` its value: the number of its expert."""
     for key in keys:
-        await store.initialize_put(view, key, initial_of(SCHEMA, filled_values(SCHEMA, key[1])))
+        await store.initializer.put(view, key, initial_of(SCHEMA, filled_values(SCHEMA, key[1])))
 
 
 async def drafted(store: Store, experts: Iterable[int] = (0, 2), *, step_by_step: bool = False) -> View:
@@ -36,7 +36,7 @@ async def drafted(store: Store, experts: Iterable[int] = (0, 2), *, step_by_step
     for expert in experts:
         await put(store, view, [(0, expert)])
         if step_by_step:
-            await store.initialize_save(view, SOURCE)
+            await store.committer.save_draft(view, SOURCE)
     if not step_by_step:
-        await store.initialize_save(view, SOURCE)
+        await store.committer.save_draft(view, SOURCE)
     return view

@@ -81,7 +81,7 @@ async def eventful(machine: Machine) -> tuple[Store, View]:
 async def commit(store: Store, view: View, step: int, keys: Sequence[tuple[int, int]], extra: bytes = b"") -> None:
     """Makes one apply with gradients of `keys`, and commits it."""
     await train(store, view, keys)
-    await store.commit(view, step, extra)
+    await store.committer.commit(view, step, extra)
 
 
 def state_at(contents: Contents, name: str, step: int) -> dict[tuple[int, int], object]:

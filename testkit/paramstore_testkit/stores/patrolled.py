@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from paramstore.engine.patrol import DAY_S, Patrol
-from paramstore.engine.scrub import Scrubber
-from paramstore.engine.scrub_notes import NoteScrub
 from paramstore.engine.transfers.hashing import Hashing
 from paramstore.storage.format.notes import read_superblock
 from paramstore.testing.clock import ManualClock
+from paramstore.upkeep.notes import NoteScrub
+from paramstore.upkeep.patrol import DAY_S, Patrol
+from paramstore.upkeep.scrubber import Scrubber
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import SCHEMA, turns
 
@@ -35,7 +35,7 @@ class Patrolled:
         volumes: Any = {index: _Watched(volume, self) for index, volume in machine.volumes.items()}
         superblocks = {index: read_superblock(volume) for index, volume in machine.volumes.items()}
         self.scrubber = Scrubber(
-            store._transfers, volumes, store.namespaces, store_uuid=store.store_uuid, hashing=Hashing(at_once=1),
+            store.transfers, volumes, store.namespaces, store_uuid=store.store_uuid, hashing=Hashing(at_once=1),
             clock=self.clock, pause=self.pause, notes=NoteScrub(volumes, superblocks),
         )  # fmt: skip
         self.patrol = Patrol(self.scrubber, scrub_days=scrub_days, start_at=start_at, clock=self.clock, pause=self.pause)

@@ -7,7 +7,6 @@ from typing import Any
 
 from paramstore.core.location import Located
 from paramstore.core.schema import Schema
-from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import SCHEMA
@@ -19,8 +18,9 @@ KEY, OTHER = (0, 1), (0, 2)
 Result = dict[str, Any]
 
 
-async def verify(store: Store, *, namespace: str | None = None, keys: Sequence[Any] | None = None) -> Result:
-    return await store.scrubber.wait(store.verify(namespace, keys, None))
+async def verify(machine: Machine, *, namespace: str | None = None, keys: Sequence[Any] | None = None) -> Result:
+    scrubber = machine.service.scrubber
+    return await scrubber.wait(scrubber.start(namespace, keys, None))
 
 
 def located_at(view: View, key: tuple[int, int], step: int) -> Located:

@@ -64,15 +64,15 @@ def call(store: Store, view: View, name: str, begin: Callable[[View], object], *
 
 
 def apply(store: Store, view: View, options: AdamW = OPTIONS) -> asyncio.Future[Any]:
-    return call(store, view, "apply", lambda one: store.apply(one, options, 1.0), lr=options.lr)
+    return call(store, view, "apply", lambda one: store.applies.apply(one, options, 1.0), lr=options.lr)
 
 
 def norm(store: Store, view: View) -> asyncio.Future[Any]:
-    return call(store, view, "gradient_norm", store.gradient_norm)
+    return call(store, view, "gradient_norm", store.applies.norm)
 
 
 def commit(store: Store, view: View, step: int) -> asyncio.Future[Any]:
-    return call(store, view, "commit", lambda one: store.commit(one, step, b""), step=step)
+    return call(store, view, "commit", lambda one: store.committer.commit(one, step, b""), step=step)
 
 
 def rollback(store: Store, view: View, step: int) -> asyncio.Future[Any]:
@@ -94,12 +94,12 @@ def push_values(store: Store, view: View, gradients: Mapping[ExpertKey, torch.Te
             field_tensor(memory.view(0, schema.gradient_bytes), field).copy_(values[start : start + field.elements])
             start += field.elements
         entries.append((key, memory, 0))
-    store.push(view, entries)
+    store.applies.push(view, entries)
 
 
 async def record(store: Store, view: View, key: ExpertKey) -> torch.Tensor:
     """Reads all stored fields of a key as `view` sees them, flat."""
     schema = view.namespace.schema
     target = PlainSegment(schema.record_bytes).view(0, schema.record_bytes)
-    await store.read(view, key, target)
+    await store.reading.read(view, key, target)
     return torch.cat([field_tensor(target, field).clone().float() for field in schema.stored.fields])

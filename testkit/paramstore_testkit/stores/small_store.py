@@ -56,18 +56,18 @@ async def create(
     view = await store.admission.create(name, schema.describe(), layers=layers, experts=experts, host_bytes=host_bytes)
     await initialize(store, view, values_of)
     if step is not None:
-        await store.commit(view, step, b"")
+        await store.committer.commit(view, step, b"")
     return view
 
 
 async def initialize(store: Store, view: View, values_of: Callable[[ExpertKey], Tensors] | None = None) -> None:
     """Initializes every key. values_of: makes the initial values of a key; None: its number everywhere."""
     schema = view.namespace.schema
-    await store.initialize_begin(view)
+    await store.initializer.begin(view)
     for number, key in enumerate(keys_of(view)):
         values = values_of(key) if values_of is not None else filled_values(schema, number)
-        await store.initialize_put(view, key, initial_of(schema, values))
-    await store.initialize_end(view)
+        await store.initializer.put(view, key, initial_of(schema, values))
+    await store.initializer.end(view)
 
 
 async def reader(store: Store, name: str = "moe", at: int | None = None) -> View:
@@ -85,20 +85,20 @@ async def create_again(store: Store, schema: Schema = SCHEMA, *, layers: Sequenc
 def push(store: Store, view: View, keys: Sequence[ExpertKey]) -> None:
     schema = view.namespace.schema
     memory = gradient_of(schema, filled_values(schema, 1))
-    store.push(view, [(key, memory, 0) for key in keys])
+    store.applies.push(view, [(key, memory, 0) for key in keys])
 
 
 async def train(store: Store, view: View, keys: Sequence[ExpertKey] | None = None) -> dict[str, int]:
     """Makes one apply with gradients of `keys` (None: all)."""
     push(store, view, keys_of(view) if keys is None else keys)
-    return await store.apply(view, OPTIONS, 1.0)
+    return await store.applies.apply(view, OPTIONS, 1.0)
 
 
 async def prepared(machine: Machine, *, steps: int = 1) -> tuple[Store, View]:
     """Commits steps 0 to `steps`, and prepares the next; every record has the version of its step."""
     store, view = await committed(machine, steps)
     await train(store, view)
-    await store.prepare(view, steps + 1, b"extra of %d" % (steps + 1))
+    await store.committer.prepare(view, steps + 1, b"extra of %d" % (steps + 1))
     return store, view
 
 
@@ -113,14 +113,14 @@ async def committed(machine: Machine, steps: int) -> tuple[Store, View]:
     view = await create(store)
     for step in range(1, steps + 1):
         await train(store, view)
-        await store.commit(view, step, b"extra of %d" % step)
+        await store.committer.commit(view, step, b"extra of %d" % step)
     return store, view
 
 
 async def lease(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_s: float = 5.0) -> LeaseRequest:
     """Waits for a lease; the caller must end it."""
-    request = store.acquire(view, next(lease_ids), keys, "param")
-    await store.wait_lease(request, timeout_s)
+    request = store.access.acquire(view, next(lease_ids), keys, "param")
+    await store.access.wait_lease(request, timeout_s)
     return request
 
 
@@ -130,7 +130,7 @@ async def leased(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout
     arena, fields = view.namespace.param_arena, view.namespace.schema.part("param").fields
     assert arena is not None
     values = {copy.key: values_in(arena.view(copy.slot), fields) for copy in request.copies}
-    store.release(view, request.lease_id)
+    store.access.release(view, request.lease_id)
     return values
 
 
@@ -142,7 +142,7 @@ async def first_values(store: Store, view: View, keys: Sequence[ExpertKey] | Non
     for key in keys_of(view) if keys is None else keys:
         request = await lease(store, view, [key])
         values.append(field_tensor(arena.view(request.copies[0].slot), part.fields[0])[0].item())
-        store.release(view, request.lease_id)
+        store.access.release(view, request.lease_id)
     return values
 
 
@@ -150,7 +150,7 @@ async def versions(store: Store, view: View) -> list[int]:
     """Reads each key's record, verified, for `view`; gives the versions."""
     length_bytes = view.namespace.schema.record_bytes
     target = PlainSegment(length_bytes).view(0, length_bytes)
-    return [(await store.read(view, key, target)).version for key in keys_of(view)]
+    return [(await store.reading.read(view, key, target)).version for key in keys_of(view)]
 
 
 async def turns(number: int = 50) -> None:

@@ -31,7 +31,7 @@ async def make_writer(store: Store, schema: Schema = SCHEMA, *, commit: bool = T
 
 
 def push(store: Store, view: View, keys: list[ExpertKey], seed: int) -> None:
-    store.push(view, [(key, gradient_of(SCHEMA, values), 0) for key, values in gradients_of(keys, seed).items()])
+    store.applies.push(view, [(key, gradient_of(SCHEMA, values), 0) for key, values in gradients_of(keys, seed).items()])
 
 
 class Model:

@@ -26,7 +26,7 @@ class Site:
         self.in_slots: list[int] = []
         self.writing: list[int] = []
         """Number of records being written at the start of each update."""
-        planner = self.store._transfers._planner
+        planner = self.store.transfers._planner
         plan_update = planner.plan_update
 
         def watched(namespace: NamespaceState, working: Any, claims: Any) -> Any:
@@ -43,7 +43,7 @@ class Site:
 
     @property
     def loader(self) -> Loader:
-        return self.store._loader
+        return self.store.access
 
     def pause(self) -> None:
         assert self.machine.workers is not None
@@ -57,14 +57,14 @@ class Site:
         await self.store.evict(self.view, keys or None, None)
 
     async def idle(self) -> None:
-        while not self.store._runner.is_idle:
+        while not self.store.transfers.runner.is_idle:
             await asyncio.sleep(0)
 
     def unhold(self, *keys: ExpertKey) -> None:
         for key in keys:
-            self.store._transfers._planner.working.unhold(self.namespace, self.namespace.working[key])
-            self.store._transfers._planner.after_working(self.namespace, self.namespace.working[key])
-        self.store._transfers.carry_out()
+            self.store.transfers._planner.working.unhold(self.namespace, self.namespace.working[key])
+            self.store.transfers._planner.after_working(self.namespace, self.namespace.working[key])
+        self.store.transfers.carry_out()
 
     def leave_slots(self, count: int) -> None:
         """Leaves the working arena only so many slots; nothing is resident."""

@@ -101,7 +101,7 @@ class SmallStore:
         for step in range(STEPS):
             for name, view in views.items():
                 await train(store, view)
-                await store.commit(view, step, f"extra {step}".encode())
+                await store.committer.commit(view, step, f"extra {step}".encode())
                 if step == 0:
                     await store.rollback(view, step)  # so that later notes have an epoch bound
                 for key in view.namespace.keys:

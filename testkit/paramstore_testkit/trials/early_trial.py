@@ -100,7 +100,7 @@ class EarlyTrial:
 
     def push(self, name: str, rank: int, places: dict[ExpertKey, PlainSegment], *, is_last: bool = False) -> None:
         entries = [(key, memory, 0) for key, memory in places.items()]
-        self.store.push(self.views[name][rank], entries, is_last=is_last)
+        self.store.applies.push(self.views[name][rank], entries, is_last=is_last)
 
     def segment(self, values: torch.Tensor) -> PlainSegment:
         memory, start = PlainSegment(self.schema.gradient_bytes), 0
@@ -116,18 +116,18 @@ class EarlyTrial:
         before = await self.params(PLAIN)
         for (rank, key), batches in gradients.items():
             self.push(PLAIN, rank, {key: self.segment(sum(batches[1:], batches[0]))})
-        await self.together(PLAIN, "apply", lambda view: self.store.apply(view, options, 0.5))
+        await self.together(PLAIN, "apply", lambda view: self.store.applies.apply(view, options, 0.5))
         after = await self.params(PLAIN)
         places = {at: self.segment(batches[0]) for at, batches in gradients.items() if len(batches) > 1}
         for (rank, key), memory in places.items():
             self.push(EARLY, rank, {key: memory})
-        begun = self.together(EARLY, "begin_apply", lambda view: self.store.begin_apply(view, options, 0.5))
+        begun = self.together(EARLY, "begin_apply", lambda view: self.store.applies.begin(view, options, 0.5))
         begun.add_done_callback(lambda done: done.cancelled() or done.exception())
         way = self.random.choice(("end",) * 7 + ("abort", "rollback", "reopen"))
         await self.push_early(gradients, places, before, after, until=len(gradients) if way == "end" else self.random.randint(0, 4))
         self.figures[way] += 1
         if way == "end":
-            result = await self.together(EARLY, "end_apply", self.store.end_apply)
+            result = await self.together(EARLY, "end_apply", self.store.applies.end)
             assert result == await begun
             assert result["records"] == len({key for _, key in gradients})
         else:
@@ -185,7 +185,7 @@ class EarlyTrial:
         assert claims is not None
         if way == "abort":
             try:
-                await self.together(EARLY, "abort", self.store.abort)
+                await self.together(EARLY, "abort", self.store.applies.abort)
             except StepFailed:
                 assert claims.gradients
                 self.figures["abort refused"] += 1
@@ -201,7 +201,7 @@ class EarlyTrial:
     async def commit(self) -> None:
         self.committed += 1
         for name in (PLAIN, EARLY):
-            await self.together(name, "commit", lambda view: self.store.commit(view, self.committed, b""))
+            await self.together(name, "commit", lambda view: self.store.committer.commit(view, self.committed, b""))
 
     # --- looking
 
@@ -215,7 +215,7 @@ class EarlyTrial:
     async def record(self, name: str, key: ExpertKey) -> list[torch.Tensor]:
         length_bytes = self.schema.record_bytes
         target = PlainSegment(length_bytes).view(0, length_bytes)
-        await self.store.read(self.views[name][0], key, target)
+        await self.store.reading.read(self.views[name][0], key, target)
         return list(values_in(target, self.schema.stored.fields).values())
 
     async def compare(self) -> None:

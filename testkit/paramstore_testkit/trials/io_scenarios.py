@@ -90,8 +90,8 @@ async def load_all(trial: Trial) -> None:
                 assert await trial.ask(f"lease of {key}", first_values(store, view, [key])) == [expected]
     if refused is not None:
         raise refused
-    request = store.prefetch(view, KEYS, "optim", None)
-    await trial.ask("prefetch", store.wait_prefetch(request))
+    request = store.access.prefetch(view, KEYS, "optim", None)
+    await trial.ask("prefetch", store.access.wait_prefetch(request))
     await trial.check_records("moe", view, 1)
 
 
@@ -107,15 +107,15 @@ async def roll_back_and_commit(trial: Trial) -> None:
 async def keep_a_step(trial: Trial) -> None:
     """Makes a snapshot and a step after it, then drops the snapshot."""
     store, writer = trial.store, trial.writers["moe"]
-    await trial.ask("snapshot of moe", store.snapshot(writer, 1))
+    await trial.ask("snapshot of moe", store.admission.snapshot(writer, 1))
     await train_and_commit(trial, "moe")
-    await trial.ask("end of the snapshot of moe", store.drop_snapshot(writer, 1))
+    await trial.ask("end of the snapshot of moe", store.admission.drop_snapshot(writer, 1))
 
 
 async def scrub_all(trial: Trial) -> None:
     """Reads every record of every step where it lies: a failure is a finding that names its record; the scrub goes on."""
-    scrub = trial.store.verify(None, None, None)
-    result: Any = await trial.ask("scrub", trial.store.scrubber.wait(scrub))
+    scrubber = trial.machine.service.scrubber
+    result: Any = await trial.ask("scrub", scrubber.wait(scrubber.start(None, None, None)))
     assert result["records"] == result["records_total"]
     for finding in (*result["copy_findings"], *result["findings"]):
         what = finding.get("key", finding.get("kind"))

@@ -58,9 +58,9 @@ class Disks:
         store = machine.start()
         for name in NAMES:
             view = await create(store, name, host_bytes=HOST_BYTES, step=None)
-            await store.commit(view, 0, b"0")
+            await store.committer.commit(view, 0, b"0")
             await train(store, view)
-            await store.commit(view, 1, b"1")
+            await store.committer.commit(view, 1, b"1")
         await machine.crash()
         return cls(dict(machine.disks), machine.durable)
 
@@ -93,7 +93,7 @@ async def read_all(store: Store, view: View) -> dict[ExpertKey, bytes]:
     images = {}
     target = memoryview(mmap.mmap(-1, SCHEMA.record_bytes))
     for key in KEYS:
-        await store.read(view, key, target)
+        await store.reading.read(view, key, target)
         images[key] = fields_of(target)
     return images
 
@@ -186,7 +186,7 @@ class Trial:
         life = self.lives[name]
         step = max(life.started, default=-1) + 1
         life.started[step] = life.applies
-        await self.ask(f"commit {name}", self.store.commit(self.writers[name], step, str(step).encode()))
+        await self.ask(f"commit {name}", self.store.committer.commit(self.writers[name], step, str(step).encode()))
         life.acknowledged = step
 
     async def roll_back(self, name: str) -> None:
@@ -259,7 +259,7 @@ class Trial:
     def is_fenced(self) -> bool:
         """Whether a flush has failed, so that no step can be proven before the daemon is started anew."""
         try:
-            self.store._transfers._planner.space.fences.check_provable()
+            self.store.transfers._planner.space.fences.check_provable()
         except VolumeError:
             return True
         return False
@@ -271,7 +271,7 @@ class Trial:
 
     async def check_fence(self) -> None:
         """Checks that no commit succeeds, whoever asks, and no new extent is on the volume whose flush failed."""
-        fences = self.store._transfers._planner.space.fences
+        fences = self.store.transfers._planner.space.fences
         step = self.writers["other"].namespace.committed_step
         assert not await self.tries("commit other", self.commit("other")), "a step was committed after a failed flush"
         assert self.writers["other"].namespace.committed_step == step
@@ -330,7 +330,7 @@ class Trial:
             for retained in await self._steps(name):
                 reader = await self.open_reader(name, at=retained)
                 await self.check_records(name, reader, life.started[retained])
-                assert self.store.extra(reader, retained) == str(retained).encode()
+                assert reader.namespace.ledger.step(retained).extra == str(retained).encode()
             if goes_on:
                 view = await self.open_writer(name)
                 await self.train(name)
@@ -338,4 +338,4 @@ class Trial:
                 await self.check_records(name, view, life.applies)
 
     async def _steps(self, name: str) -> list[int]:
-        return self.store.steps(await self.open_reader(name))
+        return (await self.open_reader(name)).namespace.ledger.steps()

@@ -84,7 +84,7 @@ class SessionTalk:
     def connect_one(self) -> Party:
         async def connect() -> Party:
             ours, theirs = socket.socketpair()
-            return Party(RawClient(ours), Session(self.store, theirs, on_gone=self.gone.append))
+            return Party(RawClient(ours), Session(self.machine.service, theirs, on_gone=self.gone.append))
 
         return self.run(connect())
 
@@ -252,7 +252,7 @@ class SessionTalk:
         held = sum(len(party.held(handle)) for party in (*self.parties, *self.ended) for handle in party.handles)
         assert sum(len(view.leased) for view in namespace.views) == held
         for party in (self.good, *self.parties):
-            assert party.session._leases.keys() == party.leases.keys()
+            assert party.session._leases._granted.keys() == party.leases.keys()
 
     def end(self) -> None:
         """Lets all clients go; checks that nothing is left of any of them."""

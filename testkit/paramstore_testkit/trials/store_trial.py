@@ -80,10 +80,10 @@ class StoreTrial:
     async def begin(self) -> None:
         self.store = self.machine.start()
         self.writer = await self.open_writer(is_new=True)
-        await self.store.initialize_begin(self.writer)
+        await self.store.initializer.begin(self.writer)
         for key, expert in self.working.items():
-            await self.store.initialize_put(self.writer, key, initial_of(self.schema, expert.masters))
-        await self.store.initialize_end(self.writer)
+            await self.store.initializer.put(self.writer, key, initial_of(self.schema, expert.masters))
+        await self.store.initializer.end(self.writer)
         for _ in range(self.random.choice((0, 0, 2))):  # applies before the first commit
             self.apply()
         await self.commit()
@@ -111,7 +111,7 @@ class StoreTrial:
         """Makes an apply. share: of the keys, those with a gradient; drawn if None."""
         gradients = self.push(self.random.choice((0.2, 0.2, 0.4, 1.0)) if share is None else share)
         options = self.options()
-        applying = self.store.apply(self.writer, options, 1.0)
+        applying = self.store.applies.apply(self.writer, options, 1.0)
         self.working = trained(self.working, gradients, options, is_exact=self.schema.updates == "exact")
         self.history.append(self.working)
         return self.task(applying)
@@ -126,7 +126,7 @@ class StoreTrial:
             self.next_gradient += 1
             values = random_values(self.schema, self.next_gradient)
             gradients[key] = {name: value.to(self.dtype) for name, value in values.items()}
-        self.store.push(view, [(key, gradient_of(self.schema, fields), 0) for key, fields in gradients.items()])
+        self.store.applies.push(view, [(key, gradient_of(self.schema, fields), 0) for key, fields in gradients.items()])
         return gradients
 
     def options(self) -> AdamW:
@@ -150,19 +150,19 @@ class StoreTrial:
         return self.task(self.acknowledge(self.started))
 
     async def acknowledge(self, step: int) -> None:
-        await self.store.commit(self.writer, step, extra_of(step))
+        await self.store.committer.commit(self.writer, step, extra_of(step))
         self.acknowledged = max(step, self.acknowledged)
 
     async def prepare(self) -> None:
         """Makes a step in two halves; leases in between have missed steps all the same."""
         step = self.take_step()
-        await self.store.prepare(self.writer, step, extra_of(step))
+        await self.store.committer.prepare(self.writer, step, extra_of(step))
         for _ in range(3):
             self.lease(self.writer, self.working)
         await self.settle()
         if self.random.random() < 0.5:
             self.started = step
-            await self.store.finalize(self.writer, step)
+            await self.store.history.finalize(self.writer, step)
             self.acknowledged = step
         else:
             await self.rollback(self.acknowledged)
@@ -183,14 +183,14 @@ class StoreTrial:
         keys = keys or self.random.sample(KEYS, self.random.randint(1, 3))
         lease_id, self.next_lease = self.next_lease, self.next_lease + 1
         try:
-            request = self.store.acquire(view, lease_id, keys, "param")
+            request = self.store.access.acquire(view, lease_id, keys, "param")
         except (CapacityError, LeaseError, StepDropped):
             return
         self.task(self.use_lease(request, expected, len(self.history)))
 
     async def use_lease(self, request: LeaseRequest, expected: State, called_at: int) -> None:
         try:
-            await self.store.wait_lease(request, 10.0)
+            await self.store.access.wait_lease(request, 10.0)
         except (StepDropped, TicketCancelled, WriterFenced):
             return
         # A writer's lease that had to wait for slots sees the applies that were called until it got them.
@@ -199,7 +199,7 @@ class StoreTrial:
         for _ in range(self.random.randint(0, 30)):
             await asyncio.sleep(0)
         self.check_lease(request, states)
-        self.store.release(request.view, request.lease_id)
+        self.store.access.release(request.view, request.lease_id)
 
     def check_lease(self, request: LeaseRequest, states: list[State]) -> None:
         """Checks that the lease's bits are those of one of `states`, the same for all keys."""
@@ -218,7 +218,7 @@ class StoreTrial:
     async def read(self, view: View, key: ExpertKey, expected: State) -> None:
         target = PlainSegment(self.schema.record_bytes).view(0, self.schema.record_bytes)
         try:
-            identity = await self.store.read(view, key, target)
+            identity = await self.store.reading.read(view, key, target)
         except StepDropped:
             assert view.is_dropped
             return
@@ -249,13 +249,13 @@ class StoreTrial:
         elif name.startswith("reader ") and self.readers:
             self.act_as_reader(name, keys)
         elif name in ("reader", "read step") and len(self.readers) < 3:
-            await self.open_reader(self.random.choice(self.store.steps(self.writer)) if name == "read step" else None)
+            await self.open_reader(self.random.choice(self.writer.namespace.ledger.steps()) if name == "read step" else None)
         elif name in ("refresh", "close") and self.readers:
             self.move_reader(name)
         elif name == "drop snapshot" and self.snapshots:
             step = self.random.choice(sorted(self.snapshots))
             self.snapshots.remove(step)
-            await self.store.drop_snapshot(self.writer, step)
+            await self.store.admission.drop_snapshot(self.writer, step)
         else:
             self.act_as_writer(name, keys)
 
@@ -291,11 +291,11 @@ class StoreTrial:
             self.prefetch(view, keys, "param")
 
     def prefetch(self, view: View, keys: list[ExpertKey], part: str) -> None:
-        request = self.store.prefetch(view, keys, part, None)
+        request = self.store.access.prefetch(view, keys, part, None)
         if self.random.random() < 0.3:
-            self.store.cancel_prefetch(request)
+            self.store.transfers.cancel_prefetch(request)
         else:
-            self.calls.append((view, self.task(self.store.wait_prefetch(request))))
+            self.calls.append((view, self.task(self.store.access.wait_prefetch(request))))
 
     async def open_reader(self, step: int | None) -> None:
         try:
@@ -316,14 +316,14 @@ class StoreTrial:
 
     async def act_alone(self, name: str) -> None:
         """Does an act beside which nothing else is under way."""
-        steps = self.store.steps(self.writer)
+        steps = self.writer.namespace.ledger.steps()
         if name == "rollback":
             await self.rollback(self.random.choice(steps))
         elif name == "prepare":
             await self.prepare()
         elif name == "snapshot":
             step = self.random.choice(steps)
-            await self.store.snapshot(self.writer, step)
+            await self.store.admission.snapshot(self.writer, step)
             self.snapshots.add(step)
         elif name == "reopen":
             old, self.writer = self.writer, await self.open_writer()
@@ -351,16 +351,16 @@ class StoreTrial:
         assert step is not None
         assert self.acknowledged <= step <= self.started
         self.acknowledged, self.started, self.working = step, step, self.steps[step]
-        assert self.snapshots == set(self.store.snapshots(self.writer)) <= set(self.store.steps(self.writer))
+        assert self.snapshots == set(self.writer.namespace.ledger.snapshots()) <= set(self.writer.namespace.ledger.steps())
         await self.check_all()
 
     async def check_all(self) -> None:
         """Checks every record, of the writer and of every step."""
         for key in KEYS:
             await self.read(self.writer, key, self.working)
-        for step in self.store.steps(self.writer):
+        for step in self.writer.namespace.ledger.steps():
             view = await self.store.admission.open(NAME, mode="read", at=step, host_bytes=None)
-            assert self.store.extra(view, step) == extra_of(step)
+            assert view.namespace.ledger.step(step).extra == extra_of(step)
             for key in KEYS:
                 await self.read(view, key, self.steps[step])
                 if view.lease_slots:  # 0 if other open readers were promised all
@@ -377,7 +377,7 @@ class StoreTrial:
             assert not view.leased
             assert not view.leases
         if namespace.is_exact:
-            transfers = self.store._transfers
+            transfers = self.store.transfers
             advances, free = transfers.advancer.of(namespace.name), transfers._buffers.of(namespace.name).advance
             assert not advances.waiting
             assert not advances.running
@@ -386,8 +386,8 @@ class StoreTrial:
         for arena, used in ((namespace.param_arena, copies), (namespace.working_arena, len(namespace.resident))):
             assert arena.slots.count - arena.slots.free_count - self.stolen[arena] == used
         assert all(working.holders == 0 and not working.is_moving for working in namespace.working.values())
-        space, used_bytes = self.store._transfers._planner.space, len(set(held_extents(namespace))) * self.schema.record_bytes
-        start_bytes = sum(extents_start_bytes(self.store._committer._superblocks[index]) for index in self.machine.disks)
+        space, used_bytes = self.store.transfers._planner.space, len(set(held_extents(namespace))) * self.schema.record_bytes
+        start_bytes = sum(extents_start_bytes(self.store.committer._superblocks[index]) for index in self.machine.disks)
         taken_bytes = sum(volume.size_bytes - volume.free_bytes - volume.prefilling_bytes for volume in space.stats())
         assert taken_bytes - start_bytes == used_bytes == space.held_bytes(NAME)
 

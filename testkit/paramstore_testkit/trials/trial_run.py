@@ -19,7 +19,7 @@ async def live(trial: StoreTrial, *, rounds: int, acts: int) -> None:
                 await asyncio.sleep(0)
         if number % 2:
             await trial.settle()
-            while not trial.store._runner.is_idle:  # a cancelled prefetch may still land
+            while not trial.store.transfers.runner.is_idle:  # a cancelled prefetch may still land
                 await asyncio.sleep(0)
             trial.check_nothing_leaked()
             if trial.writer.namespace.prepared_step is None:

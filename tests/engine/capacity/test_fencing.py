@@ -83,15 +83,15 @@ def test_after_a_failed_flush_no_step_is_committed_until_a_restart_and_reads_go_
         store, view = site.store, site.view
         site.fail_flush(1)
         with pytest.raises(VolumeError):
-            await store.commit(view, 1, b"")
+            await store.committer.commit(view, 1, b"")
         await store.rollback(view, 0)
         await train(store, view)
         flushes = [volume.calls["flush"] for volume in site.volumes]
         for _ in range(2):
             with pytest.raises(VolumeError, match=r"volume 1 is fenced \(a flush failed: .*restart the daemon after looking at"):
-                await store.commit(view, 1, b"")
+                await store.committer.commit(view, 1, b"")
         assert [volume.calls["flush"] for volume in site.volumes] == flushes, "no later flush is asked, so none is believed"
-        assert store.steps(view) == [0]
+        assert view.namespace.ledger.steps() == [0]
         assert view.namespace.broken is None
         assert view.namespace.cut is None
         reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
@@ -102,7 +102,7 @@ def test_after_a_failed_flush_no_step_is_committed_until_a_restart_and_reads_go_
         await site.restart()
         assert await site.told(1) is None
         await train(site.store, site.view)
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         await site.machine.crash()
         site.store = site.machine.start()
         assert site.store.namespaces["moe"].committed_step == 1
@@ -115,10 +115,10 @@ def test_a_namespace_that_had_nothing_to_do_with_the_failed_flush_commits_no_ste
         other = await create(site.store, "other", host_bytes=8 * MIB)
         site.fail_flush(0)
         with pytest.raises(VolumeError):
-            await site.store.commit(site.view, 1, b"")
+            await site.store.committer.commit(site.view, 1, b"")
         assert other.namespace.broken is None
         with pytest.raises(VolumeError, match="volume 0 is fenced"):
-            await site.store.commit(other, 1, b"")
+            await site.store.committer.commit(other, 1, b"")
         assert other.namespace.broken is None, "it may be trained on, and read"
         assert await train(site.store, other) is not None
 
@@ -129,7 +129,7 @@ def test_records_go_to_the_other_volumes_after_a_failed_flush() -> None:
     async def scenario(site: Site) -> None:
         site.fail_flush(0)
         with pytest.raises(VolumeError):
-            await site.store.commit(site.view, 1, b"")
+            await site.store.committer.commit(site.view, 1, b"")
         await site.store.rollback(site.view, 0)
         await train(site.store, site.view)
         writes = site.volumes[0].calls["write"]
@@ -144,13 +144,13 @@ def test_on_a_store_of_one_volume_an_apply_says_that_it_is_fenced() -> None:
     async def scenario(site: Site) -> None:
         site.fail_flush(0)
         with pytest.raises(VolumeError):
-            await site.store.commit(site.view, 1, b"")
+            await site.store.committer.commit(site.view, 1, b"")
         await site.store.rollback(site.view, 0)
         with pytest.raises(StepFailed, match=r"volume 0 is fenced \(a flush failed: .*\): restart the daemon"):
             await train(site.store, site.view)
         await site.store.rollback(site.view, 0)
         request = await lease(site.store, site.view, keys_of(site.view)[:1])
-        site.store.release(site.view, request.lease_id)
+        site.store.access.release(site.view, request.lease_id)
 
     on_site(scenario, volume_count=1)
 
@@ -161,7 +161,7 @@ def test_on_a_store_of_one_volume_an_apply_says_that_it_is_fenced() -> None:
 def test_two_failed_writes_fence_a_volume_and_the_commit_goes_on_with_the_others() -> None:
     async def scenario(site: Site) -> None:
         site.volumes[0].is_bad = True
-        answer = await site.store.commit(site.view, 1, b"")
+        answer = await site.store.committer.commit(site.view, 1, b"")
         assert answer["records"] == 4
         assert "2 writes failed, the last: volume 0: bad surface" in await site.told(0)
         fired = site.volumes[0].fired
@@ -169,7 +169,7 @@ def test_two_failed_writes_fence_a_volume_and_the_commit_goes_on_with_the_others
             await train(site.store, site.view)
             await site.store.write_back(site.view, None)
             assert site.written_to() == {1}
-            await site.store.commit(site.view, step, b"")
+            await site.store.committer.commit(site.view, step, b"")
         assert site.volumes[0].fired == fired, "a fenced volume is not written to again"
         await site.machine.crash()
         site.store = site.machine.start()
@@ -199,12 +199,12 @@ def test_an_extent_that_was_reserved_before_its_volume_was_fenced_is_not_written
         reserved = {working.reserved.volume for working in site.view.namespace.working.values() if working.reserved is not None}
         assert reserved == {0, 1}
         for number in range(2):
-            site.store._transfers._planner.space.fences.fail_write(0, VolumeError(f"failure {number}"))
+            site.store.transfers._planner.space.fences.fail_write(0, VolumeError(f"failure {number}"))
         writes = site.volumes[0].calls["write"]
         await site.store.write_back(site.view, None)
         assert site.volumes[0].calls["write"] == writes
         assert site.written_to() == {1}
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
 
     on_site(scenario)
 
@@ -214,18 +214,18 @@ def test_when_every_volume_is_fenced_by_writes_the_commit_fails_and_a_restart_me
         for volume in site.volumes:
             volume.is_bad = True
         with pytest.raises((CapacityError, StepFailed), match=r"volume 0 is fenced .*volume 1 is fenced .*restart the daemon"):
-            await site.store.commit(site.view, 1, b"")
+            await site.store.committer.commit(site.view, 1, b"")
         with pytest.raises(CapacityError, match="volume 0 is fenced"):
-            await site.store.commit(site.view, 1, b"")
-        assert site.store.steps(site.view) == [0]
+            await site.store.committer.commit(site.view, 1, b"")
+        assert site.view.namespace.ledger.steps() == [0]
         assert {working.state for working in site.view.namespace.working.values()} == {Working.DIRTY}
         for volume in site.volumes:
             volume.is_bad = False
         await site.restart()
         assert await versions(site.store, site.view) == [0, 0, 0, 0]
         await train(site.store, site.view)
-        await site.store.commit(site.view, 1, b"")
-        (stats, _) = site.store._transfers._planner.space.stats()
+        await site.store.committer.commit(site.view, 1, b"")
+        (stats, _) = site.store.transfers._planner.space.stats()
         assert (stats.quarantined_bytes, stats.write_failures) == (0, 0)
 
     on_site(scenario)
@@ -233,10 +233,10 @@ def test_when_every_volume_is_fenced_by_writes_the_commit_fails_and_a_restart_me
 
 def test_reads_of_a_fenced_volume_go_on() -> None:
     async def scenario(site: Site) -> None:
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         for number in range(2):
             for index in range(2):
-                site.store._transfers._planner.space.fences.fail_write(index, VolumeError(f"failure {number}"))
+                site.store.transfers._planner.space.fences.fail_write(index, VolumeError(f"failure {number}"))
         await site.store.evict(site.view, None, None)
         assert await versions(site.store, site.view) == [1, 1, 1, 1]
         assert await first_values(site.store, site.view) == pytest.approx(FIRST_VALUES)
@@ -249,7 +249,7 @@ def test_reads_of_a_fenced_volume_go_on() -> None:
 
 def test_a_commit_note_that_fails_counts_as_a_failed_write_of_its_volume() -> None:
     async def scenario(site: Site) -> None:
-        transfers = site.store._transfers
+        transfers = site.store.transfers
         for number in range(2):
             assert await site.told(1) is None
             transfers.fail_note(1, VolumeError(f"note {number}"))
@@ -266,13 +266,13 @@ def test_a_volume_that_is_fenced_does_not_grow_and_the_others_make_up_for_it() -
     async def scenario(site: Site) -> None:
         site.fail_flush(0)
         with pytest.raises(VolumeError):
-            await site.store.commit(site.view, 1, b"")
+            await site.store.committer.commit(site.view, 1, b"")
         sizes = [volume.size_bytes for volume in site.volumes]
-        free = site.store._transfers._planner.space.free_bytes
+        free = site.store.transfers._planner.space.free_bytes
         view = await site.store.admission.create("new", SCHEMA.describe(), layers=[0], experts=400, host_bytes=8 * MIB)
         assert site.volumes[0].size_bytes == sizes[0]
         assert site.volumes[1].size_bytes > sizes[1]
-        assert free < 5 * 400 * SCHEMA.record_bytes <= site.store._transfers._planner.space.free_bytes
+        assert free < 5 * 400 * SCHEMA.record_bytes <= site.store.transfers._planner.space.free_bytes
         assert view.namespace.committed_step is None
 
     on_site(scenario)
@@ -281,7 +281,7 @@ def test_a_volume_that_is_fenced_does_not_grow_and_the_others_make_up_for_it() -
 def test_where_every_volume_is_fenced_no_namespace_gets_room() -> None:
     async def scenario(site: Site) -> None:
         for index in range(2):
-            site.store._transfers._planner.space.fences.fail_flush(index, VolumeError("as planned"))
+            site.store.transfers._planner.space.fences.fail_flush(index, VolumeError("as planned"))
         with pytest.raises(CapacityError, match=r"^volume 0 is fenced \(a flush failed: as planned\), volume 1 .*none may grow$"):
             await site.store.admission.create("new", SCHEMA.describe(), layers=[0], experts=400, host_bytes=8 * MIB)
 
@@ -292,7 +292,7 @@ def test_on_volumes_of_a_fixed_size_the_refusal_of_a_namespace_names_the_fence()
     async def scenario(site: Site) -> None:
         site.fail_flush(0)
         with pytest.raises(VolumeError):
-            await site.store.commit(site.view, 1, b"")
+            await site.store.committer.commit(site.view, 1, b"")
         with pytest.raises(CapacityError, match=r"^volume 0 is fenced .*restart the daemon .* bytes are missing; add a volume"):
             await site.store.admission.create("new", SCHEMA.describe(), layers=[0], experts=25, host_bytes=8 * MIB)
         await site.restart()

@@ -43,7 +43,7 @@ def test_the_memory_of_a_namespace_that_nobody_has_open_is_given_to_the_next() -
         store = Machine(host_budget_bytes=ONE, volume_bytes=24 * MIB).start()
         first = await create(store, "a")
         await train(store, first)
-        await store.commit(first, 1, b"")
+        await store.committer.commit(first, 1, b"")
         store.close_view(first)
         second = await create(store, "b")
         assert first.namespace.param_arena is None
@@ -72,7 +72,7 @@ def test_what_nobody_committed_is_lost_with_the_memory_and_space_comes_back() ->
     async def scenario() -> None:
         store = Machine(host_budget_bytes=ONE, volume_bytes=24 * MIB).start()
         first = await create(store, "a")
-        free = store._transfers._planner.space.free_bytes
+        free = store.transfers._planner.space.free_bytes
         await train(store, first)
         await store.write_back(first, None)
         await train(store, first)
@@ -81,7 +81,7 @@ def test_what_nobody_committed_is_lost_with_the_memory_and_space_comes_back() ->
         store.close_view(second)
         assert (await reader(store, "a")).namespace.epoch > 1
         assert await versions(store, first.namespace.views[0]) == [0] * 4
-        assert store._transfers._planner.space.free_bytes == free
+        assert store.transfers._planner.space.free_bytes == free
 
     run(scenario())
 
@@ -149,7 +149,7 @@ def test_memory_into_which_a_worker_still_reads_is_not_given_away_under_it(part:
         first = await create(store, "a")
         await store.evict(first, None, None)
         resume = stall_reads(machine)
-        store.prefetch(first, keys_of(first), part, None)
+        store.access.prefetch(first, keys_of(first), part, None)
         store.close_view(first)
         creating = asyncio.ensure_future(create(store, "b"))
         await turns(200)
@@ -169,7 +169,7 @@ def test_leases_of_a_closed_view_whose_memory_went_are_no_ones_any_more() -> Non
         request = await lease(store, first, keys_of(first)[:2])
         store.close_view(first)
         await create(store, "b")
-        store.release(first, request.lease_id)
+        store.access.release(first, request.lease_id)
         assert request.copies == []
 
     run(scenario())

@@ -42,14 +42,14 @@ class Site:
         self.readers: list[View] = []
         self.kept: list[Transfer] = []
         """Transfers kept from their worker, as a slow disk would."""
-        self._submit = self.store._runner.submit
+        self._submit = self.store.transfers.runner.submit
 
     async def prepare(self) -> None:
         self.view = await create(self.store, schema=WIDE, experts=self.experts)
         self.readers.append(await reader(self.store))
         for step in (1, 2, 3):
             await train(self.store, self.view)
-            await self.store.commit(self.view, step, b"")
+            await self.store.committer.commit(self.view, step, b"")
             if step == 1:
                 self.readers.append(await reader(self.store))
         while self.space.reserve(RECORD_BYTES, owner="other") is not None:
@@ -57,7 +57,7 @@ class Site:
 
     @property
     def space(self) -> Any:
-        return self.store._transfers._planner.space
+        return self.store.transfers._planner.space
 
     @property
     def held_records(self) -> int:
@@ -70,10 +70,10 @@ class Site:
             is_meant = transfer.lane == volume_lane(0) and kind in getattr(transfer.run, "__qualname__", "")
             self.kept.append(transfer) if is_meant else self._submit(transfer)
 
-        self.store._runner.submit = submit  # type: ignore[method-assign]
+        self.store.transfers.runner.submit = submit  # type: ignore[method-assign]
 
     def let_go(self) -> None:
-        self.store._runner.submit = self._submit  # type: ignore[method-assign]
+        self.store.transfers.runner.submit = self._submit  # type: ignore[method-assign]
         kept, self.kept = self.kept, []
         for transfer in kept:
             self._submit(transfer)
@@ -96,9 +96,9 @@ def test_an_apply_beside_a_commit_leaves_the_extent_that_the_cut_s_own_writes_ne
         await store.write_back(view, None)
         await train(store, view, keys[4:])  # dirty beside an older uncommitted extent: their writes need the pipeline share
         push(store, view, keys[:4])
-        commit = asyncio.ensure_future(store.commit(view, 4, b""))
+        commit = asyncio.ensure_future(store.committer.commit(view, 4, b""))
         await turns(1)
-        apply = asyncio.ensure_future(store.apply(view, OPTIONS, 1.0))
+        apply = asyncio.ensure_future(store.applies.apply(view, OPTIONS, 1.0))
         await asyncio.gather(commit, apply)
         assert await versions(store, view) == [5, 5, 5, 5, 5, 5, 5, 5]
 
@@ -112,22 +112,22 @@ def test_an_update_that_waited_for_space_starts_only_when_nobody_else_holds_the_
         follower = await reader(store)
         await train(store, view)
         push(store, view, keys)
-        commit = asyncio.ensure_future(store.commit(view, 4, b""))
+        commit = asyncio.ensure_future(store.committer.commit(view, 4, b""))
         await turns(1)
-        apply = asyncio.ensure_future(store.apply(view, OPTIONS, 1.0))
+        apply = asyncio.ensure_future(store.applies.apply(view, OPTIONS, 1.0))
         while namespace.cut is None:
             await turns(1)
         published = asyncio.get_running_loop().create_future()
         namespace.cut_waiters.append(published)
         await published
         store.refresh(follower)  # in the very moment in which the apply may go on
-        lease = store.acquire(follower, 999, keys[4:6], "param")
+        lease = store.access.acquire(follower, 999, keys[4:6], "param")
         assert site.machine.workers is not None
         site.machine.workers.pause()
         await turns(20)
         site.machine.workers.resume()
-        await store.wait_lease(lease, 2.0)
-        store.release(follower, 999)
+        await store.access.wait_lease(lease, 2.0)
+        store.access.release(follower, 999)
         await asyncio.gather(commit, apply)
         assert all(working.holders == 0 for working in namespace.working.values())
         assert await versions(store, view) == [5] * 8
@@ -142,9 +142,9 @@ def test_an_apply_waits_for_extents_that_are_still_being_read() -> None:
         await train(store, view)
         await store.evict(view, None, "param")
         site.keep("Read")
-        prefetch = store.prefetch(site.readers[0], keys_of(view), "param", None)
+        prefetch = store.access.prefetch(site.readers[0], keys_of(view), "param", None)
         assert len(prefetch.pending) == 8
-        await store.commit(view, 4, b"")  # the oldest reader loses its step, whose extents are being read
+        await store.committer.commit(view, 4, b"")  # the oldest reader loses its step, whose extents are being read
         assert site.space.has_leaving
         apply = asyncio.ensure_future(train(store, view))
         await turns(50)
@@ -161,7 +161,7 @@ def test_an_apply_waits_for_writes_that_a_rollback_orphaned() -> None:
         store, view = site.store, site.view
         await train(store, view)
         first = keys_of(view)[0]
-        keep, kept = store._runner.submit, site.kept
+        keep, kept = store.transfers.runner.submit, site.kept
 
         def submit(transfer: Transfer) -> None:
             write = getattr(transfer.run, "__self__", None)
@@ -176,17 +176,17 @@ def test_an_apply_waits_for_writes_that_a_rollback_orphaned() -> None:
         def fail(piece: object) -> None:
             raise ParamStoreError("as planned")  # not the volume's fault, which would fence it
 
-        store._runner.submit = submit  # type: ignore[method-assign]
+        store.transfers.runner.submit = submit  # type: ignore[method-assign]
         with pytest.raises(StepFailed, match="failed twice"):
-            await store.commit(view, 4, b"")
+            await store.committer.commit(view, 4, b"")
         await store.rollback(view, 3)
-        assert store._transfers._planner.working.orphan_writes == len(kept) == 7
+        assert store.transfers._planner.working.orphan_writes == len(kept) == 7
         apply = asyncio.ensure_future(train(store, view))
         await turns(50)
         assert not apply.done()
         site.let_go()
         await apply
-        assert store._transfers._planner.working.orphan_writes == 0
+        assert store.transfers._planner.working.orphan_writes == 0
         assert await versions(store, view) == [4] * 8
 
     on_site(scenario)
@@ -207,7 +207,7 @@ def test_a_write_waits_for_the_range_that_the_zero_fill_has_just_taken() -> None
             pass
 
         async def fill() -> None:
-            await store._runner.behind(BACKGROUND_LANE)
+            await store.transfers.runner.behind(BACKGROUND_LANE)
             site.space.finish_prefill(extent)
 
         filling = asyncio.ensure_future(fill())
@@ -257,13 +257,13 @@ def test_the_shares_of_namespaces_are_kept_over_a_restart() -> None:
         entitled = site.space.entitled_bytes("moe")
         await site.machine.crash()
         store = site.machine.start()
-        space = store._transfers._planner.space
+        space = store.transfers._planner.space
         assert space.entitled_bytes("moe") == entitled
         while space.reserve(RECORD_BYTES, owner="other") is not None:
             pass
         site.view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         await train(store, site.view)
-        await store.commit(site.view, 4, b"")
+        await store.committer.commit(site.view, 4, b"")
 
     on_site(scenario)
 
@@ -287,12 +287,12 @@ def test_a_piece_of_a_shared_record_that_fails_ends_the_record_once_and_a_rollba
         monkeypatch.setattr("paramstore.engine.records.update.cut_update", partial(arithmetic.cut_update, piece_elements=4096))
         with pytest.raises(StepFailed, match="as planned"):
             await train(store, view)
-        while not store._runner.is_idle:
+        while not store.transfers.runner.is_idle:
             await asyncio.sleep(0)
         await store.rollback(view, 0)
         assert await versions(store, view) == [0] * 5
         await train(store, view)
-        await store.commit(view, 1, b"")
+        await store.committer.commit(view, 1, b"")
         namespace = view.namespace
         assert namespace.working_arena is not None
         slots = namespace.working_arena.slots

@@ -98,7 +98,7 @@ async def opened(machine: Machine) -> tuple[Store, View]:
         "moe", SCHEMA.describe(), layers=list(range(LAYERS)), experts=EXPERTS, host_bytes=machine.config.host_budget_bytes
     )
     await initialize(store, view)
-    await store.commit(view, 0, b"")
+    await store.committer.commit(view, 0, b"")
     await store.evict(view, None, None)
     return store, view
 
@@ -108,7 +108,7 @@ async def read_by(store: Store, view: View, work: list[list[ExpertKey]]) -> int:
     before = view.namespace.stats.bytes_read
     for keys in work:
         request = await lease(store, view, keys)
-        store.release(view, request.lease_id)
+        store.access.release(view, request.lease_id)
     return view.namespace.stats.bytes_read - before
 
 
@@ -176,7 +176,7 @@ def test_what_a_dead_writer_declared_ends_with_its_session_though_its_leases_sta
         store = Machine(seed=1, policy="schedule").start()
         view = await store.admission.create("moe", SCHEMA.describe(), layers=[0], experts=2, host_bytes=None)
         await initialize(store, view)
-        await store.commit(view, 0, b"")
+        await store.committer.commit(view, 0, b"")
         store.declare_schedule(view, TRAINING, APPLY)
         await lease(store, view, keys_of(view))
         arena = view.namespace.param_arena

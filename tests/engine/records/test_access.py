@@ -20,9 +20,9 @@ A, B, C, D = ((0, expert) for expert in range(4))
 def test_a_part_that_clients_cannot_see_is_not_leased() -> None:
     async def scenario(site: Site) -> None:
         with pytest.raises(SchemaMismatch, match="'optim' cannot be leased: the daemon alone sees it"):
-            site.store.acquire(site.view, 1, [A], "optim")
+            site.store.access.acquire(site.view, 1, [A], "optim")
         with pytest.raises(SchemaMismatch, match="no part 'gradients'"):
-            site.store.acquire(site.view, 1, [A], "gradients")
+            site.store.access.acquire(site.view, 1, [A], "gradients")
 
     on_site(scenario)
 
@@ -42,7 +42,7 @@ def test_a_lease_that_times_out_says_what_it_waited_for() -> None:
         with pytest.raises(WaitTimeout, match="lease of 1 keys of 'moe': waiting for slots to come free"):
             await lease(site.store, other, [C], timeout_s=0.0)
         assert not arena.waiting
-        site.store.release(site.view, held.lease_id)
+        site.store.access.release(site.view, held.lease_id)
 
     on_site(scenario)
 
@@ -50,10 +50,10 @@ def test_a_lease_that_times_out_says_what_it_waited_for() -> None:
 def test_a_waiting_lease_can_be_cancelled_from_outside() -> None:
     async def scenario(site: Site) -> None:
         site.pause()
-        request = site.store.acquire(site.view, 1, [A], "param")
-        waiting = asyncio.ensure_future(site.store.wait_lease(request, 5.0))
+        request = site.store.access.acquire(site.view, 1, [A], "param")
+        waiting = asyncio.ensure_future(site.store.access.wait_lease(request, 5.0))
         await turns(3)
-        site.store.cancel_lease(request, TicketCancelled("not wanted"))
+        site.store.access.cancel_lease(request, TicketCancelled("not wanted"))
         with pytest.raises(TicketCancelled):
             await waiting
         site.resume()
@@ -67,8 +67,8 @@ def test_a_waiting_lease_can_be_cancelled_from_outside() -> None:
 def test_closing_the_view_ends_its_waits() -> None:
     async def scenario(site: Site) -> None:
         site.pause()
-        request = site.store.acquire(site.view, 1, [A], "param")
-        waiting = asyncio.ensure_future(site.store.wait_lease(request, 5.0))
+        request = site.store.access.acquire(site.view, 1, [A], "param")
+        waiting = asyncio.ensure_future(site.store.access.wait_lease(request, 5.0))
         await turns(3)
         site.store.close_view(site.view)
         with pytest.raises(LeaseError, match="the session ended"):
@@ -83,11 +83,11 @@ def test_closing_the_view_ends_its_waits() -> None:
 def test_a_prefetch_says_what_it_came_to() -> None:
     async def scenario(site: Site) -> None:
         held = await lease(site.store, site.view, [A])
-        figures = await site.store.wait_prefetch(site.store.prefetch(site.view, [A, B, C], "param", None))
+        figures = await site.store.access.wait_prefetch(site.store.access.prefetch(site.view, [A, B, C], "param", None))
         assert figures == {"loaded": 2, "resident": 1, "skipped": 0, "bytes": 2 * SCHEMA.part("param").image_bytes}
-        figures = await site.store.wait_prefetch(site.store.prefetch(site.view, [A, B], "optim", 1.0))
+        figures = await site.store.access.wait_prefetch(site.store.access.prefetch(site.view, [A, B], "optim", 1.0))
         assert figures == {"loaded": 2, "resident": 0, "skipped": 0, "bytes": 2 * SCHEMA.record_bytes}
-        site.store.release(site.view, held.lease_id)
+        site.store.access.release(site.view, held.lease_id)
 
     on_site(scenario)
 
@@ -97,9 +97,9 @@ def test_a_prefetch_reports_its_first_error_when_all_its_loads_are_over() -> Non
         located = site.namespace.ledger.at(B, 0)
         assert located is not None
         site.machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field("master/w").offset_bytes)
-        request = site.store.prefetch(site.view, [A, B, C], "param", None)
+        request = site.store.access.prefetch(site.view, [A, B, C], "param", None)
         with pytest.raises(CorruptRecord, match=r"\(0, 1\)"):
-            await site.store.wait_prefetch(request)
+            await site.store.access.wait_prefetch(request)
         assert request.loaded == 2
         assert not request.pending
 
@@ -109,9 +109,9 @@ def test_a_prefetch_reports_its_first_error_when_all_its_loads_are_over() -> Non
 def test_a_prefetch_of_what_is_not_there_is_refused() -> None:
     async def scenario(site: Site) -> None:
         with pytest.raises(SchemaMismatch):
-            site.store.prefetch(site.view, [A], "gradients", None)
+            site.store.access.prefetch(site.view, [A], "gradients", None)
         with pytest.raises(UnknownKey):
-            site.store.prefetch(site.view, [(5, 5)], "param", None)
+            site.store.access.prefetch(site.view, [(5, 5)], "param", None)
 
     on_site(scenario)
 
@@ -121,11 +121,11 @@ def test_the_sooner_of_two_deadlines_moves_first() -> None:
         site.pause()
         loads = {}
         for key, deadline_s in ((A, None), (B, None), (C, 9.0), (D, 1.0)):
-            loads[key] = site.store.prefetch(site.view, [key], "param", deadline_s)
+            loads[key] = site.store.access.prefetch(site.view, [key], "param", deadline_s)
         ended: list[tuple[int, int]] = []
 
         async def wait(key: tuple[int, int]) -> None:
-            await site.store.wait_prefetch(loads[key])
+            await site.store.access.wait_prefetch(loads[key])
             ended.append(key)
 
         waits = [asyncio.ensure_future(wait(key)) for key in loads]

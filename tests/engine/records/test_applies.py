@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -32,14 +33,14 @@ from paramstore_testkit.stores.update_site import Site, on_site
 
 def begin(site: Site) -> asyncio.Task[dict[str, int]]:
     """The task of a `begin_apply`: over when the apply is."""
-    task = asyncio.ensure_future(site.store.begin_apply(site.view, OPTIONS, 1.0))
+    task = asyncio.ensure_future(site.store.applies.begin(site.view, OPTIONS, 1.0))
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 
 
 def push_last(site: Site, keys: list[ExpertKey], memory: PlainSegment | None = None) -> PlainSegment:
     memory = PlainSegment(SCHEMA.gradient_bytes) if memory is None else memory
-    site.store.push(site.view, [(key, memory, 0) for key in keys], is_last=True)
+    site.store.applies.push(site.view, [(key, memory, 0) for key in keys], is_last=True)
     return memory
 
 
@@ -49,12 +50,12 @@ def fails(*arguments: object, **named: object) -> None:
 
 def refused(error: type[ParamStoreError], site: Site, call: str, *arguments: Any) -> None:
     with pytest.raises(error):
-        getattr(site.store, call)(site.view, *arguments)
+        attrgetter(call)(site.store)(site.view, *arguments)
 
 
 async def refused_in_time(error: type[ParamStoreError], site: Site, call: str, *arguments: Any) -> None:
     with pytest.raises(error):
-        await getattr(site.store, call)(site.view, *arguments)
+        await attrgetter(call)(site.store)(site.view, *arguments)
 
 
 # --- when updates start
@@ -63,7 +64,7 @@ async def refused_in_time(error: type[ParamStoreError], site: Site, call: str, *
 def test_a_key_is_updated_as_soon_as_its_last_gradient_comes_and_the_rest_at_the_end() -> None:
     async def scenario(site: Site) -> None:
         keys = keys_of(site.view)
-        site.store.push(site.view, [(keys[0], PlainSegment(SCHEMA.gradient_bytes), 0)])
+        site.store.applies.push(site.view, [(keys[0], PlainSegment(SCHEMA.gradient_bytes), 0)])
         begun = begin(site)
         await turns()
         assert site.updated == []
@@ -72,7 +73,7 @@ def test_a_key_is_updated_as_soon_as_its_last_gradient_comes_and_the_rest_at_the
         assert sorted(site.updated) == keys[3:5]
         assert site.namespace.stats.records_updated == 2
         push_last(site, keys[7:8])
-        result = await site.store.end_apply(site.view)
+        result = await site.store.applies.end(site.view)
         assert result == await begun
         assert result["records"] == 4
         assert site.namespace.stats.applies == 1
@@ -85,7 +86,7 @@ def test_a_key_is_updated_as_soon_as_its_last_gradient_comes_and_the_rest_at_the
 def test_an_apply_that_claims_nothing_early_is_a_plain_one() -> None:
     async def scenario(site: Site) -> None:
         begun = begin(site)
-        assert await site.store.end_apply(site.view) == {"records": 0, "bytes_read": 0, "bytes_written": 0}
+        assert await site.store.applies.end(site.view) == {"records": 0, "bytes_read": 0, "bytes_written": 0}
         await begun
         assert site.namespace.open_apply is None
 
@@ -98,14 +99,14 @@ def test_a_lease_of_a_claimed_key_waits_for_its_update_and_others_do_not() -> No
         begun = begin(site)
         site.pause()
         push_last(site, keys[:1])
-        claimed = site.store.acquire(site.view, 901, keys[:1], "param")
-        other = site.store.acquire(site.view, 902, keys[1:2], "param")
+        claimed = site.store.access.acquire(site.view, 901, keys[:1], "param")
+        other = site.store.access.acquire(site.view, 902, keys[1:2], "param")
         await turns()
         assert not claimed.is_finished
         site.resume()
-        await asyncio.gather(site.store.wait_lease(claimed, 5.0), site.store.wait_lease(other, 5.0))
+        await asyncio.gather(site.store.access.wait_lease(claimed, 5.0), site.store.access.wait_lease(other, 5.0))
         assert (claimed.copies[0].identity.version, other.copies[0].identity.version) == (1, 0)
-        await site.store.end_apply(site.view)
+        await site.store.applies.end(site.view)
         await begun
 
     on_site(scenario)
@@ -114,7 +115,7 @@ def test_a_lease_of_a_claimed_key_waits_for_its_update_and_others_do_not() -> No
 def test_reads_for_early_updates_are_less_urgent_than_what_a_backward_loads_until_the_end() -> None:
     async def scenario(site: Site) -> None:
         submitted: list[Transfer] = []
-        runner = site.store._runner
+        runner = site.store.transfers.runner
         submit = runner.submit
         runner.submit = lambda transfer: (submitted.append(transfer), submit(transfer))[1]  # type: ignore[method-assign, func-returns-value]
         keys = keys_of(site.view)
@@ -123,9 +124,9 @@ def test_reads_for_early_updates_are_less_urgent_than_what_a_backward_loads_unti
         push_last(site, keys[:2])
         await turns()
         assert [transfer.urgency.name for transfer in submitted] == ["PREFETCH", "PREFETCH"]  # type: ignore[attr-defined]
-        site.store.acquire(site.view, 901, keys[5:6], "param")
+        site.store.access.acquire(site.view, 901, keys[5:6], "param")
         assert submitted[2].urgency.name == "DEMAND"  # type: ignore[attr-defined]
-        ended = asyncio.ensure_future(site.store.end_apply(site.view))
+        ended = asyncio.ensure_future(site.store.applies.end(site.view))
         await turns()
         assert {transfer.urgency.name for transfer in submitted} == {"DEMAND"}  # type: ignore[attr-defined]
         site.resume()
@@ -153,7 +154,7 @@ def test_who_waits_for_room_learns_what_was_read_as_soon_as_there_is_some() -> N
         assert set(first) <= set(keys[:2])
         while await site.store.applies.await_room(site.view, keys[:3], 5.0) != keys[:3]:
             await turns()
-        await asyncio.gather(site.store.end_apply(site.view), begun)
+        await asyncio.gather(site.store.applies.end(site.view), begun)
         with pytest.raises(StepOutOfOrder, match="no apply is open"):
             await site.store.applies.await_room(site.view, keys, 0.0)
 
@@ -168,7 +169,7 @@ def test_a_wait_for_room_that_is_too_long_says_what_is_under_way() -> None:
         with pytest.raises(WaitTimeout, match=r"push on 'moe': no room in time: 2 updates are under way, from \(0, 0\) on"):
             await site.store.applies.await_room(site.view, keys_of(site.view)[:2], 0.01)
         site.resume()
-        await asyncio.gather(site.store.end_apply(site.view), begun)
+        await asyncio.gather(site.store.applies.end(site.view), begun)
 
     on_site(scenario)
 
@@ -184,12 +185,12 @@ def test_a_wait_for_room_ends_with_its_apply(way: str, monkeypatch: pytest.Monke
         await turns()
         if way == "abort":
             with pytest.raises(StepFailed):
-                site.store.abort(site.view)
+                site.store.applies.abort(site.view)
         elif way == "rollback":
             rolled = asyncio.ensure_future(site.store.rollback(site.view, 0))
         elif way == "failure":
             monkeypatch.setattr("paramstore.engine.records.update.update", fails)
-        ended = asyncio.ensure_future(site.store.end_apply(site.view)) if way == "end" else None
+        ended = asyncio.ensure_future(site.store.applies.end(site.view)) if way == "end" else None
         site.resume()
         if ended is not None:
             assert await waits
@@ -204,14 +205,14 @@ def test_a_wait_for_room_ends_with_its_apply(way: str, monkeypatch: pytest.Monke
 
 
 def begin_as(store: Store, views: list[View]) -> list[asyncio.Future[Any]]:
-    begun = [call(store, view, "begin_apply", lambda one: store.begin_apply(one, OPTIONS, 1.0)) for view in views]
+    begun = [call(store, view, "begin_apply", lambda one: store.applies.begin(one, OPTIONS, 1.0)) for view in views]
     for future in begun:
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return begun
 
 
 def push_last_as(store: Store, view: View, keys: list[ExpertKey]) -> None:
-    store.push(view, [(key, PlainSegment(view.namespace.schema.gradient_bytes), 0) for key in keys], is_last=True)
+    store.applies.push(view, [(key, PlainSegment(view.namespace.schema.gradient_bytes), 0) for key in keys], is_last=True)
 
 
 def test_a_rank_that_ends_a_layer_lets_the_others_gradients_of_it_be_updated() -> None:
@@ -233,7 +234,7 @@ def test_a_rank_that_ends_a_layer_lets_the_others_gradients_of_it_be_updated() -
             push_last_as(store, second, keys[3:4])
         store.applies.end_layers(second, [0])  # again, and by those who pushed: no matter
         store.applies.end_layers(first, [0])
-        results = await outcomes(call(store, view, "end_apply", store.end_apply) for view in (first, second))
+        results = await outcomes(call(store, view, "end_apply", store.applies.end) for view in (first, second))
         assert [result["records"] for result in results] == [3, 3]
         with pytest.raises(StepOutOfOrder, match="no apply is open"):
             store.applies.end_layers(first, [0])
@@ -264,9 +265,9 @@ def test_a_rank_that_ends_the_apply_has_ended_its_layers_before_the_others_call(
         push_last_as(store, first, keys[:2])
         waits = asyncio.ensure_future(store.applies.await_room(first, keys[:2], 1e6))
         await turns()
-        ended = call(store, second, "end_apply", store.end_apply)
+        ended = call(store, second, "end_apply", store.applies.end)
         assert set(await waits) <= set(keys[:2])
-        results = await outcomes([ended, call(store, first, "end_apply", store.end_apply)])
+        results = await outcomes([ended, call(store, first, "end_apply", store.applies.end)])
         assert [result["records"] for result in results] == [2, 2]
         assert asyncio.get_running_loop().time() < 1e5
 
@@ -284,7 +285,8 @@ def test_a_rank_waits_for_no_room_that_another_owes_who_waits_for_it(name: str, 
         push_last_as(store, second, keys[:1])
         assert await store.applies.await_room(first, keys[:2], 1e6) == keys[:1]
         begin = {
-            "abort": store.abort, "rollback": lambda one: store.rollback(one, 0), "commit": lambda one: store.commit(one, 1, b""),
+            "abort": store.applies.abort, "rollback": lambda one: store.rollback(one, 0),
+            "commit": lambda one: store.committer.commit(one, 1, b""),
         }  # fmt: skip
         if comes_first == "the call":
             other = call(store, second, name, begin[name])
@@ -308,7 +310,7 @@ def test_a_key_is_pushed_once_while_an_apply_is_open_and_nothing_changes_by_more
     async def scenario(site: Site) -> None:
         keys = keys_of(site.view)
         memory = PlainSegment(SCHEMA.gradient_bytes)
-        site.store.push(site.view, [(keys[0], memory, 0)])
+        site.store.applies.push(site.view, [(keys[0], memory, 0)])
         begun = begin(site)
         with pytest.raises(ProtocolError):
             push_last(site, keys[:1])  # elsewhere than where its sum lies
@@ -316,12 +318,12 @@ def test_a_key_is_pushed_once_while_an_apply_is_open_and_nothing_changes_by_more
         with pytest.raises(StepOutOfOrder, match=r"\(0, 0\) was pushed already since begin_apply"):
             push_last(site, [keys[1], keys[0]])
         with pytest.raises(StepOutOfOrder):
-            site.store.push(site.view, [(keys[0], memory, 0)])
-        assert (await site.store.end_apply(site.view))["records"] == 1
+            site.store.applies.push(site.view, [(keys[0], memory, 0)])
+        assert (await site.store.applies.end(site.view))["records"] == 1
         await begun
         with pytest.raises(StepOutOfOrder, match="no apply is open"):
             push_last(site, keys[:1])
-        refused(StepOutOfOrder, site, "end_apply")
+        refused(StepOutOfOrder, site, "applies.end")
 
     on_site(scenario)
 
@@ -330,22 +332,23 @@ def test_what_would_see_half_an_apply_is_refused() -> None:
     async def scenario(site: Site) -> None:
         begun = begin(site)
         await turns()
-        refused(StepOutOfOrder, site, "begin_apply", OPTIONS, 1.0)
-        refused(StepOutOfOrder, site, "apply", OPTIONS, 1.0)
-        refused(StepOutOfOrder, site, "prepare", 1, b"")
-        assert (await site.store.commit(site.view, 1, b""))["records"] == 0  # nothing has begun: of the applies before it
+        refused(StepOutOfOrder, site, "applies.begin", OPTIONS, 1.0)
+        refused(StepOutOfOrder, site, "applies.apply", OPTIONS, 1.0)
+        refused(StepOutOfOrder, site, "committer.prepare", 1, b"")
+        assert (await site.store.committer.commit(site.view, 1, b""))["records"] == 0  # nothing has begun: of the applies before it
         push_last(site, keys_of(site.view)[:1])
-        refused(StepOutOfOrder, site, "commit", 2, b"")
-        refused(StepOutOfOrder, site, "gradient_norm")
+        refused(StepOutOfOrder, site, "committer.commit", 2, b"")
+        refused(StepOutOfOrder, site, "applies.norm")
         target = PlainSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes)
-        await refused_in_time(StepOutOfOrder, site, "read", keys_of(site.view)[0], target)
+        await refused_in_time(StepOutOfOrder, site, "reading.read", keys_of(site.view)[0], target)
         await refused_in_time(StepOutOfOrder, site, "write_back", None)
         await refused_in_time(StepOutOfOrder, site, "evict", None, None)
         reader = await site.store.admission.open("moe", mode="read", at=None, host_bytes=None)
         assert (await site.store.evict(reader, None, "param"))["skipped"] == []  # it changes no record
-        await refused_in_time(StepOutOfOrder, site, "snapshot", 1)
-        ended = asyncio.ensure_future(site.store.end_apply(site.view))
-        committed = await asyncio.ensure_future(site.store.commit(site.view, 2, b""))  # called behind it, a task as a session's
+        await refused_in_time(StepOutOfOrder, site, "admission.snapshot", 1)
+        ended = asyncio.ensure_future(site.store.applies.end(site.view))
+        commit = site.store.committer.commit(site.view, 2, b"")  # called behind it
+        committed = await asyncio.ensure_future(commit)  # a task, as a session's
         assert committed["records"] == 1
         await asyncio.gather(ended, begun)
         assert await versions(site.store, site.view) == [1, *[0] * 11]
@@ -355,8 +358,8 @@ def test_what_would_see_half_an_apply_is_refused() -> None:
 
 def test_no_apply_is_opened_while_a_step_is_prepared() -> None:
     async def scenario(site: Site) -> None:
-        await site.store.prepare(site.view, 1, b"")
-        refused(StepPrepared, site, "begin_apply", OPTIONS, 1.0)
+        await site.store.committer.prepare(site.view, 1, b"")
+        refused(StepPrepared, site, "applies.begin", OPTIONS, 1.0)
 
     on_site(scenario)
 
@@ -367,8 +370,8 @@ def test_no_apply_is_opened_while_a_step_is_prepared() -> None:
 def test_abort_before_the_first_claim_leaves_all_as_it_was() -> None:
     async def scenario(site: Site) -> None:
         begun = begin(site)
-        site.store.push(site.view, [(keys_of(site.view)[0], PlainSegment(SCHEMA.gradient_bytes), 0)])
-        assert site.store.abort(site.view) == 1
+        site.store.applies.push(site.view, [(keys_of(site.view)[0], PlainSegment(SCHEMA.gradient_bytes), 0)])
+        assert site.store.applies.abort(site.view) == 1
         with pytest.raises(StepFailed, match="given up: abort"):
             await begun
         assert site.namespace.broken is None
@@ -383,10 +386,10 @@ def test_abort_after_a_claim_breaks_the_namespace_until_rollback() -> None:
         begun = begin(site)
         push_last(site, keys_of(site.view)[:2])
         with pytest.raises(StepFailed, match=r"given up half-way: abort; rollback"):
-            site.store.abort(site.view)
+            site.store.applies.abort(site.view)
         with pytest.raises(StepFailed):
             await begun
-        refused(StepFailed, site, "apply", OPTIONS, 1.0)
+        refused(StepFailed, site, "applies.apply", OPTIONS, 1.0)
         await site.store.rollback(site.view, 0)
         assert await versions(site.store, site.view) == [0] * 12
         assert await first_values(site.store, site.view) == list(range(12))
@@ -420,7 +423,7 @@ def test_a_closed_apply_that_is_rolled_back_before_its_turn_changes_nothing() ->
         begun = begin(site)
         await asyncio.sleep(0)
         push_last(site, keys_of(site.view)[:1])
-        ended = asyncio.ensure_future(site.store.end_apply(site.view))
+        ended = asyncio.ensure_future(site.store.applies.end(site.view))
         assert await rolled > 0
         for task in (begun, ended):
             with pytest.raises(StepFailed, match="rolled back meanwhile"):
@@ -460,7 +463,7 @@ def test_an_update_that_fails_breaks_the_namespace_at_once(monkeypatch: pytest.M
             await begun
         with pytest.raises(StepFailed):
             push_last(site, keys_of(site.view)[4:5])
-        refused(StepFailed, site, "end_apply")
+        refused(StepFailed, site, "applies.end")
         monkeypatch.setattr("paramstore.engine.records.update.update", arithmetic.update)
         await site.store.rollback(site.view, 0)
         assert (await train(site.store, site.view))["records"] == 12
@@ -473,7 +476,7 @@ def test_the_daemons_end_ends_an_open_apply() -> None:
         begun = begin(site)
         push_last(site, keys_of(site.view)[:2])
         await turns()
-        await site.store.close()
+        await site.machine.service.close()
         with pytest.raises(ParamStoreError):
             await begun
 

@@ -48,13 +48,13 @@ class Site:
         self.volume.plan = tuple(Fault("write", self.volume.calls["write"] + number) for number in numbers)
 
     def leave_extents(self, count: int) -> None:
-        space = self.store._transfers._planner.space
+        space = self.store.transfers._planner.space
         record_bytes = self.namespace.schema.record_bytes
         while space.missing_bytes(count + 1, record_bytes, owner=self.namespace.name) == 0:
             assert space.reserve(record_bytes, owner=self.namespace.name) is not None
 
     async def idle(self) -> None:
-        while not self.store._runner.is_idle:
+        while not self.store.transfers.runner.is_idle:
             await asyncio.sleep(0)
 
 
@@ -113,7 +113,7 @@ def test_a_write_is_joined_by_who_wants_the_same_and_raised_to_their_class() -> 
         site.machine.workers.pause()
         first = asyncio.ensure_future(site.cleaner.write(site.namespace, A, Urgency.WRITE_BACK))
         await turns(1)
-        _, transfer = site.store._transfers._under_way[site.namespace.working[A]]
+        _, transfer = site.store.transfers._under_way[site.namespace.working[A]]
         second = asyncio.ensure_future(site.cleaner.write(site.namespace, A, Urgency.DEMAND))
         await turns(1)
         assert transfer.urgency is Urgency.DEMAND
@@ -136,7 +136,7 @@ def test_a_failed_write_is_tried_once_more_on_another_extent(failures: tuple[int
             with pytest.raises(StepFailed, match=r"\(0, 0\) of 'moe': its write-back failed twice, on different extents"):
                 await site.cleaner.write(site.namespace, A, Urgency.DEMAND)
             assert site.namespace.working[A].state is Working.DIRTY
-        (stats,) = site.store._transfers._planner.space.stats()
+        (stats,) = site.store.transfers._planner.space.stats()
         assert stats.quarantined_bytes == len(failures) * SCHEMA.record_bytes
 
     on_site(scenario)
@@ -187,10 +187,10 @@ def test_a_commit_writes_through_few_extents_whichever_records_get_them_first() 
         await site.store.write_back(site.view, None)
         await train(site.store, site.view)
         site.leave_extents(1)
-        site.store._transfers._planner.working.begin_write(site.namespace, site.namespace.working[D], Urgency.WRITE_BACK)
-        await site.store.commit(site.view, 1, b"")
+        site.store.transfers._planner.working.begin_write(site.namespace, site.namespace.working[D], Urgency.WRITE_BACK)
+        await site.store.committer.commit(site.view, 1, b"")
         assert await versions(site.store, site.view) == [2] * 4
-        assert site.store.steps(site.view) == [0, 1]
+        assert site.view.namespace.ledger.steps() == [0, 1]
 
     on_site(scenario)
 
@@ -204,7 +204,7 @@ def test_write_back_writes_what_is_dirty_and_says_how_much() -> None:
         assert site.states() == [Working.DIRTY, Working.CLEAN, Working.DIRTY, Working.DIRTY]
         assert await site.store.write_back(site.view, None) == {"written": 3, "bytes": 3 * SCHEMA.record_bytes}
         assert await site.store.write_back(site.view, None) == {"written": 0, "bytes": 0}
-        assert site.store.steps(site.view) == [0], "written is not committed"
+        assert site.view.namespace.ledger.steps() == [0], "written is not committed"
         with pytest.raises(UnknownKey):
             await site.store.write_back(site.view, [(9, 9)])
 
@@ -218,7 +218,7 @@ def test_eviction_writes_dirty_records_first_and_names_what_is_in_use() -> None:
         assert answer["skipped"] == [[0, 0]]
         assert site.states() == [Working.ABSENT, Working.ABSENT, Working.DIRTY, Working.DIRTY]
         assert sorted(site.namespace.copies) == [A, C, D]
-        site.store.release(site.view, held.lease_id)
+        site.store.access.release(site.view, held.lease_id)
         assert (await site.store.evict(site.view, None, None))["skipped"] == []
         assert not site.namespace.copies
         assert not site.namespace.resident
@@ -284,7 +284,7 @@ def test_what_is_dirty_beyond_the_limit_is_written_in_the_background_those_first
         site.machine.workers.pause()
         site.cleaner.clean_ahead(site.namespace, 0)
         assert site.states() == [Working.DIRTY, Working.DIRTY, Working.DIRTY, Working.WRITING], "D was updated before B"
-        _, transfer = site.store._transfers._under_way[site.namespace.working[D]]
+        _, transfer = site.store.transfers._under_way[site.namespace.working[D]]
         assert transfer.urgency is Urgency.WRITE_BACK
         limit(site, 2)
         site.cleaner.clean_ahead(site.namespace, 0)
@@ -302,7 +302,7 @@ def test_an_apply_leaves_no_more_dirty_than_the_limit_and_the_commit_after_it_wr
         await train(site.store, site.view)
         await site.idle()
         assert sorted(site.states()) == [Working.CLEAN] * 3 + [Working.DIRTY]
-        answer = await site.store.commit(site.view, 1, b"")
+        answer = await site.store.committer.commit(site.view, 1, b"")
         assert (answer["records"], answer["bytes_written"]) == (4, SCHEMA.record_bytes)
         assert await versions(site.store, site.view) == [2] * 4
 
@@ -313,7 +313,7 @@ def test_a_record_that_an_apply_called_already_will_change_is_not_written_for_th
     async def scenario(site: Site) -> None:
         limit(site, 0)
         push(site.store, site.view, [A, B, C])
-        apply = site.store.apply(site.view, OPTIONS, 1.0)
+        apply = site.store.applies.apply(site.view, OPTIONS, 1.0)
         site.cleaner.clean_ahead(site.namespace, 0)
         assert site.states() == [Working.DIRTY] * 3 + [Working.WRITING]
         await apply
@@ -327,7 +327,7 @@ def test_a_limit_on_volumes_without_space_writes_what_it_can_and_fails_nobody() 
         await train(site.store, site.view)
         for working in site.namespace.working.values():
             if working.reserved is not None:
-                site.store._transfers._planner.space.release(working.reserved)
+                site.store.transfers._planner.space.release(working.reserved)
                 working.reserved = None
         site.leave_extents(1)
         limit(site, 0)
@@ -345,8 +345,8 @@ def test_the_figures_tell_what_a_commit_would_wait_for_and_the_limit() -> None:
         store = machine.start()
         view = await create(store)
         push(store, view, keys_of(view))
-        await store.apply(view, OPTIONS, 1.0)
-        while not store._runner.is_idle:
+        await store.applies.apply(view, OPTIONS, 1.0)
+        while not store.transfers.runner.is_idle:
             await asyncio.sleep(0)
         stats: Any = await store.stats()
         figures = stats["namespaces"]["moe"]

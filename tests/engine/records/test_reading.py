@@ -43,7 +43,7 @@ def dense(value: float, gradients: list[float]) -> Tensors:
 async def read(store: Store, view: View, key: ExpertKey) -> tuple[int, Tensors, int]:
     """The version that was read, field `w`, and the version that the header tells."""
     target = PlainSegment(EXACT.record_bytes).view(0, EXACT.record_bytes)
-    identity = await store.read(view, key, target)
+    identity = await store.reading.read(view, key, target)
     found = {name: field_tensor(target, PART.field(name)).clone() for name in ("master/w", "exp_avg/w", "exp_avg_sq/w")}
     return identity.version, found, unpack_header(target, PART).identity.version
 
@@ -60,7 +60,7 @@ def on_store(scenario: Callable[[Store, View], Coroutine[Any, Any, None]]) -> No
         view = await create(store, schema=EXACT)
         await train(store, view)
         await train(store, view, [])
-        await store.commit(view, 1, b"")
+        await store.committer.commit(view, 1, b"")
         await scenario(store, view)
 
     run(prepared())
@@ -87,7 +87,7 @@ def test_a_reader_reads_its_step_whatever_the_writer_has_done_since() -> None:
         key = keys_of(view)[3]
         reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         await train(store, view, [key])
-        await store.commit(view, 2, b"")
+        await store.committer.commit(view, 2, b"")
         assert (await read(store, reader, key))[::2] == (2, 1)
         assert same((await read(store, reader, key))[1], dense(3.0, [1.0, 0.0]))
         store.refresh(reader)
@@ -102,7 +102,7 @@ def test_a_read_called_before_an_apply_does_not_see_it() -> None:
     async def scenario(store: Store, view: View) -> None:
         key = keys_of(view)[2]
         push(store, view, [key])
-        apply = asyncio.ensure_future(store.apply(view, OPTIONS, 1.0))
+        apply = asyncio.ensure_future(store.applies.apply(view, OPTIONS, 1.0))
         await asyncio.sleep(0)
         first = asyncio.ensure_future(read(store, view, key))
         await asyncio.sleep(0)
@@ -135,17 +135,17 @@ def test_missed_steps_are_those_with_a_gradient_of_zeros_whatever_the_optimizer(
         view = await create(store, schema=schema)
         key, count = keys_of(view)[1], schema.gradient_bytes
         push(store, view, [key])
-        await store.apply(view, options, 1.0)
+        await store.applies.apply(view, options, 1.0)
         stepped, found = (PlainSegment(schema.record_bytes).view(0, schema.record_bytes) for _ in range(2))
-        await store.read(view, key, stepped)
+        await store.reading.read(view, key, stepped)
         for number in range(3):
-            await store.apply(view, options, 1.0)
+            await store.applies.apply(view, options, 1.0)
             zeros = PlainSegment(count).view(0, count)
             update(schema, stepped, [zeros], options=options, optimizer_step=2 + number, grad_scale=1.0, param=None, key=key)
-        await store.read(view, key, found)
+        await store.reading.read(view, key, found)
         fields = schema.stored.header_bytes
         assert found[fields:] == stepped[fields:]
-        assert (await store.read(view, key, found)).version == 4
+        assert (await store.reading.read(view, key, found)).version == 4
 
     run(scenario())
 
@@ -169,12 +169,12 @@ def test_a_gradient_that_a_broken_apply_never_took_is_no_gradient_of_zeros() -> 
 def test_an_open_apply_that_was_given_up_half_way_is_no_step_of_those_it_had_not_claimed() -> None:
     async def scenario(store: Store, view: View) -> None:
         claimed, other = keys_of(view)[:2]
-        apply = asyncio.ensure_future(store.begin_apply(view, OPTIONS, 1.0))
+        apply = asyncio.ensure_future(store.applies.begin(view, OPTIONS, 1.0))
         await turns()
-        store.push(view, [(claimed, PlainSegment(EXACT.gradient_bytes), 0)], is_last=True)
+        store.applies.push(view, [(claimed, PlainSegment(EXACT.gradient_bytes), 0)], is_last=True)
         await turns()
         with pytest.raises(StepFailed):
-            store.abort(view)
+            store.applies.abort(view)
         with pytest.raises(StepFailed):
             await apply
         assert (await read(store, view, claimed))[0] == 3

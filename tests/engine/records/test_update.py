@@ -34,7 +34,7 @@ def test_records_in_memory_are_updated_among_the_others_each_part_in_backward_or
     async def scenario(site: Site) -> None:
         keys = keys_of(site.view)
         resident = [keys[5], keys[2]]
-        await site.store.wait_prefetch(site.store.prefetch(site.view, resident, "optim", None))
+        await site.store.access.wait_prefetch(site.store.access.prefetch(site.view, resident, "optim", None))
         await train(site.store, site.view)
         assert [key for key in site.updated if key in resident] == resident
         absent = [key for key in site.updated if key not in resident]
@@ -77,15 +77,15 @@ def test_an_open_apply_leaves_itself_slots_when_it_is_closed() -> None:
         site.leave_slots(9)
         await train(site.store, site.view)
         absent, *rest = [key for key in keys_of(site.view) if key not in site.namespace.resident]
-        begun = asyncio.ensure_future(site.store.begin_apply(site.view, OPTIONS, 1.0))
+        begun = asyncio.ensure_future(site.store.applies.begin(site.view, OPTIONS, 1.0))
         await turns()
         claims = site.namespace.open_apply
         assert claims is not None
         site.pause()
         push(site.store, site.view, [*site.namespace.resident, *rest])
-        site.store.push(site.view, [(absent, PlainSegment(SCHEMA.gradient_bytes), 0)], is_last=True)
+        site.store.applies.push(site.view, [(absent, PlainSegment(SCHEMA.gradient_bytes), 0)], is_last=True)
         await turns()
-        ended = asyncio.ensure_future(site.store.end_apply(site.view))
+        ended = asyncio.ensure_future(site.store.applies.end(site.view))
         await turns(1)
         assert 0 < len(claims.awaited & site.namespace.resident.keys()) <= 9 - UPDATE_WORKERS - LOOKAHEAD_RECORDS
         site.resume()
@@ -102,7 +102,7 @@ def test_only_what_was_pushed_is_updated() -> None:
         assert answer["records"] == 3
         assert answer["bytes_read"] == 3 * SCHEMA.record_bytes
         assert await versions(site.store, site.view) == [0, 0, 0, 1, 1, 1, *[0] * 6]
-        assert await site.store.apply(site.view, OPTIONS, 1.0) == {"records": 0, "bytes_read": 0, "bytes_written": 0}
+        assert await site.store.applies.apply(site.view, OPTIONS, 1.0) == {"records": 0, "bytes_read": 0, "bytes_written": 0}
 
     on_site(scenario)
 
@@ -135,7 +135,7 @@ def test_an_apply_over_many_records_streams_through_few_slots(slots: int) -> Non
 def test_slots_are_cleaned_ahead_of_the_records_that_will_need_them() -> None:
     async def scenario(site: Site) -> None:
         site.leave_slots(8)
-        planner = site.store._transfers._planner.working
+        planner = site.store.transfers._planner.working
         begin_write, urgencies = planner.begin_write, list[Urgency]()
 
         def watched(namespace: NamespaceState, working: Any, urgency: Urgency) -> bool:
@@ -192,7 +192,7 @@ async def record(store: Store, view: View, key: ExpertKey) -> bytes:
     """The stored fields, header excepted: its epoch and place differ."""
     schema = view.namespace.schema
     target = PlainSegment(schema.record_bytes).view(0, schema.record_bytes)
-    await store.read(view, key, target)
+    await store.reading.read(view, key, target)
     return bytes(target[schema.stored.header_bytes :])
 
 
@@ -204,9 +204,9 @@ def test_the_optimizer_step_of_a_record_counts_its_own_updates_and_the_apply_the
         first, second = (site.namespace.working[key] for key in keys[:2])
         assert (first.optimizer_step, first.last_apply) == (2, 2)
         assert (second.optimizer_step, second.last_apply) == (1, 2)
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         await site.evict()
-        await site.store.wait_prefetch(site.store.prefetch(site.view, keys[:2], "optim", None))
+        await site.store.access.wait_prefetch(site.store.access.prefetch(site.view, keys[:2], "optim", None))
         again = [site.namespace.working[key] for key in keys[:2]]
         assert [(working.optimizer_step, working.last_apply) for working in again] == [(2, 2), (1, 2)], "from the headers"
 
@@ -216,11 +216,11 @@ def test_the_optimizer_step_of_a_record_counts_its_own_updates_and_the_apply_the
 def test_the_gradient_norm_is_that_of_everything_pending_and_takes_nothing() -> None:
     async def scenario(site: Site) -> None:
         keys = keys_of(site.view)
-        assert await site.store.gradient_norm(site.view) == 0.0
+        assert await site.store.applies.norm(site.view) == 0.0
         push(site.store, site.view, keys[:3])
         elements = SCHEMA.parameter_elements
-        assert await site.store.gradient_norm(site.view) == pytest.approx(sqrt(3 * elements))
-        assert site.store.abort(site.view) == 3
+        assert await site.store.applies.norm(site.view) == pytest.approx(sqrt(3 * elements))
+        assert site.store.applies.abort(site.view) == 3
 
     on_site(scenario)
 
@@ -230,11 +230,11 @@ def test_the_gradient_scale_multiplies_the_gradient() -> None:
         keys = keys_of(site.view)
         for key, scale in zip(keys[:2], (1.0, 4.0), strict=True):
             push(site.store, site.view, [key])
-            await site.store.apply(site.view, OPTIONS, scale)
+            await site.store.applies.apply(site.view, OPTIONS, scale)
         target = PlainSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes)
         averages = []
         for key in keys[:2]:
-            await site.store.read(site.view, key, target)
+            await site.store.reading.read(site.view, key, target)
             averages.append(field_tensor(target, SCHEMA.stored.field("exp_avg/w")).clone())
         assert torch.equal(4 * averages[0], averages[1])
 
@@ -248,10 +248,10 @@ def test_a_record_dirty_at_a_cut_is_written_before_its_next_update_even_if_the_c
     async def scenario(site: Site) -> None:
         keys = keys_of(site.view)
         await train(site.store, site.view)
-        commit = asyncio.ensure_future(site.store.commit(site.view, 1, b""))
+        commit = asyncio.ensure_future(site.store.committer.commit(site.view, 1, b""))
         await turns(1)
         push(site.store, site.view, keys)
-        second = asyncio.ensure_future(site.store.apply(site.view, OPTIONS, 1.0))
+        second = asyncio.ensure_future(site.store.applies.apply(site.view, OPTIONS, 1.0))
         await asyncio.gather(commit, second)
         reader = await site.store.admission.open("moe", mode="read", at=1, host_bytes=None)
         assert await versions(site.store, reader) == [1] * 12
@@ -265,15 +265,15 @@ def test_an_apply_that_finds_no_extent_waits_for_the_commit_under_way_that_will_
         keys = keys_of(site.view)
         for step in (1, 2):
             await train(site.store, site.view, keys[:2])
-            await site.store.commit(site.view, step, b"")
+            await site.store.committer.commit(site.view, step, b"")
         await train(site.store, site.view, keys[:2])
-        space = site.store._transfers._planner.space
+        space = site.store.transfers._planner.space
         while space.missing_bytes(2, SCHEMA.record_bytes, owner="moe") == 0:
             space.reserve(SCHEMA.record_bytes, owner="moe")
         push(site.store, site.view, keys[:2])
-        commit = asyncio.ensure_future(site.store.commit(site.view, 3, b""))
+        commit = asyncio.ensure_future(site.store.committer.commit(site.view, 3, b""))
         await turns(1)
-        apply = asyncio.ensure_future(site.store.apply(site.view, OPTIONS, 1.0))
+        apply = asyncio.ensure_future(site.store.applies.apply(site.view, OPTIONS, 1.0))
         await asyncio.gather(commit, apply)
         assert (await versions(site.store, site.view))[:3] == [4, 4, 0]
 
@@ -282,7 +282,7 @@ def test_an_apply_that_finds_no_extent_waits_for_the_commit_under_way_that_will_
 
 def test_an_apply_that_no_volume_can_hold_says_so_before_it_has_changed_a_record() -> None:
     async def scenario(site: Site) -> None:
-        space = site.store._transfers._planner.space
+        space = site.store.transfers._planner.space
         while space.reserve(SCHEMA.record_bytes, owner="moe") is not None:
             pass
         with pytest.raises(StepFailed, match="bytes are missing on the volumes: add a volume"):
@@ -307,7 +307,7 @@ def test_an_apply_that_fails_half_way_breaks_the_namespace_and_leaves_no_slot_he
             await train(site.store, site.view)
         assert site.namespace.broken is not None
         assert site.namespace.broken.startswith("an apply failed: record (0, 6)")
-        while not site.store._runner.is_idle:
+        while not site.store.transfers.runner.is_idle:
             await asyncio.sleep(0)
         assert all(working.holders == 0 for working in site.namespace.working.values())
         await site.store.rollback(site.view, 0)
@@ -323,13 +323,13 @@ def test_what_is_called_after_a_failed_apply_is_refused_even_if_it_was_called_be
         keys = keys_of(site.view)
         site.corrupt(keys[6], "exp_avg/w")
         push(site.store, site.view, keys)
-        first = site.store.apply(site.view, OPTIONS, 1.0)
+        first = site.store.applies.apply(site.view, OPTIONS, 1.0)
         push(site.store, site.view, keys[:2])
-        second = site.store.apply(site.view, OPTIONS, 1.0)
-        commit = site.store.commit(site.view, 1, b"")
+        second = site.store.applies.apply(site.view, OPTIONS, 1.0)
+        commit = site.store.committer.commit(site.view, 1, b"")
         outcomes = await asyncio.gather(*map(asyncio.ensure_future, (first, second, commit)), return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [StepFailed] * 3
-        assert site.store.steps(site.view) == [0]
+        assert site.view.namespace.ledger.steps() == [0]
 
     on_site(scenario)
 
@@ -337,7 +337,7 @@ def test_what_is_called_after_a_failed_apply_is_refused_even_if_it_was_called_be
 def test_a_rollback_stops_an_apply_at_its_next_record() -> None:
     async def scenario(site: Site) -> None:
         push(site.store, site.view, keys_of(site.view))
-        apply = asyncio.ensure_future(site.store.apply(site.view, OPTIONS, 1.0))
+        apply = asyncio.ensure_future(site.store.applies.apply(site.view, OPTIONS, 1.0))
         await turns(3)
         await site.store.rollback(site.view, 0)
         with pytest.raises(StepFailed, match="another writer took over"):
@@ -357,7 +357,7 @@ def test_updates_take_the_demand_class() -> None:
         site.pause()
         training = asyncio.ensure_future(train(site.store, site.view))
         await turns()
-        assert {transfer.urgency for _, transfer in site.store._transfers._under_way.values()} == {Urgency.DEMAND}
+        assert {transfer.urgency for _, transfer in site.store.transfers._under_way.values()} == {Urgency.DEMAND}
         site.resume()
         await training
 

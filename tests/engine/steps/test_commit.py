@@ -18,7 +18,7 @@ from paramstore_testkit.stores.small_store import OPTIONS, create, initialize, k
 
 def test_records_come_before_notes_notes_before_flushes_and_all_of_them_before_the_transaction() -> None:
     async def scenario(site: Site) -> None:
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         stages = [stage for stage, _ in site.events]
         assert stages.count("record") == 4
         assert stages.count("flush") == 2
@@ -37,14 +37,14 @@ def test_records_come_before_notes_notes_before_flushes_and_all_of_them_before_t
 def test_the_catalog_has_room_before_any_data_is_written() -> None:
     async def scenario(site: Site) -> None:
         few = keys_of(site.view)[:1]
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         await train(site.store, site.view, few)
         site.events.clear()
-        await site.store.commit(site.view, 2, b"")
+        await site.store.committer.commit(site.view, 2, b"")
         assert site.events[0][0] == "record", "there has been room since the commit before, which was larger"
         await train(site.store, site.view)
         site.events.clear()
-        await site.store.commit(site.view, 3, b"")
+        await site.store.committer.commit(site.view, 3, b"")
         assert site.events[0][0] == "reserve", "for more records than the last commit had"
 
     on_site(scenario)
@@ -52,27 +52,27 @@ def test_the_catalog_has_room_before_any_data_is_written() -> None:
 
 def test_a_commit_asks_for_room_anew_when_it_could_not_be_made_ahead() -> None:
     async def scenario(site: Site) -> None:
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         site.catalog.failing = "reserve"
         await train(site.store, site.view)
-        await site.store.commit(site.view, 2, b"")  # there was room for this one, there is none for the next
+        await site.store.committer.commit(site.view, 2, b"")  # there was room for this one, there is none for the next
         await train(site.store, site.view)
         site.events.clear()
         with pytest.raises(CatalogError, match="reserve fails as planned"):
-            await site.store.commit(site.view, 3, b"")
+            await site.store.committer.commit(site.view, 3, b"")
         assert not site.events, "nothing was written"
         site.catalog.failing = None
-        assert (await site.store.commit(site.view, 3, b""))["records"] == 4
+        assert (await site.store.committer.commit(site.view, 3, b""))["records"] == 4
 
     on_site(scenario)
 
 
 def test_every_volume_bears_the_note_and_is_flushed_even_if_it_has_no_record_of_the_commit() -> None:
     async def scenario(site: Site) -> None:
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         site.events.clear()
         await train(site.store, site.view, keys_of(site.view)[:1])
-        await site.store.commit(site.view, 5, b"")
+        await site.store.committer.commit(site.view, 5, b"")
         assert {volume for stage, volume in site.events if stage == "record"} < {0, 1}
         assert {volume for stage, volume in site.events if stage == "flush"} == {0, 1}
         row = site.view.namespace.ledger.step(5)
@@ -87,13 +87,13 @@ def test_every_volume_bears_the_note_and_is_flushed_even_if_it_has_no_record_of_
 
 def test_a_commit_without_changes_is_a_step_all_the_same() -> None:
     async def scenario(site: Site) -> None:
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         site.events.clear()
-        answer = await site.store.commit(site.view, 2, b"nothing new")
+        answer = await site.store.committer.commit(site.view, 2, b"nothing new")
         assert (answer["records"], answer["bytes_written"]) == (0, 0)
         assert [stage for stage, _ in site.events].count("flush") == 2
-        assert site.store.steps(site.view) == [1, 2]
-        assert site.store.extra(site.view, 2) == b"nothing new"
+        assert site.view.namespace.ledger.steps() == [1, 2]
+        assert site.view.namespace.ledger.step(2).extra == b"nothing new"
 
     on_site(scenario)
 
@@ -101,7 +101,7 @@ def test_a_commit_without_changes_is_a_step_all_the_same() -> None:
 def test_work_called_after_a_commit_is_not_in_it() -> None:
     async def scenario(site: Site) -> None:
         push(site.store, site.view, keys_of(site.view))
-        commit = asyncio.ensure_future(site.store.commit(site.view, 1, b""))
+        commit = asyncio.ensure_future(site.store.committer.commit(site.view, 1, b""))
         await turns(1)
         later = asyncio.ensure_future(train_pending(site))
         await asyncio.gather(commit, later)
@@ -109,7 +109,7 @@ def test_work_called_after_a_commit_is_not_in_it() -> None:
         assert await versions(site.store, site.store.namespaces["moe"].views[0]) == [1, 1, 1, 1]
 
     async def train_pending(site: Site) -> None:
-        await site.store.apply(site.view, OPTIONS, 1.0)
+        await site.store.applies.apply(site.view, OPTIONS, 1.0)
 
     on_site(scenario)
 
@@ -122,17 +122,17 @@ def test_work_called_after_a_commit_is_not_in_it() -> None:
 
 def test_a_step_that_the_commit_under_way_drops_cannot_be_opened_any_more() -> None:
     async def scenario(site: Site) -> None:
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         await train(site.store, site.view)
-        commit = asyncio.ensure_future(site.store.commit(site.view, 2, b""))
+        commit = asyncio.ensure_future(site.store.committer.commit(site.view, 2, b""))
         while not site.view.namespace.closing_steps:
             await asyncio.sleep(0)
-        assert site.store.steps(site.view) == [0, 1], "it is there still"
+        assert site.view.namespace.ledger.steps() == [0, 1], "it is there still"
         with pytest.raises(StepDropped, match="step 0 of 'moe' is being dropped"):
             await site.store.admission.open("moe", mode="read", at=0, host_bytes=None)
         reader = await site.store.admission.open("moe", mode="read", at=1, host_bytes=None)
         await commit
-        assert site.store.steps(site.view) == [1, 2]
+        assert site.view.namespace.ledger.steps() == [1, 2]
         assert site.view.namespace.closing_steps == frozenset()
         assert await versions(site.store, reader) == [1, 1, 1, 1]
 
@@ -141,10 +141,10 @@ def test_a_step_that_the_commit_under_way_drops_cannot_be_opened_any_more() -> N
 
 def test_a_step_that_would_have_closed_can_be_opened_again_after_the_commit_failed() -> None:
     async def scenario(site: Site) -> None:
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         fail(site, "apply")
         with pytest.raises(CatalogError):
-            await site.store.commit(site.view, 2, b"")
+            await site.store.committer.commit(site.view, 2, b"")
         reader = await site.store.admission.open("moe", mode="read", at=0, host_bytes=None)
         assert await versions(site.store, reader) == [0, 0, 0, 0]
 
@@ -156,19 +156,19 @@ def test_one_commit_of_a_namespace_is_under_way_at_a_time_and_they_end_in_call_o
         ended: list[int] = []
 
         async def commit(step: int) -> None:
-            await site.store.commit(site.view, step, b"")
+            await site.store.committer.commit(site.view, step, b"")
             ended.append(step)
 
         await asyncio.gather(*(commit(step) for step in (3, 5, 8)))
         assert ended == [3, 5, 8]
-        assert site.store.steps(site.view) == [5, 8]
+        assert site.view.namespace.ledger.steps() == [5, 8]
 
     on_site(scenario)
 
 
 def test_a_rollback_waits_for_the_commit_under_way() -> None:
     async def scenario(site: Site) -> None:
-        commit = asyncio.ensure_future(site.store.commit(site.view, 1, b""))
+        commit = asyncio.ensure_future(site.store.committer.commit(site.view, 1, b""))
         await turns(1)
         await site.store.rollback(site.view, 1)
         assert commit.done()
@@ -208,15 +208,15 @@ def test_records_of_other_namespaces_that_lay_unpublished_on_a_volume_whose_flus
         await train(store, clean, keys_of(clean)[:1])
         volume.failing = "flush"
         with pytest.raises(VolumeError):
-            await store.commit(clean, 1, b"")
+            await store.committer.commit(clean, 1, b"")
         volume.failing = ""
         with pytest.raises(StepFailed, match="a flush of volume 0 failed"):
-            await store.commit(written, 1, b"")
+            await store.committer.commit(written, 1, b"")
         await machine.kill()
         store = machine.start()
         written = await store.admission.open("written", mode="write", at=None, host_bytes=8 << 20)
         await train(store, written)
-        await store.commit(written, 1, b"")
+        await store.committer.commit(written, 1, b"")
         assert await versions(store, written) == [1, 1, 1, 1]
 
     run(scenario())
@@ -228,7 +228,7 @@ def test_initial_values_are_committed_like_any_others() -> None:
         store = machine.start()
         view = await create(store, step=None)
         await initialize(store, view)
-        await store.commit(view, 0, b"")
+        await store.committer.commit(view, 0, b"")
         await machine.crash()
         store = machine.start()
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
@@ -240,23 +240,23 @@ def test_initial_values_are_committed_like_any_others() -> None:
 def test_a_note_that_does_not_fit_fails_the_commit_alone_and_its_slot_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(site: Site) -> None:
         await train(site.store, site.view)
-        free = site.store._committer._note_slots.free_count
+        free = site.store.committer._note_slots.free_count
         with monkeypatch.context() as context:
             context.setattr("paramstore.storage.format.structures.NOTE_SLOT_BYTES", 4096)
             with pytest.raises(CapacityError, match="use less extra"):
-                await site.store.commit(site.view, 1, bytes(8192))
-        assert site.store._committer._note_slots.free_count == free
-        await site.store.commit(site.view, 1, bytes(64 << 10))
-        assert site.store.extra(site.view, 1) == bytes(64 << 10)
+                await site.store.committer.commit(site.view, 1, bytes(8192))
+        assert site.store.committer._note_slots.free_count == free
+        await site.store.committer.commit(site.view, 1, bytes(64 << 10))
+        assert site.view.namespace.ledger.step(1).extra == bytes(64 << 10)
 
     on_site(scenario)
 
 
 def test_a_note_says_all_that_the_catalog_says_of_its_step() -> None:
     async def scenario(site: Site) -> None:
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         await train(site.store, site.view, keys_of(site.view)[:2])
-        await site.store.commit(site.view, 4, b"more")
+        await site.store.committer.commit(site.view, 4, b"more")
         contents = site.machine.catalog.load().namespaces["moe"]
         row = contents.steps[4]
         note = read_note(site.machine.disks[0], read_superblock(site.machine.disks[0]), row.note_slot)

@@ -24,8 +24,8 @@ def test_a_failure_at_any_stage_leaves_the_committed_step_in_memory_and_on_disk(
     async def scenario(site: Site) -> None:
         fail(site, stage)
         with pytest.raises(ParamStoreError):
-            await site.store.commit(site.view, 1, b"")
-        assert site.store.steps(site.view) == [0]
+            await site.store.committer.commit(site.view, 1, b"")
+        assert site.view.namespace.ledger.steps() == [0]
         assert site.view.namespace.cut is None
         assert not any(site.view.namespace.is_cut(key) for key in site.view.namespace.working)
         view = await site.reopened()
@@ -40,11 +40,11 @@ def test_the_same_step_may_be_tried_again_after_a_commit_that_failed(stage: str)
     async def scenario(site: Site) -> None:
         fail(site, stage)
         with pytest.raises(ParamStoreError):
-            await site.store.commit(site.view, 1, b"")
+            await site.store.committer.commit(site.view, 1, b"")
         fail(site, "")
-        assert (await site.store.commit(site.view, 1, b""))["records"] == 4
+        assert (await site.store.committer.commit(site.view, 1, b""))["records"] == 4
         view = await site.reopened()
-        assert site.store.steps(view) == [0, 1]
+        assert view.namespace.ledger.steps() == [0, 1]
         assert await versions(site.store, view) == [1, 1, 1, 1]
 
     on_site(scenario)
@@ -54,10 +54,10 @@ def test_a_cut_that_failed_before_its_transaction_is_in_the_next_one_with_what_c
     async def scenario(site: Site) -> None:
         fail(site, "reserve")
         with pytest.raises(CatalogError):
-            await site.store.commit(site.view, 1, b"")
+            await site.store.committer.commit(site.view, 1, b"")
         fail(site, "")
         await train(site.store, site.view, keys_of(site.view)[:2])
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         view = await site.reopened()
         assert await versions(site.store, view) == [2, 2, 1, 1]
 
@@ -71,7 +71,7 @@ def test_a_failed_commit_gives_its_note_slot_back(stage: str) -> None:
         fail(site, stage)
         for _ in range(3):
             with pytest.raises(ParamStoreError):
-                await site.store.commit(site.view, 1, b"")
+                await site.store.committer.commit(site.view, 1, b"")
         assert site.free_note_slots == free
 
     on_site(scenario)
@@ -81,7 +81,7 @@ def test_steps_that_go_give_their_note_slots_back() -> None:
     async def scenario(site: Site) -> None:
         free = site.free_note_slots
         for step in range(1, 9):
-            await site.store.commit(site.view, step, b"")
+            await site.store.committer.commit(site.view, step, b"")
             assert site.free_note_slots == free + 1 - min(step + 1, RETAINED_STEPS)
 
     on_site(scenario)
@@ -89,11 +89,11 @@ def test_steps_that_go_give_their_note_slots_back() -> None:
 
 def test_a_rollback_gives_no_note_slot_of_a_retained_step_back() -> None:
     async def scenario(site: Site) -> None:
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         free = site.free_note_slots
         await site.store.rollback(site.view, 1)
         assert site.free_note_slots == free
-        assert site.store.steps(site.view) == [0, 1]
+        assert site.view.namespace.ledger.steps() == [0, 1]
 
     on_site(scenario)
 
@@ -104,14 +104,14 @@ def test_a_reader_keeps_its_step_when_the_commit_that_would_drop_it_fails() -> N
         for step in range(1, 4):
             readers.append(await site.store.admission.open("moe", mode="read", at=None, host_bytes=None))
             await train(site.store, site.view)
-            await site.store.commit(site.view, step, b"")
+            await site.store.committer.commit(site.view, step, b"")
         await train(site.store, site.view)
         fail(site, "apply")
         with pytest.raises(CatalogError):
-            await site.store.commit(site.view, 4, b"")
+            await site.store.committer.commit(site.view, 4, b"")
         fail(site, "")
         assert await versions(site.store, readers[0]) == [0, 0, 0, 0]
-        await site.store.commit(site.view, 4, b"")
+        await site.store.committer.commit(site.view, 4, b"")
         with pytest.raises(StepDropped):
             await versions(site.store, readers[0])
 
@@ -135,15 +135,15 @@ def test_an_unknown_outcome_is_what_the_reopened_catalog_says(
         await train(store, view)
         faulty._fail_at = faulty.applies + 1
         if outcome == "durable":
-            assert (await store.commit(view, 1, b""))["records"] == 4
-            assert store.steps(view) == [0, 1]
+            assert (await store.committer.commit(view, 1, b""))["records"] == 4
+            assert view.namespace.ledger.steps() == [0, 1]
         else:
             with pytest.raises(CatalogError, match="outcome is unknown"):
-                await store.commit(view, 1, b"")
-            assert store.steps(view) == [0]
-            assert (await store.commit(view, 1, b""))["records"] == 4
+                await store.committer.commit(view, 1, b"")
+            assert view.namespace.ledger.steps() == [0]
+            assert (await store.committer.commit(view, 1, b""))["records"] == 4
         await train(store, view)
-        await store.commit(view, 2, b"")
+        await store.committer.commit(view, 2, b"")
         assert await versions(store, view) == [2, 2, 2, 2]
         inner.close()
 
@@ -190,9 +190,9 @@ def test_a_new_namespace_whose_transaction_is_unknown_is_there_or_not_and_the_ca
             with pytest.raises(CatalogError):
                 await create(store, "moe")
             assert [row["name"] for row in store.admission.list_namespaces()] == ["other"]
-            await store.commit(other, 1, b"")
+            await store.committer.commit(other, 1, b"")
             view = await create(store, "moe")
-        await store.commit(other, 2, b"")
+        await store.committer.commit(other, 2, b"")
         assert await versions(store, view) == [0, 0, 0, 0]
 
     run(scenario())

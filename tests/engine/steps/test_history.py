@@ -19,13 +19,13 @@ def test_a_prepared_step_is_not_committed_and_nobody_opens_it() -> None:
         store, view = await prepared(Machine())
         namespace = view.namespace
         assert (namespace.committed_step, namespace.prepared_step) == (1, 2)
-        assert store.steps(view) == [0, 1]
+        assert view.namespace.ledger.steps() == [0, 1]
         assert store.admission.list_namespaces()[0]["prepared_step"] == 2
         assert await versions(store, await reader(store)) == [1] * 4
         with pytest.raises(StepPrepared, match=r"finalize\(2\)"):
             await reader(store, at=2)
         with pytest.raises(StepPrepared):
-            store.extra(view, 2)
+            view.namespace.ledger.step(2)
         assert await versions(store, view) == [2] * 4, "the writer goes on from it"
 
     run(scenario())
@@ -36,16 +36,16 @@ def test_records_do_not_change_between_prepare_and_finalize_and_gradients_wait()
         store, view = await prepared(Machine())
         push(store, view, keys_of(view))
         for call in (
-            lambda: store.apply(view, OPTIONS, 1.0), lambda: store.prepare(view, 3, b""),
+            lambda: store.applies.apply(view, OPTIONS, 1.0), lambda: store.committer.prepare(view, 3, b""),
         ):  # fmt: skip
             with pytest.raises(StepPrepared, match="step 2 is prepared: finalize it, or go back to 1"):
                 call()
         with pytest.raises(StepPrepared):
-            await store.commit(view, 3, b"")
-        await store.finalize(view, 2)
+            await store.committer.commit(view, 3, b"")
+        await store.history.finalize(view, 2)
         assert len(view.namespace.pending) == 4
-        await store.apply(view, OPTIONS, 1.0)
-        await store.commit(view, 3, b"")
+        await store.applies.apply(view, OPTIONS, 1.0)
+        await store.committer.commit(view, 3, b"")
         assert await versions(store, view) == [3] * 4
 
     run(scenario())
@@ -57,13 +57,13 @@ def test_an_apply_called_behind_a_prepare_that_is_not_through_is_refused_too() -
         view = await create(store)
         await train(store, view)
         push(store, view, keys_of(view))
-        preparing = store.prepare(view, 1, b"")
+        preparing = store.committer.prepare(view, 1, b"")
         with pytest.raises(StepPrepared):
-            store.apply(view, OPTIONS, 1.0)
+            store.applies.apply(view, OPTIONS, 1.0)
         await preparing
-        await store.finalize(view, 1)
-        await store.apply(view, OPTIONS, 1.0)
-        await store.commit(view, 2, b"")
+        await store.history.finalize(view, 1)
+        await store.applies.apply(view, OPTIONS, 1.0)
+        await store.committer.commit(view, 2, b"")
         assert await versions(store, await reader(store, at=1)) == [1] * 4
         assert await versions(store, await reader(store, at=2)) == [2] * 4
 
@@ -78,10 +78,10 @@ def test_a_prepare_that_fails_leaves_the_namespace_as_before_a_commit_that_fails
         await train(store, view)
         store._transactions._catalog = FaultyCatalog(machine.durable, fail_at=1, outcome="lost")
         with pytest.raises(CatalogError):
-            await store.prepare(view, 1, b"")
+            await store.committer.prepare(view, 1, b"")
         assert view.namespace.prepared_step is None
         assert len(view.namespace.changed) == 4
-        assert (await store.commit(view, 1, b""))["records"] == 4
+        assert (await store.committer.commit(view, 1, b""))["records"] == 4
 
     run(scenario())
 
@@ -92,8 +92,8 @@ def test_a_prepared_step_is_above_the_committed_one(step: int) -> None:
         store = Machine().start()
         view = await create(store, step=1)
         with pytest.raises(StepOutOfOrder, match=r"prepare\("):
-            await store.prepare(view, step, b"")
-        await store.prepare(view, 2, b"")
+            await store.committer.prepare(view, step, b"")
+        await store.committer.prepare(view, 2, b"")
 
     run(scenario())
 
@@ -103,8 +103,8 @@ def test_the_first_step_is_committed_and_not_prepared() -> None:
         store = Machine().start()
         view = await create(store, step=None)
         with pytest.raises(StepOutOfOrder, match="commit the first step"):
-            await store.prepare(view, 0, b"")
-        await store.commit(view, 0, b"")
+            await store.committer.prepare(view, 0, b"")
+        await store.committer.commit(view, 0, b"")
 
     run(scenario())
 
@@ -115,12 +115,12 @@ def test_the_first_step_is_committed_and_not_prepared() -> None:
 def test_finalizing_commits_the_step_and_lets_go_what_it_hides() -> None:
     async def scenario() -> None:
         store, view = await prepared(Machine())
-        held_before = store._transfers._planner.space.held_bytes("moe")
-        await store.finalize(view, 2)
+        held_before = store.transfers._planner.space.held_bytes("moe")
+        await store.history.finalize(view, 2)
         assert (view.namespace.committed_step, view.namespace.prepared_step) == (2, None)
-        assert store.steps(view) == [1, 2]
-        assert store.extra(view, 2) == b"extra of 2"
-        assert store._transfers._planner.space.held_bytes("moe") == held_before * 2 // 3
+        assert view.namespace.ledger.steps() == [1, 2]
+        assert view.namespace.ledger.step(2).extra == b"extra of 2"
+        assert store.transfers._planner.space.held_bytes("moe") == held_before * 2 // 3
         assert await versions(store, await reader(store)) == [2] * 4
 
     run(scenario())
@@ -130,11 +130,11 @@ def test_finalizing_once_more_is_no_error_and_another_step_is() -> None:
     async def scenario() -> None:
         store, view = await prepared(Machine())
         with pytest.raises(StepOutOfOrder, match="step 2 is prepared, 1 is committed"):
-            await store.finalize(view, 1)
-        await store.finalize(view, 2)
-        await store.finalize(view, 2)
+            await store.history.finalize(view, 1)
+        await store.history.finalize(view, 2)
+        await store.history.finalize(view, 2)
         with pytest.raises(StepOutOfOrder, match="step None is prepared, 2 is committed"):
-            await store.finalize(view, 3)
+            await store.history.finalize(view, 3)
 
     run(scenario())
 
@@ -147,10 +147,10 @@ def test_a_finalize_whose_transaction_raised_is_what_the_disk_says(outcome: Lite
         store._transactions._catalog = FaultyCatalog(machine.durable, fail_at=1, outcome=outcome)
         if outcome == "lost":
             with pytest.raises(CatalogError):
-                await store.finalize(view, 2)
+                await store.history.finalize(view, 2)
             assert (view.namespace.committed_step, view.namespace.prepared_step) == (1, 2)
             assert not view.namespace.closing_steps
-        await store.finalize(view, 2)
+        await store.history.finalize(view, 2)
         assert (view.namespace.committed_step, view.namespace.prepared_step) == (2, None)
 
     run(scenario())
@@ -162,12 +162,12 @@ def test_the_oldest_of_too_many_readers_loses_its_step_at_finalize_and_not_befor
         store, view = await prepared(machine)
         first = await reader(store, at=0)
         leased = await lease(store, first, keys_of(first)[:1])
-        await store.finalize(view, 2)
+        await store.history.finalize(view, 2)
         second = await reader(store, at=1)
         await train(store, view)
-        await store.prepare(view, 3, b"")
+        await store.committer.prepare(view, 3, b"")
         await lease(store, first, keys_of(first)[1:2])
-        await store.finalize(view, 3)
+        await store.history.finalize(view, 3)
         with pytest.raises(StepDropped):
             await lease(store, first, keys_of(first)[:1])
         await lease(store, second, keys_of(second)[:1])

@@ -21,7 +21,7 @@ from paramstore_testkit.stores.update_site import Site
 async def begun(site: Site) -> View:
     """Another namespace whose initialization has begun."""
     view = await site.store.admission.create("new", SCHEMA.describe(), layers=[0], experts=3, host_bytes=None)
-    await site.store.initialize_begin(view)
+    await site.store.initializer.begin(view)
     return view
 
 
@@ -43,17 +43,17 @@ def test_an_initial_value_is_taken_once_and_its_write_is_under_way_on_return() -
     async def scenario(site: Site) -> None:
         site.view = await begun(site)
         value = initial()
-        await site.store.initialize_put(site.view, (0, 1), value)
+        await site.store.initializer.put(site.view, (0, 1), value)
         working = site.namespace.working[0, 1]
         assert working.state in (Working.WRITING, Working.CLEAN)
         assert working.identity == (site.namespace.epoch, 0)
         value[:] = bytes(len(value))
         with pytest.raises(StepFailed, match=r"\(0, 1\) of 'new' has its initial value already"):
-            await site.store.initialize_put(site.view, (0, 1), value)
+            await site.store.initializer.put(site.view, (0, 1), value)
         with pytest.raises(UnknownKey):
-            await site.store.initialize_put(site.view, (0, 3), value)
+            await site.store.initializer.put(site.view, (0, 3), value)
         with pytest.raises(StepFailed, match=r"initialize on 'new': \(0, 0\) was never given a value"):
-            await site.store.initialize_end(site.view)
+            await site.store.initializer.end(site.view)
         assert await first_values(site.store, site.view, [(0, 1)]) == [1.0], "the upload range was free to be used again"
 
     on_two(scenario)
@@ -63,7 +63,7 @@ def test_an_initial_value_outside_of_an_initialization_is_refused() -> None:
     async def scenario(site: Site) -> None:
         site.view = await create(site.store)
         with pytest.raises(StepFailed, match="has its initial value already"):
-            await site.store.initialize_put(site.view, (0, 0), initial())
+            await site.store.initializer.put(site.view, (0, 0), initial())
 
     on_two(scenario)
 
@@ -71,7 +71,7 @@ def test_an_initial_value_outside_of_an_initialization_is_refused() -> None:
 def test_an_initial_value_waits_for_space_that_the_zero_fill_has_just_taken() -> None:
     async def scenario(site: Site) -> None:
         site.view = await begun(site)
-        space, runner = site.store._transfers._planner.space, site.store._runner
+        space, runner = site.store.transfers._planner.space, site.store.transfers.runner
         extent = space.next_unwritten(0, 1 << 30)
         assert extent is not None
         while space.reserve(SCHEMA.record_bytes, owner="new") is not None:
@@ -83,7 +83,7 @@ def test_an_initial_value_waits_for_space_that_the_zero_fill_has_just_taken() ->
 
         filling = asyncio.ensure_future(fill())
         await turns(1)
-        await site.store.initialize_put(site.view, (0, 1), initial())
+        await site.store.initializer.put(site.view, (0, 1), initial())
         assert site.namespace.working[0, 1].identity is not None
         await filling
 
@@ -93,11 +93,11 @@ def test_an_initial_value_waits_for_space_that_the_zero_fill_has_just_taken() ->
 def test_an_initial_value_that_no_volume_can_hold_is_refused() -> None:
     async def scenario(site: Site) -> None:
         site.view = await begun(site)
-        space = site.store._transfers._planner.space
+        space = site.store.transfers._planner.space
         while space.reserve(SCHEMA.record_bytes, owner="new") is not None:
             pass
         with pytest.raises(CapacityError, match=r"add a volume"):
-            await site.store.initialize_put(site.view, (0, 1), initial())
+            await site.store.initializer.put(site.view, (0, 1), initial())
         assert site.namespace.working[0, 1].state is Working.ABSENT
 
     on_two(scenario)

@@ -36,7 +36,7 @@ async def restarted(machine: Machine) -> Store:
 
 
 def free_bytes(store: Store) -> int:
-    return store._transfers._planner.space.free_bytes
+    return store.transfers._planner.space.free_bytes
 
 
 @pytest.mark.parametrize("step_by_step", [False, True])
@@ -53,8 +53,8 @@ def test_after_a_power_cut_an_initialization_goes_on_with_what_was_saved_and_no_
         with pytest.raises(StepFailed, match=r"\(0, 2\) of 'moe' has its initial value already"):
             await put(store, view, [(0, 2)])
         await put(store, view, [(0, 1), (0, 3)])
-        await store.initialize_end(view)
-        await store.commit(view, 0, b"")
+        await store.initializer.end(view)
+        await store.committer.commit(view, 0, b"")
         assert await first_values(store, view) == [0.0, 1.0, 2.0, 3.0]
         store = await restarted(machine)
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
@@ -71,18 +71,18 @@ def test_attempts_may_be_as_many_as_it_takes() -> None:
             view, present, _ = await opened(store)
             assert present == ALL[:expert]
             await put(store, view, [(0, expert)])
-            await store.initialize_save(view, SOURCE)
+            await store.committer.save_draft(view, SOURCE)
             await machine.crash()
         store = machine.start()
         view, present, _ = await opened(store)
         assert present == ALL
-        await store.initialize_end(view)
-        await store.commit(view, 7, b"whole")
-        assert store.steps(view) == [7]
+        await store.initializer.end(view)
+        await store.committer.commit(view, 7, b"whole")
+        assert view.namespace.ledger.steps() == [7]
         assert await versions(store, view) == [0] * EXPERTS
         await train(store, view)
-        await store.commit(view, 8, b"")
-        await store.commit(view, 9, b"")
+        await store.committer.commit(view, 8, b"")
+        await store.committer.commit(view, 9, b"")
         store = await restarted(machine)
         view = await store.admission.open("moe", mode="write", at=8, host_bytes=None)
         assert await versions(store, view) == [1] * EXPERTS
@@ -107,17 +107,17 @@ def test_nobody_takes_a_half_for_a_whole() -> None:
             writer = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
             for step in (0, DRAFT_STEP):
                 with pytest.raises((StepFailed, StepOutOfOrder)):
-                    await store.commit(writer, step, b"")
+                    await store.committer.commit(writer, step, b"")
             with pytest.raises(StepFailed):
-                await store.prepare(writer, 0, b"")
-            for refused in (store.snapshot(writer, DRAFT_STEP), store.rollback(writer, DRAFT_STEP)):
+                await store.committer.prepare(writer, 0, b"")
+            for refused in (store.admission.snapshot(writer, DRAFT_STEP), store.rollback(writer, DRAFT_STEP)):
                 with pytest.raises(StepDropped):
                     await refused
             with pytest.raises(StepDropped):
-                store.extra(writer, DRAFT_STEP)
+                writer.namespace.ledger.step(DRAFT_STEP)
             with pytest.raises(StepFailed, match=r"\(0, 1\)"):
-                await store.initialize_end(writer)
-            assert store.steps(writer) == []
+                await store.initializer.end(writer)
+            assert writer.namespace.ledger.steps() == []
 
     run(scenario())
 
@@ -126,13 +126,13 @@ def test_the_first_commit_takes_the_drafts_place_and_its_note_slot_is_free_again
     async def scenario() -> None:
         machine = Machine(seed=4)
         store = machine.start()
-        slots = store._committer._note_slots
+        slots = store.committer._note_slots
         free_before, free_bytes_before = slots.free_count, free_bytes(store)
         view = await drafted(store, step_by_step=True)
         assert slots.free_count == free_before - 1, "one draft at a time has a note"
         await put(store, view, [(0, 1), (0, 3)])
-        await store.initialize_end(view)
-        await store.commit(view, 0, b"")
+        await store.initializer.end(view)
+        await store.committer.commit(view, 0, b"")
         assert slots.free_count == free_before - 1
         assert view.namespace.ledger.draft is None
         assert free_bytes(store) == free_bytes_before - EXPERTS * SCHEMA.record_bytes, "each record lies on the volume once"
@@ -140,7 +140,7 @@ def test_the_first_commit_takes_the_drafts_place_and_its_note_slot_is_free_again
             await opened_again(store, view)
 
     async def opened_again(store: Store, view: object) -> None:
-        await store.initialize_begin(view, is_resumed=True)  # type: ignore[arg-type]
+        await store.initializer.begin(view, is_resumed=True)  # type: ignore[arg-type]
 
     run(scenario())
 
@@ -175,10 +175,10 @@ def test_a_save_whose_transaction_fails_has_taken_place_or_not(outcome: Literal[
         catalog.fail_next(outcome)
         if outcome == "lost":
             with pytest.raises(CatalogError):
-                await store.initialize_save(view, b"second")
-            await store.initialize_save(view, b"third")
+                await store.committer.save_draft(view, b"second")
+            await store.committer.save_draft(view, b"third")
         else:
-            await store.initialize_save(view, b"third")
+            await store.committer.save_draft(view, b"third")
         store = await restarted(machine)
         _, present, extra = await opened(store)
         assert (present, extra) == ([(0, 0), (0, 1)], b"third")
@@ -196,7 +196,7 @@ def test_a_save_that_meets_a_failing_volume_leaves_the_draft_before_it(operation
         await put(store, view, [(0, 1)])
         volume.plan = (Fault(operation, volume.calls[operation] + 1, forever=True),)
         with pytest.raises(VolumeError):
-            await store.initialize_save(view, b"second")
+            await store.committer.save_draft(view, b"second")
         store = await restarted(machine)
         _, present, extra = await opened(store)
         assert (present, extra) == ([(0, 0)], SOURCE)
@@ -212,7 +212,7 @@ def test_saves_run_beside_puts_and_each_has_what_was_put_before_it() -> None:
         saves = []
         for key in ALL:
             await put(store, view, [key])
-            saves.append(asyncio.ensure_future(store.initialize_save(view, repr(key).encode())))
+            saves.append(asyncio.ensure_future(store.committer.save_draft(view, repr(key).encode())))
         counts = [(await save)["records"] for save in saves]
         assert sum(map(int, map(str, counts))) == EXPERTS, "a record belongs to one save"
         store = await restarted(machine)
@@ -227,12 +227,12 @@ def test_a_save_is_refused_where_nothing_is_initialized() -> None:
         store = Machine().start()
         view = await create(store)
         with pytest.raises(StepOutOfOrder, match="its values are set"):
-            await store.initialize_save(view, b"")
+            await store.committer.save_draft(view, b"")
         fresh = await store.admission.create("new", SCHEMA.describe(), layers=[0], experts=2, host_bytes=None)
         with pytest.raises(StepOutOfOrder, match="not being initialized"):
-            await store.initialize_save(fresh, b"")
+            await store.committer.save_draft(fresh, b"")
         with pytest.raises(CapacityError, match="extra"):
-            await store.initialize_save(fresh, bytes(EXTRA_BYTES_MAX + 1))
+            await store.committer.save_draft(fresh, bytes(EXTRA_BYTES_MAX + 1))
 
     run(scenario())
 
@@ -246,7 +246,7 @@ def test_a_second_importer_fences_the_first_and_goes_on_from_its_draft() -> None
         with pytest.raises(WriterFenced):
             await put(store, first, [(0, 1)])
         with pytest.raises(WriterFenced):
-            await store.initialize_save(first, b"")
+            await store.committer.save_draft(first, b"")
         await put(store, second, [(0, 1)])
 
     run(scenario())
@@ -270,13 +270,13 @@ def test_what_a_draft_holds_is_verified_like_any_record_and_its_note_too() -> No
         machine = Machine(seed=11)
         store = machine.start()
         view = await drafted(store)
-        whole = await verify(store)
+        whole = await verify(machine)
         assert (whole["found"], whole["records"]) == (0, 2)
         assert whole["copies"] == 2 + 2, "of the superblock and of the draft's note"
         located = view.namespace.ledger.at((0, 2), DRAFT_STEP)
         assert located is not None
         damage(machine, located, SCHEMA.stored.fields[0].offset_bytes)
-        (finding,) = (await verify(store))["findings"]
+        (finding,) = (await verify(machine))["findings"]
         assert finding["key"] == (0, 2)
 
     run(scenario())
@@ -291,7 +291,7 @@ def test_the_keys_of_a_writer_that_finds_a_draft_can_be_read() -> None:
         assert await first_values(store, view, present) == [0.0, 2.0]
         target = memoryview(bytearray(SCHEMA.record_bytes))
         with pytest.raises(StepFailed, match="has no value yet"):
-            await store.read(view, (0, 1), target)
+            await store.reading.read(view, (0, 1), target)
         assert len(keys_of(view)) == EXPERTS
 
     run(scenario())
@@ -304,19 +304,19 @@ def test_nothing_is_trained_while_first_values_are_given(updates: str) -> None:
         store = machine.start()
         schema = replace(SCHEMA, updates=updates)
         view = await store.admission.create("moe", schema.describe(), layers=[0], experts=EXPERTS, host_bytes=None)
-        await store.initialize_begin(view)
+        await store.initializer.begin(view)
         await put(store, view, ALL[:2])
         with pytest.raises(StepFailed, match="'moe' is being initialized: end that first"):
             await train(store, view, ALL[:1])
         assert list(view.namespace.pending) == ALL[:1]
-        await store.initialize_save(view, SOURCE)
+        await store.committer.save_draft(view, SOURCE)
         store = await restarted(machine)
         view = await store.admission.create("moe", schema.describe(), layers=[0], experts=EXPERTS, host_bytes=None)
-        assert (await store.initialize_begin(view, is_resumed=True))["extra"] == SOURCE
+        assert (await store.initializer.begin(view, is_resumed=True))["extra"] == SOURCE
         await put(store, view, ALL[2:])
-        await store.initialize_end(view)
+        await store.initializer.end(view)
         assert (await train(store, view))["records"] == EXPERTS
-        await store.commit(view, 0, b"")
+        await store.committer.commit(view, 0, b"")
         assert await versions(store, view) == [1] * EXPERTS
 
     run(scenario())

@@ -47,7 +47,7 @@ def test_a_new_writer_has_to_say_where_it_goes_on_and_fences_nobody_before() -> 
             await writer(store)
         assert view.namespace.writer is view
         assert not view.is_fenced
-        await store.finalize(view, 2)
+        await store.history.finalize(view, 2)
 
     run(scenario())
 
@@ -64,9 +64,9 @@ def test_a_new_writer_at_the_prepared_step_commits_it(crashes: bool) -> None:
         assert await versions(store, view) == [2] * 4
         if not crashes:
             with pytest.raises(WriterFenced):
-                await store.finalize(old, 2)
+                await store.history.finalize(old, 2)
         await train(store, view)
-        await store.commit(view, 3, b"")
+        await store.committer.commit(view, 3, b"")
         store = await restarted(machine)
         assert await versions(store, await reader(store)) == [3] * 4
 
@@ -105,10 +105,10 @@ def test_a_new_writer_at_an_older_step_drops_the_prepared_one(crashes: bool, at:
         assert (view.namespace.committed_step, view.namespace.prepared_step) == (at, None)
         assert await versions(store, view) == [at] * 4
         await train(store, view)
-        await store.commit(view, 2, b"another")
+        await store.committer.commit(view, 2, b"another")
         store = await restarted(machine)
         view = await writer(store)
-        assert store.extra(view, 2) == b"another"
+        assert view.namespace.ledger.step(2).extra == b"another"
         assert await versions(store, view) == [at + 1] * 4
 
     run(scenario())
@@ -120,13 +120,13 @@ def test_a_rollback_drops_the_prepared_step_and_gives_its_space_back() -> None:
         await store.rollback(view, 1)
         assert view.namespace.prepared_step is None
         record_bytes = view.namespace.schema.record_bytes
-        assert store._transfers._planner.space.held_bytes("moe") == 2 * 4 * record_bytes
+        assert store.transfers._planner.space.held_bytes("moe") == 2 * 4 * record_bytes
         assert await versions(store, view) == [1] * 4
         with pytest.raises(StepOutOfOrder):
-            await store.finalize(view, 2)
+            await store.history.finalize(view, 2)
         await train(store, view)
-        await store.prepare(view, 2, b"")
-        await store.finalize(view, 2)
+        await store.committer.prepare(view, 2, b"")
+        await store.history.finalize(view, 2)
         assert await versions(store, await reader(store)) == [2] * 4
 
     run(scenario())
@@ -137,9 +137,9 @@ def test_a_writer_without_a_prepared_step_may_go_on_from_any_step_there_is() -> 
         store = Machine().start()
         view = await create(store)
         await train(store, view)
-        await store.commit(view, 1, b"")
+        await store.committer.commit(view, 1, b"")
         view = await writer(store, at=0)
-        assert store.steps(view) == [0]
+        assert view.namespace.ledger.steps() == [0]
         assert await first_values(store, view) == [0.0, 1.0, 2.0, 3.0]
         with pytest.raises(StepDropped):
             await writer(store, at=1)
@@ -163,11 +163,11 @@ def test_the_memory_of_a_namespace_that_nobody_has_open_goes_without_its_prepare
 def test_a_broken_namespace_can_still_finalize_what_was_prepared_before() -> None:
     async def scenario() -> None:
         store, view = await prepared(Machine())
-        store._transfers._planner.mark_broken(view.namespace, "a flush failed")
-        await store.finalize(view, 2)
+        store.transfers._planner.mark_broken(view.namespace, "a flush failed")
+        await store.history.finalize(view, 2)
         assert view.namespace.committed_step == 2
         with pytest.raises(StepFailed):
-            await store.commit(view, 3, b"")
+            await store.committer.commit(view, 3, b"")
 
     run(scenario())
 
@@ -176,13 +176,13 @@ def test_a_snapshot_and_a_prepared_step_do_not_meet() -> None:
     async def scenario() -> None:
         store, view = await prepared(Machine(volume_bytes=32 << 20))
         with pytest.raises(StepPrepared):
-            await store.snapshot(view, 2)
-        await store.snapshot(view, 1)
-        assert store.snapshots(view) == [1]
+            await store.admission.snapshot(view, 2)
+        await store.admission.snapshot(view, 1)
+        assert view.namespace.ledger.snapshots() == [1]
         assert view.namespace.prepared_step == 2
-        await store.drop_snapshot(view, 1)
-        assert store.steps(view) == [0, 1]
-        await store.finalize(view, 2)
-        assert store.steps(view) == [1, 2]
+        await store.admission.drop_snapshot(view, 1)
+        assert view.namespace.ledger.steps() == [0, 1]
+        await store.history.finalize(view, 2)
+        assert view.namespace.ledger.steps() == [1, 2]
 
     run(scenario())

@@ -43,7 +43,7 @@ def test_as_many_of_the_newest_steps_stay_as_are_set(retained_steps: int) -> Non
         machine = Machine(retained_steps=retained_steps)
         store, view = await committed(machine, 6)
         expected = list(range(7 - retained_steps, 7))
-        assert store.steps(view) == expected
+        assert view.namespace.ledger.steps() == expected
         for step in expected:
             one, other = await reader(store, at=step), await reader(store, at=step)
             assert await first_values(store, one) == await first_values(store, other)
@@ -52,7 +52,7 @@ def test_as_many_of_the_newest_steps_stay_as_are_set(retained_steps: int) -> Non
         with pytest.raises(StepDropped):
             await reader(store, at=expected[0] - 1)
         store, view = await reopened(machine)
-        assert store.steps(view) == expected
+        assert view.namespace.ledger.steps() == expected
 
     run(scenario())
 
@@ -66,11 +66,11 @@ def test_readers_hold_as_many_older_steps_as_are_set(held_steps: int) -> None:
         readers = [await reader(store)]
         for step in range(1, 7):
             await train(store, view)
-            await store.commit(view, step, b"")
+            await store.committer.commit(view, step, b"")
             readers.append(await reader(store))
         dropped = [one.step for one in readers if one.is_dropped]
         assert dropped == list(range(5 - held_steps))
-        assert store.steps(view) == list(range(5 - held_steps, 7))
+        assert view.namespace.ledger.steps() == list(range(5 - held_steps, 7))
 
     run(scenario())
 
@@ -81,11 +81,11 @@ def test_a_volume_of_fixed_size_needs_room_for_every_step_that_may_stay() -> Non
         size_bytes = Machine().disks[0].size_bytes  # what a volume needs before its first record, and 1 MiB and more beyond
         store = Machine(volume_size_bytes=size_bytes, retained_steps=5, held_steps=0).start()
         view = await create(store)
-        assert store._transfers._planner.space.entitled_bytes("moe") == records * SCHEMA.record_bytes
+        assert store.transfers._planner.space.entitled_bytes("moe") == records * SCHEMA.record_bytes
         for step in range(1, 8):
             await train(store, view)
-            await store.commit(view, step, b"")
-        assert store.steps(view) == [3, 4, 5, 6, 7]
+            await store.committer.commit(view, step, b"")
+        assert view.namespace.ledger.steps() == [3, 4, 5, 6, 7]
 
     run(scenario())
 
@@ -104,11 +104,11 @@ def test_a_rollback_goes_back_to_any_step_that_stays_and_later_ones_are_gone(ste
         assert await store.rollback(view, step) == epoch + 1
         assert await first_values(store, view) == wanted
         assert await versions(store, view) == [step] * 4
-        assert store.steps(view) == list(range(3, step + 1))
+        assert view.namespace.ledger.steps() == list(range(3, step + 1))
         assert view.namespace.applies == step
         await train(store, view)
-        await store.commit(view, step + 1, b"again")
-        assert store.extra(view, step + 1) == b"again"
+        await store.committer.commit(view, step + 1, b"again")
+        assert view.namespace.ledger.step(step + 1).extra == b"again"
         retrained = await first_values(store, view)
         store, view = await reopened(machine)
         assert view.namespace.committed_step == step + 1
@@ -124,7 +124,7 @@ def test_a_rollback_is_durable_when_it_returns_and_records_of_the_steps_gone_nev
         wanted = await first_values(store, await reader(store, at=1))
         await store.rollback(view, 1)
         store, view = await reopened(machine)
-        assert store.steps(view) == [1]
+        assert view.namespace.ledger.steps() == [1]
         assert await first_values(store, view) == wanted
         assert dict(view.namespace.ledger.namespace.epoch_bounds)[2] == 2, "sequence 2 was that of step 1"
 
@@ -136,13 +136,13 @@ def test_readers_of_later_steps_lose_them_and_keep_what_they_leased() -> None:
         store, view = await committed(Machine(retained_steps=3, reader_slots=6), 3)
         late, early = await reader(store, at=3), await reader(store, at=2)
         keys = keys_of(view)
-        lease = store.acquire(late, 900, keys[:2], "param")
-        await store.wait_lease(lease, 5.0)
+        lease = store.access.acquire(late, 900, keys[:2], "param")
+        await store.access.wait_lease(lease, 5.0)
         await store.rollback(view, 2)
         assert all(copy.leases for copy in lease.copies)
         with pytest.raises(StepDropped):
-            store.acquire(late, 901, keys[2:3], "param")
-        store.release(late, 900)
+            store.access.acquire(late, 901, keys[2:3], "param")
+        store.access.release(late, 900)
         await first_values(store, early)
         assert store.refresh(late) == 2
         assert await first_values(store, late) == await first_values(store, early)
@@ -165,14 +165,14 @@ def test_a_rollback_to_a_step_that_is_not_there_stops_no_apply() -> None:
 
 async def rolling_back(store: Store, view: View, step: int) -> tuple[asyncio.Task[int], asyncio.Event]:
     """A rollback whose transaction waits for the event, as it would for its flush."""
-    call, event = store._runner.call, asyncio.Event()
+    call, event = store.transfers.runner.call, asyncio.Event()
 
     async def waits(lane: Any, work: Callable[[], Any]) -> Any:
         if lane == CATALOG_LANE:
             await event.wait()
         return await call(lane, work)
 
-    store._runner.call = waits  # type: ignore[method-assign]
+    store.transfers.runner.call = waits  # type: ignore[method-assign]
     task = asyncio.ensure_future(store.rollback(view, step))
     await turns()
     assert view.namespace.closing_steps
@@ -183,10 +183,10 @@ async def stands(store: Store, view: View, one: View) -> None:
     """The reader stands on a step that exists, or is told that its step is gone; and no later commit moves it."""
     if one.is_dropped:
         return
-    assert one.step in store.steps(view), f"the reader stands on {one.step}, there are {store.steps(view)}"
+    assert one.step in view.namespace.ledger.steps(), f"the reader stands on {one.step}, there are {view.namespace.ledger.steps()}"
     before = await first_values(store, one)
     await train(store, view)
-    await store.commit(view, 3, b"again")
+    await store.committer.commit(view, 3, b"again")
     assert await first_values(store, one) == before
 
 
@@ -224,23 +224,23 @@ def test_a_snapshot_stays_over_any_number_of_commits_and_a_crash_until_it_is_dro
         machine = Machine()
         store, view = await committed(machine, 2)
         wanted = await first_values(store, view)
-        await store.snapshot(view, 2)
+        await store.admission.snapshot(view, 2)
         for step in range(3, 7):
             await train(store, view)
-            await store.commit(view, step, b"")
-        assert store.steps(view) == [2, 5, 6]
-        assert store.snapshots(view) == [2]
+            await store.committer.commit(view, step, b"")
+        assert view.namespace.ledger.steps() == [2, 5, 6]
+        assert view.namespace.ledger.snapshots() == [2]
         store, view = await reopened(machine)
-        assert store.snapshots(view) == [2]
-        assert store.extra(view, 2) == b"extra of 2"
+        assert view.namespace.ledger.snapshots() == [2]
+        assert view.namespace.ledger.step(2).extra == b"extra of 2"
         assert await first_values(store, await reader(store, at=2)) == wanted
-        await store.snapshot(view, 2)  # it is one: nothing to do
+        await store.admission.snapshot(view, 2)  # it is one: nothing to do
         extents = used_extents(store)
         for one in list(view.namespace.views):
             if one is not view:
                 store.close_view(one)
-        await store.drop_snapshot(view, 2)
-        assert store.steps(view) == [5, 6]
+        await store.admission.drop_snapshot(view, 2)
+        assert view.namespace.ledger.steps() == [5, 6]
         assert len(used_extents(store)) == len(extents) - 4, "its space came back at once"
         with pytest.raises(StepDropped):
             await reader(store, at=2)
@@ -251,20 +251,20 @@ def test_a_snapshot_stays_over_any_number_of_commits_and_a_crash_until_it_is_dro
 def test_a_snapshot_that_is_dropped_stays_while_it_is_new_or_somebody_reads_it() -> None:
     async def scenario() -> None:
         store, view = await committed(Machine(), 3)
-        await store.snapshot(view, 3)
-        await store.drop_snapshot(view, 3)
-        assert store.steps(view) == [2, 3]
-        assert store.snapshots(view) == []
-        await store.snapshot(view, 2)
+        await store.admission.snapshot(view, 3)
+        await store.admission.drop_snapshot(view, 3)
+        assert view.namespace.ledger.steps() == [2, 3]
+        assert view.namespace.ledger.snapshots() == []
+        await store.admission.snapshot(view, 2)
         old = await reader(store, at=2)
         for step in (4, 5):
             await train(store, view)
-            await store.commit(view, step, b"")
-        await store.drop_snapshot(view, 2)
-        assert store.steps(view) == [2, 4, 5]
+            await store.committer.commit(view, step, b"")
+        await store.admission.drop_snapshot(view, 2)
+        assert view.namespace.ledger.steps() == [2, 4, 5]
         await first_values(store, old)
         with pytest.raises(StepDropped, match="step 2 of namespace 'moe' is no snapshot"):
-            await store.drop_snapshot(view, 2)
+            await store.admission.drop_snapshot(view, 2)
 
     run(scenario())
 
@@ -272,11 +272,11 @@ def test_a_snapshot_that_is_dropped_stays_while_it_is_new_or_somebody_reads_it()
 def test_a_rollback_before_a_snapshot_is_refused_and_changes_nothing() -> None:
     async def scenario() -> None:
         store, view = await committed(Machine(retained_steps=3), 3)
-        await store.snapshot(view, 3)
+        await store.admission.snapshot(view, 3)
         with pytest.raises(StepFailed, match=r"rollback\(2\) of namespace 'moe': step 3 is a snapshot; drop_snapshot\(3\) first"):
             await store.rollback(view, 2)
-        assert store.steps(view) == [1, 2, 3]
-        await store.drop_snapshot(view, 3)
+        assert view.namespace.ledger.steps() == [1, 2, 3]
+        await store.admission.drop_snapshot(view, 3)
         await store.rollback(view, 2)
         assert await versions(store, view) == [2] * 4
 
@@ -290,26 +290,26 @@ def test_a_snapshot_takes_room_for_a_step_and_is_refused_where_there_is_none() -
         machine = Machine(volume_size_bytes=size_bytes, held_steps=0)
         store = machine.start()
         view = await create(store, **wide)
-        entitled = store._transfers._planner.space.entitled_bytes("moe")
+        entitled = store.transfers._planner.space.entitled_bytes("moe")
         state_bytes = 8 * SCHEMA.record_bytes
         taken: list[int] = []
         refusal: CapacityError | None = None
         while refusal is None:
             await train(store, view)
-            await store.commit(view, len(taken) + 1, b"")
+            await store.committer.commit(view, len(taken) + 1, b"")
             try:
-                await store.snapshot(view, len(taken) + 1)
+                await store.admission.snapshot(view, len(taken) + 1)
             except CapacityError as error:
                 refusal = error
             else:
                 taken.append(len(taken) + 1)
-            assert store._transfers._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
+            assert store.transfers._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
         assert "bytes are missing; add a volume (--add-volume)" in str(refusal)
         assert taken, "there was room for some"
-        assert store.snapshots(view) == taken
-        assert store._transfers._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
+        assert view.namespace.ledger.snapshots() == taken
+        assert store.transfers._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
         await train(store, view)
-        await store.commit(view, 100, b"")
+        await store.committer.commit(view, 100, b"")
 
     run(scenario())
 
@@ -318,13 +318,13 @@ def test_a_snapshot_waits_for_the_commit_under_way_that_may_drop_its_step() -> N
     async def scenario() -> None:
         store, view = await committed(Machine(), 2)
         await train(store, view)
-        commit = asyncio.ensure_future(store.commit(view, 3, b""))
+        commit = asyncio.ensure_future(store.committer.commit(view, 3, b""))
         await turns(2)
         with pytest.raises(StepDropped, match="step 1 of namespace 'moe' is not retained"):
-            await store.snapshot(view, 1)
+            await store.admission.snapshot(view, 1)
         await commit
-        assert store.steps(view) == [2, 3]
-        assert store._transfers._planner.space.entitled_bytes("moe") == store._volumes._entitled(view.namespace, snapshots=0)
+        assert view.namespace.ledger.steps() == [2, 3]
+        assert store.transfers._planner.space.entitled_bytes("moe") == store._volumes._entitled(view.namespace, snapshots=0)
 
     run(scenario())
 
@@ -337,11 +337,11 @@ def test_what_the_catalog_says_after_a_failed_transaction_is_what_happened(outco
         store._transactions._catalog = FaultyCatalog(machine.durable, fail_at=1, outcome=outcome)
         if outcome == "lost":
             with pytest.raises(CatalogError):
-                await store.snapshot(view, 1)
+                await store.admission.snapshot(view, 1)
         else:
-            await store.snapshot(view, 1)
-        assert store.snapshots(view) == ([] if outcome == "lost" else [1])
+            await store.admission.snapshot(view, 1)
+        assert view.namespace.ledger.snapshots() == ([] if outcome == "lost" else [1])
         store, view = await reopened(machine)
-        assert store.snapshots(view) == ([] if outcome == "lost" else [1])
+        assert view.namespace.ledger.snapshots() == ([] if outcome == "lost" else [1])
 
     run(scenario())

@@ -17,10 +17,10 @@ def test_whoever_takes_over_does_not_wait_for_the_whole_apply_under_way(way: str
         store = Machine(volume_bytes=64 << 20).start()
         old = await create(store, experts=100)
         push(store, old, keys_of(old))
-        applying = asyncio.ensure_future(store.apply(old, OPTIONS, 1.0))
+        applying = asyncio.ensure_future(store.applies.apply(old, OPTIONS, 1.0))
         while old.namespace.stats.records_updated < 5:
             await asyncio.sleep(0)
-        await (store._chain.rollback(old.namespace) if way == "rollback" else writer(store))
+        await (store.history.rollback(old.namespace) if way == "rollback" else writer(store))
         with pytest.raises(StepFailed):
             await applying
         assert old.namespace.stats.records_updated < 30
@@ -31,7 +31,7 @@ def test_whoever_takes_over_does_not_wait_for_the_whole_apply_under_way(way: str
 def test_an_opening_that_is_refused_for_a_later_snapshot_fences_nobody() -> None:
     async def scenario() -> None:
         store, old = await committed(Machine(volume_bytes=32 << 20), 2)
-        await store.snapshot(old, 2)
+        await store.admission.snapshot(old, 2)
         with pytest.raises(StepFailed, match="step 2 is a snapshot"):
             await writer(store, at=1)
         await train(store, old)
@@ -43,7 +43,7 @@ def test_an_opening_while_a_step_is_being_prepared_is_refused_or_waits_for_it() 
     async def scenario() -> None:
         store, old = await committed(Machine(), 1)
         await train(store, old)
-        preparing = asyncio.ensure_future(store.prepare(old, 2, b""))
+        preparing = asyncio.ensure_future(store.committer.prepare(old, 2, b""))
         await asyncio.sleep(0)
         with pytest.raises(StepPrepared):
             await writer(store)
@@ -62,13 +62,13 @@ def test_a_prepare_behind_a_rollback_that_waits_is_refused() -> None:
         await train(store, view)
         rolling_back = asyncio.ensure_future(store.rollback(view, 1))
         await asyncio.sleep(0)
-        preparing = asyncio.ensure_future(store.prepare(view, 2, b""))
+        preparing = asyncio.ensure_future(store.committer.prepare(view, 2, b""))
         with pytest.raises(StepFailed, match="it was rolled back meanwhile"):
             await preparing
         await rolling_back
         assert view.namespace.prepared_step is None
         await train(store, view)
-        await store.commit(view, 2, b"")
+        await store.committer.commit(view, 2, b"")
 
     run(scenario())
 
@@ -86,11 +86,11 @@ def test_a_transaction_that_happened_counts_whatever_making_room_after_it_meets(
             raise error
 
         catalog.reserve = reserve  # type: ignore[method-assign]
-        await store.commit(view, 2, b"")
+        await store.committer.commit(view, 2, b"")
         del catalog.reserve  # type: ignore[attr-defined]
-        assert store.steps(view) == [1, 2]
+        assert view.namespace.ledger.steps() == [1, 2]
         store = await restarted(machine)
-        assert store.steps(await writer(store)) == [1, 2]
+        assert (await writer(store)).namespace.ledger.steps() == [1, 2]
 
     run(scenario())
 
@@ -113,8 +113,8 @@ def test_an_apply_whose_writer_closes_before_its_turn_leaves_nobody_waiting_for_
     async def scenario() -> None:
         store, view = await committed(Machine(wait_timeout_s=1.0), 1)
         push(store, view, keys_of(view))
-        applying = asyncio.ensure_future(store.apply(view, OPTIONS, 1.0))
-        prefetch = store.prefetch(view, keys_of(view), "param", None)
+        applying = asyncio.ensure_future(store.applies.apply(view, OPTIONS, 1.0))
+        prefetch = store.access.prefetch(view, keys_of(view), "param", None)
         store.close_view(view)
         with pytest.raises(LeaseError):
             await applying

@@ -232,7 +232,7 @@ def on_site(scenario: Callable[[Site], Coroutine[Any, Any, None]], *, experts: i
         site = Site(**machine)
         site.view = await create(site.store, schema=EXACT, experts=experts)
         await train(site.store, site.view)  # moments that are not zero
-        await site.store.commit(site.view, 1, b"")
+        await site.store.committer.commit(site.view, 1, b"")
         await site.store.evict(site.view, None, None)
         await scenario(site)
 
@@ -262,7 +262,7 @@ def test_a_lease_has_what_the_dense_optimizer_has_and_the_record_is_as_it_was(is
         await site.idle(3)
         keys = keys_of(site.view)
         if is_resident:
-            await site.store.wait_prefetch(site.store.prefetch(site.view, keys, "optim", None))
+            await site.store.access.wait_prefetch(site.store.access.prefetch(site.view, keys, "optim", None))
         assert await first_values(site.store, site.view) == dense(range(6), 3)
         assert site.namespace.changed == set()
         stats = site.namespace.stats
@@ -292,19 +292,19 @@ def test_demand_goes_before_prefetch_where_buffers_are_short() -> None:
     async def scenario(site: Site) -> None:
         await site.idle()
         keys, order = keys_of(site.view), list[ExpertKey]()
-        free = site.store._transfers._buffers.of("moe").advance
+        free = site.store.transfers._buffers.of("moe").advance
         while len(free) > 1:
             free.pop()
-        settle = site.store._transfers._planner.copies.settle
+        settle = site.store.transfers._planner.copies.settle
 
         def noting(namespace: NamespaceState, copy: Any, error: Any) -> None:
             order.append(copy.key)
             settle(namespace, copy, error)
 
-        site.store._transfers._planner.copies.settle = noting  # type: ignore[method-assign]
-        prefetch = site.store.prefetch(site.view, keys[:4], "param", None)
+        site.store.transfers._planner.copies.settle = noting  # type: ignore[method-assign]
+        prefetch = site.store.access.prefetch(site.view, keys[:4], "param", None)
         await lease(site.store, site.view, [keys[5]])
-        await site.store.wait_prefetch(prefetch)
+        await site.store.access.wait_prefetch(prefetch)
         assert order.index(keys[5]) <= 1, "behind the one that has the buffer, at most"
         assert len(free) == 1
 
@@ -314,18 +314,18 @@ def test_demand_goes_before_prefetch_where_buffers_are_short() -> None:
 def test_an_advance_that_somebody_comes_to_wait_for_is_demand() -> None:
     async def scenario(site: Site) -> None:
         await site.idle()
-        keys, transfers = keys_of(site.view), site.store._transfers
+        keys, transfers = keys_of(site.view), site.store.transfers
         advances, buffers = transfers.advancer.of("moe"), transfers._buffers.of("moe").advance
         free = [buffers.pop() for _ in range(len(buffers))]
-        prefetch = site.store.prefetch(site.view, keys[:3], "param", None)
-        request = site.store.acquire(site.view, 7, [keys[2]], "param")
+        prefetch = site.store.access.prefetch(site.view, keys[:3], "param", None)
+        request = site.store.access.acquire(site.view, 7, [keys[2]], "param")
         await turns()
         assert [(waiting.copy.key, waiting.urgency) for waiting in advances.waiting] == [(keys[0], 1), (keys[1], 1), (keys[2], 0)]
         buffers.extend(free)
         transfers.advancer._give_buffers(site.namespace)
         transfers.carry_out()
-        await site.store.wait_lease(request, 5.0)
-        await site.store.wait_prefetch(prefetch)
+        await site.store.access.wait_lease(request, 5.0)
+        await site.store.access.wait_prefetch(prefetch)
 
     on_site(scenario)
 
@@ -341,7 +341,7 @@ def test_a_damaged_record_fails_who_asked_for_it_and_nobody_else() -> None:
             await lease(site.store, site.view, [keys[1]])
         assert await first_values(site.store, site.view, [keys[0], keys[2]]) == [dense(range(6), 1)[at] for at in (0, 2)]
         assert site.namespace.broken is None
-        assert not site.store._transfers.advancer.of("moe").running
+        assert not site.store.transfers.advancer.of("moe").running
 
     on_site(scenario)
 
@@ -351,17 +351,17 @@ def test_a_lease_given_up_and_a_view_closed_leave_no_buffer_behind() -> None:
         await site.idle()
         assert site.machine.workers is not None
         site.machine.workers.pause()
-        site.store.acquire(site.view, 5, keys_of(site.view)[:3], "param")
-        prefetch = site.store.prefetch(site.view, keys_of(site.view)[3:], "param", None)
-        site.store.cancel_prefetch(prefetch)
+        site.store.access.acquire(site.view, 5, keys_of(site.view)[:3], "param")
+        prefetch = site.store.access.prefetch(site.view, keys_of(site.view)[3:], "param", None)
+        site.store.transfers.cancel_prefetch(prefetch)
         site.store.close_view(site.view)
         site.machine.workers.resume()
-        while not site.store._runner.is_idle:
+        while not site.store.transfers.runner.is_idle:
             await asyncio.sleep(0)
-        advances = site.store._transfers.advancer.of("moe")
+        advances = site.store.transfers.advancer.of("moe")
         assert not advances.waiting
         assert not advances.running
-        assert all(isinstance(buffer, memoryview) for buffer in site.store._transfers._buffers.of("moe").advance)
+        assert all(isinstance(buffer, memoryview) for buffer in site.store.transfers._buffers.of("moe").advance)
         assert all(copy.leases == 0 for copies in site.namespace.copies.values() for copy in copies)
 
     on_site(scenario)
@@ -370,13 +370,13 @@ def test_a_lease_given_up_and_a_view_closed_leave_no_buffer_behind() -> None:
 def test_an_apply_without_gradients_is_a_step_that_a_commit_keeps() -> None:
     async def scenario(site: Site) -> None:
         await site.idle()
-        answer = await site.store.commit(site.view, 5, b"")
+        answer = await site.store.committer.commit(site.view, 5, b"")
         assert answer["records"] == 0
         reader = await site.store.admission.open("moe", mode="read", at=5, host_bytes=None)
         before = await site.store.admission.open("moe", mode="read", at=1, host_bytes=None)
         assert await first_values(site.store, reader) == dense(range(6), 1)
         assert await first_values(site.store, before) == dense(range(6), 0)
-        again = await site.store.commit(site.view, 5, b"")
+        again = await site.store.committer.commit(site.view, 5, b"")
         assert again["records"] == 0
         assert again["seconds"] == 0.0, "nothing happened since"
 
@@ -387,6 +387,6 @@ def test_the_same_step_again_after_an_apply_without_gradients_is_no_repetition()
     async def scenario(site: Site) -> None:
         await site.idle()
         with pytest.raises(Exception, match="steps go up, 1 is committed"):
-            await site.store.commit(site.view, 1, b"")
+            await site.store.committer.commit(site.view, 1, b"")
 
     on_site(scenario)

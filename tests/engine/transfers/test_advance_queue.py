@@ -28,13 +28,13 @@ def test_an_apply_that_took_what_a_rollback_dropped_never_runs(schema: Schema) -
         back = asyncio.ensure_future(store.rollback(view, 0))
         while not view.namespace.turn.locked():
             await asyncio.sleep(0)
-        late = asyncio.ensure_future(store.apply(view, OPTIONS, 1.0))
+        late = asyncio.ensure_future(store.applies.apply(view, OPTIONS, 1.0))
         await back
         with pytest.raises(StepFailed, match="apply on 'moe': it was rolled back meanwhile"):
             await late
         assert await first_values(store, view) == [0.0, 1.0, 2.0, 3.0]
         await train(store, view)
-        await store.commit(view, 1, b"")
+        await store.committer.commit(view, 1, b"")
         trained = await first_values(store, view)
         await machine.crash()
         store = machine.start()
@@ -51,21 +51,21 @@ def test_a_cancelled_prefetch_gives_up_the_advances_that_have_no_buffer() -> Non
         view = await create(store, schema=EXACT, experts=6)
         await train(store, view, [])
         await store.evict(view, None, None)
-        keys, transfers, stats = keys_of(view), store._transfers, view.namespace.stats
+        keys, transfers, stats = keys_of(view), store.transfers, view.namespace.stats
         advances, buffers = transfers.advancer.of("moe"), transfers._buffers.of("moe").advance
         free = [buffers.pop() for _ in range(len(buffers))]
-        given_up, wanted = (store.prefetch(view, some, "param", None) for some in (keys[:4], keys[2:]))
-        request = store.acquire(view, 7, [keys[1]], "param")
-        store.cancel_prefetch(given_up)
+        given_up, wanted = (store.access.prefetch(view, some, "param", None) for some in (keys[:4], keys[2:]))
+        request = store.access.acquire(view, 7, [keys[1]], "param")
+        store.transfers.cancel_prefetch(given_up)
         assert [waiting.copy.key for waiting in advances.waiting] == keys[1:], "what nobody else waits for"
         assert keys[0] not in view.namespace.copies
         buffers.extend(free)
         transfers.advancer._give_buffers(view.namespace)
         transfers.carry_out()
-        await store.wait_lease(request, 5.0)
-        assert (await store.wait_prefetch(wanted))["loaded"] == 4
+        await store.access.wait_lease(request, 5.0)
+        assert (await store.access.wait_prefetch(wanted))["loaded"] == 4
         assert stats.records_advanced == 5
-        assert not store._transfers._planner.space._pins
+        assert not store.transfers._planner.space._pins
 
     run(scenario())
 

@@ -29,12 +29,12 @@ def test_a_listener_gets_what_moved_since_it_began_in_order() -> None:
         store = started()
         view = await create(store)
         listener = object()
-        store.transfer_log.listen(listener)
+        store.transfers.log.listen(listener)
         await train(store, view)
-        await store.commit(view, 1, b"")
+        await store.committer.commit(view, 1, b"")
         await store.evict(view, None, None)
         await first_values(store, view)
-        result = store.transfer_log.end(listener)
+        result = store.transfers.log.end(listener)
         rows = rows_of(result)
         kinds = [row.kind for row in rows]
         assert kinds.count("update") == kinds.count("write") == kinds.count("load_param") == EXPERTS
@@ -55,9 +55,9 @@ def test_nothing_is_kept_when_nobody_listens() -> None:
         view = await create(store)
         await train(store, view)
         listener = object()
-        assert rows_of(store.transfer_log.end(listener)) == []
-        store.transfer_log.listen(listener)
-        assert rows_of(store.transfer_log.end(listener)) == []
+        assert rows_of(store.transfers.log.end(listener)) == []
+        store.transfers.log.listen(listener)
+        assert rows_of(store.transfers.log.end(listener)) == []
 
     run(scenario())
 
@@ -67,15 +67,15 @@ def test_each_listener_gets_its_own_rows() -> None:
         store = started()
         view = await create(store)
         one, other = object(), object()
-        store.transfer_log.listen(one)
+        store.transfers.log.listen(one)
         await train(store, view)
-        store.transfer_log.listen(other)
+        store.transfers.log.listen(other)
         await train(store, view)
-        first, second = rows_of(store.transfer_log.end(one)), rows_of(store.transfer_log.end(other))
+        first, second = rows_of(store.transfers.log.end(one)), rows_of(store.transfers.log.end(other))
         assert len(first) == 2 * len(second)
         assert first[-len(second) :] == second
-        store.transfer_log.listen(one)
-        assert rows_of(store.transfer_log.end(one)) == []
+        store.transfers.log.listen(one)
+        assert rows_of(store.transfers.log.end(one)) == []
 
     run(scenario())
 
@@ -84,9 +84,9 @@ def test_a_listener_is_told_of_rows_that_there_was_no_room_for(monkeypatch: pyte
     async def moved() -> dict[str, Any]:
         store = started()
         view = await create(store)
-        store.transfer_log.listen(view)
+        store.transfers.log.listen(view)
         await train(store, view)
-        return store.transfer_log.end(view)
+        return store.transfers.log.end(view)
 
     async def scenario() -> None:
         every = rows_of(await moved())
@@ -104,9 +104,9 @@ def test_missed_steps_are_rows_of_their_own() -> None:
         view = await create(store, schema=replace(SCHEMA, updates="exact"))
         await train(store, view, [])
         await store.evict(view, None, None)
-        store.transfer_log.listen(view)
+        store.transfers.log.listen(view)
         await first_values(store, view)
-        rows = rows_of(store.transfer_log.end(view))
+        rows = rows_of(store.transfers.log.end(view))
         assert [row.kind for row in rows] == ["advance"] * 2 * EXPERTS
         read, made = SCHEMA.record_bytes, SCHEMA.part("param").image_bytes
         assert [row.bytes_moved for row in rows] == [read, made] * EXPERTS, "read into a buffer, and made there"
@@ -118,11 +118,11 @@ def test_a_transfer_that_ends_after_the_last_listener_leaves_no_row() -> None:
     async def scenario() -> None:
         store = started()
         view = await create(store)
-        store.transfer_log.listen(view)
+        store.transfers.log.listen(view)
         training = asyncio.ensure_future(train(store, view))
         await turns(2)
-        store.transfer_log.end(view)
+        store.transfers.log.end(view)
         await training
-        assert not store.transfer_log._rows
+        assert not store.transfers.log._rows
 
     run(scenario())

@@ -39,7 +39,7 @@ class Site:
     async def prepare(self) -> None:
         self.view = await create(self.store, schema=self.schema)
         await self.store.evict(self.view, None, None)
-        self.store._transfers.traffic[0] = VolumeTraffic()
+        self.store.transfers.traffic[0] = VolumeTraffic()
 
     @property
     def namespace(self) -> NamespaceState:
@@ -47,7 +47,7 @@ class Site:
 
     @property
     def traffic(self) -> VolumeTraffic:
-        return self.store._transfers.traffic[0]
+        return self.store.transfers.traffic[0]
 
     def pause(self) -> None:
         assert self.machine.workers is not None
@@ -56,7 +56,7 @@ class Site:
     async def resume(self) -> None:
         assert self.machine.workers is not None
         self.machine.workers.resume()
-        while not self.store._runner.is_idle:
+        while not self.store.transfers.runner.is_idle:
             await asyncio.sleep(0)
 
     def corrupt(self, key: tuple[int, int], offset_bytes: int) -> None:
@@ -129,7 +129,7 @@ def test_moments_are_verified_when_the_working_copy_is_loaded_and_not_before() -
         site.corrupt(A, SCHEMA.stored.field("exp_avg_sq/v").offset_bytes)
         assert await first_values(site.store, site.view, [A]) == [0]
         with pytest.raises(CorruptRecord, match="field 'exp_avg_sq/v'"):
-            await site.store.wait_prefetch(site.store.prefetch(site.view, [A], "optim", None))
+            await site.store.access.wait_prefetch(site.store.access.prefetch(site.view, [A], "optim", None))
         assert site.namespace.working[A].state is Working.ABSENT
 
     on_site(scenario)
@@ -152,10 +152,10 @@ def test_an_extent_is_given_to_nobody_while_it_is_read() -> None:
     async def scenario(site: Site) -> None:
         reader = await site.store.admission.open("moe", mode="read", at=0, host_bytes=None)
         site.pause()
-        site.store.acquire(reader, 1, [A], "param")
+        site.store.access.acquire(reader, 1, [A], "param")
         located = site.namespace.ledger.at(A, 0)
         assert located is not None
-        space = site.store._transfers._planner.space
+        space = site.store.transfers._planner.space
         free = space.free_bytes
         space.release(located.extent)
         assert space.free_bytes == free
@@ -168,16 +168,16 @@ def test_an_extent_is_given_to_nobody_while_it_is_read() -> None:
 def test_reading_back_fills_the_target_with_a_verified_record() -> None:
     async def scenario(site: Site) -> None:
         target = PlainSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes)
-        assert await site.store.read(site.view, C, target) == (site.namespace.working[C].identity)
+        assert await site.store.reading.read(site.view, C, target) == (site.namespace.working[C].identity)
         header = unpack_header(target[: SCHEMA.stored.header_bytes], SCHEMA.stored)
         assert (header.key, header.namespace, header.optimizer_step) == (C, "moe", 0)
         site.corrupt(C, SCHEMA.stored.field("exp_avg/w").offset_bytes)
         with pytest.raises(CorruptRecord):
-            await site.store.read(site.view, C, target)
+            await site.store.reading.read(site.view, C, target)
         site.fail("read")
         with pytest.raises(VolumeError):
-            await site.store.read(site.view, D, target)
-        assert site.store._transfers._planner.space._pins == {}
+            await site.store.reading.read(site.view, D, target)
+        assert site.store.transfers._planner.space._pins == {}
 
     on_site(scenario)
 
@@ -220,13 +220,13 @@ def test_a_written_record_says_what_it_is() -> None:
 def test_a_record_written_for_a_cut_bears_the_sequence_of_that_cut_and_a_later_one_the_next() -> None:
     async def scenario(site: Site) -> None:
         await train(site.store, site.view, [A, B])
-        planner, namespace = site.store._transfers._planner, site.namespace
+        planner, namespace = site.store.transfers._planner, site.namespace
         cut = planner.cuts.cut(namespace)
         cut.unwritten.discard(B)  # as if it had been updated after the cut
         for key, sequence in ((A, cut.sequence), (B, cut.sequence + 1)):
             assert planner.working.begin_write(namespace, namespace.working[key], Urgency.DEMAND)
-            site.store._transfers.carry_out()
-            _, transfer = site.store._transfers._under_way[namespace.working[key]]
+            site.store.transfers.carry_out()
+            _, transfer = site.store.transfers._under_way[namespace.working[key]]
             assert transfer.run.__self__.header.sequence == sequence  # type: ignore[attr-defined]
 
     on_site(scenario)
@@ -238,8 +238,8 @@ def test_a_failed_write_is_counted_and_its_extent_given_up() -> None:
         site.fail("write")
         await site.store.write_back(site.view, None)
         assert (site.traffic.failures, site.traffic.writes) == (1, 1)
-        assert site.store._transfers._planner.space.stats()[0].quarantined_bytes == SCHEMA.record_bytes
-        await site.store.commit(site.view, 1, b"")
+        assert site.store.transfers._planner.space.stats()[0].quarantined_bytes == SCHEMA.record_bytes
+        await site.store.committer.commit(site.view, 1, b"")
         await site.store.evict(site.view, None, None)
         assert await versions(site.store, site.view) == [1, 0, 0, 0]
 
@@ -252,10 +252,10 @@ def test_a_failed_write_is_counted_and_its_extent_given_up() -> None:
 def test_a_prefetch_that_is_cancelled_gives_up_what_has_not_started() -> None:
     async def scenario(site: Site) -> None:
         site.pause()
-        request = site.store.prefetch(site.view, keys_of(site.view), "param", None)
-        waiting = asyncio.ensure_future(site.store.wait_prefetch(request))
+        request = site.store.access.prefetch(site.view, keys_of(site.view), "param", None)
+        waiting = asyncio.ensure_future(site.store.access.wait_prefetch(request))
         await turns(2)
-        site.store.cancel_prefetch(request)
+        site.store.transfers.cancel_prefetch(request)
         with pytest.raises(TicketCancelled, match="the prefetch was cancelled"):
             await waiting
         states = {key: [copy.state for copy in copies] for key, copies in site.namespace.copies.items()}
@@ -271,11 +271,11 @@ def test_a_prefetch_that_is_cancelled_gives_up_what_has_not_started() -> None:
 def test_a_cancelled_prefetch_takes_nothing_from_whoever_else_waits() -> None:
     async def scenario(site: Site) -> None:
         site.pause()
-        prefetch = site.store.prefetch(site.view, keys_of(site.view), "param", None)
-        other = site.store.prefetch(site.view, [C], "param", None)
+        prefetch = site.store.access.prefetch(site.view, keys_of(site.view), "param", None)
+        other = site.store.access.prefetch(site.view, [C], "param", None)
         leased = asyncio.ensure_future(lease(site.store, site.view, [D]))
         await turns(2)
-        site.store.cancel_prefetch(prefetch)
+        site.store.transfers.cancel_prefetch(prefetch)
         await site.resume()
         assert (await leased).copies[0].key == D
         assert other.loaded == 1
@@ -287,10 +287,10 @@ def test_a_cancelled_prefetch_takes_nothing_from_whoever_else_waits() -> None:
 def test_a_cancelled_prefetch_of_working_copies_leaves_those_that_an_update_wants() -> None:
     async def scenario(site: Site) -> None:
         site.pause()
-        prefetch = site.store.prefetch(site.view, keys_of(site.view), "optim", None)
+        prefetch = site.store.access.prefetch(site.view, keys_of(site.view), "optim", None)
         training = asyncio.ensure_future(train(site.store, site.view, [D]))
         await turns()
-        site.store.cancel_prefetch(prefetch)
+        site.store.transfers.cancel_prefetch(prefetch)
         await site.resume()
         await training
         assert (await versions(site.store, site.view)) == [0, 0, 0, 1]
@@ -302,10 +302,10 @@ def test_a_cancelled_prefetch_of_working_copies_leaves_those_that_an_update_want
 def test_a_cancelled_prefetch_of_a_working_copy_leaves_one_that_a_lease_waits_for() -> None:
     async def scenario(site: Site) -> None:
         site.pause()
-        prefetch = site.store.prefetch(site.view, keys_of(site.view), "optim", None)
+        prefetch = site.store.access.prefetch(site.view, keys_of(site.view), "optim", None)
         leased = asyncio.ensure_future(lease(site.store, site.view, [D]))
         await turns(2)
-        site.store.cancel_prefetch(prefetch)
+        site.store.transfers.cancel_prefetch(prefetch)
         await site.resume()
         assert (await leased).copies[0].key == D
         assert list(site.namespace.resident) == [A, B, D], "two had started, one was wanted"
@@ -315,9 +315,9 @@ def test_a_cancelled_prefetch_of_a_working_copy_leaves_one_that_a_lease_waits_fo
 
 def test_a_finished_prefetch_cannot_be_cancelled_any_more() -> None:
     async def scenario(site: Site) -> None:
-        request = site.store.prefetch(site.view, [A], "param", None)
-        await site.store.wait_prefetch(request)
-        site.store.cancel_prefetch(request)
+        request = site.store.access.prefetch(site.view, [A], "param", None)
+        await site.store.access.wait_prefetch(request)
+        site.store.transfers.cancel_prefetch(request)
         assert request.error is None
 
     on_site(scenario)

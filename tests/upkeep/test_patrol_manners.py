@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from paramstore.engine import patrol as patrol_module
 from paramstore.engine.capacity import volumes as volumes_module
-from paramstore.engine.patrol import DAY_S, RETRY_S
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import TicketCancelled
 from paramstore.testing.volumes import Fault, FaultyVolume
+from paramstore.upkeep import patrol as patrol_module
+from paramstore.upkeep.patrol import DAY_S, RETRY_S
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.patrolled import Patrolled, Stats
 from paramstore_testkit.stores.small_store import EXPERTS, create, run, train, turns
@@ -129,12 +129,12 @@ def test_it_has_the_lowest_class_and_pins_nothing_between_records() -> None:
         seen: list[Any] = []
 
         async def look() -> None:
-            assert not store._transfers._planner.space._pins
-            assert store._runner.is_idle
+            assert not store.transfers._planner.space._pins
+            assert store.transfers.runner.is_idle
 
         patrolled.meanwhile = look
-        submit = store._runner.submit
-        store._runner.submit = lambda transfer: (seen.append(transfer.urgency), submit(transfer))[1]  # type: ignore[method-assign]
+        submit = store.transfers.runner.submit
+        store.transfers.runner.submit = lambda transfer: (seen.append(transfer.urgency), submit(transfer))[1]  # type: ignore[method-assign]
         await patrolled.until(20)
         assert len(seen) > EXPERTS
         assert set(seen) == {max(type(seen[0]))}
@@ -251,32 +251,6 @@ def test_a_bug_ends_the_pass_and_the_next_one_is_tried(caplog: pytest.LogCapture
     assert caplog.text.count("a pass of the patrol failed") == 1
 
 
-# --- in the store
-
-
-def test_a_store_patrols_as_it_is_set_and_says_so_in_its_figures() -> None:
-    async def scenario() -> None:
-        machine = Machine(scrub_days=14.0)
-        store = machine.start()
-        assert store.patrol._task is not None
-        stats: Stats = await store.stats()
-        assert stats["patrol"] == {"scrub_days": 14.0, "running": None, "last": None, "last_ended_s": None}
-        await store.close()
-        assert store.patrol._task.cancelled()
-
-    run(scenario())
-
-
-def test_a_store_with_zero_days_does_not_patrol() -> None:
-    async def scenario() -> None:
-        machine = Machine(scrub_days=0.0)
-        store = machine.start()
-        assert store.patrol._task is None
-        await store.close()
-
-    run(scenario())
-
-
 def test_the_end_of_the_store_waits_for_no_device() -> None:
     async def scenario() -> None:
         machine = Machine()
@@ -308,9 +282,9 @@ def test_beside_random_training_it_finds_nothing(seed: int) -> None:
         for step in range(1, 60):
             await train(store, view, [(0, random.randrange(EXPERTS))])
             if random.random() < 0.6:
-                await store.commit(view, step, b"x" * random.randrange(9000))
+                await store.committer.commit(view, step, b"x" * random.randrange(9000))
             elif random.random() < 0.3:
-                await store.rollback(view, random.choice(store.steps(view)))
+                await store.rollback(view, random.choice(view.namespace.ledger.steps()))
         await turns(200)
         stats: Stats = patrolled.patrol.stats()
         assert stats["last"]["records"]

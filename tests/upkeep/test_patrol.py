@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paramstore.core.schema import Schema
-from paramstore.engine import patrol as patrol_module
-from paramstore.engine.patrol import BUSY_SHARE_MAX, BYTES_PER_S_MAX, DAY_S, QUIET_S, RETRY_S, patrol_start
 from paramstore.engine.tables.namespace import View
+from paramstore.upkeep import patrol as patrol_module
+from paramstore.upkeep.patrol import BUSY_SHARE_MAX, BYTES_PER_S_MAX, DAY_S, QUIET_S, RETRY_S, patrol_start
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.patrolled import Patrolled
 from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, run, train
@@ -109,7 +109,7 @@ def test_a_pass_that_takes_longer_than_set_is_told(caplog: pytest.LogCaptureFixt
 
 
 def test_a_record_is_read_in_one_go_however_slow_the_pass_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramstore.engine.scrub.PIECE_BYTES", 4096)
+    monkeypatch.setattr("paramstore.upkeep.scrubber.PIECE_BYTES", 4096)
 
     async def scenario() -> None:
         machine = Machine()
@@ -161,7 +161,7 @@ def test_a_namespace_that_came_or_grew_is_covered_by_the_next_pass() -> None:
             if patrolled.clock.now_s() > DAY_S and not came:
                 came.append(await create(store, "two", host_bytes=16 << 20))
                 await train(store, one, [KEY])
-                await store.commit(one, 1, b"")
+                await store.committer.commit(one, 1, b"")
 
         patrolled.meanwhile = come
         stats = await patrolled.until(20)

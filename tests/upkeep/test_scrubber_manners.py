@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from paramstore.core.schema import CHUNK_BYTES, Schema
-from paramstore.engine import scrub as scrub_module
-from paramstore.engine.scrub import BUFFER_BYTES, Pause, Scrubber
+from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers.hashing import Hashing
+from paramstore.engine.transfers.routes import cut_pieces
 from paramstore.errors import (
-    StoreUnavailable,
     TicketCancelled,
 )
 from paramstore.storage.format.structures import NOTE_SLOT_BYTES, SUPERBLOCK_BYTES
 from paramstore.testing.clock import ManualClock
+from paramstore.upkeep.scrubber import BUFFER_BYTES, PIECE_BYTES, Pause, Scrubber
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.scrub_site import KEY, LARGE, RECORD_BYTES, damage, located_at, verify
 from paramstore_testkit.stores.small_store import EXPERTS, create, run, train, turns
@@ -29,7 +29,7 @@ def on_manual_clock(machine: Machine, pause: Pause, clock: ManualClock) -> Scrub
     store = machine.store
     assert store is not None
     return Scrubber(
-        store._transfers, machine.volumes, store.namespaces, store_uuid=store.store_uuid, hashing=Hashing(at_once=1),
+        store.transfers, machine.volumes, store.namespaces, store_uuid=store.store_uuid, hashing=Hashing(at_once=1),
         clock=clock, pause=pause,
     )  # fmt: skip
 
@@ -61,10 +61,10 @@ def test_a_record_larger_than_the_buffer_goes_through_it_in_pieces() -> None:
         store = machine.start()
         view = await create(store, schema=LARGE, experts=2)
         volume = WatchedVolume(machine.disks[0])
-        store.scrubber._volumes = {0: volume}
+        machine.service.scrubber._volumes = {0: volume}
         last = LARGE.stored.fields[-1]
         damage(machine, located_at(view, KEY, 0), last.offset_bytes + CHUNK_BYTES + 1)
-        result = await verify(store)
+        result = await verify(machine)
         assert LARGE.record_bytes > BUFFER_BYTES
         assert max(volume.read_bytes) <= BUFFER_BYTES
         assert sum(volume.read_bytes) == 2 * LARGE.record_bytes == result["bytes_read"]
@@ -78,7 +78,7 @@ def test_a_record_larger_than_the_buffer_goes_through_it_in_pieces() -> None:
 @pytest.mark.parametrize("mebibytes", [1, 2, 3, 5, 100, 10_000])
 def test_no_piece_of_any_record_is_larger_than_the_buffer(mebibytes: int) -> None:
     schema = Schema.param({"a": ((mebibytes << 20,), "uint8"), "b": ((3,), "uint8"), "c": ((5 << 18,), "float32")})
-    pieces = scrub_module.cut_pieces(schema.stored, scrub_module.PIECE_BYTES, len(schema.stored.fields))
+    pieces = cut_pieces(schema.stored, PIECE_BYTES, len(schema.stored.fields))
     assert max(piece.end - piece.start for piece in pieces) <= BUFFER_BYTES
     assert pieces[-1].end == schema.record_bytes
 
@@ -139,24 +139,25 @@ def test_it_takes_the_lowest_class_and_one_worker() -> None:
         await create(store)
         assert machine.workers is not None
         machine.workers.pause()
-        scrub = store.verify(None, None, None)
+        scrub = machine.service.scrubber.start(None, None, None)
         await turns()
-        (transfer,) = store._runner.under_way
-        assert transfer.urgency == max(scrub_module.Urgency)
+        (transfer,) = store.transfers.runner.under_way
+        assert transfer.urgency == max(Urgency)
         assert machine.workers.waiting == 1
         machine.workers.resume()
-        await store.scrubber.wait(scrub)
+        await machine.service.scrubber.wait(scrub)
 
     run(scenario())
 
 
 def test_it_takes_no_slot_and_counts_in_no_namespace() -> None:
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         view = await create(store)
         await store.evict(view, None, None)
         before: Any = await store.stats()
-        await verify(store)
+        await verify(machine)
         after: Any = await store.stats()
         assert after["namespaces"] == before["namespaces"]
         assert after["tiers"]["host"]["used_bytes"] == before["tiers"]["host"]["used_bytes"]
@@ -172,7 +173,7 @@ def test_an_extent_is_pinned_while_it_is_read_and_free_to_go_between_its_pieces(
         machine = Machine(volume_bytes=96 << 20, host_budget_bytes=96 << 20)
         store = machine.start()
         await create(store, schema=LARGE, experts=2)
-        space, clock, pins = store._transfers._planner.space, ManualClock(), []
+        space, clock, pins = store.transfers._planner.space, ManualClock(), []
         volume = WatchedVolume(machine.disks[0])
         volume.read = lambda *call: (pins.append(len(space._pins)), machine.disks[0].read(*call))  # type: ignore[method-assign]
         machine.volumes = {0: volume}  # type: ignore[dict-item]
@@ -213,7 +214,7 @@ def test_a_record_replaced_between_two_pieces_is_left_out_and_its_room_is_free()
         result = await scrubber.wait(scrubber.start("moe", None, 1 << 20))
         assert (result["found"], result["records"], result["records_total"], result["superseded"]) == (0, 1, 1, 1)
         assert LARGE.record_bytes < result["bytes_read"] == result["bytes_total"] < 2 * LARGE.record_bytes
-        assert not store._transfers._planner.space._is_held(doomed.extent)
+        assert not store.transfers._planner.space._is_held(doomed.extent)
 
     run(scenario())
 
@@ -225,17 +226,17 @@ def test_room_that_a_read_kept_reaches_who_waits_for_it(monkeypatch: pytest.Monk
         view = await create(store)
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
-        working, space = view.namespace.working[KEY], store._transfers._planner.space
+        working, space = view.namespace.working[KEY], store.transfers._planner.space
         assert working.uncommitted is not None
-        scrub = store.verify("moe", [KEY], None)
+        scrub = machine.service.scrubber.start("moe", [KEY], None)
         while working.uncommitted.extent not in space._pins:
             await asyncio.sleep(0)
         free_bytes, free_when_pumped = space.free_bytes, []
-        monkeypatch.setattr(store._transfers._planner, "go_on", lambda _: free_when_pumped.append(space.free_bytes))
+        monkeypatch.setattr(store.transfers._planner, "go_on", lambda _: free_when_pumped.append(space.free_bytes))
         space.release(working.uncommitted.extent)
         working.uncommitted = None
         assert space.free_bytes == free_bytes
-        result = await store.scrubber.wait(scrub)
+        result = await machine.service.scrubber.wait(scrub)
         assert (result["found"], result["records"]) == (0, 2)
         assert free_when_pumped == [free_bytes + RECORD_BYTES]
 
@@ -278,18 +279,18 @@ def test_a_hanging_device_delays_no_cancel_and_the_next_scrub_waits_for_it() -> 
         await create(store)
         assert machine.workers is not None
         machine.workers.pause()
-        scrub = store.verify(None, None, None)
+        scrub = machine.service.scrubber.start(None, None, None)
         await turns()
-        store.scrubber.cancel(scrub, TicketCancelled("enough"))
+        machine.service.scrubber.cancel(scrub, TicketCancelled("enough"))
         with pytest.raises(TicketCancelled):
-            await store.scrubber.wait(scrub)
-        assert len(store._transfers._planner.space._pins) == 1
-        second = store.verify(None, None, None)
+            await machine.service.scrubber.wait(scrub)
+        assert len(store.transfers._planner.space._pins) == 1
+        second = machine.service.scrubber.start(None, None, None)
         await turns()
         assert machine.workers.waiting == 1
         machine.workers.resume()
-        assert (await store.scrubber.wait(second))["records"] == EXPERTS
-        assert not store._transfers._planner.space._pins
+        assert (await machine.service.scrubber.wait(second))["records"] == EXPERTS
+        assert not store.transfers._planner.space._pins
 
     run(scenario())
 
@@ -301,15 +302,15 @@ def test_a_piece_that_no_worker_has_begun_is_given_up() -> None:
         await create(store)
         assert machine.workers is not None
         machine.workers.pause()
-        busy = [asyncio.ensure_future(store._runner.call(("volume", 0), lambda: None)) for _ in range(2)]
+        busy = [asyncio.ensure_future(store.transfers.runner.call(("volume", 0), lambda: None)) for _ in range(2)]
         await turns()
-        scrub = store.verify(None, None, None)
+        scrub = machine.service.scrubber.start(None, None, None)
         await turns()
-        assert len(store._transfers._planner.space._pins) == 1
-        store.scrubber.cancel(scrub, TicketCancelled("enough"))
+        assert len(store.transfers._planner.space._pins) == 1
+        machine.service.scrubber.cancel(scrub, TicketCancelled("enough"))
         with pytest.raises(TicketCancelled):
-            await store.scrubber.wait(scrub)
-        assert not store._transfers._planner.space._pins
+            await machine.service.scrubber.wait(scrub)
+        assert not store.transfers._planner.space._pins
         assert machine.workers.waiting == 2
         machine.workers.resume()
         await asyncio.gather(*busy)
@@ -319,38 +320,27 @@ def test_a_piece_that_no_worker_has_begun_is_given_up() -> None:
 
 def test_cancelling_one_that_is_over_changes_nothing() -> None:
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         await create(store)
-        scrub = store.verify(None, None, None)
-        result = await store.scrubber.wait(scrub)
-        store.scrubber.cancel(scrub, TicketCancelled("too late"))
-        assert await store.scrubber.wait(scrub) == result
-
-    run(scenario())
-
-
-def test_the_end_of_the_store_ends_it() -> None:
-    async def scenario() -> None:
-        store = Machine().start()
-        await create(store)
-        waiting = asyncio.ensure_future(store.scrubber.wait(store.verify(None, None, 1)))
-        await turns()
-        await store.close()
-        with pytest.raises(StoreUnavailable, match="stopping"):
-            await waiting
+        scrub = machine.service.scrubber.start(None, None, None)
+        result = await machine.service.scrubber.wait(scrub)
+        machine.service.scrubber.cancel(scrub, TicketCancelled("too late"))
+        assert await machine.service.scrubber.wait(scrub) == result
 
     run(scenario())
 
 
 def test_who_stops_waiting_ends_nothing() -> None:
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         await create(store)
-        scrub = store.verify(None, None, None)
-        waiting = asyncio.ensure_future(store.scrubber.wait(scrub))
+        scrub = machine.service.scrubber.start(None, None, None)
+        waiting = asyncio.ensure_future(machine.service.scrubber.wait(scrub))
         await turns(1)
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert (await store.scrubber.wait(scrub))["records"] == EXPERTS
+        assert (await machine.service.scrubber.wait(scrub))["records"] == EXPERTS
 
     run(scenario())

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from paramstore.core.schema import Schema
-from paramstore.engine import scrub as scrub_module
-from paramstore.engine.scrub import FINDINGS_MAX
 from paramstore.errors import (
     CapacityError,
     ConfigError,
@@ -17,6 +15,8 @@ from paramstore.errors import (
     UnknownNamespace,
 )
 from paramstore.testing.volumes import Fault, FaultyVolume
+from paramstore.upkeep import progress
+from paramstore.upkeep.progress import FINDINGS_MAX
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores.scrub_site import KEY, OTHER, RECORD_BYTES, damage, located_at, verify
 from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, keys_of, run, train
@@ -26,11 +26,12 @@ from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, keys_
 
 def test_a_whole_store_has_no_findings_and_every_record_was_read() -> None:
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         view = await create(store)
         await train(store, view, [KEY])
-        await store.commit(view, 1, b"")
-        result = await verify(store)
+        await store.committer.commit(view, 1, b"")
+        result = await verify(machine)
         assert (result["found"], result["findings"], result["state"]) == (0, [], "done")
         assert result["records"] == result["records_total"] == EXPERTS + 1  # the older step still names KEY's first version
         assert result["bytes_read"] == result["bytes_total"] == (EXPERTS + 1) * RECORD_BYTES
@@ -50,7 +51,7 @@ def test_damage_anywhere_in_a_record_is_found_and_named(offset_bytes: int, reaso
         view = await create(store, step=7)
         located = located_at(view, KEY, 7)
         damage(machine, located, offset_bytes)
-        result = await verify(store)
+        result = await verify(machine)
         (finding,) = result["findings"]
         assert result["found"] == 1
         assert reason in finding.pop("reason")
@@ -69,7 +70,7 @@ def test_records_of_an_inference_schema_are_covered() -> None:
         store = machine.start()
         view = await create(store, schema=Schema.param({"w": ((5, 3), "int8"), "v": ((7,), "float32")}))
         damage(machine, located_at(view, KEY, 0), view.namespace.schema.stored.fields[1].offset_bytes)
-        result = await verify(store)
+        result = await verify(machine)
         assert [finding["key"] for finding in result["findings"]] == [KEY]
         assert result["records"] == EXPERTS
 
@@ -83,7 +84,7 @@ def test_bytes_that_belong_to_no_chunk_mean_nothing() -> None:
         view = await create(store)
         field = SCHEMA.stored.fields[0]
         damage(machine, located_at(view, KEY, 0), field.offset_bytes + field.length_bytes)
-        assert (await verify(store))["found"] == 0
+        assert (await verify(machine))["found"] == 0
 
     run(scenario())
 
@@ -97,7 +98,7 @@ def test_a_record_that_lies_where_another_should_is_found() -> None:
         image = PlainSegment(RECORD_BYTES).view(0, RECORD_BYTES)
         machine.disks[0].read(source.offset_bytes, (image,))
         machine.disks[0].write(target.offset_bytes, (image,))
-        (finding,) = (await verify(store))["findings"]
+        (finding,) = (await verify(machine))["findings"]
         assert finding["key"] == OTHER
         assert "another record lies there: key (0, 1), expected (0, 2)" in finding["reason"]
 
@@ -112,11 +113,11 @@ def test_every_step_is_covered_and_a_finding_names_those_that_need_the_record() 
         reader = await store.admission.open("moe", mode="read", at=0, host_bytes=None)
         for step in (1, 2, 3):
             await train(store, view, [KEY] if step != 2 else [OTHER])
-            await store.commit(view, step, b"")
-        assert store.steps(view) == [0, 2, 3]
+            await store.committer.commit(view, step, b"")
+        assert view.namespace.ledger.steps() == [0, 2, 3]
         damage(machine, located_at(view, KEY, 0), 0)
         damage(machine, located_at(view, OTHER, 3), 0)
-        found = {finding["key"]: finding["steps"] for finding in (await verify(store))["findings"]}
+        found = {finding["key"]: finding["steps"] for finding in (await verify(machine))["findings"]}
         assert found == {KEY: (0,), OTHER: (2, 3)}
         store.close_view(reader)
 
@@ -133,7 +134,7 @@ def test_a_whole_record_that_no_step_has_published_is_covered() -> None:
         uncommitted = view.namespace.working[KEY].uncommitted
         assert uncommitted is not None
         damage(machine, uncommitted, SCHEMA.stored.fields[1].offset_bytes)
-        (finding,) = (await verify(store))["findings"]
+        (finding,) = (await verify(machine))["findings"]
         assert (finding["key"], finding["steps"], finding["version"]) == (KEY, (), uncommitted.identity.version)
         assert finding["offset_bytes"] == uncommitted.extent.offset_bytes
 
@@ -146,11 +147,11 @@ def test_records_of_a_prepared_step_are_covered() -> None:
         store = machine.start()
         view = await create(store)
         await train(store, view, [KEY])
-        await store.prepare(view, 1, b"")
+        await store.committer.prepare(view, 1, b"")
         located = view.namespace.ledger.at(KEY, 1)
         assert located is not None
         damage(machine, located, 600)
-        result = await verify(store)
+        result = await verify(machine)
         assert (result["records"], result["superseded"]) == (EXPERTS + 1, 0)
         assert [(one["key"], one["steps"], one["offset_bytes"]) for one in result["findings"]] == [
             (KEY, (), located.extent.offset_bytes),
@@ -167,17 +168,17 @@ def test_what_the_commit_under_way_will_publish_is_covered_though_a_newer_write_
         namespace = view.namespace
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
-        cut = store._transfers._planner.cuts.cut(namespace)
+        cut = store.transfers._planner.cuts.cut(namespace)
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
         assert namespace.working[KEY].uncommitted != cut.located[KEY]
         damage(machine, cut.located[KEY], 0)
-        result = await verify(store, keys=[KEY], namespace="moe")
+        result = await verify(machine, keys=[KEY], namespace="moe")
         (finding,) = result["findings"]
         assert result["records"] == 3
         assert (finding["steps"], finding["version"]) == ((), cut.located[KEY].identity.version)
-        store._transfers._planner.cuts.settle(namespace, is_published=False)
-        assert (await verify(store))["found"] == 0
+        store.transfers._planner.cuts.settle(namespace, is_published=False)
+        assert (await verify(machine))["found"] == 0
 
     run(scenario())
 
@@ -192,22 +193,22 @@ def test_a_read_error_is_a_finding_and_the_scrub_goes_on(fault: Fault, experts: 
         store = machine.start()
         view = await create(store)
         faulty = FaultyVolume(machine.disks[0], [fault])
-        store.scrubber._volumes = {0: faulty}
-        result = await verify(store)
+        machine.service.scrubber._volumes = {0: faulty}
+        result = await verify(machine)
         assert [finding["key"] for finding in result["findings"]] == [(0, expert) for expert in experts]
         assert all("fails as planned" in finding["reason"] for finding in result["findings"])
         assert result["records"] == EXPERTS == faulty.calls["read"]
         assert result["bytes_read"] == result["bytes_total"] == (EXPERTS - len(experts)) * RECORD_BYTES
         assert view.namespace.broken is None
-        assert store._transfers.traffic[0].failures == len(experts)
-        assert not store._transfers._planner.space._pins
+        assert store.transfers.traffic[0].failures == len(experts)
+        assert not store.transfers._planner.space._pins
 
     run(scenario())
 
 
 def test_findings_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FINDINGS_MAX >= EXPERTS
-    monkeypatch.setattr(scrub_module, "FINDINGS_MAX", 1)
+    monkeypatch.setattr(progress, "FINDINGS_MAX", 1)
 
     async def scenario() -> None:
         machine = Machine()
@@ -215,7 +216,7 @@ def test_findings_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) 
         view = await create(store)
         for key in keys_of(view):
             damage(machine, located_at(view, key, 0), 0)
-        result = await verify(store)
+        result = await verify(machine)
         assert (result["found"], len(result["findings"])) == (EXPERTS, 1)
 
     run(scenario())
@@ -223,12 +224,13 @@ def test_findings_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_bug_in_a_worker_is_no_finding_but_the_end(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         await create(store)
-        store.scrubber._hashing = None  # type: ignore[assignment]
+        machine.service.scrubber._hashing = None  # type: ignore[assignment]
         with pytest.raises(ParamStoreError, match="internal error in a worker"):
-            await verify(store)
-        last: Any = store.scrubber.stats()["last"]
+            await verify(machine)
+        last: Any = machine.service.scrubber.stats()["last"]
         assert last["state"] == "failed"
 
     run(scenario())
@@ -245,11 +247,11 @@ def test_a_namespace_or_some_keys_of_it_can_be_chosen() -> None:
         one, two = await create(store, "one", host_bytes=16 << 20), await create(store, "two", host_bytes=16 << 20)
         damage(machine, located_at(one, KEY, 0), 0)
         damage(machine, located_at(two, OTHER, 0), 0)
-        assert (await verify(store))["found"] == 2
-        chosen = await verify(store, namespace="two")
+        assert (await verify(machine))["found"] == 2
+        chosen = await verify(machine, namespace="two")
         assert [finding["key"] for finding in chosen["findings"]] == [OTHER]
         assert chosen["namespaces"] == ["two"]
-        few = await verify(store, namespace="two", keys=[KEY, KEY, (0, 0)])
+        few = await verify(machine, namespace="two", keys=[KEY, KEY, (0, 0)])
         assert (few["found"], few["records"]) == (0, 2)
 
     run(scenario())
@@ -264,33 +266,36 @@ def test_a_namespace_or_some_keys_of_it_can_be_chosen() -> None:
 )  # fmt: skip
 def test_what_cannot_be_verified_is_refused_and_nothing_begins(arguments: Any, error: type[ParamStoreError]) -> None:
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         await create(store)
         with pytest.raises(error):
-            store.verify(*arguments)
-        assert store.scrubber.stats() == {"running": None, "last": None}
+            machine.service.scrubber.start(*arguments)
+        assert machine.service.scrubber.stats() == {"running": None, "last": None}
 
     run(scenario())
 
 
 def test_there_is_one_scrub_at_a_time() -> None:
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         await create(store)
-        first = store.verify(None, None, None)
+        first = machine.service.scrubber.start(None, None, None)
         with pytest.raises(CapacityError, match="one at a time"):
-            store.verify("moe", None, None)
-        assert (await store.scrubber.wait(first))["records"] == EXPERTS
-        assert (await verify(store))["records"] == EXPERTS
+            machine.service.scrubber.start("moe", None, None)
+        assert (await machine.service.scrubber.wait(first))["records"] == EXPERTS
+        assert (await verify(machine))["records"] == EXPERTS
 
     run(scenario())
 
 
 def test_a_namespace_without_any_record_is_whole() -> None:
     async def scenario() -> None:
-        store = Machine().start()
+        machine = Machine()
+        store = machine.start()
         await store.admission.create("empty", SCHEMA.describe(), layers=[0], experts=2, host_bytes=None)
-        result = await verify(store)
+        result = await verify(machine)
         assert (result["records"], result["bytes_read"], result["state"]) == (0, 0, "done")
 
     run(scenario())

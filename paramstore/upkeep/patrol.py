@@ -21,9 +21,9 @@ from dataclasses import replace
 import xxhash
 
 from paramstore.clock import Clock
-from paramstore.engine.scrub import Pause, Scrubber
-from paramstore.engine.scrub_notes import CopyFinding
-from paramstore.engine.scrub_progress import Finding, Scrub
+from paramstore.upkeep.notes import CopyFinding
+from paramstore.upkeep.progress import Finding, Pace, Scrub
+from paramstore.upkeep.scrubber import Pause, Scrubber
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,8 @@ class Patrol:
     async def _run(self) -> None:
         await self._pause(QUIET_S)
         while True:
-            scrub = self._running = self._scrubber.prepare(
-                bytes_per_s=BYTES_PER_S_MAX, busy_share_max=BUSY_SHARE_MAX, debt_s_max=PAUSE_MIN_S
-            )
+            pace = Pace(BYTES_PER_S_MAX, self._clock.now_s(), busy_share_max=BUSY_SHARE_MAX, debt_s_max=PAUSE_MIN_S)
+            scrub = self._running = self._scrubber.prepare(pace)
             try:
                 await self._pass(scrub)
                 scrub.state = "done"
@@ -111,7 +110,7 @@ class Patrol:
         pass_s = self._scrub_days * DAY_S
         if scrub.state == "failed" or not scrub.bytes_read:
             return max(PAUSE_MIN_S, min(RETRY_S, pass_s))
-        return max(PAUSE_MIN_S, scrub.started_s + pass_s - scrub.ended_s, scrub.due_s - scrub.ended_s)
+        return max(PAUSE_MIN_S, scrub.started_s + pass_s - scrub.ended_s, scrub.pace.due_s - scrub.ended_s)
 
     async def _pass(self, scrub: Scrub) -> None:
         """Checks every key once."""
@@ -124,9 +123,9 @@ class Patrol:
         for planned in (*plan[first:], *plan[:first]):
             while (wait_s := due_s - self._clock.now_s()) > PAUSE_MIN_S:
                 await self._pause(wait_s)
-            found, left_bytes = scrub.found, scrub.bytes_left
+            found, left_bytes = scrub.findings.count, scrub.bytes_left
             await scrubber.check_key(scrub, planned)
-            if scrub.found != found:
+            if scrub.findings.count != found:
                 self._tell(scrub)
             if left_bytes > scrub.bytes_left:
                 due_s += (ends_s - due_s) * (left_bytes - scrub.bytes_left) / left_bytes
@@ -145,7 +144,7 @@ class Patrol:
             seconds = self._clock.now_s() - scrub.started_s
             logger.info(
                 "patrol: a pass of %d records and %d copies of superblocks and commit notes took %.1f days: %d findings",
-                scrub.records, scrub.copies, seconds / DAY_S, scrub.found,
+                scrub.records, scrub.copies, seconds / DAY_S, scrub.findings.count,
             )  # fmt: skip
             if seconds > self._scrub_days * DAY_S:
                 logger.warning(
@@ -156,9 +155,9 @@ class Patrol:
 
 def _places(scrub: Scrub) -> Iterator[tuple[Place, str]]:
     """Yields each finding's place, and the finding in words."""
-    for copy in scrub.copy_findings:
+    for copy in scrub.findings.copies:
         yield replace(copy, reason=""), describe_copy(copy)
-    for finding in scrub.findings:
+    for finding in scrub.findings.records:
         yield replace(finding, steps=(), reason=""), describe(finding)
 
 

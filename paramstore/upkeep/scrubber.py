@@ -1,7 +1,7 @@
 """The scrubber: reads records where they lie and checks them, beside all other work, so that damage is found before it matters.
 
 It covers the records that every step of a namespace names, and whole records that no step has published yet; also the copies of
-superblocks and commit notes (`scrub_notes.py`). Guarantees:
+superblocks and commit notes (`notes.py`). Guarantees:
 
 - It reads at the lowest urgency, one piece at a time, into a buffer of its own: `buffer_bytes`, in no budget and no arena.
 - It reads at most `bytes_per_s`: each piece is paid for with waiting time before it is read.
@@ -26,9 +26,6 @@ from paramstore.clock import Clock
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent, Located
 from paramstore.core.schema import CHUNK_BYTES, PAGE_BYTES, Part
-from paramstore.engine.scrub_notes import NoteScrub
-from paramstore.engine.scrub_progress import Finding
-from paramstore.engine.scrub_progress import Scrub as Scrub
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers.hashing import Hashing
@@ -39,6 +36,8 @@ from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import CapacityError, ConfigError, ParamStoreError, TicketCancelled, UnknownNamespace, VolumeError
 from paramstore.storage.format.structures import Header, check_header
 from paramstore.storage.volume.base import Volume
+from paramstore.upkeep.notes import NoteScrub
+from paramstore.upkeep.progress import Finding, Pace, Scrub
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,6 @@ BUFFER_BYTES = 4 << 20
 """Memory that a scrub takes for records of any size up to 383 GiB; see `buffer_bytes`."""
 PIECE_BYTES = 2 << 20
 """About how much it reads at a time: a piece ends where a chunk does, so the longest is a chunk and a page longer."""
-FINDINGS_MAX = 1000
-"""Findings of each kind that are described at most; further ones are only counted."""
 PLAN_KEYS = 64
 """Keys looked up between two turns of the loop."""
 
@@ -91,19 +88,15 @@ class Scrubber:
         if self._running is not None:
             raise CapacityError("verify: a scrub is under way, and there is one at a time: wait for it or cancel it")
         now_s = self._clock.now_s()
-        scrub = Scrub(chosen, None if keys is None else list(dict.fromkeys(keys)), bytes_per_s, started_s=now_s, due_s=now_s)
+        scrub = Scrub(chosen, None if keys is None else list(dict.fromkeys(keys)), Pace(bytes_per_s, now_s), now_s)
         self._running = scrub
         scrub.task = asyncio.get_running_loop().create_task(self._run(scrub), name="scrub")
         scrub.task.add_done_callback(lambda _: self._finish(scrub))
         return scrub
 
-    def prepare(self, *, bytes_per_s: int, busy_share_max: float, debt_s_max: float) -> Scrub:
+    def prepare(self, pace: Pace) -> Scrub:
         """Makes a scrub of everything there is now, for the patrol, which goes through `plan` itself and gives way to `start`."""
-        now_s = self._clock.now_s()
-        return Scrub(
-            list(self._namespaces.values()), None, bytes_per_s, started_s=now_s, due_s=now_s, busy_share_max=busy_share_max,
-            debt_s_max=debt_s_max,
-        )  # fmt: skip
+        return Scrub(list(self._namespaces.values()), None, pace, self._clock.now_s())
 
     def _choose(self, namespace: str | None, keys: Sequence[ExpertKey] | None) -> list[NamespaceState]:
         if namespace is None:
@@ -164,9 +157,10 @@ class Scrubber:
             logger.error("the scrub failed", exc_info=bug)
         else:
             scrub.state = "done"
-            log = logger.error if scrub.found else logger.info
+            found = scrub.findings.count
+            log = logger.error if found else logger.info
             what = "scrub: %d findings in %d records and %d copies of superblocks and commit notes"
-            log(what, scrub.found, scrub.records, scrub.copies)
+            log(what, found, scrub.records, scrub.copies)
 
     async def _run(self, scrub: Scrub) -> None:
         for planned in await self.plan(scrub):
@@ -210,9 +204,7 @@ class Scrubber:
             scrub.copies += len(outcomes)
             for finding in check.findings(outcomes):
                 traffic.failures += 1
-                scrub.found += 1
-                if len(scrub.copy_findings) < FINDINGS_MAX:
-                    scrub.copy_findings.append(finding)
+                scrub.findings.add_copy(finding)
 
     @staticmethod
     def _expect(scrub: Scrub, namespace: NamespaceState, count: int) -> None:
@@ -261,19 +253,19 @@ class Scrubber:
     async def _pay(self, scrub: Scrub, length_bytes: int) -> None:
         """Waits until `length_bytes` more may be read, at the scrub's rate. Idle time is not saved up for later. A scrub that
         somebody asked for goes first."""
-        scrub.paid_s = length_bytes / scrub.bytes_per_s if scrub.bytes_per_s is not None else 0.0
-        scrub.due_s += scrub.paid_s
+        pace = scrub.pace
+        pace.charge_bytes(length_bytes)
         while True:
             if self._running is not None and self._running is not scrub:
                 assert self._running.task is not None
                 await asyncio.wait([self._running.task])
             elif self._reading is not None and not self._reading.done():
                 await asyncio.shield(self._reading)  # a piece of the patrol's, or of a scrub that was cancelled
-            elif (wait_s := scrub.due_s - self._clock.now_s()) > scrub.debt_s_max:
+            elif wait_s := pace.wait_s(self._clock.now_s()):
                 await self._pause(wait_s)
             else:
                 break
-        scrub.due_s = max(scrub.due_s, self._clock.now_s())
+        pace.due_s = max(pace.due_s, self._clock.now_s())
 
     async def _read(self, scrub: Scrub, extent: Extent, piece: Piece, header_bytes: int) -> PieceRead:
         """Reads and hashes one piece in a worker of its volume. Raises what the volume raised. The caller has looked the record up
@@ -302,7 +294,7 @@ class Scrubber:
         if transfer.error is not None:
             raise transfer.error
         result, seconds = transfer.results[0]
-        scrub.due_s += max(0.0, seconds / scrub.busy_share_max - scrub.paid_s)
+        scrub.pace.charge_seconds(seconds)
         return result
 
     def _timed(self, run: Callable[[Any], Any], piece: object) -> tuple[Any, float]:
@@ -321,13 +313,11 @@ class Scrubber:
 
     @staticmethod
     def _report(scrub: Scrub, namespace: NamespaceState, key: ExpertKey, located: Located, reason: str) -> None:
-        scrub.found += 1
-        if len(scrub.findings) < FINDINGS_MAX:
-            ledger, extent = namespace.ledger, located.extent
-            steps = tuple(step for step in ledger.steps() if ledger.at(key, step) == located)
-            scrub.findings.append(
-                Finding(namespace.name, key, steps, *located.identity, extent.volume, extent.offset_bytes, reason)
-            )
+        ledger, extent = namespace.ledger, located.extent
+        steps = tuple(step for step in ledger.steps() if ledger.at(key, step) == located)
+        scrub.findings.add_record(
+            Finding(namespace.name, key, steps, *located.identity, extent.volume, extent.offset_bytes, reason)
+        )
 
 
 def buffer_bytes(part: Part) -> int:
