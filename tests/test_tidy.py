@@ -20,12 +20,6 @@ LARGE = {
     "paramstore.storage.catalog.ledger.Ledger": (32, 5),  # the rules of one table
     "paramstore_client.namespace.Namespace": (65, 21),  # one page for its users
     "paramstore.engine.tables.namespace.NamespaceState": (16, 30),
-    "paramstore_testkit.sim.client.SimClient": (21, 21),
-    "paramstore_testkit.sim.model.NamespaceModel": (24, 23),
-    "paramstore_testkit.sim.world.World": (14, 22),
-    "paramstore_testkit.trials.ranks_trial.RanksTrial": (33, 22),
-    "paramstore_testkit.trials.residency_acts.ResidencyActs": (44, 14),
-    "paramstore_testkit.trials.store_trial.StoreTrial": (31, 20),
 }
 """Methods and attributes. The first three stay, for the reasons beside them."""
 WIDE = {

@@ -19,7 +19,7 @@ from paramstore.errors import ConfigError
 from paramstore_testkit.bugs.canaries import CANARIES, CRASH_STATES, DAMAGE, PLAIN_ACTS, STORE_MODEL, Canary, canary, planted
 from paramstore_testkit.crash.states import Plan, enumerate_seed
 from paramstore_testkit.disks.crash_disk import SMALL
-from paramstore_testkit.trials.trial_run import run_seed
+from paramstore_testkit.trials.store_trial import run_seed
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 10.0

@@ -218,10 +218,10 @@ def test_a_daemon_killed_at_any_time_while_a_client_trains_keeps_every_acknowled
 ) -> None:
     cycles, started_s = KillCycles(plain_daemons, tmp_path / "store", plain_rule, seed=SEED), time.monotonic()
     try:
-        cycles.run(CYCLES)
+        cycles.repeat(CYCLES)
     finally:
-        tell(f"kills of daemons, seed {SEED}, {time.monotonic() - started_s:.0f} s", cycles.counts)
-    counts = cycles.counts
+        tell(f"kills of daemons, seed {SEED}, {time.monotonic() - started_s:.0f} s", cycles.figures)
+    counts = cycles.figures
     assert counts["killed before it served"]
     assert counts["killed while it served"]
     assert counts["reopened beyond the last acknowledged step"]
@@ -234,18 +234,18 @@ def test_a_daemon_killed_at_any_time_while_a_client_trains_keeps_every_acknowled
 def test_a_daemon_that_runs_adamw_is_killed_and_resumes_bitwise(daemons: Any, tmp_path: Path, tell: Tell) -> None:
     cycles = KillCycles(daemons, tmp_path / "store", adamw_rule, seed=SEED, names=("update.after", "publish", "published", "flush"))
     try:
-        cycles.run(ADAMW_CYCLES)
+        cycles.repeat(ADAMW_CYCLES)
     finally:
-        tell(f"kills of daemons that run AdamW, seed {SEED}", cycles.counts)
-    assert cycles.counts["lives resumed and committed"]
-    assert cycles.counts["steps checked"]
+        tell(f"kills of daemons that run AdamW, seed {SEED}", cycles.figures)
+    assert cycles.figures["lives resumed and committed"]
+    assert cycles.figures["steps checked"]
 
 
 @pytest.mark.parametrize("bug", ["acknowledge_early", "lose_second_record"])
 def test_the_kills_find_a_planted_bug(bug: str, plain_daemons: Any, tmp_path: Path) -> None:
     cycles = KillCycles(plain_daemons, tmp_path / "store", plain_rule, seed=SEED, bugs=[bug])
     with pytest.raises(AssertionError, match=r"came back at step|elements differ|the store cannot be opened"):
-        cycles.run(BUG_CYCLES)
+        cycles.repeat(BUG_CYCLES)
     plain_daemons.kill()
 
 
@@ -261,11 +261,11 @@ def test_after_a_killed_trainer_the_next_begins_at_the_committed_step(
     with ps.connect(plain_daemons.start(tmp_path / "store")) as store:
         kills = TrainerKills(trainers, store, seed=SEED)
         try:
-            kills.run(TRAINER_CYCLES)
+            kills.repeat(TRAINER_CYCLES)
         finally:
-            tell(f"kills of trainers, seed {SEED}", kills.counts)
-        assert kills.counts["trainers killed"] == TRAINER_CYCLES
-        assert kills.counts["train"] > TRAINER_CYCLES
+            tell(f"kills of trainers, seed {SEED}", kills.figures)
+        assert kills.figures["trainers killed"] == TRAINER_CYCLES
+        assert kills.figures["train"] > TRAINER_CYCLES
     plain_daemons.kill()
 
 
@@ -274,6 +274,6 @@ def test_the_kills_of_trainers_find_updates_that_outlive_them(
 ) -> None:
     with ps.connect(plain_daemons.start(tmp_path / "store", bugs=["keep_dead_updates"])) as store:
         with pytest.raises(AssertionError, match=r"elements differ|came back at step"):
-            TrainerKills(trainers, store, seed=SEED).run(TRAINER_CYCLES)
+            TrainerKills(trainers, store, seed=SEED).repeat(TRAINER_CYCLES)
         trainers.kill()
     plain_daemons.kill()

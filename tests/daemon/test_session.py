@@ -23,6 +23,7 @@ from paramstore.errors import (
 )
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FIRST_FRAME_BYTES_MAX, FRAME_BYTES_MAX, LENGTH, encode
+from paramstore_testkit.trial import telling
 from paramstore_testkit.wire.raw_client import ConnectionEnded
 
 AtDesk = Callable[..., None]
@@ -352,11 +353,8 @@ def test_a_well_behaved_client_sees_nothing_of_thousands_of_wrong_frames(seed: i
         assert (await good.request(m.Apply, handle, *ADAMW))["records"] == 1
         assert (await good.request(m.Commit, handle, 2))["step"] == 2
 
-    try:
+    with telling(lambda: f"seed {seed}"):
         at_desk(scenario)
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
 
 
 def test_a_broken_namespace_is_no_reason_to_refuse_other_sessions(at_desk: AtDesk) -> None:

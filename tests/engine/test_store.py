@@ -14,10 +14,9 @@ from paramstore.errors import (
     StepDropped,
     WriterFenced,
 )
-from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.oracles.experts import check_expert
-from paramstore_testkit.oracles.images import values_in
-from paramstore_testkit.stores.small_store import SCHEMA, initialize, leased, run
+from paramstore_testkit.stores.small_store import initialize, leased, read_record, run
 from paramstore_testkit.stores.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push
 
 
@@ -196,10 +195,10 @@ def test_reading_a_record_gives_masters_and_moments() -> None:
         model.apply(KEYS, 1)
         reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         for key in KEYS:
-            target = PlainSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes)
-            assert (await store.reading.read(view, key, target)).version == 1
-            check_expert(values_in(target, SCHEMA.stored.fields), model.state[key], key=key, step="working")
-            assert (await store.reading.read(reader, key, target)).version == 0
+            identity, found = await read_record(store, view, key)
+            assert identity.version == 1
+            check_expert(found, model.working[key], key=key, step="working")
+            assert (await read_record(store, reader, key))[0].version == 0
 
     run(scenario())
 

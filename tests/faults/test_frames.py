@@ -39,6 +39,7 @@ from paramstore.wire.codec import (
 )
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import SCHEMA, create
+from paramstore_testkit.trial import telling
 from paramstore_testkit.wire.frame_mutator import HEADS, FrameMaker, Mutator, cut
 from paramstore_testkit.wire.raw_client import ConnectionEnded, RawClient
 
@@ -287,12 +288,8 @@ def play(frames: int, seed: int) -> Scene:
             await scene.end()
         return scene
 
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            scene = asyncio.run(asyncio.wait_for(main(Path(directory) / "run" / "daemon.sock"), 300))
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+    with tempfile.TemporaryDirectory() as directory, telling(lambda: f"seed {seed}"):
+        scene = asyncio.run(asyncio.wait_for(main(Path(directory) / "run" / "daemon.sock"), 300))
     assert not unseen, unseen
     return scene
 

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from paramstore.optim import chunks
 from paramstore.optim import update as update_module
+from paramstore_testkit.trial import one_thread
 
 CHUNK = 1 << 10
 
@@ -21,7 +21,5 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", CHUNK)
     monkeypatch.setattr(chunks, "REDUCED_CHUNK_ELEMENTS", CHUNK)
     monkeypatch.setattr(update_module, "_thread", threading.local())  # buffers of this size are nobody else's
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield

@@ -21,7 +21,7 @@ from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed
 from paramstore.optim.tensors import field_tensor
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores import small_store
-from paramstore_testkit.stores.small_store import EXPERTS, OPTIONS, SCHEMA
+from paramstore_testkit.stores.small_store import EXPERTS, OPTIONS, SCHEMA, read_record
 from paramstore_testkit.trials.reader_model import Lease, Reader, State, expected
 from paramstore_testkit.trials.state_machines import run_fixed, run_new
 
@@ -294,16 +294,15 @@ class ReaderMachine(RuleBasedStateMachine):
     @rule(pick=PICK, key=KEY)
     def read(self, pick: int, key: ExpertKey) -> None:
         """A whole record: the writer's own, or that of a reader's step."""
-        target = PlainSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes)
         reader = self.readers[pick % len(self.readers)] if self.readers and pick % 3 else None
         if reader is not None and reader.view.is_dropped:
             with pytest.raises(StepDropped):
-                self.run(self.store.reading.read(reader.view, key, target))
+                self.run(read_record(self.store, reader.view, key))
             return
-        self.run(self.store.reading.read(reader.view if reader is not None else self.writer, key, target))
+        _, found = self.run(read_record(self.store, reader.view if reader is not None else self.writer, key))
         updates = (self.steps[reader.step] if reader is not None else self.working)[key]
-        for each in SCHEMA.stored.fields:
-            assert torch.equal(field_tensor(target, each).flatten(), expected(key, updates, each.name).flatten()), (key, each.name)
+        for name, value in found.items():
+            assert torch.equal(value, expected(key, updates, name)), (key, name)
 
     # --- what holds after every rule
 

@@ -12,7 +12,8 @@ from paramstore.errors import ParamStoreError
 from paramstore.policy.decayed_lfu import DecayedLfu
 from paramstore.policy.lru import Lru
 from paramstore_testkit.stores.small_planner import SmallPlanner
-from paramstore_testkit.trials.residency_acts import ResidencyActs, chosen
+from paramstore_testkit.trials.residency_acts import ResidencyActs
+from paramstore_testkit.trials.residency_daemon import chosen
 from paramstore_testkit.trials.state_machines import run_fixed, run_new
 
 EXPERTS = 8
@@ -112,13 +113,13 @@ class ResidencyMachine(RuleBasedStateMachine, ResidencyActs):
         if what == "land":
             self.small.land_all()
         elif what == "hold" and len(self.holds) < 4:
-            self.hold(key)
+            self.daemon.hold(key)
         elif what == "let go" and self.holds:
-            self.let_go(pick)
+            self.daemon.let_go(pick)
         elif what == "write":
-            self.write(pick)
+            self.daemon.write(pick)
         elif what == "evict":
-            self.evict(key, bool(pick % 2))
+            self.daemon.evict(key, bool(pick % 2))
 
     work_more = work
 
@@ -128,12 +129,12 @@ class ResidencyMachine(RuleBasedStateMachine, ResidencyActs):
     def train(self, keys: set[ExpertKey], pick: int, outcome: int) -> None:
         """What an apply does next; at times another one is called meanwhile. One update in eight fails."""
         may_call = self.model.writer() is not None and not self.model.is_broken
-        if may_call and (not self.claimed or (pick == 0 and len(self.claimed) < 2)):
-            self.call_apply(keys)
-        elif self.updating and (pick % 2 or not self.claimed):
-            self.settle_update(pick, outcome)
-        elif self.claimed:
-            self.go_on_with_the_apply(min(keys))
+        if may_call and (not self.daemon.claimed or (pick == 0 and len(self.daemon.claimed) < 2)):
+            self.daemon.call_apply(keys)
+        elif self.daemon.updating and (pick % 2 or not self.daemon.claimed):
+            self.daemon.settle_update(pick, outcome)
+        elif self.daemon.claimed:
+            self.daemon.go_on_with_the_apply(min(keys))
 
     train_twice, train_thrice = train, train
 
@@ -141,9 +142,9 @@ class ResidencyMachine(RuleBasedStateMachine, ResidencyActs):
     def commit(self, pick: int) -> None:
         """What a commit does next. No apply has the turn at its cut."""
         if self.cut is not None:
-            self.go_on_with_the_commit(pick)
-        elif self.model.writer() and not self.model.is_broken and not self.is_applying and not self.is_updating():
-            self.begin_commit()
+            self.daemon.go_on_with_the_commit(pick)
+        elif self.model.writer() and not self.model.is_broken and not self.daemon.is_applying and not self.daemon.is_updating():
+            self.daemon.begin_commit()
 
     commit_more = commit
 

@@ -21,6 +21,7 @@ from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.sim.loop import VirtualLoop
 from paramstore_testkit.stores.small_ranks import NAME, call, open_ranks, record
 from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, initialize, turns
+from paramstore_testkit.trial import telling
 
 WAIT_S = 5.0
 
@@ -118,12 +119,8 @@ async def step(seed: int, *, is_early: bool, room_layers: int = 2, ends_layers: 
 def run(seed: int, **how: object) -> torch.Tensor:
     """One step in simulated time; a failure names its seed."""
     loop = VirtualLoop(Random(seed), shuffles=True)
-    try:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            return runner.run(step(seed, **how))  # type: ignore[arg-type]
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
+    with telling(lambda: f"seed {seed}"), asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(step(seed, **how))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(40))

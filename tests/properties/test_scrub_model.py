@@ -18,8 +18,10 @@ from paramstore.upkeep import scrubber
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores import small_store
 from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, keys_of, run, train, turns
+from paramstore_testkit.trial import Trial, telling
 
 RECORD_BYTES = SCHEMA.record_bytes
+ACTS = {"train": 6, "commit": 5, "write": 2, "evict": 2, "rollback": 1, "reader": 1, "read": 2}
 Result = dict[str, Any]
 
 
@@ -32,11 +34,11 @@ async def until_idle(store: Store) -> None:
         await asyncio.sleep(0)
 
 
-class Work:
+class Work(Trial):
     """A writer's calls in an order that the seed decides, with or without a scrub beside them."""
 
     def __init__(self, seed: int, *, is_scrubbed: bool) -> None:
-        self.random = Random(seed)
+        super().__init__(seed)
         self.is_scrubbed = is_scrubbed
         self.machine = Machine(
             seed=seed, volume_count=1 + seed % 2, volume_bytes=12 << 20, volume_size_bytes=12 << 20 if seed % 3 else None
@@ -77,25 +79,27 @@ class Work:
             await self.machine.service.scrubber.close(StoreUnavailable("the test is over"))
             await until_idle(self.store)
 
-    async def act(self) -> None:
+    async def work(self, acts: int) -> None:
+        await self.live_through(self.draw(ACTS) for _ in range(acts))
+
+    async def act(self, name: str) -> None:
         keys = self.random.sample(keys_of(self.view), self.random.randint(1, EXPERTS))
-        choice = self.random.choices(("train", "commit", "write", "evict", "rollback", "reader", "read"), (6, 5, 2, 2, 1, 1, 2))[0]
-        if choice == "train":
+        if name == "train":
             await train(self.store, self.view, keys)
-        elif choice == "commit":
+        elif name == "commit":
             self.step += 1
             await self.store.committer.commit(self.view, self.step, b"")
-        elif choice == "write":
+        elif name == "write":
             await self.store.write_back(self.view, keys)
-        elif choice == "evict":
+        elif name == "evict":
             await self.store.evict(self.view, keys, None)
-        elif choice == "rollback":
+        elif name == "rollback":
             committed = self.view.namespace.committed_step
             assert committed is not None
             await self.store.rollback(self.view, committed)
-        elif choice == "reader" and len(self.readers) < 2:
+        elif name == "reader" and len(self.readers) < 2:
             self.readers.append(await self.store.admission.open("moe", mode="read", at=None, host_bytes=None))
-        elif choice == "read":
+        elif name == "read":
             await small_store.first_values(self.store, self.view, keys)
 
     async def state(self) -> list[object]:
@@ -112,8 +116,7 @@ class Work:
 async def worked(seed: int, *, is_scrubbed: bool, acts: int) -> tuple[list[object], Work]:
     work = Work(seed, is_scrubbed=is_scrubbed)
     await work.begin()
-    for _ in range(acts):
-        await work.act()
+    await work.work(acts)
     while is_scrubbed and not work.results:
         await asyncio.sleep(0)
     await work.scrub_off()
@@ -131,23 +134,19 @@ def check_beside_training(seed: int, acts: int) -> None:
         assert all(result["records"] == result["records_total"] for result in work.results)
         assert beside == alone
 
-    try:
+    with telling(lambda: f"seed {seed}"):
         run(scenario())
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
 
 
 def check_crash(seed: int, acts: int) -> None:
     """The power fails in the middle of a scrub: what reopens is whole, and the next scrub says so."""
+    work = Work(seed, is_scrubbed=True)
 
     async def scenario() -> None:
-        work = Work(seed, is_scrubbed=True)
         await work.begin()
         for _ in range(3):
-            for _ in range(work.random.randrange(acts)):
-                await work.act()
-            doing = asyncio.ensure_future(work.act())
+            await work.work(work.random.randrange(acts))
+            doing = asyncio.ensure_future(work.work(1))
             await turns(work.random.randrange(30))
             await work.machine.crash(keeps_random_writes=True)
             await asyncio.wait([doing])
@@ -161,11 +160,8 @@ def check_crash(seed: int, acts: int) -> None:
         await work.scrub_off()
         assert not work.store.transfers._planner.space._pins
 
-    try:
+    with telling(work.story):
         run(scenario())
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def _evict_leased() -> list[tuple[Any, str, Any]]:
     def early(self: CopyPlanner, namespace: Any, copy: Any) -> None:
         retire(self, namespace, copy)
         arena = namespace.param_arena
-        if copy.leases and copy.state == "retired" and copy.move is None and arena.slots.is_taken(copy.slot):
+        if copy.leases and copy.state == "retired" and not copy.is_moving and arena.slots.is_taken(copy.slot):
             arena.slots.free(copy.slot)
             arena.slots._taken.add(copy.slot)
 

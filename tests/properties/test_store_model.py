@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from paramstore_testkit.trials.ranks_trial import RanksTrial
-from paramstore_testkit.trials.store_trial import ACTS
-from paramstore_testkit.trials.trial_run import run_seed
+from paramstore_testkit.trials.store_trial import ACTS, run_seed
 
 
 @pytest.mark.parametrize("seed", range(3))

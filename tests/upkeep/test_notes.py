@@ -26,6 +26,7 @@ from paramstore.upkeep import progress, scrubber
 from paramstore.upkeep.scrubber import buffer_bytes
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import EXPERTS, create, run, train
+from paramstore_testkit.trial import telling
 
 KEY = (0, 1)
 Result = dict[str, Any]
@@ -307,11 +308,8 @@ def test_beside_random_commits_rollbacks_and_snapshots_no_note_is_found_damaged(
         scrubbing.cancel()
         assert [result["copy_findings"] + result["findings"] for result in results] == [[]] * len(results)
 
-    try:
+    with telling(lambda: f"seed {seed}"):
         run(scenario())
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
 
 
 # --- the buffer

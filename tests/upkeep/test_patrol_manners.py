@@ -19,6 +19,7 @@ from paramstore.upkeep.patrol import DAY_S, RETRY_S
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.patrolled import Patrolled, Stats
 from paramstore_testkit.stores.small_store import EXPERTS, create, run, train, turns
+from paramstore_testkit.trial import telling
 
 KEY = (0, 1)
 
@@ -292,8 +293,5 @@ def test_beside_random_training_it_finds_nothing(seed: int) -> None:
             assert (result["found"], result["findings"], result["copy_findings"]) == (0, [], [])
         await patrolled.patrol.close()
 
-    try:
+    with telling(lambda: f"seed {seed}"):
         run(scenario())
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise

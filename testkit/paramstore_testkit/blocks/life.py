@@ -6,7 +6,6 @@ a volume. Pieces are small, so that one record is many writes. `tell` gets what 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -23,7 +22,6 @@ from paramstore_testkit.oracles.experts import State
 CATALOG_DISK, FIRST_VOLUME_DISK = 0, 1
 HELD_STEPS = {1: 4, 2: 13}
 """Steps held for readers, by the number of volumes: so many that the first snapshot makes the volumes grow."""
-LIFE_S = 60.0
 WAIT_S = 20.0
 HEIR_ACTS = ("train few", "commit")
 Tell = Callable[[str, int], None]
@@ -71,7 +69,6 @@ class DiskLife(Life):
         if name != "restart":
             await super().act(name)
             return
-        self.acts.append(name)
         await self.end()
         self.readers.clear()
         await self.resume()
@@ -105,21 +102,18 @@ class DiskLife(Life):
 def live(config: Config, acts: Sequence[Act], *, seed: int, tell: Tell) -> Life:
     """Runs the whole life, from an empty disk to a daemon that stopped. Raises whatever went wrong."""
 
-    async def run() -> Life:
-        life = DiskLife(config, seed=seed, tell=tell)
-        try:
-            await begin(life)
-            assert life.modes == {"direct"}, f"the file systems take no O_DIRECT: {life.modes}"
-            smallest = life.smallest_bytes
-            await life.live_through(acts)
-            assert "snapshot" not in acts or life.smallest_bytes > smallest, f"no volume has grown: {smallest} bytes"
-            await life.end()
-        except BaseException as error:
-            error.add_note(f"seed {seed}; acts so far: {', '.join(life.acts)}")
-            raise
-        return life
+    life = DiskLife(config, seed=seed, tell=tell)
 
-    return asyncio.run(asyncio.wait_for(run(), LIFE_S))
+    async def whole() -> None:
+        await begin(life)
+        assert life.modes == {"direct"}, f"the file systems take no O_DIRECT: {life.modes}"
+        smallest = life.smallest_bytes
+        await life.live_through(acts)
+        assert "snapshot" not in acts or life.smallest_bytes > smallest, f"no volume has grown: {smallest} bytes"
+        await life.end()
+
+    life.run(whole())
+    return life
 
 
 def live_on(config: Config, steps: Mapping[int, State], *, seed: int) -> tuple[dict[int, State], int | None]:
@@ -128,13 +122,14 @@ def live_on(config: Config, steps: Mapping[int, State], *, seed: int) -> tuple[d
     Returns the steps of both lives, and the newest committed one (None: there was nothing to open).
     """
 
-    async def run() -> tuple[dict[int, State], int | None]:
-        heir = DiskLife(config, seed=seed, tell=lambda what, step: None, steps=steps)
+    heir = DiskLife(config, seed=seed, tell=lambda what, step: None, steps=steps)
+
+    async def whole() -> tuple[dict[int, State], int | None]:
         await heir.resume()
         if heir.can_train:
             await heir.live_through(HEIR_ACTS)
         committed = heir.committed if NAME in heir.store.namespaces else None
         await heir.end()
-        return heir.steps, committed
+        return heir.model.steps, committed
 
-    return asyncio.run(asyncio.wait_for(run(), LIFE_S))
+    return heir.run(whole())

@@ -76,7 +76,7 @@ def record(root: Path, acts: Sequence[Act], *, seed: int, volume_count: int, own
         with mounted_loops(root, [devices.path(index) for index in range(count)], kind=kind):
             devices.note(MADE)
             life = live(config_of(root, volume_count=volume_count), acts, seed=seed, tell=devices.note)
-            steps, lived = life.steps, life.acts
+            steps, lived = life.model.steps, life.acts
         log = devices.log
     for image in images:
         os.close(image)

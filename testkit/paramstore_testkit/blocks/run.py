@@ -178,8 +178,9 @@ def main() -> int:
         case "shutdown":
             from paramstore_testkit.blocks.shutdown import ShutdownCycles
 
-            counts = ShutdownCycles(root, seed=seed, owner=owner, bugs=[bug] if bug else []).run(arguments.cycles)
-            say(json.dumps(counts))
+            cycles = ShutdownCycles(root, seed=seed, owner=owner, bugs=[bug] if bug else [])
+            cycles.repeat(arguments.cycles)
+            say(json.dumps(cycles.figures))
         case "thin":
             from paramstore_testkit.blocks.thin import fill_up
 

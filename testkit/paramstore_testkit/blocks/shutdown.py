@@ -7,10 +7,8 @@ acknowledged step whole. Everything that is drawn comes from one seed.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +20,7 @@ from paramstore_testkit.oracles.step_chain import StepChain
 from paramstore_testkit.processes.killable_serve import KillableDaemons
 from paramstore_testkit.processes.life_plan import Operation, plan_life
 from paramstore_testkit.processes.trainer import Trainer, check_reopened, plain_rule
+from paramstore_testkit.trial import Trial, telling
 
 DISKS = 3
 """Number of disks: the catalog's and two volumes'."""
@@ -34,51 +33,46 @@ LATER_STEPS = 10
 """Distance between the steps of a plan and those of the commits that must fail."""
 
 
-class ShutdownCycles:
-    """Owner of the file systems, the model and the random numbers. `run` returns counts of what happened."""
+class ShutdownCycles(Trial):
+    """Owner of the file systems and the model. figures: counts of what happened."""
 
     def __init__(self, root: Path, *, seed: int, owner: int, bugs: Sequence[str] = ()) -> None:
         """bugs: names of `daemon_bugs`, planted in every daemon."""
+        super().__init__(seed)
         self._root = root
-        self._dice = random.Random(seed)
-        self._seed = seed
         self._owner = owner
         self._bugs = bugs
         self._chain = StepChain(plain_rule)
         self._life_s = LIFE_S
-        self.counts: Counter[str] = Counter()
 
-    def run(self, cycles: int) -> Counter[str]:
-        """Runs the cycles. Raises AssertionError with the seed and the cycle in its notes."""
+    def repeat(self, cycles: int) -> None:
+        """Runs the cycles. Raises AssertionError with the seed and the cycles in its notes."""
         images = [make_image(DISK_BYTES[KIND], owner=self._owner) for _ in range(DISKS)]
         files = [Path(f"/proc/self/fd/{image}") for image in images]
         with (
             KillableDaemons(self._root / "log", is_plain=True) as daemons,
             mounted_loops(self._root, files, kind=KIND) as loops,
+            telling(self.story),
         ):
             for number in range(cycles + 1):
-                try:
-                    self._cycle(daemons, is_shut_down=number > 0)
-                    self._mount_anew(loops)
-                except BaseException as error:
-                    error.add_note(f"seed {self._seed}, cycle {number}; so far {dict(self.counts)}")
-                    raise
+                self.acts.append(f"cycle {number}")
+                self.figures["cycles"] += 1
+                self._cycle(daemons, is_shut_down=number > 0)
+                self._mount_anew(loops)
             self._check(daemons)
-        return self.counts
 
     def _flags(self) -> Mapping[str, Any]:
         volumes = [str(disk_at(self._root, index) / "volume") for index in range(1, DISKS)]
         return {"dir": str(disk_at(self._root, 0) / "store"), "volumes": volumes}
 
     def _cycle(self, daemons: KillableDaemons, *, is_shut_down: bool) -> None:
-        self.counts["cycles"] += 1
         address = daemons.start(self._root, flags=self._flags(), bugs=self._bugs)
         assert address is not None, "the daemon was killed by nobody, and is dead"
         started_s = time.monotonic()
         with ps.connect(address, timeout_s=CONNECT_S) as store:
-            check_reopened(store, self._chain, self.counts)
-            shutter = threading.Timer(self._dice.uniform(0.0, self._life_s), self._shut_down)
-            trainer = Trainer(store, self._chain, self.counts)
+            check_reopened(store, self._chain, self.figures)
+            shutter = threading.Timer(self.random.uniform(0.0, self._life_s), self._shut_down)
+            trainer = Trainer(store, self._chain, self.figures)
             if is_shut_down:
                 shutter.start()
             try:
@@ -93,7 +87,7 @@ class ShutdownCycles:
     def _train(self, trainer: Trainer, shutter: threading.Timer, *, is_shut_down: bool) -> None:
         """Trains until an error says that the file systems are gone; a plan that ends before that asks for one commit more."""
         keys = trainer.namespace.keys()
-        plan = plan_life(self._dice.getrandbits(40), keys, openable=self._chain.openable, count=OPERATIONS)
+        plan = plan_life(self.random.getrandbits(40), keys, openable=self._chain.openable, count=OPERATIONS)
         try:
             for operation in plan:
                 trainer.run(operation)
@@ -106,15 +100,15 @@ class ShutdownCycles:
         except ps.ParamStoreError as error:
             assert is_shut_down, "an error without a reason"
             shutter.join(CONNECT_S)
-            self.counts[f"ended by {type(error).__name__}"] += 1
+            self.figures[f"ended by {type(error).__name__}"] += 1
             self._commit_again(trainer)
 
     def _commit_too_late(self, trainer: Trainer) -> None:
         """Commits, and raises what the store says to a commit that cannot be durable."""
         keys = tuple(trainer.namespace.keys())
         step = (self._chain.acknowledged or 0) + LATER_STEPS
-        trainer.run(Operation("train", keys, self._seed))
-        trainer.run(Operation("commit", keys, self._seed, step))
+        trainer.run(Operation("train", keys, self.seed))
+        trainer.run(Operation("commit", keys, self.seed, step))
         raise AssertionError("a commit was acknowledged although no file system takes any more")
 
     def _commit_again(self, trainer: Trainer) -> None:
@@ -124,7 +118,7 @@ class ShutdownCycles:
 
     def _shut_down(self) -> None:
         disks = list(range(DISKS))
-        self._dice.shuffle(disks)
+        self.random.shuffle(disks)
         for index in disks:
             shut_down(disk_at(self._root, index))
 
@@ -139,5 +133,5 @@ class ShutdownCycles:
         address = daemons.start(self._root, flags=self._flags(), bugs=self._bugs)
         assert address is not None
         with ps.connect(address, timeout_s=CONNECT_S) as store:
-            check_reopened(store, self._chain, self.counts)
+            check_reopened(store, self._chain, self.figures)
         daemons.kill()

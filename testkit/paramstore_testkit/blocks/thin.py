@@ -7,7 +7,6 @@ file systems were mounted anew, everything acknowledged must be there.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ def fill_up(root: Path, *, place: str, seed: int, bug: str = "") -> str:
         vars(file_volume).update(refusal_of_direct=lambda file, probe: "the page cache is wanted")
     with thin_files(root, DISKS[place]) as (files, hog), mounted_loops(root, files, kind=KIND) as loops:
         life = DiskLife(config, seed=seed, tell=lambda what, step: told.append((what, step)))
-        said = asyncio.run(asyncio.wait_for(_live_until_full(life, hog), 60.0))
+        said = life.run(_live_until_full(life, hog))
         for index in range(len(files)):
             unmount(disk_at(root, index))
         hog.unlink()
@@ -56,10 +55,10 @@ def fill_up(root: Path, *, place: str, seed: int, bug: str = "") -> str:
             mount(loop.path, disk_at(root, index), KIND)
         acknowledged = max(step for what, step in told if what == "acknowledged")
         started = max(step for what, step in told if what == "started")
-        verdict = reopen(config, life.steps)
+        verdict = reopen(config, life.model.steps)
         assert verdict.step is not None
         assert acknowledged <= verdict.step <= started, f"reopens at {verdict.step}: {told}"
-        steps, committed = live_on(config, life.steps, seed=seed + 1)
+        steps, committed = live_on(config, life.model.steps, seed=seed + 1)
         assert reopen(config, steps).step == committed
     return f"{place}: {said}; reopened at step {verdict.step}, {acknowledged} was acknowledged last, {started} started"
 

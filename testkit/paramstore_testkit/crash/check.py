@@ -27,9 +27,10 @@ from paramstore.storage.volume.base import Volume, check_range
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume, ReadOnly
 from paramstore_testkit.crash.initialization import draft_number
-from paramstore_testkit.crash.life import KEYS, NAME, SCHEMA, extra_of, image_of
+from paramstore_testkit.crash.life import KEYS, NAME, SCHEMA, image_of
 from paramstore_testkit.disks.crash_disk import PAGE_SHIFT, VOLUME_SHIFT, CrashDisk, Effect, NumberedCatalog, copied
 from paramstore_testkit.oracles.experts import State
+from paramstore_testkit.oracles.trained_model import extra_of
 
 RECHECK_EVERY = 16
 """Number of states with an identical reading of which one is checked all the same."""

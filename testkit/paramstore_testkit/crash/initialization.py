@@ -5,12 +5,9 @@ Drafts are numbered from 1 on; the model of draft n is the life's step -n, and i
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from paramstore.core.key import ExpertKey
 from paramstore.engine.store import Store
 from paramstore_testkit.crash.life import KEYS, NAME, SCHEMA, Life
-from paramstore_testkit.oracles.experts import Expert
 from paramstore_testkit.oracles.images import initial_of
 
 SAVED_AFTER = (1, 2)
@@ -46,14 +43,14 @@ async def initialize(life: Life, *, with_drafts: bool) -> None:
 async def _attempt(life: Life, *, saved_after: tuple[int, ...], stops: bool) -> None:
     """Puts missing values, and saves after the given numbers of them. stops: ends with one value more than were saved first."""
     store = life.store
-    schema = replace(SCHEMA, updates=life.updates)
-    life.view = await store.admission.create(NAME, schema.describe(), layers=[0], experts=len(KEYS), host_bytes=None)
+    schema = life.model.schema.describe()
+    life.view = await store.admission.create(NAME, schema, layers=[0], experts=len(KEYS), host_bytes=None)
     life.note("created")
     begun = await store.initializer.begin(life.view, is_resumed=True)
     _adopt(life, begun)
     count = 0
     for key in KEYS:
-        if key in life.working:
+        if key in life.model.working:
             continue
         await _put(life, store, key)
         count += 1
@@ -69,22 +66,22 @@ def _adopt(life: Life, begun: dict[str, object]) -> None:
     assert isinstance(present, bytes)
     bits = int.from_bytes(present, "little")
     found = {key for number, key in enumerate(KEYS) if bits >> number & 1}
-    life.working = {}
+    life.model.working = {}
     if extra is not None:
         assert isinstance(extra, bytes)
-        life.working = life.steps[-draft_number(extra)]
-    assert found == set(life.working), f"{sorted(found)} have values, the draft has {sorted(life.working)}"
+        life.model.working = life.model.steps[-draft_number(extra)]
+    assert found == set(life.model.working), f"{sorted(found)} have values, the draft has {sorted(life.model.working)}"
 
 
 async def _put(life: Life, store: Store, key: ExpertKey) -> None:
-    values = life.next_values()
-    life.working = {**life.working, key: Expert.initial(values)}
+    values = life.model.next_values()
+    life.model.initialize({key: values})
     await store.initializer.put(life.view, key, initial_of(SCHEMA, values))
 
 
 async def _save(life: Life) -> None:
-    number = 1 - min((step for step in life.steps if step < 0), default=0)
-    life.steps[-number] = life.working
+    number = 1 - min((step for step in life.model.steps if step < 0), default=0)
+    life.model.steps[-number] = life.model.working
     life.note("drafting", number)
     await life.store.committer.save_draft(life.view, draft_extra(number))
     life.note("drafted", number)

@@ -1,6 +1,6 @@
 """Lets a trainer live on a journaled machine, as a seed decides, beside a model of what every committed step must hold.
 
-The model runs the optimizer itself (torch's, on tensors of its own) and never asks the store. One life has: creation,
+The model runs the optimizer itself (torch's, on tensors of its own) and never asks the store. A life has: creation,
 initial values, commits of some of the records, write-backs in between, commits beside training, readers on old steps,
 rollbacks, re-openings as writer, snapshots, steps in two halves, writes and flushes that fail, and transactions that
 fail with either outcome.
@@ -9,9 +9,9 @@ fail with either outcome.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
-from random import Random
 from typing import Literal
 
 import msgspec
@@ -29,8 +29,10 @@ from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.disks.crash_disk import copied
 from paramstore_testkit.disks.journal import Journal, JournaledVolume, Noted
 from paramstore_testkit.disks.machine import MIB, Machine
-from paramstore_testkit.oracles.experts import Expert, State, Tensors, trained
-from paramstore_testkit.oracles.images import fill, gradient_of, random_values
+from paramstore_testkit.oracles.experts import Expert, State
+from paramstore_testkit.oracles.images import fill, gradient_of
+from paramstore_testkit.oracles.trained_model import TrainedModel, extra_of
+from paramstore_testkit.trial import Trial
 
 NAME = "moe"
 SCHEMA = Schema.adamw({"w": (32, 32), "v": (900,)}, param_dtype="float32")
@@ -59,23 +61,17 @@ def image_of(expert: Expert) -> bytes:
     return bytes(fill(memoryview(bytearray(part.image_bytes)), part.fields, expert.fields)[part.header_bytes :])
 
 
-class Life:
-    """One run. Crash states are checked against its `journal` and `steps`."""
+class Life(Trial):
+    """One run. Crash states are checked against its `journal` and the steps of its `model`, in which draft n is step -n."""
 
     def __init__(self, machine: Machine, *, seed: int, steps: Mapping[int, State] | None = None, updates: str = "touched") -> None:
-        self.updates = updates
-        self.random = Random(seed)
-        self.seed = seed
+        super().__init__(seed)
         self.journal = Journal()
         self.machine = machine
-        self.steps: dict[int, State] = dict(steps or {})
-        """Contents of each step that was ever started; those of draft n are at -n."""
-        self.working: State = {}
+        self.model = TrainedModel(replace(SCHEMA, updates=updates), first_value=seed << 20, first_step=max((0, *(steps or ()))) + 1)
+        self.model.steps |= steps or {}
         self.volumes: list[JournaledVolume] = []
         self.readers: list[View] = []
-        self.next_step = max((0, *self.steps)) + 1
-        self.next_gradient = seed << 20
-        self.acts: list[Act] = []
         self.store: Store
         self.view: View
 
@@ -92,7 +88,7 @@ class Life:
         await self.start()
         if NAME not in self.store.namespaces or self.store.namespaces[NAME].committed_step is None:
             return
-        self.next_step = max(self.committed or 0, self.prepared or 0) + 1
+        self.model.next_step = max(self.committed or 0, self.prepared or 0) + 1
         await self.open()
 
     async def open(self) -> None:
@@ -104,7 +100,7 @@ class Life:
         self.view = await self.store.admission.open(NAME, mode="write", at=at, host_bytes=None)
         if at is not None:
             self.note("acknowledged" if at == prepared else "rolled back", at)
-        self.working = self.steps[self.committed_now()]
+        self.model.working = self.model.steps[self.committed_now()]
 
     @property
     def prepared(self) -> int | None:
@@ -126,18 +122,9 @@ class Life:
     def note(self, what: str, step: int = 0) -> None:
         self.journal.events.append(Noted(what, step))
 
-    async def live(self, acts: int) -> None:
-        """Does so many acts, of any kind."""
-        await self.live_through(self.random.choices(list(ACTS), list(ACTS.values()), k=acts))
-
-    async def live_through(self, acts: Sequence[Act]) -> None:
-        for name in acts:
-            await self.act(name)
-
     # --- acts
 
     async def act(self, name: Act) -> None:
-        self.acts.append(name)
         match name:
             case "train":
                 await self.train(KEYS)
@@ -185,24 +172,17 @@ class Life:
             case "lost transaction":
                 await self.fail_transaction("lost")
 
-    def next_values(self) -> Tensors:
-        """Makes a gradient, or an initial value, that nothing else has."""
-        self.next_gradient += 1
-        return random_values(SCHEMA, self.next_gradient)
-
     def some_keys(self) -> list[ExpertKey]:
         return self.random.sample(KEYS, self.random.randint(1, len(KEYS) - 1))
 
     async def train(self, keys: list[ExpertKey]) -> None:
-        gradients = {key: self.next_values() for key in keys}
-        self.working = trained(self.working, gradients, OPTIONS, is_exact=self.updates == "exact")
+        gradients = {key: self.model.next_values() for key in keys}
+        self.model.train(gradients, OPTIONS)
         self.store.applies.push(self.view, [(key, gradient_of(SCHEMA, values), 0) for key, values in gradients.items()])
         await self.store.applies.apply(self.view, OPTIONS, 1.0)
 
     async def commit(self) -> None:
-        step = self.next_step
-        self.next_step += self.random.randint(1, 3)
-        self.steps[step] = self.working
+        step = self.model.take_step(self.random)
         self.note("started", step)
         await self.store.committer.commit(self.view, step, extra_of(step))
         self.note("acknowledged", step)
@@ -212,9 +192,7 @@ class Life:
         await self.train(self.some_keys())
         if self.random.random() < 0.3:
             self.catalog.fail_next(self.random.choice(OUTCOMES))
-        step = self.next_step
-        self.next_step += self.random.randint(1, 3)
-        self.steps[step] = self.working
+        step = self.model.take_step(self.random)
         self.note("preparing", step)
         try:
             await self.store.committer.prepare(self.view, step, extra_of(step))
@@ -258,7 +236,7 @@ class Life:
         self.note("rolling back", step)
         await self.store.rollback(self.view, step)
         self.note("rolled back", step)
-        self.working = self.steps[step]
+        self.model.working = self.model.steps[step]
 
     async def fail(self, operation: str) -> None:
         """Lets a write or a flush of a commit fail. A commit that does not survive this is rolled back and tried once more, by a
@@ -303,10 +281,6 @@ class Life:
             await self.commit()
         except CatalogError:
             await self.commit()
-
-
-def extra_of(step: int) -> bytes:
-    return f"extra {step}".encode()
 
 
 def new_machine(seed: int, *, volume_count: int) -> Machine:

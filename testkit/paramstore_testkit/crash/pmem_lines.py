@@ -23,9 +23,8 @@ from paramstore.storage.volume.pmem_volume import PmemVolume
 from paramstore_native import libpmem2
 from paramstore_native.libpmem2 import NO_DRAIN, NO_FLUSH
 from paramstore_testkit.crash.check import Checker, Figures, ReadVolume, Verdict
-from paramstore_testkit.crash.initialization import begin
-from paramstore_testkit.crash.life import NAME, SCHEMA, VOLUME_BYTES, Life, extra_of, image_of, new_machine
-from paramstore_testkit.crash.states import Enumeration, Plan, Promise
+from paramstore_testkit.crash.life import NAME, SCHEMA, VOLUME_BYTES, Life, image_of, new_machine
+from paramstore_testkit.crash.states import Enumeration, Plan
 from paramstore_testkit.disks.crash_disk import (
     CrashDisk,
     Depth,
@@ -41,7 +40,9 @@ from paramstore_testkit.disks.crash_disk import (
 from paramstore_testkit.disks.journal import Event, Flushed, Journal, JournaledCatalog, Persisted, Wrote
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.oracles.experts import State as Records
+from paramstore_testkit.oracles.trained_model import extra_of
 from paramstore_testkit.stores.memory_disk import disks_of
+from paramstore_testkit.trial import telling
 
 LINE_BYTES = 64
 WORD_BYTES = 8
@@ -240,15 +241,8 @@ class PmemEnumeration(Enumeration):
         life.journal = PmemJournal(granularity=self.granularity)
         disk = LineDisk.blank(volume_count=self.plan.volume_count, volume_bytes=VOLUME_BYTES)
         assert isinstance(self.plan.acts, tuple), "a life on persistent memory says what it does: no device fails there"
-        try:
-            await begin(life)
-            await life.live_through(self.plan.acts)
-            self.checker.figures.acts.update(life.acts)
-            await self._crash_everywhere(life, disk, Promise(), self.plan.depth, level=0)
-        except BaseException as error:
-            error.add_note(f"seed {self.seed}; granularity {self.granularity}; acts: {', '.join(life.acts)}")
-            raise
-        return self.checker.figures
+        with telling(lambda: f"granularity {self.granularity}"):
+            return await self._run(life, disk)
 
 
 class PageEnumeration(PmemEnumeration):

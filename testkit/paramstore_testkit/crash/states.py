@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-import torch
-
 from paramstore_testkit.crash.check import Checker, Figures, Verdict
 from paramstore_testkit.crash.initialization import begin, initialize
-from paramstore_testkit.crash.life import VOLUME_BYTES, Act, Life, machine_of, new_machine
+from paramstore_testkit.crash.life import ACTS, VOLUME_BYTES, Act, Life, machine_of, new_machine
 from paramstore_testkit.disks.crash_disk import FULL, SMALL, CrashDisk, Depth, NumberedCatalog, State, copied
 from paramstore_testkit.disks.journal import Event, Noted
+from paramstore_testkit.trial import one_thread, telling
 
 LIMIT_S = 600.0
 RESUMED_ACTS = ("train few", "commit", "train few", "commit")
@@ -128,14 +127,15 @@ class Enumeration:
     async def run(self) -> Figures:
         life = Life(new_machine(self.seed, volume_count=self.plan.volume_count), seed=self.seed, updates=self.plan.updates)
         disk = CrashDisk.blank(volume_count=self.plan.volume_count, volume_bytes=VOLUME_BYTES)
-        try:
+        return await self._run(life, disk)
+
+    async def _run(self, life: Life, disk: CrashDisk) -> Figures:
+        with telling(life.story):
             await begin(life, with_drafts=self.plan.with_drafts)
-            await (life.live(self.plan.acts) if isinstance(self.plan.acts, int) else life.live_through(self.plan.acts))
+            acts = self.plan.acts
+            await life.live_through([life.draw(ACTS) for _ in range(acts)] if isinstance(acts, int) else acts)
             self.checker.figures.acts.update(life.acts)
             await self._crash_everywhere(life, disk, Promise(), self.plan.depth, level=0)
-        except BaseException as error:
-            error.add_note(f"seed {self.seed}; acts: {', '.join(life.acts)}")
-            raise
         return self.checker.figures
 
     async def _crash_everywhere(self, life: Life, disk: CrashDisk, promise: Promise, depth: Depth, *, level: int) -> None:
@@ -164,7 +164,7 @@ class Enumeration:
         kind = state.kind if level == 0 else f"after recovery: {state.kind}"
         effect = disk.edit(state.edits)
         try:
-            verdict = self.checker.check(disk, catalog, kind, effect, life.steps)
+            verdict = self.checker.check(disk, catalog, kind, effect, life.model.steps)
         finally:
             disk.restore(state.edits)
         promise.check(verdict)
@@ -182,7 +182,7 @@ class Enumeration:
         try:
             seed = self.random.randrange(1 << 30)
             machine = machine_of(disk.image, catalog.contents, seed=seed)
-            heir = Life(machine, seed=seed, steps=life.steps, updates=life.updates)
+            heir = Life(machine, seed=seed, steps=life.model.steps, updates=life.model.schema.updates)
             left = CrashDisk(
                 {index: copied(image) for index, image in disk.image.items()},
                 NumberedCatalog(catalog.number, catalog.contents), effect.digest,
@@ -215,13 +215,9 @@ def enumerate_seeds(seeds: range, plan: Plan, *, tell: Callable[[str], None]) ->
     """Tries all crashes of all seeds, and tells a report."""
     figures = Figures()
     started_s, core_started_s = time.perf_counter(), time.process_time()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # records have a few KiB: more threads would only wait for each other
-    try:
+    with one_thread():
         for seed in seeds:
             figures.add(enumerate_seed(seed, replace(plan, with_creation=plan.with_creation and seed == seeds.start)))
-    finally:
-        torch.set_num_threads(threads)
     core_s = time.process_time() - core_started_s
     tell(report(figures, seeds=seeds, seconds=time.perf_counter() - started_s, core_s=core_s))
     return figures

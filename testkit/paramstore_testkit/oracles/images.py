@@ -32,6 +32,13 @@ def gradient_of(schema: Schema, values: Tensors) -> PlainSegment:
     return _filled(schema.gradient_fields(), values, schema.gradient_bytes)
 
 
+def split_values(schema: Schema, values: Tensor) -> dict[str, Tensor]:
+    """Cuts all elements of a gradient, flat and in order, into its fields."""
+    fields = schema.gradient_fields()
+    parts = torch.split_with_sizes(values, [field.elements for field in fields])
+    return {field.name: part for field, part in zip(fields, parts, strict=True)}
+
+
 def _filled(fields: Iterable[Field], values: Tensors, length_bytes: int) -> PlainSegment:
     segment = PlainSegment(length_bytes)
     fill(segment.view(0, length_bytes), fields, values)

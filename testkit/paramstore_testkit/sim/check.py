@@ -10,7 +10,7 @@ from paramstore.core.residency import Copy
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.storage.format.structures import check_checksums, check_header, chunk_checksums
-from paramstore_testkit.sim.model import Broken, NamespaceModel, pattern
+from paramstore_testkit.sim.model import Broken, Image, NamespaceModel
 
 if TYPE_CHECKING:
     from paramstore_testkit.sim.machine import SimMachine
@@ -124,7 +124,7 @@ def check_disks(machine: SimMachine, namespace: NamespaceState, model: Namespace
 
     Gives the number of records that it looked at."""
     part, ledger = machine.schema.stored, namespace.ledger
-    per_part = len(part.fields) // 3
+    record = Image(part.fields, part.image_bytes)
     seen: set[Extent] = set()
     for step in ledger.steps():
         for key in model.keys:
@@ -142,10 +142,8 @@ def check_disks(machine: SimMachine, namespace: NamespaceState, model: Namespace
                 namespace=namespace.name, key=key, identity=located.identity, place=str(located.extent),
             )  # fmt: skip
             check_checksums(header, part, 0, chunk_checksums(image, part.chunks(), 0), place=str(located.extent))
-            numbers = (value.master, value.exp_avg, float(value.updates))
-            for index, field in enumerate(part.fields):
-                if image[field.offset_bytes :][: field.length_bytes] != pattern(numbers[index // per_part], field.elements):
-                    raise Broken(f"{model.name}: {key} of step {step}: {field.name} is not that of {value}")
+            if wrong := record.wrong_field(image, value.numbers):
+                raise Broken(f"{model.name}: {key} of step {step}: {wrong.name} is not that of {value}")
         if ledger.step(step).extra != str(step).encode():
             raise Broken(f"{model.name}: extra of step {step} is {ledger.step(step).extra!r}")
     return len(seen)

@@ -16,7 +16,6 @@ from paramstore_testkit.sim.model import Broken, Key, State, pattern
 from paramstore_testkit.sim.net import SimProcess, SimSegment, SimSocket
 from paramstore_testkit.sim.world import World
 
-PAGE_BYTES = 4096
 HANG_S = 3600.0
 """Longest time that a request may take, however slow the disks are."""
 LATE_S = 1.0
@@ -43,8 +42,6 @@ class SimClient:
         self.mapped: dict[int, SimSegment] = {}
         self.to_unmap: dict[int, None] = {}
         self.upload: Upload | None = None
-        self.pushed: dict[Key, int] = {}
-        """First page of each pending gradient."""
         self.lingering: list[tuple[SimProcess, list[Lease]]] = []
         """Processes of connections that ended, and their leases, which they still read."""
         self.wants_rollback = False
@@ -105,7 +102,6 @@ class SimClient:
         self.leases.clear()
         self.mapped.clear()
         self.to_unmap.clear()
-        self.pushed.clear()
         self.upload = None
 
     def end_lingering(self) -> None:
@@ -208,16 +204,15 @@ class SimClient:
             asked_for = [state.get(keys[0]) for state in states[:3]]
             raise Broken(f"{self}: {list(zip(keys, identities, strict=True))} is not what it asked for ({asked_for} for the first)")
         copies = []
-        fields = self.world.param_fields
+        param = self.world.param
         for key, value, slot in zip(keys, values, answer.slots, strict=True):
             memory = self.mapped.get(slot[0])
             if memory is None:
                 raise Broken(f"{self}: leased bytes are in segment {slot[0]}, which it never got")
-            view_of = memory.view(slot[1], self.world.param_bytes)
-            for offset, elements in fields:
-                if view_of[offset : offset + 4 * elements] != pattern(value.master, elements):
-                    raise Broken(f"{self}: {key} of {model.name} in {slot[2:]} holds {bytes(view_of[:16])!r}, not {value}")
-            copies.append((key, view_of, pattern(value.master, fields[0][1])))
+            view_of = memory.view(slot[1], param.length_bytes)
+            if param.wrong_field(view_of, (value.master,)):
+                raise Broken(f"{self}: {key} of {model.name} in {slot[2:]} holds {bytes(view_of[:16])!r}, not {value}")
+            copies.append((key, view_of, pattern(value.master, param.fields[0].elements)))
         return Lease(view, copies, frozenset(slot[0] for slot in answer.slots))
 
     def check_leases(self, leases: Iterable[Lease]) -> None:
@@ -245,21 +240,3 @@ class SimClient:
                 del self.to_unmap[segment]
                 self.mapped.pop(segment, None)
             self.tell(m.Unmapped(gone))
-
-    # --- upload memory
-
-    def pages(self, count: int) -> int | None:
-        """Takes `count` pages in a row that nobody uses; gives the first."""
-        if self.upload is None:
-            return None
-        free = self.upload.free
-        for index in range(len(free) - count + 1):
-            if free[index + count - 1] - free[index] == count - 1:
-                first = free[index]
-                del free[index : index + count]
-                return first
-        return None
-
-    def free_pages(self, first: int, count: int) -> None:
-        if self.upload is not None:
-            self.upload.free = sorted([*self.upload.free, *range(first, first + count)])

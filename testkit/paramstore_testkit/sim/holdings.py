@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from paramstore_testkit.sim.model import Key, NamespaceModel
+from paramstore_testkit.sim.model import Image, Key, NamespaceModel
 from paramstore_testkit.sim.net import SimSegment
+
+PAGE_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -64,8 +66,26 @@ class Lease:
 
 @dataclass(slots=True)
 class Upload:
-    """The session's writable memory, in pages. free: numbers of the pages that nobody uses."""
+    """The session's writable memory, in pages. free: numbers of the pages that nobody uses. pushed: first page of each pending
+    gradient."""
 
     segment: int
     memory: SimSegment
     free: list[int] = field(default_factory=list)
+    pushed: dict[Key, int] = field(default_factory=dict)
+
+    def take(self, image: Image) -> int | None:
+        """Takes pages in a row that nobody uses; gives the first."""
+        count = image.length_bytes // PAGE_BYTES
+        for index in range(len(self.free) - count + 1):
+            if self.free[index + count - 1] - self.free[index] == count - 1:
+                first = self.free[index]
+                del self.free[index : index + count]
+                return first
+        return None
+
+    def give_back(self, first: int, image: Image) -> None:
+        self.free = sorted([*self.free, *range(first, first + image.length_bytes // PAGE_BYTES)])
+
+    def view(self, first: int, image: Image) -> memoryview:
+        return self.memory.view(first * PAGE_BYTES, image.length_bytes)

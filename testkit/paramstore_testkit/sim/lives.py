@@ -14,10 +14,11 @@ from paramstore_testkit.sim import openings, requests, steps
 from paramstore_testkit.sim.check import check_baseline, check_disks, check_tables
 from paramstore_testkit.sim.client import SimClient
 from paramstore_testkit.sim.machine import SimVolume
-from paramstore_testkit.sim.model import Broken, NamespaceModel
+from paramstore_testkit.sim.model import Broken, NamespaceModel, Snapshots
 from paramstore_testkit.sim.operations import OPERATIONS, READER, STRANGER, TRAINER, refresh
 from paramstore_testkit.sim.plan import Plan
 from paramstore_testkit.sim.world import World
+from paramstore_testkit.trial import Trial
 
 BACKGROUND = frozenset({"prefill", "patrol"})  # names of the store's own tasks
 SOURCES = (openings, steps, requests)  # each adds operations when it is imported
@@ -28,10 +29,11 @@ RIVAL_CHANCE = 0.03
 QUIET_S = 4 * 3600.0
 
 
-class Lives:
+class Lives(Trial):
     """Owner of the clients of one world. lives: number of daemons so far; records_checked: number compared on disks."""
 
     def __init__(self, world: World) -> None:
+        super().__init__(world.plan.seed)
         self.world = world
         self.plan, self.loop, self.random, self.machine = world.plan, world.loop, world.random, world.machine
         plan = world.plan
@@ -78,8 +80,7 @@ class Lives:
             is_lost = view.model.writer is not view
             (openings.close if is_lost else steps.rollback)(client, view)
         else:
-            names, weights = self.menus[client.role]
-            self.random.choices(names, cum_weights=weights)[0].act(client, view)
+            OPERATIONS[self.draw(self.menus[client.role])].act(client, view)
         return client.sock is not None and not client.is_exclusive
 
     def _open(self, client: SimClient) -> None:
@@ -96,7 +97,12 @@ class Lives:
 
     # --- lives
 
-    async def run(self, requests: int) -> None:
+    def story(self) -> str:
+        world = self.world
+        where = f"seed {self.seed}, request {world.done_requests}, {self.loop.time():.6f} s"
+        return "\n".join([*world.trace_lines(), f"{where}: repeat it with run_seed({self.seed})"])
+
+    async def live(self, requests: int) -> None:
         """Runs lives until so many requests have reached the core, and all clients have left."""
         self.machine.start()
         self._begin()
@@ -236,20 +242,16 @@ class Lives:
             model.check_steps(ledger.steps())
             model.check_prepared(ledger.prepared_step)
             model.check_snapshots(ledger.snapshots())
-            model.snapshots, model.unsure_snapshots = dict.fromkeys(ledger.snapshots()), {}
-            if model.snapshots:
+            model.snapshots = Snapshots(dict.fromkeys(ledger.snapshots()))
+            if model.snapshots.kept:
                 self.world.mark("snapshot outlived a crash")
             self.records_checked += check_disks(self.machine, namespace, model)
 
 
-def _menu(plan: Plan, role: str) -> tuple[list[Any], list[float]]:
-    """Lists the operations of a role, and their shares, added up."""
+def _menu(plan: Plan, role: str) -> dict[str, float]:
+    """Lists the operations of a role, with their shares."""
     chosen = [operation for operation in OPERATIONS.values() if role in operation.roles]
-    weights, total = [], 0.0
-    for operation in chosen:
-        total += operation.share * plan.weights.get(operation.name, 1.0)
-        weights.append(total)
-    return chosen, weights
+    return {operation.name: operation.share * plan.weights.get(operation.name, 1.0) for operation in chosen}
 
 
 def _keeps(random: Random) -> Any:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
+
+from paramstore.core.schema import Field
 
 Key = tuple[int, int]
 
@@ -29,6 +32,11 @@ class Value(NamedTuple):
     exp_avg: float
     updates: int
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Lists what the elements of a record's fields are, part by part."""
+        return self.master, self.exp_avg, float(self.updates)
+
 
 State = Mapping[Key, Value]
 """All records at one moment; never changed in place."""
@@ -38,6 +46,47 @@ State = Mapping[Key, Value]
 def pattern(number: float, elements: int) -> bytes:
     """Makes a field of equal fp32 elements."""
     return struct.pack("<f", number) * elements
+
+
+class Image(NamedTuple):
+    """Memory of one kind: of a param, a record, a gradient or an initial value."""
+
+    fields: tuple[Field, ...]
+    length_bytes: int
+
+    def fill(self, memory: memoryview, number: float) -> None:
+        for each in self.fields:
+            memory[each.offset_bytes :][: each.length_bytes] = pattern(number, each.elements)
+
+    def wrong_field(self, memory: memoryview, numbers: Sequence[float]) -> Field | None:
+        """Finds a field that is not all of its number. numbers: of the first fields, of as many after them, and so on."""
+        count = len(self.fields) // len(numbers)
+        for index, each in enumerate(self.fields):
+            if memory[each.offset_bytes :][: each.length_bytes] != pattern(numbers[index // count], each.elements):
+                return each
+        return None
+
+
+@dataclass(slots=True)
+class Prepared:
+    """The step that is durable and not committed. steps: those that may be it; at most one is. is_sure: there was an answer.
+    is_dropped: a writer's opening may have dropped it."""
+
+    steps: dict[int, None] = field(default_factory=dict)
+    is_sure: bool = False
+    is_dropped: bool = False
+
+
+@dataclass(slots=True)
+class Snapshots:
+    """Steps that are kept until they are given up. unsure: those that were asked for or given up without an answer."""
+
+    kept: dict[int, None] = field(default_factory=dict)
+    unsure: dict[int, None] = field(default_factory=dict)
+
+    @property
+    def sure(self) -> set[int]:
+        return self.kept.keys() - self.unsure.keys()
 
 
 class NamespaceModel:
@@ -59,14 +108,8 @@ class NamespaceModel:
         """Steps of rollbacks asked for and not answered."""
         self.leaving: set[int] = set()
         """Steps above the target of such a rollback: readers do not reach them any more, and they are listed until it is over."""
-        self.prepared: dict[int, None] = {}
-        """Steps that may be prepared and not committed; at most one of them is."""
-        self.is_prepared_dropped = False
-        """Whether a writer's opening may have dropped the prepared step."""
-        self.is_surely_prepared = False
-        self.snapshots: dict[int, None] = {}
-        self.unsure_snapshots: dict[int, None] = {}
-        """Snapshots that were asked for or given up without an answer."""
+        self.prepared = Prepared()
+        self.snapshots = Snapshots()
         self.epoch = 0
         self.history: list[State] = []
         """Successive states of the writer's view."""
@@ -91,11 +134,6 @@ class NamespaceModel:
     @property
     def committed(self) -> int | None:
         return self.steps[-1] if self.steps else None
-
-    def nothing_prepared(self) -> None:
-        """Forgets the prepared step, which was committed or dropped."""
-        self.prepared = {}
-        self.is_surely_prepared = self.is_prepared_dropped = False
 
     def opening_asked(self, at: int | None) -> int:
         """Counts a writer's opening; gives its number."""
@@ -165,22 +203,22 @@ class NamespaceModel:
 
     def prepare_asked(self, step: int) -> None:
         self.states[step] = self.working
-        self.prepared[step] = None
+        self.prepared.steps[step] = None
 
     def check_prepared(self, found: int | None) -> None:
         """Checks the prepared step after a start: it is there, unless it was committed, or its request was not answered."""
-        if found is not None and found not in self.prepared:
-            raise Broken(f"{self.name}: step {found} is prepared; only {list(self.prepared)} may be")
-        if found is None and self.is_surely_prepared and not self.is_prepared_dropped and self.committed not in self.prepared:
-            raise Broken(f"{self.name}: one of {list(self.prepared)} was prepared, and is gone")
-        self.prepared = {} if found is None else {found: None}
-        self.is_surely_prepared, self.is_prepared_dropped = found is not None, False
+        known = self.prepared
+        if found is not None and found not in known.steps:
+            raise Broken(f"{self.name}: step {found} is prepared; only {list(known.steps)} may be")
+        if found is None and known.is_sure and not known.is_dropped and self.committed not in known.steps:
+            raise Broken(f"{self.name}: one of {list(known.steps)} was prepared, and is gone")
+        self.prepared = Prepared() if found is None else Prepared({found: None}, is_sure=True)
 
     def rolled_back(self, step: int) -> None:
         self.targets.pop(step, None)
         self.leaving = set()
         self._truncate(step)
-        for gone in [snapshot for snapshot in self.snapshots if snapshot > step]:
+        for gone in [snapshot for snapshot in self.snapshots.kept if snapshot > step]:
             raise Broken(f"{self.name}: rolled back to {step} over snapshot {gone}")
 
     def _truncate(self, step: int) -> None:
@@ -222,18 +260,18 @@ class NamespaceModel:
         count = max(0, self.retained_steps - len(published))
         bound = min(self.targets, default=None)
         steps = [step for step in self.kept[len(self.kept) - min(count, len(self.kept)) :] if bound is None or step <= bound]
-        return {step for step in self.snapshots if step not in self.unsure_snapshots} | set(steps)
+        return self.snapshots.sure | set(steps)
 
     def check_steps(self, found: Sequence[int]) -> None:
         """Checks `found`, the steps that can be opened according to the core."""
-        known = {*self.steps, *self.started, *self.leaving, *(self.prepared.keys() & self.targets.keys())}
+        known = {*self.steps, *self.started, *self.leaving, *(self.prepared.steps.keys() & self.targets.keys())}
         if list(found) != sorted(set(found)) or not set(found) <= known or not self.must_have() <= set(found):
             raise Broken(f"{self.name}: steps {list(found)}; must have {sorted(self.must_have())}, may have {sorted(known)}")
 
     def check_snapshots(self, found: Sequence[int]) -> None:
-        sure = set(self.snapshots) - set(self.unsure_snapshots)
-        if not sure <= set(found) <= set(self.snapshots) | set(self.unsure_snapshots):
-            raise Broken(f"{self.name}: snapshots {list(found)}; {sorted(sure)} are kept, {sorted(self.unsure_snapshots)} unsure")
+        sure, unsure = self.snapshots.sure, self.snapshots.unsure
+        if not sure <= set(found) <= sure | unsure.keys():
+            raise Broken(f"{self.name}: snapshots {list(found)}; {sorted(sure)} are kept, {sorted(unsure)} unsure")
 
     # --- what is seen
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from paramstore.wire import messages as m
-from paramstore_testkit.sim.client import PAGE_BYTES, SimClient
-from paramstore_testkit.sim.holdings import ClientView, Upload
-from paramstore_testkit.sim.model import Broken, NamespaceModel, pattern
+from paramstore_testkit.sim.client import SimClient
+from paramstore_testkit.sim.holdings import PAGE_BYTES, ClientView, Upload
+from paramstore_testkit.sim.model import Broken, NamespaceModel, Prepared
 from paramstore_testkit.sim.operations import operation
 
 UPLOAD_PAGES = 96
@@ -84,18 +84,16 @@ def create(c: SimClient, model: NamespaceModel) -> None:
             return
         key = model.keys[index]
         assert c.upload is not None
-        page = c.pages(world.initial_bytes // PAGE_BYTES)
+        upload, page = c.upload, c.upload.take(world.initial)
         assert page is not None
-        memory = c.upload.memory.view(page * PAGE_BYTES, world.initial_bytes)
-        for offset, elements in world.initial_fields:
-            memory[offset : offset + 4 * elements] = pattern(model.initial(key).master, elements)
+        world.initial.fill(upload.view(page, world.initial), model.initial(key).master)
 
         def put_done(_: object) -> None:
-            c.free_pages(page, world.initial_bytes // PAGE_BYTES)
+            upload.give_back(page, world.initial)
             model.initialize(key)
             put(view, index + 1)
 
-        message = m.InitializePut(c._id(), view.handle, key, c.upload.segment, page * PAGE_BYTES)
+        message = m.InitializePut(c._id(), view.handle, key, upload.segment, page * PAGE_BYTES)
         c.ask(message, done=put_done, view=view, is_exclusive=True)
 
     message = m.CreateNamespace(
@@ -118,23 +116,23 @@ def open_writer(c: SimClient, model: NamespaceModel) -> None:
         opening.arrived()
         if at is not None:
             model.targets[at] = None
-            model.is_prepared_dropped |= at not in model.prepared  # even if a drop fails: it may have happened
+            model.prepared.is_dropped |= at not in model.prepared.steps  # even if a drop fails: it may have happened
 
     def failed(error: str) -> None:
         opening.over()
         if at is not None and error in ("StepDropped", "StepFailed", "StepPrepared"):  # any other may have come half-way
             model.targets.pop(at, None)
         if error == "StepPrepared":
-            c.opens_at = c.random.choice((*model.prepared, model.committed))
+            c.opens_at = c.random.choice((*model.prepared.steps, model.committed))
             c.world.mark("writer met a prepared step")
 
     def done(result: Any) -> None:
         opening.over()
-        if at in model.prepared:
+        if at in model.prepared.steps:
             c.world.mark("prepared step committed by the next writer")
         if at is not None and at != result["committed_step"]:
             raise Broken(f"{c}: opened at {at}, got {result}")
-        model.nothing_prepared()
+        model.prepared = Prepared()
         model.observe_committed(result["committed_step"], is_resolved=True)
         if model.writer is not None:
             c.world.mark("writer fenced the one before")
@@ -179,7 +177,6 @@ def close(c: SimClient, view: ClientView) -> None:
     for lease_id in mine:
         del c.leases[lease_id]
     if view.is_writer:
-        c.pushed.clear()
         c.upload = None  # a new one is opened, since applies may read what it pushed until they are answered
     view.is_lost = True
 

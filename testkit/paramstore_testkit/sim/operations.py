@@ -12,9 +12,9 @@ from math import sqrt
 from typing import Any
 
 from paramstore.wire import messages as m
-from paramstore_testkit.sim.client import PAGE_BYTES, SimClient
-from paramstore_testkit.sim.holdings import ClientView
-from paramstore_testkit.sim.model import Broken, Key, State, pattern
+from paramstore_testkit.sim.client import SimClient
+from paramstore_testkit.sim.holdings import PAGE_BYTES, ClientView
+from paramstore_testkit.sim.model import Broken, Key, State
 
 Act = Callable[[SimClient, ClientView], None]
 TRAINER, READER, STRANGER = "trainer", "reader", "stranger"
@@ -176,19 +176,17 @@ def pause(c: SimClient, view: ClientView) -> None:
 def push(c: SimClient, view: ClientView) -> None:
     if not view.is_writer or c.upload is None:
         return
-    model, world = view.model, c.world
-    keys = [key for key in some_keys(c, view, 4) if key not in c.pushed]
+    model, upload, gradient = view.model, c.upload, c.world.gradient
+    keys = [key for key in some_keys(c, view, 4) if key not in upload.pushed]
     entries, values = [], {}
     for key in keys:
-        page = c.pages(world.gradient_bytes // PAGE_BYTES)
+        page = upload.take(gradient)
         if page is None:
             break
-        c.pushed[key] = page
+        upload.pushed[key] = page
         values[key] = c.random.choice((-2.0, -1.0, -0.5, 0.5, 1.0, 3.0))
-        memory = c.upload.memory.view(page * PAGE_BYTES, world.gradient_bytes)
-        for offset, elements in world.gradient_fields:
-            memory[offset : offset + 4 * elements] = pattern(values[key], elements)
-        entries.append((*key, c.upload.segment, page * PAGE_BYTES))
+        gradient.fill(upload.view(page, gradient), values[key])
+        entries.append((*key, upload.segment, page * PAGE_BYTES))
     if not entries:
         return
 
@@ -204,9 +202,9 @@ def push(c: SimClient, view: ClientView) -> None:
         for key in values:
             if is_told:
                 model.pending.pop(key, None)
-            page = c.pushed.pop(key, None)
+            page = upload.pushed.pop(key, None)
             if page is not None:
-                c.free_pages(page, world.gradient_bytes // PAGE_BYTES)
+                upload.give_back(page, gradient)
         c.wants_rollback = True
 
     c.ask(m.Push(c._id(), view.handle, entries), arrived=arrived, failed=failed, view=view)
@@ -216,20 +214,22 @@ class Taken:
     """Pages of pushed gradients, from the request that consumes them to its answer."""
 
     def __init__(self, c: SimClient) -> None:
-        self._client = c
+        self._gradient = c.world.gradient
         self._upload = c.upload
-        self._pages, c.pushed = c.pushed, {}
+        self._pages: dict[Key, int] = {}
+        if c.upload is not None:
+            self._pages, c.upload.pushed = c.upload.pushed, {}
 
     def free(self) -> None:
         """Frees the pages, which were consumed."""
-        if self._client.upload is self._upload:
+        if self._upload is not None:
             for page in self._pages.values():
-                self._client.free_pages(page, self._client.world.gradient_bytes // PAGE_BYTES)
+                self._upload.give_back(page, self._gradient)
 
     def give_back(self) -> None:
         """Gives the pages back: the request was refused, so what was pushed is still pending."""
-        if self._client.upload is self._upload:
-            self._client.pushed.update(self._pages)
+        if self._upload is not None:
+            self._upload.pushed.update(self._pages)
 
 
 @operation("apply", 5, TRAINER, STRANGER)
@@ -291,7 +291,7 @@ def norm(c: SimClient, view: ClientView) -> None:
 
     def arrived() -> None:
         nonlocal expected
-        elements = sum(count for _, count in c.world.gradient_fields)
+        elements = sum(field.elements for field in c.world.gradient.fields)
         expected = sqrt(sum(elements * value * value for value in model.pending.values()))
 
     def done(result: Any) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 from paramstore.wire import messages as m
 from paramstore.wire.codec import encode
-from paramstore_testkit.sim.client import PAGE_BYTES, SimClient
-from paramstore_testkit.sim.holdings import ClientView, Upload
-from paramstore_testkit.sim.model import Broken, pattern
+from paramstore_testkit.sim.client import SimClient
+from paramstore_testkit.sim.holdings import PAGE_BYTES, ClientView
+from paramstore_testkit.sim.model import Broken
 from paramstore_testkit.sim.operations import READER, STRANGER, now_in, operation, some_keys, states_since
 
 # --- reading back
@@ -16,13 +16,11 @@ from paramstore_testkit.sim.operations import READER, STRANGER, now_in, operatio
 
 @operation("read", 4)
 def read(c: SimClient, view: ClientView) -> None:
-    world, model = c.world, view.model
+    model, record, upload, since = view.model, c.world.record, c.upload, 0
     key = c.random.choice(model.keys)
-    pages = world.record_bytes // PAGE_BYTES
-    page = c.pages(pages)
-    if page is None or c.upload is None:
+    page = None if upload is None else upload.take(record)
+    if page is None or upload is None:
         return
-    upload, since = c.upload, 0
 
     def arrived() -> None:
         nonlocal since
@@ -33,25 +31,16 @@ def read(c: SimClient, view: ClientView) -> None:
         states = states_since(view, since)[: 1 if view.is_writer else None]
         if all(state[key] != value for state in states) and not (view.is_writer and model.is_broken):
             raise Broken(f"{c}: read {key} as {value}, it is {states[0][key]}")
-        check_record(c, upload, page, value)
+        memory = upload.view(page, record)
+        if wrong := record.wrong_field(memory, value.numbers):
+            raise Broken(f"{c}: a record of {value} holds {bytes(memory[wrong.offset_bytes :][:16])!r} in {wrong.name}")
         free()
 
     def free() -> None:
-        if c.upload is upload:
-            c.free_pages(page, pages)
+        upload.give_back(page, record)
 
     message = m.Read(c._id(), view.handle, key, upload.segment, page * PAGE_BYTES)
     c.ask(message, arrived=arrived, done=done, failed=lambda _: free(), view=view)
-
-
-def check_record(c: SimClient, upload: Upload, page: int, value: Any) -> None:
-    """Checks that a whole record lies there, and that it is `value`."""
-    memory = upload.memory.view(page * PAGE_BYTES, c.world.record_bytes)
-    numbers = (value.master, value.exp_avg, float(value.updates))
-    per_part = len(c.world.stored_fields) // 3
-    for index, (offset, elements) in enumerate(c.world.stored_fields):
-        if memory[offset : offset + 4 * elements] != pattern(numbers[index // per_part], elements):
-            raise Broken(f"{c}: a record of {value} holds {bytes(memory[offset : offset + 16])!r} in field {index}")
 
 
 # --- answers for people

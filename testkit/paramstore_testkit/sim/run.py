@@ -15,6 +15,7 @@ from paramstore_testkit.sim.machine import installed
 from paramstore_testkit.sim.markers import LEAST, MARKERS, probed
 from paramstore_testkit.sim.plan import Plan, plan_of
 from paramstore_testkit.sim.world import World
+from paramstore_testkit.trial import telling
 
 REQUESTS = 2000
 """Number of requests of one seed."""
@@ -64,13 +65,8 @@ def run_seed(seed: int, figures: Figures, *, requests: int = REQUESTS, plan: Pla
     with installed(loop, random):
         world = World(chosen, loop, random)
         lives = Lives(world)
-        try:
-            with probed(world.mark), asyncio.Runner(loop_factory=lambda: loop) as runner:
-                runner.run(lives.run(requests))
-        except BaseException as error:
-            error.add_note("\n".join(world.trace_lines()))
-            error.add_note(f"seed {seed}, request {world.done_requests}, {loop.time():.6f} s: repeat it with run_seed({seed})")
-            raise
+        with telling(lives.story), probed(world.mark), asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(lives.live(requests))
     figures.add(lives, time.process_time() - started_s)
     return world
 

@@ -8,7 +8,7 @@ from typing import Any
 from paramstore.wire import messages as m
 from paramstore_testkit.sim.client import SimClient
 from paramstore_testkit.sim.holdings import ClientView
-from paramstore_testkit.sim.model import Broken
+from paramstore_testkit.sim.model import Broken, Prepared
 from paramstore_testkit.sim.operations import STRANGER, TRAINER, Taken, apply, operation, push
 
 
@@ -42,7 +42,7 @@ def commit(c: SimClient, view: ClientView) -> None:
 def commit_again(c: SimClient, view: ClientView) -> None:
     """Commits the committed step once more, with nothing between."""
     model = view.model
-    if c.asked or c.pushed or model.committed is None or model.working != model.states[model.committed]:
+    if c.asked or (c.upload and c.upload.pushed) or model.committed is None or model.working != model.states[model.committed]:
         return
 
     def done(result: Any) -> None:
@@ -121,10 +121,10 @@ def prepare(c: SimClient, view: ClientView) -> None:
     def settled(_: str) -> None:
         c.wants_rollback = True
         if not world.is_unsure:
-            model.prepared.pop(step, None)
+            model.prepared.steps.pop(step, None)
 
     def done(_: object) -> None:
-        model.is_surely_prepared = True
+        model.prepared.is_sure = True
         if c.random.random() < 0.3:
             world.mark("writer died with a prepared step")
             world.loop.call_soon(lambda: c.disconnect(is_dead=True))
@@ -143,7 +143,7 @@ def finalize(c: SimClient, view: ClientView, step: int) -> None:
 
     def done(_: object) -> None:
         model.commit_done(step)
-        model.nothing_prepared()
+        model.prepared = Prepared()
         c.world.mark("step prepared and finalized")
 
     def failed(_: str) -> None:
@@ -186,15 +186,15 @@ def ask_snapshot(c: SimClient, view: ClientView, message: Any, step: int, settle
     model = view.model
 
     def arrived() -> None:
-        model.unsure_snapshots[step] = None
+        model.snapshots.unsure[step] = None
 
     def done(_: object) -> None:
-        model.unsure_snapshots.pop(step, None)
+        model.snapshots.unsure.pop(step, None)
         settle()
 
     def failed(_: str) -> None:
         if not c.world.is_unsure:
-            model.unsure_snapshots.pop(step, None)
+            model.snapshots.unsure.pop(step, None)
 
     c.ask(
         message, arrived=arrived, done=done, failed=failed, view=view, is_exclusive=True, allowed=("StepDropped", "CapacityError")
@@ -204,14 +204,14 @@ def ask_snapshot(c: SimClient, view: ClientView, message: Any, step: int, settle
 @operation("snapshot", 0.3, TRAINER)
 def snapshot(c: SimClient, view: ClientView) -> None:
     model = view.model
-    if len(model.snapshots) < 2 and model.steps:
+    if len(model.snapshots.kept) < 2 and model.steps:
         step = model.steps[-1]
-        ask_snapshot(c, view, m.Snapshot(c._id(), view.handle, step), step, lambda: model.snapshots.update({step: None}))
+        ask_snapshot(c, view, m.Snapshot(c._id(), view.handle, step), step, lambda: model.snapshots.kept.update({step: None}))
 
 
 @operation("drop_snapshot", 0.4, TRAINER)
 def drop_snapshot(c: SimClient, view: ClientView) -> None:
     model = view.model
-    if model.snapshots:
-        step = c.random.choice(list(model.snapshots))
-        ask_snapshot(c, view, m.DropSnapshot(c._id(), view.handle, step), step, lambda: model.snapshots.pop(step, None))
+    if model.snapshots.kept:
+        step = c.random.choice(list(model.snapshots.kept))
+        ask_snapshot(c, view, m.DropSnapshot(c._id(), view.handle, step), step, lambda: model.snapshots.kept.pop(step, None))

@@ -7,12 +7,11 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 from paramstore_testkit.sim.holdings import Asked, ClientView
 from paramstore_testkit.sim.loop import VirtualLoop
 from paramstore_testkit.sim.machine import SimMachine
-from paramstore_testkit.sim.model import Broken, NamespaceModel
+from paramstore_testkit.sim.model import Broken, Image, NamespaceModel
 from paramstore_testkit.sim.net import SimProcess
 from paramstore_testkit.sim.plan import Plan
 
@@ -34,13 +33,10 @@ class World:
         self.random = random
         self.machine = SimMachine(loop, random, plan)
         schema = self.machine.schema
-        self.param_fields = _places(schema.part("param").fields)
-        self.stored_fields = _places(schema.stored.fields)
-        self.gradient_fields = _places(schema.gradient_fields())
-        self.initial_fields = _places(schema.initial_fields())
-        self.param_bytes = schema.part("param").image_bytes
-        self.record_bytes, self.gradient_bytes = schema.record_bytes, schema.gradient_bytes
-        self.initial_bytes = schema.initial_bytes
+        self.param = Image(schema.part("param").fields, schema.part("param").image_bytes)
+        self.record = Image(schema.stored.fields, schema.record_bytes)
+        self.gradient = Image(schema.gradient_fields(), schema.gradient_bytes)
+        self.initial = Image(schema.initial_fields(), schema.initial_bytes)
         keys = [(layer, expert) for layer in range(plan.layers) for expert in range(plan.experts)]
         self.models = {
             name: NamespaceModel(name, keys, retained_steps=plan.retained_steps) for name in ("moe", "eval")[: plan.namespaces]
@@ -147,7 +143,3 @@ class World:
         if error == "StepFailed":
             return view.is_writer and (view.is_fenced or model.is_broken or bool(model.targets) or view.is_lost)
         return False
-
-
-def _places(fields: Any) -> list[tuple[int, int]]:
-    return [(field.offset_bytes, field.elements) for field in fields]

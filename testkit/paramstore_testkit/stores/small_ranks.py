@@ -18,10 +18,10 @@ from paramstore.engine.ranks import Arrival
 from paramstore.engine.store import Store
 from paramstore.engine.tables.collective import Argument, Call
 from paramstore.engine.tables.namespace import View, WriterGroup
-from paramstore.optim.tensors import field_tensor
-from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.oracles.images import gradient_of, split_values
 from paramstore_testkit.sim.loop import VirtualLoop
-from paramstore_testkit.stores.small_store import OPTIONS, create
+from paramstore_testkit.stores.small_store import OPTIONS, create, read_record
 
 NAME = "moe"
 
@@ -87,19 +87,10 @@ async def outcomes(futures: Iterable[asyncio.Future[Any]]) -> list[Any]:
 def push_values(store: Store, view: View, gradients: Mapping[ExpertKey, torch.Tensor]) -> None:
     """Pushes one rank's gradients: key -> all elements of all fields, flat and in order."""
     schema = view.namespace.schema
-    entries = []
-    for key, values in gradients.items():
-        memory, start = PlainSegment(schema.gradient_bytes), 0
-        for field in schema.gradient_fields():
-            field_tensor(memory.view(0, schema.gradient_bytes), field).copy_(values[start : start + field.elements])
-            start += field.elements
-        entries.append((key, memory, 0))
-    store.applies.push(view, entries)
+    store.applies.push(view, [(key, gradient_of(schema, split_values(schema, values)), 0) for key, values in gradients.items()])
 
 
 async def record(store: Store, view: View, key: ExpertKey) -> torch.Tensor:
     """Reads all stored fields of a key as `view` sees them, flat."""
-    schema = view.namespace.schema
-    target = PlainSegment(schema.record_bytes).view(0, schema.record_bytes)
-    await store.reading.read(view, key, target)
-    return torch.cat([field_tensor(target, field).clone().float() for field in schema.stored.fields])
+    _, fields = await read_record(store, view, key)
+    return torch.cat([value.flatten().float() for value in fields.values()])

@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import count
+from random import Random
 from typing import Any
 
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.location import Identity
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
 from paramstore.engine.store import Store
-from paramstore.engine.tables.namespace import LeaseRequest, View
+from paramstore.engine.tables.arena import Arena
+from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View
 from paramstore.optim.tensors import field_tensor
 from paramstore_testkit.disks.machine import MIB, Machine, PlainSegment
 from paramstore_testkit.oracles.experts import Tensors
@@ -146,11 +149,31 @@ async def first_values(store: Store, view: View, keys: Sequence[ExpertKey] | Non
     return values
 
 
+async def read_record(store: Store, view: View, key: ExpertKey) -> tuple[Identity, dict[str, Tensor]]:
+    """Reads a record, verified, as `view` sees it; gives its identity and its fields."""
+    schema = view.namespace.schema
+    target = PlainSegment(schema.record_bytes).view(0, schema.record_bytes)
+    return await store.reading.read(view, key, target), values_in(target, schema.stored.fields)
+
+
 async def versions(store: Store, view: View) -> list[int]:
-    """Reads each key's record, verified, for `view`; gives the versions."""
-    length_bytes = view.namespace.schema.record_bytes
-    target = PlainSegment(length_bytes).view(0, length_bytes)
-    return [(await store.reading.read(view, key, target)).version for key in keys_of(view)]
+    """Reads each key's record for `view`; gives the versions."""
+    return [(await read_record(store, view, key))[0].version for key in keys_of(view)]
+
+
+def shrink_arenas(
+    namespace: NamespaceState, stolen: dict[Arena, int], random: Random, *, working_least: int, most: int
+) -> None:
+    """Takes slots away, down to a random number, so that eviction, waiting and streaming happen at this small size.
+
+    stolen: number of slots taken from each arena so far, which grows.
+    """
+    for arena, least in ((namespace.working_arena, working_least), (namespace.param_arena, 3)):
+        assert arena is not None
+        arena.planned_slots = random.randint(least, most)
+        while arena.slots.free_count and arena.slots.count - stolen.setdefault(arena, 0) > arena.planned_slots:
+            arena.slots.take()
+            stolen[arena] += 1
 
 
 async def turns(number: int = 50) -> None:

@@ -8,9 +8,7 @@ order; applies are given up by abort, rollback and a new writer.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import torch
@@ -18,14 +16,15 @@ import torch
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
-from paramstore.engine.tables.collective import Call
+from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import CapacityError, LeaseError, StepFailed, StepOutOfOrder
 from paramstore.optim.tensors import field_tensor
 from paramstore_testkit.disks.machine import Machine, PlainSegment
-from paramstore_testkit.oracles.images import random_values, values_in
-from paramstore_testkit.stores.small_ranks import open_ranks
-from paramstore_testkit.stores.small_store import create, leased, turns, writer
+from paramstore_testkit.oracles.images import gradient_of, random_values, split_values
+from paramstore_testkit.stores.small_ranks import call, open_ranks, record
+from paramstore_testkit.stores.small_store import create, leased, shrink_arenas, turns, writer
+from paramstore_testkit.trial import Trial
 
 SHAPES = {"w": (4, 16), "v": (32,)}
 LAYERS, EXPERTS = 3, 4
@@ -35,19 +34,28 @@ Gradients = dict[tuple[int, ExpertKey], list[torch.Tensor]]
 """Gradients by rank and key: a list with one flat tensor for each micro-batch that hit the key."""
 
 
-class EarlyTrial:
-    """One seed's run. figures: what happened, and how often."""
+class EarlyTrial(Trial):
+    """One seed's run. Its acts are the ways in which applies end."""
 
     def __init__(self, seed: int) -> None:
-        self.random = Random(seed)
+        super().__init__(seed)
         self.ranks = self.random.choice((1, 1, 2))
         self.updates = self.random.choice(("exact", "touched"))
         self.dtype = getattr(torch, dtype := self.random.choice(("float32", "bfloat16")))
         self.schema = Schema.adamw(SHAPES, param_dtype=dtype, updates=self.updates)
         self.machine = Machine(seed=seed, host_budget_bytes=24 << 20, policy=self.random.choice(("lru", "schedule")))
-        self.figures = Counter[str]()
         self.groups, self.committed = 0, 0
         self.views: dict[str, list[View]] = {}
+        self.stolen: dict[Arena, int] = {}
+        """Slots of the arenas that nobody may have."""
+
+    async def live(self, steps: int) -> None:
+        torch.manual_seed(self.seed)
+        await self.begin()
+        for _ in range(steps):
+            await self.step()
+            if self.random.random() < 0.4:
+                await self.commit()
 
     async def begin(self) -> None:
         self.store = self.machine.start()
@@ -66,22 +74,14 @@ class EarlyTrial:
             self.views[name] = [await writer(self.store, name)]
         else:
             self.views[name] = await open_ranks(self.store, self.ranks, group=f"g{self.groups}", name=name)
-        self.shrink(self.views[name][0])
+        shrink_arenas(self.views[name][0].namespace, self.stolen, self.random, working_least=1, most=9)
 
-    def shrink(self, view: View) -> None:
-        for arena, least in ((view.namespace.working_arena, 1), (view.namespace.param_arena, 3)):
-            assert arena is not None
-            arena.planned_slots = self.random.randint(least, 9)
-            while arena.slots.free_count and arena.slots.count - getattr(arena, "stolen", 0) > arena.planned_slots:
-                arena.slots.take()
-                arena.stolen = getattr(arena, "stolen", 0) + 1  # type: ignore[attr-defined]
-
-    def together(self, name: str, call: str, begin: Callable[[View], Any]) -> asyncio.Future[Any]:
+    def together(self, name: str, what: str, begin: Callable[[View], Any]) -> asyncio.Future[Any]:
         """Makes a call on all ranks; gives the future of the first."""
         views = self.views[name]
         if self.ranks == 1:
             return asyncio.ensure_future(_awaited(begin(views[0])))
-        futures = [self.store.ranks.call(view, Call(call), begin) for view in views]
+        futures = [call(self.store, view, what, begin) for view in views]
         for future in futures[1:]:
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return futures[0]
@@ -103,11 +103,7 @@ class EarlyTrial:
         self.store.applies.push(self.views[name][rank], entries, is_last=is_last)
 
     def segment(self, values: torch.Tensor) -> PlainSegment:
-        memory, start = PlainSegment(self.schema.gradient_bytes), 0
-        for field in self.schema.gradient_fields():
-            field_tensor(memory.view(0, self.schema.gradient_bytes), field).copy_(values[start : start + field.elements])
-            start += field.elements
-        return memory
+        return gradient_of(self.schema, split_values(self.schema, values))
 
     # --- a step
 
@@ -125,7 +121,7 @@ class EarlyTrial:
         begun.add_done_callback(lambda done: done.cancelled() or done.exception())
         way = self.random.choice(("end",) * 7 + ("abort", "rollback", "reopen"))
         await self.push_early(gradients, places, before, after, until=len(gradients) if way == "end" else self.random.randint(0, 4))
-        self.figures[way] += 1
+        self.log(way)
         if way == "end":
             result = await self.together(EARLY, "end_apply", self.store.applies.end)
             assert result == await begun
@@ -154,10 +150,9 @@ class EarlyTrial:
             await self.look(before, after)
 
     def add(self, memory: PlainSegment, values: torch.Tensor) -> None:
-        start, image = 0, memory.view(0, self.schema.gradient_bytes)
+        image, parts = memory.view(0, self.schema.gradient_bytes), split_values(self.schema, values)
         for field in self.schema.gradient_fields():
-            field_tensor(image, field).add_(values[start : start + field.elements])
-            start += field.elements
+            field_tensor(image, field).add_(parts[field.name])
 
     async def look(self, before: dict[ExpertKey, torch.Tensor], after: dict[ExpertKey, torch.Tensor]) -> None:
         """Leases any key and checks what it sees; at times checks that an open apply refuses a write-back."""
@@ -212,16 +207,10 @@ class EarlyTrial:
     async def params(self, name: str) -> dict[ExpertKey, torch.Tensor]:
         return {key: await self.param(name, key) for key in KEYS}
 
-    async def record(self, name: str, key: ExpertKey) -> list[torch.Tensor]:
-        length_bytes = self.schema.record_bytes
-        target = PlainSegment(length_bytes).view(0, length_bytes)
-        await self.store.reading.read(self.views[name][0], key, target)
-        return list(values_in(target, self.schema.stored.fields).values())
-
     async def compare(self) -> None:
         for key in KEYS:
-            plain, early = await self.record(PLAIN, key), await self.record(EARLY, key)
-            assert all(map(torch.equal, plain, early)), key
+            plain, early = [await record(self.store, self.views[name][0], key) for name in (PLAIN, EARLY)]
+            assert torch.equal(plain, early), key
             self.figures["compared"] += 1
 
 
@@ -230,20 +219,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def run_seed(seed: int, *, steps: int = 8) -> EarlyTrial:
-    """Runs one trial; a failure names its seed."""
+    """Runs one trial; gives it when all checks have passed."""
     trial = EarlyTrial(seed)
-
-    async def main() -> None:
-        torch.manual_seed(seed)
-        await trial.begin()
-        for _ in range(steps):
-            await trial.step()
-            if trial.random.random() < 0.4:
-                await trial.commit()
-
-    try:
-        asyncio.run(asyncio.wait_for(main(), 60.0))
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
+    trial.run(trial.live(steps))
     return trial

@@ -7,7 +7,7 @@ them once all ranks have opened the namespace again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from paramstore.core.key import ExpertKey
@@ -22,6 +22,7 @@ from paramstore_testkit.trials.store_trial import NAME, Gradients, StoreTrial
 RANKS = 2
 LOSES = 0.04
 """Chance that an act is the loss of a rank."""
+LOSS = "lost"
 LOST = (RankLost, WriterFenced, StepFailed, LeaseError, TicketCancelled, asyncio.CancelledError)
 """Errors with which calls under way may end when a rank is lost."""
 
@@ -35,7 +36,7 @@ class RanksTrial(StoreTrial):
         self.group = 0
 
     async def open_writer(self, *, is_new: bool = False) -> View:
-        admission, description = self.store.admission, self.schema.describe()
+        admission, description = self.store.admission, self.model.schema.describe()
         self.group += 1
 
         def open_first(group: WriterGroup) -> Coroutine[Any, Any, View]:
@@ -52,9 +53,6 @@ class RanksTrial(StoreTrial):
         if self.random.random() < 0.7:
             for view in self.writers.values():
                 self.store.declare_schedule(view, training_visits(range(2), is_exact=True), apply_visits(range(2)))
-        return self.some_writer()
-
-    def some_writer(self) -> View:
         return self.writers[self.random.randrange(RANKS)]
 
     def push(self, share: float) -> Gradients:
@@ -75,12 +73,17 @@ class RanksTrial(StoreTrial):
             if view.step is not None or (view.namespace.broken is None and not view.is_fenced and not view.is_closed):
                 raise
 
-    async def act(self) -> None:
-        self.writer = self.some_writer()
+    def draw(self, weights: Mapping[str, float]) -> str:
+        self.writer = self.writers[self.random.randrange(RANKS)]
         if self.random.random() < LOSES and self.writer.namespace.committed_step is not None:
+            return LOSS
+        return super().draw(weights)
+
+    async def act(self, name: str) -> None:
+        if name == LOSS:
             await self.lose_a_rank()
         else:
-            await super().act()
+            await super().act(name)
 
     async def lose_a_rank(self) -> None:
         """Loses a rank in the middle of whatever is under way; then all ranks open the namespace again."""
@@ -92,20 +95,8 @@ class RanksTrial(StoreTrial):
         else:  # the rank's process lives on, and may read what it leased
             self.store.end_writing(gone, reason="is gone")
         if self.random.random() < 0.5:
-            self.tasks, tasks = [], self.tasks
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-            check_outcomes(found)
-        self.figures["lost"] += 1
+            await self.settle(LOST)
         self.writer = await self.open_writer()
         self.store.close_view(gone)
-        tasks, self.tasks = self.tasks, []
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        check_outcomes(found)
+        await self.settle(LOST)
         await self.check_reopened()
-
-
-def check_outcomes(found: list[Any]) -> None:
-    """Checks that there are only results, and errors that a lost rank brings with it."""
-    wrong = [error for error in found if isinstance(error, BaseException) and not isinstance(error, LOST)]
-    if wrong:
-        raise wrong[0]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent
 from paramstore.core.residency import Copy, Working
-from paramstore.engine.planner.planner import Planner, Update
+from paramstore.engine.planner.planner import Planner
 from paramstore.engine.tables.copies import Cut, ParamCopy, Waiter, WorkingCopy
 from paramstore.engine.tables.moves import MoveKind
 from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState
@@ -17,18 +17,14 @@ from paramstore_testkit.trials.residency_model import ModelLease, ModelView, Res
 
 
 class ResidencyChecks:
-    """Checks of `small`, the real planner with its tables, against `model`; holders and updates are kept here."""
+    """Checks of `small`, the real planner with its tables, against `model`; who holds slots is kept here."""
 
     small: SmallPlanner
     planner: Planner
     namespace: NamespaceState
     model: ResidencyModel
     holds: list[tuple[SlotRequest, WorkingCopy]]
-    """Holds of readers of slots, asked for or given; one that is updated moves to `updating`."""
-    claimed: list[dict[ExpertKey, None]]
-    """Keys of applies that were called: the first apply runs if `is_applying`."""
-    is_applying: bool
-    updating: list[Update]
+    """Holds of readers of slots, asked for or given; one that is updated is so no more."""
     cut: Cut | None
     quarantined: list[Extent]
     orphans: list[WorkingCopy]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from random import Random
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.ring import RingMemory
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.nn import ResidentExperts, StoredExperts
+from paramstore_testkit.trial import Trial, telling
 
 EXPERTS, HIDDEN = 4, 8
 
@@ -231,20 +231,20 @@ def test_a_ring_outside_of_its_with_is_refused() -> None:
         pass
 
 
-class RingTrial:
+class RingTrial(Trial):
     """A seeded life of good and bad visits. A ring's rule is all the model that it needs: a visit that began is the next turn of
     its layer, one that failed is none, and only a turn that is held stands in the way of the Kth after it."""
 
     def __init__(self, seed: int) -> None:
-        self.random = Random(seed)
+        super().__init__(seed)
         self.layers, self.slots = self.random.randint(1, 6), self.random.randint(1, 4)
         self.ns = make_failing(self.layers)
         self.ns.holds_prefetches = self.random.random() < 0.5
         self.turn, self.visits, self.skipped = -1, 0, 0
         self.held: list[int] = []
 
-    def run(self, steps: int) -> None:
-        with RingMemory(self.ns, self.slots) as self.ring:
+    def visit(self, steps: int) -> None:
+        with telling(self.story), RingMemory(self.ns, self.slots) as self.ring:
             for _ in range(steps):
                 self.step()
                 assert len(self.ns.leased) == len(self.held) == 0
@@ -256,8 +256,9 @@ class RingTrial:
         assert self.ns.leased == []
 
     def step(self) -> None:
-        failures = self.unknown, self.stopped, self.spoilt, self.given_up, self.nested, self.unloaded
-        self.random.choice((self.good, self.good, *failures))()
+        name = self.random.choice(("good", "good", "unknown", "stopped", "spoilt", "given_up", "nested", "unloaded"))
+        self.log(name)
+        getattr(self, name)()
 
     def layer(self) -> int:
         """Mostly the next one."""
@@ -333,7 +334,7 @@ class RingTrial:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_fails_the_others_go_on(seed: int) -> None:
-    RingTrial(seed).run(40)
+    RingTrial(seed).visit(40)
 
 
 # --- parts ---

@@ -45,7 +45,7 @@ def check(lived: tuple[Life, CrashDisk]) -> Check:
     def run(*edits: Edit) -> Verdict:
         effect = disk.edit(edits)
         try:
-            return checker.check(disk, disk.catalog, "some", effect, life.steps)
+            return checker.check(disk, disk.catalog, "some", effect, life.model.steps)
         finally:
             disk.restore(edits)
 
@@ -59,7 +59,7 @@ def flipped(disk: CrashDisk, offset_bytes: int) -> Edit:
 
 def test_the_end_of_a_life_is_right_and_read_once(lived: tuple[Life, CrashDisk], check: Check) -> None:
     life, _ = lived
-    first, second = sorted(life.steps)
+    first, second = sorted(life.model.steps)
     assert check() == check() == Verdict(True, second, (first, second))
     assert check.figures.states == {"some": 2}  # type: ignore[attr-defined]
     assert check.figures.distinct == {"some": 1}  # type: ignore[attr-defined]
@@ -87,8 +87,8 @@ def test_a_flipped_bit_in_any_record_of_any_step_is_found(lived: Lived, check: C
 
 def test_a_model_that_says_otherwise_is_contradicted(lived: tuple[Life, CrashDisk]) -> None:
     life, disk = lived
-    newest, oldest = max(life.steps), min(life.steps)
-    wrong = {**life.steps, newest: life.steps[oldest]}
+    newest, oldest = max(life.model.steps), min(life.model.steps)
+    wrong = {**life.model.steps, newest: life.model.steps[oldest]}
     with pytest.raises(AssertionError, match="another step"):
         Checker().check(disk, disk.catalog, "some", disk.edit(()), wrong)
 

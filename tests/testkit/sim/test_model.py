@@ -126,11 +126,11 @@ def test_an_opening_under_way_may_go_back_to_its_step_whatever_others_found_mean
 
 def test_a_snapshot_stays_while_nobody_may_have_dropped_it() -> None:
     model = committed(1, 2, 3)
-    model.snapshots[1] = None
+    model.snapshots.kept[1] = None
     assert 1 in model.must_have()
     with pytest.raises(Broken):
         model.check_snapshots([])
-    model.unsure_snapshots[1] = None
+    model.snapshots.unsure[1] = None
     assert 1 not in model.must_have()
     model.check_snapshots([])
     model.check_snapshots([1])
