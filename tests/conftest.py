@@ -1,12 +1,26 @@
-"""What tests of every folder may ask for."""
+"""What tests of every folder may ask for, in which order workers take the files, and what is left to `make soak`."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from paramstore_testkit import trial
+
+LONG_FILES = (
+    "tests/crash/test_crash_enumeration.py", "tests/crash/test_file_systems.py", "tests/properties/test_simulation.py",
+    "tests/end_to_end/test_attach_ranks.py", "tests/properties/test_exact_model.py", "tests/crash/test_kill_daemon.py",
+    "tests/crash/test_canaries.py", "tests/properties/test_session_model.py",
+)  # fmt: skip
+"""Longest first: workers take the files in this order and then all others, which are short, so that none works alone at the end."""
+
+left_out: Counter[str] = Counter()
+"""File -> its tests that only `make soak` runs."""
+collected: Counter[str] = Counter()
+"""File -> its tests."""
 
 
 @pytest.fixture
@@ -14,3 +28,41 @@ def one_thread() -> Iterator[None]:
     """torch computes on one thread: those of small tensors only wait for each other, and some sums depend on how many there are."""
     with trial.one_thread():
         yield
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is left out is gone
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        collected[_file(item)] += 1
+        left_out[_file(item)] += item.get_closest_marker("soak") is not None
+    if hasattr(config, "workerinput"):
+        places = {file: place for place, file in enumerate(LONG_FILES)}
+        items.sort(key=lambda item: places.get(_file(item), len(places)))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"], output["collected"] = dict(left_out), dict(collected)
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker has collected the same."""
+    output = getattr(node, "workeroutput", {})
+    left_out.update({file: count for file, count in output.get("left_out", {}).items() if file not in left_out})
+    collected.update({file: count for file, count in output.get("collected", {}).items() if file not in collected})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says how many tests of how many ran, where a file is a sample of what `make soak` runs."""
+    if config.option.markexpr != "not soak" or not left_out.total():
+        return
+    terminalreporter.write_line(f"left to `make soak`: {left_out.total()} of {collected.total()} tests")
+    for file, count in sorted(left_out.items()):
+        if count:
+            terminalreporter.write_line(f"  {file}: {collected[file] - count} of {collected[file]} ran")
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,15 @@ from paramstore.engine.planner.planner import Planner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records import reading
 from paramstore_testkit.bugs.canaries import planted
+from paramstore_testkit.sim.markers import LEAST, MARKERS
 from paramstore_testkit.sim.run import REQUESTS, Figures, report, run_seed, run_seeds
 
 SEEDS = range(1, 401)
-REPEATED_SEEDS = range(1, 11)
+FEWER_SEEDS, FEWER_LEAST = SEEDS[:80], 3
+"""Those of every run, and how often each marker is met in them: a fifth of all, which are for `make soak`."""
+REPEATED_SEEDS = range(1, 6)
+FINDS_FIRST = {"ignore_failed_write": 37, "believe_unknown": 10, "forget_waiting_prefetches": 124, "fence_nobody": 43}
+"""Where the search for a bug begins that few seeds find: it goes on from there, and over all of them."""
 CORE_S_MAX = 300.0
 """Far more than they take on an idle machine: what loops ends."""
 ROOT = Path(__file__).parents[2]
@@ -61,18 +67,34 @@ def test_a_few_requests_of_one_seed_keep_every_promise() -> None:
 
 
 @pytest.mark.slow
-def test_every_seed_keeps_every_promise_and_all_that_is_rare_has_happened(request: pytest.FixtureRequest) -> None:
-    figures = run_seeds(SEEDS)
+@pytest.mark.parametrize(
+    ("seeds", "least"),
+    [
+        pytest.param(FEWER_SEEDS, FEWER_LEAST, id=f"{len(FEWER_SEEDS)} of {len(SEEDS)} seeds"),
+        pytest.param(SEEDS, LEAST, marks=pytest.mark.soak, id=f"all {len(SEEDS)} seeds"),
+    ],
+)
+def test_every_seed_keeps_every_promise_and_all_that_is_rare_has_happened(
+    seeds: range, least: int, request: pytest.FixtureRequest
+) -> None:
+    figures = run_seeds(seeds)
     tell(request, report(figures))
-    assert figures.requests >= len(SEEDS) * REQUESTS
-    assert figures.missed() == {}, "too rare to prove anything: see LEAST in sim/markers.py"
+    assert figures.requests >= len(seeds) * REQUESTS
+    missed = {name: figures.markers[name] for name in MARKERS if figures.markers[name] < least}
+    assert missed == {}, "too rare to prove anything"
     assert figures.core_s < CORE_S_MAX
+
+
+@cache
+def hashes_here() -> dict[int, int]:
+    """What the repeated seeds do in this process."""
+    return run_seeds(REPEATED_SEEDS).trace_hashes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hash_seed", ["0", "4242"])
 def test_a_seed_does_the_same_in_every_process(hash_seed: str) -> None:
-    here = run_seeds(REPEATED_SEEDS).trace_hashes
+    here = hashes_here()
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     command = [sys.executable, "-c", COMMAND, str(REPEATED_SEEDS.start), str(REPEATED_SEEDS.stop)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
@@ -176,7 +198,8 @@ def bug(name: str) -> Iterator[None]:
 
 def first_failure(name: str) -> tuple[int, BaseException]:
     """The first seed that finds the bug."""
-    for seed in SEEDS:
+    first = FINDS_FIRST.get(name, SEEDS.start)
+    for seed in [*range(first, SEEDS.stop), *range(SEEDS.start, first)]:
         try:
             with bug(name):
                 run_seed(seed, Figures())
