@@ -13,6 +13,7 @@ import pytest
 
 import paramstore_client as ps
 from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.saved_models import save_stock, tensors_of
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,7 @@ LIMIT_S = 60
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("cli") / "store", "--host-budget", "64MiB", "--gradient-budget", "8MiB") as daemon:
+    with ForkedDaemon(tmp_path_factory.mktemp("cli") / "store", "--host-budget", "64MiB", "--gradient-budget", "8MiB") as daemon:
         yield daemon
 
 

@@ -22,7 +22,7 @@ import paramstore_client as ps
 from paramstore.cli import signals
 from paramstore.cli.main import app
 from paramstore_client.connection.inbox import Inbox
-from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 TRIES = int(os.environ.get("PARAMSTORE_SIGNAL_TRIES", "5"))
 SEED = int(os.environ.get("PARAMSTORE_SIGNAL_SEED", "1"))
@@ -67,7 +67,7 @@ TALKATIVE = {*ENDS_WITH, "demo"}
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A store that is served."""
-    with DaemonProcess(tmp_path_factory.mktemp("s") / "store", "--host-budget", "32MiB") as daemon:
+    with ForkedDaemon(tmp_path_factory.mktemp("s") / "store", "--host-budget", "32MiB") as daemon:
         yield daemon.directory
 
 

@@ -21,6 +21,7 @@ from paramstore.storage.volume.file_volume import UNTOLD
 from paramstore_client import client as client_module
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.stores.small_store import SCHEMA, create, run, train
 
 Run = Callable[..., int]
@@ -29,7 +30,7 @@ Run = Callable[..., int]
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """A daemon with one namespace that has no commit."""
-    with DaemonProcess(tmp_path_factory.mktemp("status") / "store", "--host-budget", "32MiB") as daemon:
+    with ForkedDaemon(tmp_path_factory.mktemp("status") / "store", "--host-budget", "32MiB") as daemon:
         with paramstore_client.connect(daemon.address) as store:
             store.create_namespace("experts", Schema.adamw({"w": (8, 8)}), layers=2, experts=3)
         yield daemon

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 Run = Callable[..., int]
 
@@ -28,7 +29,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path / "store", "--host-budget", "32MiB") as daemon:
+    with ForkedDaemon(tmp_path / "store", "--host-budget", "32MiB") as daemon:
         yield daemon
 
 
@@ -57,13 +58,13 @@ def test_a_daemon_whose_socket_was_removed_is_said_and_stopped(
     said = capsys.readouterr().err
     assert f"daemon {daemon.pid} holds {daemon.directory}, and nobody listens at {daemon.address}" in said
     assert f"`paramstore stop {daemon.directory}`, then serve again" in said
-    second = DaemonProcess(daemon.directory)
+    second = ForkedDaemon(daemon.directory)
     assert second.run() == 1
     assert f"is in use by process {daemon.pid}: " in second.stderr
     assert f"`paramstore stop {daemon.directory}`, which finds it where its socket is gone too" in second.stderr
     assert paramstore("stop", str(daemon.directory)) == 0
     assert daemon.wait(0.5) == 0
-    with DaemonProcess(daemon.directory, "--host-budget", "32MiB"):
+    with ForkedDaemon(daemon.directory, "--host-budget", "32MiB"):
         pass
 
 

@@ -22,6 +22,7 @@ from paramstore.errors import CorruptRecord
 from paramstore.storage.format.structures import check_header
 from paramstore.wire import messages as m
 from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.stores.small_store import SCHEMA
 from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
@@ -36,7 +37,7 @@ FINDING = {
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """A daemon with one committed namespace."""
-    with DaemonProcess(tmp_path_factory.mktemp("verify") / "store", "--host-budget", "32MiB") as daemon:
+    with ForkedDaemon(tmp_path_factory.mktemp("verify") / "store", "--host-budget", "32MiB") as daemon:
         with paramstore_client.connect(daemon.address) as store:
             schema = Schema.adamw({"w": (8, 8)})
             with store.create_namespace("experts", schema, layers=2, experts=3) as namespace:

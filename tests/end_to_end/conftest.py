@@ -14,6 +14,7 @@ import paramstore_client as ps
 from paramstore.core.key import ExpertKey
 from paramstore_client.connection import autostart
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 SHAPE = (64, 64)
 LAYERS, EXPERTS = 2, 4
@@ -55,7 +56,7 @@ def fill(value_of: Callable[[ExpertKey], Value]) -> Callable[[ps.Store], None]:
 def template(fill: Callable[[ps.Store], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a store at step 1 that nobody serves: to be copied."""
     directory = tmp_path_factory.mktemp("template") / "store"
-    with DaemonProcess(directory, *BUDGETS, environment=SETTINGS) as daemon, ps.connect(daemon.address) as store:
+    with ForkedDaemon(directory, *BUDGETS, environment=SETTINGS) as daemon, ps.connect(daemon.address) as store:
         fill(store)
     return directory
 
@@ -85,7 +86,7 @@ def serve() -> Iterator[Callable[..., DaemonProcess]]:
     daemons: list[DaemonProcess] = []
 
     def make(directory: Path, *arguments: str) -> DaemonProcess:
-        daemons.append(DaemonProcess(directory, *(arguments or BUDGETS), environment=SETTINGS))
+        daemons.append(ForkedDaemon(directory, *(arguments or BUDGETS), environment=SETTINGS))
         return daemons[-1]
 
     yield make
@@ -98,7 +99,7 @@ def daemon(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """One daemon for all tests of a module that leave its store at step 1."""
     directory = tmp_path_factory.mktemp("shared") / "store"
     shutil.copytree(template, directory)
-    with DaemonProcess(directory, *BUDGETS, environment=SETTINGS) as daemon:
+    with ForkedDaemon(directory, *BUDGETS, environment=SETTINGS) as daemon:
         yield daemon
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import paramstore_client as ps
 from paramstore_client.training import Experts, bind
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.toy_moe import ToyMoE, adamw, batch, different_weights, make_namespace, make_resident, make_stored
 
 pytestmark = [
@@ -40,7 +41,7 @@ class Batches(Dataset[Tensor]):
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     directory = tmp_path_factory.mktemp("frameworks") / "store"
-    with DaemonProcess(directory, "--host-budget", "64MiB", environment=QUIET) as daemon:
+    with ForkedDaemon(directory, "--host-budget", "64MiB", environment=QUIET) as daemon:
         yield daemon
 
 

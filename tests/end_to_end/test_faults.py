@@ -16,6 +16,7 @@ from paramstore.wire import messages as m
 from paramstore.wire.codec import FRAME_BYTES_MAX, LENGTH
 from paramstore_client import client as client_module
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.wire.raw_client import RawClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_time")]
@@ -169,7 +170,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     directory = tmp_path_factory.mktemp("narrow") / "store"
     budgets = ("--host-budget", "12MiB", "--gradient-budget", "4MiB")
     settings = {**QUIET, "PARAMSTORE_WAIT_TIMEOUT_S": "20"}
-    with DaemonProcess(directory, *budgets, environment=settings) as daemon:
+    with ForkedDaemon(directory, *budgets, environment=settings) as daemon:
         with ps.connect(daemon.address) as store:
             schema = ps.adamw_schema({"w": WIDE}, param_dtype="float32")
             with store.create_namespace("wide", schema, layers=1, experts=6) as namespace:

@@ -18,6 +18,7 @@ from paramstore.core.location import Extent
 from paramstore.errors import VolumeError
 from paramstore.fsck.check import check, read_catalog, rebuild
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def volumes_of(directory: Path) -> list[str]:
 
 
 def served(directory: Path) -> DaemonProcess:
-    return DaemonProcess(directory, *volumes_of(directory), *BUDGETS, environment=QUIET)
+    return ForkedDaemon(directory, *volumes_of(directory), *BUDGETS, environment=QUIET)
 
 
 def image_of(directory: Path) -> Image:

@@ -10,7 +10,7 @@ import torch
 import paramstore as ps
 from paramstore.errors import ParamStoreError
 from paramstore_client.hf.export_checkpoint import export_checkpoint
-from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.parity import Comparison, Reference, Stored, Trial, batches_of, save_checkpoint
 from paramstore_testkit.training.saved_models import check_equal_files, tensors_of
 
@@ -37,7 +37,7 @@ def trial(store: ps.Store, path: Path, kernel: str, **options: object) -> Trial:
 @pytest.mark.parametrize(("family", "kernel"), [("qwen3_moe", "eager"), ("mixtral", "grouped_mm")])
 def test_a_trained_model_and_its_export_have_the_bits_of_the_unmodified_one(tmp_path: Path, family: str, kernel: str) -> None:
     path = save_checkpoint(family, tmp_path / "checkpoint", dtype=FP32, seed=3)
-    with DaemonProcess(tmp_path / "store", *BUDGETS) as daemon, ps.connect(daemon.address, debug=True) as store:
+    with ForkedDaemon(tmp_path / "store", *BUDGETS) as daemon, ps.connect(daemon.address, debug=True) as store:
         run = trial(store, path, kernel)
         run.run(batches_of(text(), steps=STEPS, seed=3), commit_every=4)
         run.compare(text()[:32].long()[None])
@@ -60,7 +60,7 @@ def test_a_trained_model_and_its_export_have_the_bits_of_the_unmodified_one(tmp_
 
 def test_clipping_by_norm_differs_by_the_order_of_its_sums_alone(tmp_path: Path) -> None:
     path = save_checkpoint("mixtral", tmp_path / "checkpoint", dtype=FP32, seed=3)
-    with DaemonProcess(tmp_path / "store", *BUDGETS) as daemon, ps.connect(daemon.address, debug=True) as store:
+    with ForkedDaemon(tmp_path / "store", *BUDGETS) as daemon, ps.connect(daemon.address, debug=True) as store:
         run = trial(store, path, "eager", max_norm=1.0, adopting="stock")
         run.run(batches_of(text(), steps=4, seed=3))
         stock = run.comparisons["stock"]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.daemon_process import QUIET
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 LIMIT_S = 120.0
 PROGRAM = Path(__file__).parent / "room_rank.py"
@@ -24,8 +25,8 @@ def train(directory: Path, *, ranks: int, wrap: str, seed: int) -> None:
     budget = ("--host-budget", "64MiB", "--gradient-budget", f"{SHARE_MIB * ranks}MiB")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     with (
-        DaemonProcess(directory / "scarce", *budget, environment=SETTINGS) as scarce,
-        DaemonProcess(directory / "ample", *budget[:2], environment=SETTINGS) as ample,
+        ForkedDaemon(directory / "scarce", *budget, environment=SETTINGS) as scarce,
+        ForkedDaemon(directory / "ample", *budget[:2], environment=SETTINGS) as ample,
     ):
         command = [*torchrun, str(PROGRAM), wrap, str(seed), scarce.address, ample.address]
         done = subprocess.run(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import paramstore as ps
 from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 pytestmark = pytest.mark.slow
 
@@ -149,7 +150,7 @@ class Reading:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path / "store", "--host-budget", HOST_BUDGET) as daemon:
+    with ForkedDaemon(tmp_path / "store", "--host-budget", HOST_BUDGET) as daemon:
         yield daemon
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.daemon_process import QUIET
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 PROGRAM = Path(__file__).parent / "training_memory.py"
 STATE_BYTES = 12 * 4 * 16 * 3 * 512 * 384
@@ -21,7 +22,7 @@ KEPT_SHARE = 0.1
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
 def test_malloc_keeps_at_most_a_tenth_of_the_states_for_nothing(tmp_path: Path) -> None:
-    with DaemonProcess(tmp_path / "store", "--host-budget", f"{STATE_BYTES // 4}", environment=QUIET) as daemon:
+    with ForkedDaemon(tmp_path / "store", "--host-budget", f"{STATE_BYTES // 4}", environment=QUIET) as daemon:
         done = subprocess.run(
             [sys.executable, str(PROGRAM), daemon.address], capture_output=True, text=True, timeout=120, check=False,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

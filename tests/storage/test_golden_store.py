@@ -14,6 +14,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("format-*.tar.xz"))
 PACKED_BYTES_MAX = 200_000
@@ -30,7 +31,7 @@ def unpacked(packed: Path, tmp_path: Path) -> tuple[DaemonProcess, dict[str, dic
     for path in (directory, *directory.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
     volumes = [argument for name in ("one", "two") for argument in ("--volume", str(directory / name))]
-    return DaemonProcess(directory, "--host-budget", "64MiB", *volumes, environment=QUIET), json.loads(
+    return ForkedDaemon(directory, "--host-budget", "64MiB", *volumes, environment=QUIET), json.loads(
         (directory / "expected.json").read_text()
     )
 

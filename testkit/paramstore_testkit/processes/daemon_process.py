@@ -13,12 +13,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import IO, Protocol
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
 SERVE: tuple[str, ...] = (sys.executable, "-m", "paramstore", "serve")
 QUIET = {"PARAMSTORE_PREFILL": "0", "PARAMSTORE_UPDATE_WORKERS": "2", "PARAMSTORE_IO_WORKERS": "2"}
 """Settings for small tests: few threads, and no zero-fill beside them."""
+
+
+class Process(Protocol):
+    """What this module needs of a `subprocess.Popen`."""
+
+    pid: int
+    stdout: IO[bytes] | None
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class DaemonProcess:
@@ -37,7 +54,7 @@ class DaemonProcess:
         """Everything that it has written to stdout so far; whole after `wait`."""
         self._command = [*command, "--dir", str(directory), *arguments]
         self._environment = {**os.environ, **environment}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._descriptor = -1
 
     @property
@@ -67,11 +84,15 @@ class DaemonProcess:
         """Starts the process, and waits for nothing."""
         self.stdout = ""
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=self._environment
-            )
+            self._process = self.spawn(log)
         assert self._process.stdout is not None
         self._descriptor = self._process.stdout.fileno()
+
+    def spawn(self, log: IO[bytes]) -> Process:
+        """Makes the process, whose stderr is `log`."""
+        return subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=self._environment
+        )
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None

@@ -1,6 +1,9 @@
-"""A rank of a job that trains the toy model on a store, for torchrun (`-m paramstore_testkit.training.attached_rank ADDRESS MODE`).
+"""A rank of a job that trains the toy model on a store, for torchrun.
 
-Every rank also trains the model in its own memory on all ranks' batches and compares; a difference ends it with an error.
+`-m paramstore_testkit.training.attached_rank ADDRESS MODE...`; the mode `restart` is alone, with a file for its weights.
+
+Every rank also trains the model in its own memory on all ranks' batches and compares; a difference ends it with an error. Each mode
+has a namespace of its own; rank 0 writes a mode's name to stdout when all ranks have done it.
 """
 
 from __future__ import annotations
@@ -45,9 +48,11 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 class Job:
     """This rank's part: the stored model, wrapped, beside the resident one that sees every rank's batches."""
 
-    def __init__(self, store: ps.Store, wrap: Callable[[nn.Module], nn.Module], *, updates_in_backward: bool = False) -> None:
+    def __init__(
+        self, store: ps.Store, name: str, wrap: Callable[[nn.Module], nn.Module], *, updates_in_backward: bool = False
+    ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.namespace = self._open(store)
+        self.namespace = self._open(store, name)
         self.stored = make_stored(self.namespace)
         self.experts: Experts = bind(self.stored, self.namespace)
         self.model = wrap(self.stored)
@@ -58,11 +63,11 @@ class Job:
         self.next_step = 0
 
     @staticmethod
-    def _open(store: ps.Store) -> ps.Namespace:
-        if any(known["committed_step"] is not None for known in store.namespaces()):
-            return store.open_namespace("moe", mode="write", **launched())
+    def _open(store: ps.Store, name: str) -> ps.Namespace:
+        if any(known["name"] == name and known["committed_step"] is not None for known in store.namespaces()):
+            return store.open_namespace(name, mode="write", **launched())
         schema = ps.adamw_schema(FIELDS, param_dtype="float32")
-        namespace = store.create_namespace("moe", schema, layers=LAYERS, experts=EXPERTS, **launched())
+        namespace = store.create_namespace(name, schema, layers=LAYERS, experts=EXPERTS, **launched())
         namespace.initialize(initial_value)
         namespace.commit(0).wait()
         return namespace
@@ -255,14 +260,19 @@ MODES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Job], None]]]
 
 
 def main() -> None:
-    address, mode = sys.argv[1:3]
-    wrap, act = MODES[mode]
+    address, *modes = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        with ps.connect(address) as store:
-            act(Job(store, wrap, updates_in_backward=mode.startswith("early")))
-            dist.barrier()
+        for mode in modes[:1] if modes[0] == "restart" else modes:
+            wrap, act = MODES[mode]
+            torch.manual_seed(0)
+            with ps.connect(address) as store:
+                act(Job(store, mode.replace(" ", "-"), wrap, updates_in_backward=mode.startswith("early")))
+                dist.barrier()
+            if dist.get_rank() == 0:
+                sys.stdout.write(f"{mode}\n")
+                sys.stdout.flush()
     finally:
         dist.destroy_process_group()
 

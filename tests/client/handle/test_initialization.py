@@ -10,7 +10,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore.errors import CapacityError, SchemaMismatch, StepFailed, StepOutOfOrder, UnknownKey
-from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 SHAPE = (16, 8)
 
@@ -19,7 +19,7 @@ SHAPE = (16, 8)
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.Store]:
     directory: Path = tmp_path_factory.mktemp("initialization") / "store"
     budgets = ("--host-budget", "32MiB", "--gradient-budget", "4MiB")
-    with DaemonProcess(directory, *budgets) as daemon, ps.connect(daemon.address) as store:
+    with ForkedDaemon(directory, *budgets) as daemon, ps.connect(daemon.address) as store:
         yield store
 
 

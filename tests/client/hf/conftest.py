@@ -8,13 +8,14 @@ import pytest
 
 import paramstore_client as ps
 from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 BUDGETS = ("--host-budget", "64MiB", "--gradient-budget", "8MiB")
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("imports") / "store", *BUDGETS) as daemon:
+    with ForkedDaemon(tmp_path_factory.mktemp("imports") / "store", *BUDGETS) as daemon:
         yield daemon
 
 

@@ -17,7 +17,7 @@ from paramstore.errors import UnsupportedModel
 from paramstore_client.hf import find_layout
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.export_checkpoint import export_checkpoint
-from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
 from paramstore_testkit.training.moe_models import tokens
 from paramstore_testkit.training.parity import Comparison, Reference, Stored, Trial
@@ -44,7 +44,7 @@ BUDGETS = ("--host-budget", "16MiB", "--volume-size", "64MiB")
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ps.Store]:
     """Of a daemon for each family: a store has notes for some twenty namespaces."""
-    with DaemonProcess(tmp_path / "store", *BUDGETS) as daemon, ps.connect(daemon.address) as store:
+    with ForkedDaemon(tmp_path / "store", *BUDGETS) as daemon, ps.connect(daemon.address) as store:
         yield store
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import paramstore_client as ps
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.toy_moe import make_namespace
 
 SETTINGS = {**QUIET, "PARAMSTORE_WAIT_TIMEOUT_S": "20"}
@@ -23,7 +24,7 @@ def _small_tensors(one_thread: None) -> None:
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     directory = tmp_path_factory.mktemp("training") / "store"
-    with DaemonProcess(directory, "--host-budget", "256MiB", environment=SETTINGS) as daemon:
+    with ForkedDaemon(directory, "--host-budget", "256MiB", environment=SETTINGS) as daemon:
         yield daemon
 
 

@@ -12,7 +12,7 @@ import paramstore_client as ps
 from paramstore.errors import SchemaMismatch
 from paramstore_client.hf import ExpertLayout, ExpertTensor
 from paramstore_client.hf.loading.namespaces import open_experts
-from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ SCHEMA = LAYOUT.schema(updates="touched")
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
-    with DaemonProcess(tmp_path_factory.mktemp("namespaces") / "store", "--host-budget", "64MiB") as daemon:
+    with ForkedDaemon(tmp_path_factory.mktemp("namespaces") / "store", "--host-budget", "64MiB") as daemon:
         yield daemon.address
 
 

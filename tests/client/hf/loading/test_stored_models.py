@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import paramstore as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, UnsupportedModel
 from paramstore_client.hf.compat import modeling
-from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.moe_families import CHANGES, small_config, tiny_config
 from paramstore_testkit.training.moe_models import tokens
 from paramstore_testkit.training.parity import align
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("hf") / "store"
-    with DaemonProcess(directory, "--host-budget", "64MiB", "--gradient-budget", "32MiB") as daemon:
+    with ForkedDaemon(directory, "--host-budget", "64MiB", "--gradient-budget", "32MiB") as daemon:
         yield daemon.address
 
 
