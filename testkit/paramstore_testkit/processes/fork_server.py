@@ -79,6 +79,8 @@ class ForkServer:
         self._pid = 0
         self._pidfd = -1
         self._is_warm = False
+        self.status: int | None = None
+        """How the last child ended; None while it lives."""
 
     @property
     def pid(self) -> int:
@@ -99,7 +101,7 @@ class ForkServer:
         while not (said := self._line()).startswith(PID):  # the child may speak before its parent does
             early.append(said)
         self._unread = "".join(f"{line}\n" for line in early).encode() + self._unread
-        self._pid = int(said.removeprefix(PID))
+        self._pid, self.status = int(said.removeprefix(PID)), None
         self._pidfd = os.pidfd_open(self._pid)
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
@@ -157,7 +159,8 @@ class ForkServer:
     def _ended(self, said: str) -> None:
         os.close(self._pidfd)
         self._pidfd = -1
-        assert int(said.removeprefix(ENDED)) in self.statuses, f"{said}\n{self._log_tail()}"
+        self.status = int(said.removeprefix(ENDED))
+        assert self.status in self.statuses, f"{said}\n{self._log_tail()}"
 
     def _line(self) -> str:
         """Waits for the next line; the first one takes as long as the imports do."""
