@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import pytest
 
 from paramstore_testkit import trial
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+"""Before torch is loaded, here and in processes that tests start: its threads sleep while they wait for each other. Beside another
+worker they would spin on a core that the one they wait for needs, ten times as long as they compute."""
 
 LONG_FILES = (
     "tests/crash/test_crash_enumeration.py", "tests/crash/test_file_systems.py", "tests/properties/test_simulation.py",

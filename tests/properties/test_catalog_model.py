@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from paramstore.errors import CatalogError
 from paramstore.storage.catalog.base import Catalog, Change, Contents, NamespaceRow, Row, StepRow, VolumeRow
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 from paramstore.testing.catalogs import STORE_UUID, FaultyCatalog, MemoryCatalog, namespace_row
-from paramstore_testkit.trials.state_machines import run_fixed, run_new
+from paramstore_testkit.trials.state_machines import run_new
 
 NAMES = ("moe", "other", "a" * 64)
 PLACES = [Path("/dev/shm"), Path(tempfile.gettempdir())]
@@ -250,7 +250,9 @@ class LmdbMachine(CatalogMachine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [CatalogMachine, LmdbMachine])
-def test_a_catalog_holds_all_of_every_transaction_and_nothing_else(machine: type[CatalogMachine]) -> None:
+def test_a_catalog_holds_all_of_every_transaction_and_nothing_else(
+    machine: type[CatalogMachine], run_fixed: Callable[..., None]
+) -> None:
     run_fixed(machine)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from paramstore.core.location import Extent
 from paramstore.storage.space.extents import Space
-from paramstore_testkit.trials.state_machines import run_fixed, run_new
+from paramstore_testkit.trials.state_machines import run_new
 
 PAGE = 4096
 LENGTHS = st.integers(1, 5)
@@ -200,7 +202,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_every_page_has_one_holder_and_is_given_to_who_may_take_it() -> None:
+def test_every_page_has_one_holder_and_is_given_to_who_may_take_it(run_fixed: Callable[..., None]) -> None:
     run_fixed(SpaceMachine)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,7 +15,7 @@ from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.catalog.publication import Publication
 from paramstore.storage.format.structures import combine_roots
 from paramstore.testing.catalogs import MemoryCatalog
-from paramstore_testkit.trials.state_machines import run_fixed, run_new
+from paramstore_testkit.trials.state_machines import run_new
 
 KEYS = [(layer, expert) for layer in (0, 3) for expert in range(3)]
 CHANGED = st.sets(st.sampled_from(KEYS))
@@ -196,7 +198,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_every_visible_step_is_whole_and_nothing_else_is_kept() -> None:
+def test_every_visible_step_is_whole_and_nothing_else_is_kept(run_fixed: Callable[..., None]) -> None:
     run_fixed(LedgerMachine)
 
 

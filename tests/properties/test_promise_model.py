@@ -3,6 +3,8 @@ never waits for another's leases, and is never promised anything else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,7 +16,7 @@ from paramstore.engine.planner.promises import reserve_of
 from paramstore.engine.tables.namespace import LeaseRequest, View, WriterGroup
 from paramstore.errors import CapacityError, LeaseError
 from paramstore_testkit.stores.small_planner import SCHEMA, SmallPlanner
-from paramstore_testkit.trials.state_machines import run_fixed, run_new
+from paramstore_testkit.trials.state_machines import run_new
 
 EXPERTS = 12
 PICK = st.integers(0, 23)
@@ -196,7 +198,7 @@ class PromiseMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_who_stays_within_its_promise_is_never_refused_whatever_others_do() -> None:
+def test_who_stays_within_its_promise_is_never_refused_whatever_others_do(run_fixed: Callable[..., None]) -> None:
     run_fixed(PromiseMachine)
 
 

@@ -4,7 +4,7 @@ exactly those that should."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from itertools import count
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores import small_store
 from paramstore_testkit.stores.small_store import EXPERTS, OPTIONS, SCHEMA, read_record
 from paramstore_testkit.trials.reader_model import Lease, Reader, State, expected
-from paramstore_testkit.trials.state_machines import run_fixed, run_new
+from paramstore_testkit.trials.state_machines import run_new
 
 KEYS = [(0, expert) for expert in range(EXPERTS)]
 KEY = st.sampled_from(KEYS)
@@ -368,7 +368,7 @@ class ReaderMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_a_reader_sees_its_step_and_nothing_else_whatever_the_writer_does() -> None:
+def test_a_reader_sees_its_step_and_nothing_else_whatever_the_writer_does(run_fixed: Callable[..., None]) -> None:
     run_fixed(ReaderMachine)
 
 

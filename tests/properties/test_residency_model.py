@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,7 +16,7 @@ from paramstore.policy.lru import Lru
 from paramstore_testkit.stores.small_planner import SmallPlanner
 from paramstore_testkit.trials.residency_acts import ResidencyActs
 from paramstore_testkit.trials.residency_daemon import chosen
-from paramstore_testkit.trials.state_machines import run_fixed, run_new
+from paramstore_testkit.trials.state_machines import run_new
 
 EXPERTS = 8
 KEYS = [(0, expert) for expert in range(EXPERTS)]
@@ -163,7 +165,7 @@ class ResidencyMachine(RuleBasedStateMachine, ResidencyActs):
 
 
 @pytest.mark.slow
-def test_whoever_may_hold_something_gets_it_in_turn_and_nobody_else() -> None:
+def test_whoever_may_hold_something_gets_it_in_turn_and_nobody_else(run_fixed: Callable[..., None]) -> None:
     run_fixed(ResidencyMachine)
 
 

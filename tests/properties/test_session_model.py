@@ -4,6 +4,7 @@ and nobody else notices."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from paramstore.wire import messages as m
 from paramstore.wire.codec import LENGTH, encode
 from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, turns
 from paramstore_testkit.trials.session_talk import UNKNOWN_ID, Party, SessionTalk
-from paramstore_testkit.trials.state_machines import run_fixed, run_new
+from paramstore_testkit.trials.state_machines import run_new
 
 ADAMW = (1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0)
 CLIENTS_MAX = 3
@@ -331,7 +332,7 @@ class SessionMachine(RuleBasedStateMachine, SessionTalk):
 
 
 @pytest.mark.slow
-def test_whatever_is_said_is_answered_once_and_disturbs_nobody() -> None:
+def test_whatever_is_said_is_answered_once_and_disturbs_nobody(run_fixed: Callable[..., None]) -> None:
     run_fixed(SessionMachine)
 
 
