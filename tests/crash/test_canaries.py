@@ -91,13 +91,13 @@ def failure_of(bug: Canary) -> str:
     """What the suite says; empty if it passes."""
     if bug.suite in SUITES:
         suite = partial(crash_states, bug.acts) if bug.suite == CRASH_STATES else SUITES[bug.suite]
-        try:
-            with planted(bug.name):
+        with planted(bug.name):  # a bug that cannot be planted any more is not found
+            try:
                 suite()
-        except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - whatever it is, the suite failed
-            failure: BaseException = error
-        else:
-            return ""
+            except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - whatever it is, the suite failed
+                failure: BaseException = error
+            else:
+                return ""
         is_crash = any("crash after event" in note for note in getattr(failure, "__notes__", ()))
         assert is_crash or bug.suite != CRASH_STATES, f"the life itself fails: {failure!r}"  # that would prove less
         return f"{type(failure).__name__}: {failure}".splitlines()[0]

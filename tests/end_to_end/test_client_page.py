@@ -22,6 +22,8 @@ RANKS = ROOT / "docs" / "ranks.md"
 NODES = ROOT / "docs" / "nodes.md"
 TRAINING = ROOT / "docs" / "training.md"
 TRANSFORMERS = ROOT / "docs" / "transformers.md"
+HANDLE = ("namespace.py", "handle/residency.py", "handle/steps.py", "handle/updates.py")
+"""What a namespace's calls are written in."""
 LINES_MAX = 200
 END_TIMEOUT_S = 30.0
 
@@ -73,7 +75,7 @@ def test_the_page_is_one_screenful_of_pages() -> None:
 
 
 def test_the_page_names_every_call_that_returns_a_ticket() -> None:
-    source = client_source("namespace.py", "residency.py", "steps.py", "updates.py", "client.py")
+    source = client_source(*HANDLE, "client.py")
     methods = re.findall(r"^    def ([a-z]\w*)\([^)]*\)\s*-> (\w+)", source, flags=re.MULTILINE | re.DOTALL)
     calls = {name for name, answer in methods if answer == Ticket.__name__}
     tickets = PAGE.read_text().partition("## Tickets")[2].partition("\n## ")[0]
@@ -82,7 +84,7 @@ def test_the_page_names_every_call_that_returns_a_ticket() -> None:
 
 
 def test_the_page_explains_every_public_call_of_a_namespace() -> None:
-    source = client_source("namespace.py", "residency.py", "steps.py", "updates.py")
+    source = client_source(*HANDLE)
     calls = set(re.findall(r"^    def ([a-z]\w*)\(\s*self", source, flags=re.MULTILINE))
     internal = {"keys", "layers", "experts", "epoch", "view_change_count", "report_device", "store_uuid"}
     internal |= {"before_unmap", "before_push"}

@@ -24,7 +24,7 @@ import signal, sys
 import paramstore_client as ps
 from paramstore.wire import messages as m
 from paramstore.wire.codec import encode
-from paramstore_client import answers
+from paramstore_client.connection import answers
 
 store = ps.connect(sys.argv[1])
 ns = store.open_namespace("moe", mode=sys.argv[2])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.engine.planner.planner import Planner
+from paramstore.engine.planner.cuts import CutPlanner
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.steps.commit import Committer
@@ -299,14 +299,14 @@ class TestTheSweepFinds:
         assert "fenced no volume" in fails("commit", "flush")
 
     def test_a_step_that_is_committed_after_a_failed_flush(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cut = Planner.cut
+        cut = CutPlanner.cut
 
-        def careless(planner: Planner, namespace: NamespaceState) -> Cut:
+        def careless(planner: CutPlanner, namespace: NamespaceState) -> Cut:
             with monkeypatch.context() as patch:
                 patch.setattr(Fences, "check_provable", lambda _: None)
                 return cut(planner, namespace)
 
-        monkeypatch.setattr(Planner, "cut", careless)
+        monkeypatch.setattr(CutPlanner, "cut", careless)
         assert "committed after a failed flush" in fails("commit", "flush")
 
     def test_a_fenced_volume_that_gives_extents(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 from paramstore.daemon import assembly, volume_places
 from paramstore.daemon.channel import Channel
+from paramstore.engine.planner.claims import ClaimPlanner
+from paramstore.engine.planner.cuts import CutPlanner
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records import update
@@ -37,17 +39,17 @@ WRAPPED: Mapping[str, tuple[Any, str]] = {
     "format": (volume_places, "format_volume"),
     "recover": (assembly, "open_store"),
     "push": (Applies, "push"),
-    "begin_apply": (Planner, "begin_apply"),
+    "begin_apply": (ClaimPlanner, "begin_updates"),
     "update": (update, "update"),
     "settle_update": (Planner, "settle_update"),
     "fill": (update, "fill_initial"),
     "settle_write": (WorkingPlanner, "settle_write"),
     "reserve": (LmdbCatalog, "reserve"),
-    "cut": (Planner, "cut"),
+    "cut": (CutPlanner, "cut"),
     "note": (commit, "write_note"),
     "plan_publish": (Ledger, "plan_publish"),
     "settle_ledger": (Ledger, "settle"),
-    "settle_cut": (Planner, "settle_cut"),
+    "settle_cut": (CutPlanner, "settle"),
     "release": (Space, "release"),
     "plan_rollback": (Ledger, "plan_rollback"),
     "rollback": (Planner, "rollback"),
