@@ -86,7 +86,7 @@ def test_trainer_killed_while_the_daemon_lives_ends_the_same_way(tmp_path, daemo
     assert digests == place.digests()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_interrupted_demo_leaves_no_process(tmp_path, daemon, number):
     environment = {**os.environ, "HOME": "/nonexistent"}
     with subprocess.Popen(

@@ -40,6 +40,8 @@ SEED = 1
 """Of the order in which workers do what waits together: the clean run and the failing ones must agree in it."""
 APPLIES_MAX = 10
 RUNS_MIN = 1500
+"""Of the sweep over every call."""
+EVERY = [pytest.param(4, id="1 of 4 calls"), pytest.param(1, marks=pytest.mark.soak, id="every call")]
 FILE_SCENARIOS = ("create", "open", "commit", "evict", "load", "rollback")
 """Files are there already: making them is what `BackingFile.create` and `FileVolume.create` are swept for."""
 FRESH_BYTES = 1 << 20
@@ -65,18 +67,21 @@ def files() -> Iterator[Path]:
         yield Path(path)
 
 
-def single_strikes(calls: Counter[str], sites: dict[str, tuple[str, ...]]) -> Iterator[tuple[Strike, ...]]:
-    """Every call of the clean run in every way, once and from there on."""
+def chosen(count: int, every: int) -> list[int]:
+    """Numbers of `count` calls: the first, the last and each `every`-th between them."""
+    return [number for number in range(1, count + 1) if number in (1, count) or number % every == 0]
+
+
+def single_strikes(calls: Counter[str], sites: dict[str, tuple[str, ...]], every: int = 1) -> Iterator[tuple[Strike, ...]]:
+    """Each chosen call of the clean run in every way, once and from there on."""
     for site, kinds in sites.items():
-        for nth, kind, forever in itertools.product(range(1, calls[site] + 1), kinds, (False, True)):
+        for nth, kind, forever in itertools.product(chosen(calls[site], every), kinds, (False, True)):
             yield (Strike(site, nth, kind, forever),)
 
 
-def read_back_strikes(calls: Counter[str]) -> Iterator[tuple[Strike, ...]]:
-    """Every transaction fails, and then the catalog cannot be read back."""
-    for nth, site, kind, forever in itertools.product(
-        range(1, calls["apply"] + 1), ("reopen", "load"), KINDS, (False, True)
-    ):
+def read_back_strikes(calls: Counter[str], every: int) -> Iterator[tuple[Strike, ...]]:
+    """Each chosen transaction fails, and then the catalog cannot be read back."""
+    for nth, site, kind, forever in itertools.product(chosen(calls["apply"], every), ("reopen", "load"), KINDS, (False, True)):
         yield Strike("apply", nth, kind), Strike(site, 1, kind, forever)
 
 
@@ -103,7 +108,7 @@ async def strike_all(
         matrix.setdefault(cell, Counter())[outcome] += 1
 
 
-async def sweep_engine(scenarios: list[str]) -> tuple[Matrix, int]:
+async def sweep_engine(scenarios: list[str], every: int) -> tuple[Matrix, int]:
     """The matrix, and how many runs the calls of the clean runs ask for."""
     matrix: Matrix = {}
     expected = 0
@@ -111,16 +116,16 @@ async def sweep_engine(scenarios: list[str]) -> tuple[Matrix, int]:
     for scenario in scenarios:
         disks = Disks.blank() if scenario == "format" else prepared
         calls = await count_calls(scenario, disks, images)
-        plans = list(single_strikes(calls, dict.fromkeys(SITES, KINDS)))
-        expected += sum(calls[site] for site in SITES) * len(KINDS) * 2
+        plans = list(single_strikes(calls, dict.fromkeys(SITES, KINDS), every))
+        expected += sum(len(chosen(calls[site], every)) for site in SITES) * len(KINDS) * 2
         if scenario not in STARTS_THE_STORE:
-            plans += read_back_strikes(calls)
-            expected += calls["apply"] * 2 * len(KINDS) * 2
+            plans += read_back_strikes(calls, every)
+            expected += len(chosen(calls["apply"], every)) * 2 * len(KINDS) * 2
         await strike_all(scenario, disks, images, plans, matrix)
     return matrix, expected
 
 
-async def sweep_files(scenarios: list[str], directory: Path) -> tuple[Matrix, int]:
+async def sweep_files(scenarios: list[str], directory: Path, every: int = 1) -> tuple[Matrix, int]:
     matrix: Matrix = {}
     expected = 0
     prepared, images = await Disks.prepared(), await images_after(APPLIES_MAX)
@@ -129,8 +134,8 @@ async def sweep_files(scenarios: list[str], directory: Path) -> tuple[Matrix, in
         clean = Script()
         backing_file.os = FaultyOs(clean)  # type: ignore[attr-defined]
         assert await live(scenario, disks, clean, images, seed=SEED, variant=1) == "unharmed"
-        expected += sum(clean.calls[site] * len(kinds) * 2 for site, kinds in OS_SITES.items())
-        await strike_all(scenario, disks, images, list(single_strikes(clean.calls, OS_SITES)), matrix)
+        expected += sum(len(chosen(clean.calls[site], every)) * len(kinds) * 2 for site, kinds in OS_SITES.items())
+        await strike_all(scenario, disks, images, list(single_strikes(clean.calls, OS_SITES, every)), matrix)
     disks.close()
     return matrix, expected
 
@@ -164,13 +169,14 @@ def own_os(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_os")
-def test_any_call_of_a_volume_or_the_catalog_may_fail_in_any_scenario(capsys: pytest.CaptureFixture[str]) -> None:
-    matrix, expected = asyncio.run(sweep_engine(list(SCENARIOS)))
+@pytest.mark.parametrize("every", EVERY)
+def test_any_call_of_a_volume_or_the_catalog_may_fail_in_any_scenario(every: int, capsys: pytest.CaptureFixture[str]) -> None:
+    matrix, expected = asyncio.run(sweep_engine(list(SCENARIOS), every))
     print_matrix("volumes and catalog", matrix)
     total = sum(outcomes.total() for outcomes in matrix.values())
     with capsys.disabled():
         sys.stdout.write(f"\nI/O errors of volumes and catalog: {total} runs in {len(SCENARIOS)} scenarios, seed {SEED}\n")
-    assert total == expected >= RUNS_MIN
+    assert total == expected >= RUNS_MIN / every
     assert set(outcomes_of(matrix, scenario="evict", site="write", how_long="once")) == {"repaired"}
     assert set(outcomes_of(matrix, site="apply", kind="short", how_long="once")) <= {"repaired", "refused: CatalogError"}
     for site in ("flush", "grow"):
@@ -184,8 +190,9 @@ def test_any_call_of_a_volume_or_the_catalog_may_fail_in_any_scenario(capsys: py
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_os")
-def test_any_call_of_the_system_on_a_volume_s_file_may_fail_in_any_scenario(files: Path) -> None:
-    matrix, expected = asyncio.run(sweep_files(list(FILE_SCENARIOS), files))
+@pytest.mark.parametrize("every", EVERY)
+def test_any_call_of_the_system_on_a_volume_s_file_may_fail_in_any_scenario(every: int, files: Path) -> None:
+    matrix, expected = asyncio.run(sweep_files(list(FILE_SCENARIOS), files, every))
     print_matrix("system calls of files", matrix)
     assert sum(outcomes.total() for outcomes in matrix.values()) == expected > 0
     assert set(outcomes_of(matrix, kind="short")) == {"repaired"}  # the rest is asked for
