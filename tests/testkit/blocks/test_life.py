@@ -9,7 +9,17 @@ import pytest
 
 from paramstore.errors import CorruptRecord
 from paramstore_testkit.blocks.check import reopen
-from paramstore_testkit.blocks.life import ACTS, SHORT_ACTS, DiskLife, config_of, full_acts, live_on
+from paramstore_testkit.blocks.life import (
+    ACTS,
+    CATALOG_DISK,
+    FIRST_VOLUME_DISK,
+    SHORT_ACTS,
+    DiskLife,
+    config_of,
+    full_acts,
+    live_on,
+)
+from paramstore_testkit.blocks.mounts import disk_at
 from paramstore_testkit.crash.initialization import begin
 
 pytestmark = pytest.mark.slow
@@ -17,6 +27,8 @@ pytestmark = pytest.mark.slow
 
 def lived(root: Path, *acts: str) -> tuple[DiskLife, list[tuple[str, int]]]:
     """A life of these acts, and what it told."""
+    for disk in (CATALOG_DISK, FIRST_VOLUME_DISK):
+        disk_at(root, disk).mkdir(parents=True)
     told: list[tuple[str, int]] = []
 
     async def run() -> DiskLife:
@@ -32,7 +44,7 @@ def lived(root: Path, *acts: str) -> tuple[DiskLife, list[tuple[str, int]]]:
 def test_a_store_reopens_at_the_last_step_that_was_told_to_be_acknowledged(tmp_path: Path) -> None:
     life, told = lived(tmp_path, "train", "commit", "restart", "train few", "commit")
     acknowledged = [step for what, step in told if what == "acknowledged"]
-    verdict = reopen(life.config, life.steps)
+    verdict = reopen(life.config, life.model.steps)
     assert len(acknowledged) == 3
     assert verdict.step == acknowledged[-1]
     assert set(acknowledged[-2:]) <= set(verdict.steps)
@@ -48,12 +60,12 @@ def test_a_byte_that_no_step_has_is_found(tmp_path: Path) -> None:
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(CorruptRecord):
-        reopen(life.config, life.steps)
+        reopen(life.config, life.model.steps)
 
 
 def test_a_model_of_another_step_is_not_what_the_store_holds(tmp_path: Path) -> None:
     life, _ = lived(tmp_path, "train", "commit")
-    steps = dict(life.steps)
+    steps = dict(life.model.steps)
     newest, oldest = max(steps), min(steps)
     steps[newest] = steps[oldest]
     with pytest.raises(AssertionError, match="are of another step"):
@@ -62,9 +74,9 @@ def test_a_model_of_another_step_is_not_what_the_store_holds(tmp_path: Path) -> 
 
 def test_whoever_comes_next_trains_and_commits(tmp_path: Path) -> None:
     life, _ = lived(tmp_path, "train", "commit")
-    steps, committed = live_on(life.config, life.steps, seed=2)
+    steps, committed = live_on(life.config, life.model.steps, seed=2)
     assert committed is not None
-    assert committed > max(life.steps)
+    assert committed > max(life.model.steps)
     assert reopen(life.config, steps).step == committed
 
 

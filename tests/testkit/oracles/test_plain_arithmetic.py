@@ -93,7 +93,9 @@ from paramstore_testkit.bugs import daemon_bugs
 from paramstore_testkit.oracles import plain_arithmetic
 from paramstore_testkit.processes import kill_points
 plain_arithmetic.install()
-from paramstore.engine import update, transfers, admission
+from paramstore.engine import admission
+from paramstore.engine.records import update
+from paramstore.engine.transfers import transfers
 from paramstore.daemon import assembly
 ours = [update.update, update.square_sum, update.fill_initial, transfers.materialise, admission.load, assembly.load]
 assert {function.__module__ for function in ours} == {"paramstore_testkit.oracles.plain_arithmetic"}
