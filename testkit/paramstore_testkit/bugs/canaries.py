@@ -105,8 +105,8 @@ def _publish_before_flush() -> list[Patch]:
     late: list[Any] = []
     publish = Transactions.publish
 
-    async def publish_first(self: Transactions, plan: Any, **others: Any) -> Any:
-        publication = await publish(self, plan, **others)
+    async def publish_first(*arguments: Any, **others: Any) -> Any:
+        publication = await publish(*arguments, **others)
         while late:
             late.pop().flush()
         return publication
