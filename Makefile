@@ -36,7 +36,7 @@ unit: setup
 
 check: lint types contracts unit
 
-# A file's tests share what is slow to make, so a file stays with one worker. In the order of their folders the last files are short.
+# A file's tests share what is slow to make, so a file stays with one worker. The long ones come first (tests/conftest.py).
 test: lint types contracts
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -16,11 +16,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 worker they would spin on a core that the one they wait for needs, ten times as long as they compute."""
 
 LONG_FILES = (
-    "tests/crash/test_crash_enumeration.py", "tests/crash/test_file_systems.py", "tests/properties/test_simulation.py",
-    "tests/end_to_end/test_attach_ranks.py", "tests/properties/test_exact_model.py", "tests/crash/test_kill_daemon.py",
-    "tests/crash/test_canaries.py", "tests/properties/test_session_model.py",
+    "tests/crash/test_file_systems.py", "tests/properties/test_simulation.py", "tests/crash/test_crash_enumeration.py",
+    "tests/end_to_end/test_demo.py", "tests/end_to_end/test_attach_ranks.py", "tests/faults/test_io_errors.py",
+    "tests/crash/test_kill_daemon.py", "tests/faults/test_corruption.py", "tests/end_to_end/test_client_page.py",
+    "tests/bench/test_tiers.py", "tests/end_to_end/test_finetune.py", "tests/properties/test_exact_model.py",
+    "tests/crash/test_canaries.py", "tests/end_to_end/test_torture.py", "tests/cli/test_import.py", "tests/cli/test_signals.py",
+    "tests/crash/test_crash_states.py", "tests/client/hf/test_import_kills.py", "tests/client/hf/test_versions.py",
+    "tests/crash/test_pmem_states.py", "tests/end_to_end/test_wrong_arguments.py",
 )  # fmt: skip
-"""Longest first: workers take the files in this order and then all others, which are short, so that none works alone at the end."""
+"""Those that take more than 15 s, longest first. Workers take them in this order and then all others, so that none works alone at
+the end."""
 
 left_out: Counter[str] = Counter()
 """File -> its tests that only `make soak` runs."""

@@ -113,7 +113,7 @@ def test_committed_namespace_that_the_check_refuses_is_not_opened(address: str, 
 RANK = """
 import sys, torch, paramstore_client as ps
 from paramstore_client.hf.loading.namespaces import open_experts
-from tests.client.hf.test_namespaces import LAYOUT
+from tests.client.hf.loading.test_namespaces import LAYOUT
 asked = []
 def fill(namespace):
     namespace.initialize(lambda key: (asked.append(key), {"w": torch.full((8, 8), float(key[1]))})[1])
