@@ -259,7 +259,7 @@ def connect(
         volume_set.start_prefill()
     patrol.start()
     store = Store(
-        config, planner=planner, transfers=transfers, host=host, volumes=volume_set, access=loader, cleaner=cleaner,
+        config, transfers=transfers, host=host, volumes=volume_set, access=loader, cleaner=cleaner,
         updater=updater, committer=committer, history=chain, transactions=transactions, namespaces=namespaces,
         store_uuid=contents.store_uuid, clock=clock,
     )  # fmt: skip

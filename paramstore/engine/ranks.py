@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 from paramstore.engine.planner.permission import check_view
-from paramstore.engine.planner.views import ViewPlanner
 from paramstore.engine.tables.collective import MENDING, Call, Collective, Settled, check_rank
 from paramstore.engine.tables.namespace import View, WriterGroup, fenced_error
+from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import CapacityError, ParamStoreError, StoreUnavailable, TicketCancelled
 
 WAY_ON = "All ranks call rollback (before the first commit: initialize), or open it again"
@@ -155,8 +155,8 @@ class Gathering:
 class Ranks:
     """Forms groups of ranks and makes their collective calls; owns both. on_call: told of each rank's call, by its name."""
 
-    def __init__(self, views: ViewPlanner, *, wait_timeout_s: float, on_call: Callable[[View, str], None]) -> None:
-        self._views = views
+    def __init__(self, transfers: Transfers, *, wait_timeout_s: float, on_call: Callable[[View, str], None]) -> None:
+        self._transfers = transfers
         self._on_call = on_call
         self._wait_timeout_s = wait_timeout_s
         self._forming: dict[tuple[str, str], Gathering] = {}
@@ -197,8 +197,9 @@ class Ranks:
         self._gatherings[group] = Gathering(
             collective, timeout_s=self._wait_timeout_s, tasks=self._tasks, on_settled=partial(self._go_on, group)
         )
-        namespace, open_rank = first.namespace, self._views.open_rank
-        return {0: first, **{rank: open_rank(namespace, group, rank) for rank in range(1, group.world_size)}}
+        with self._transfers.deciding() as planner:
+            others = {rank: planner.views.open_rank(first.namespace, group, rank) for rank in range(1, group.world_size)}
+        return {0: first, **others}
 
     def withdraw(self, arrival: Arrival) -> None:
         """Takes back a rank's arrival: it waits no longer for the others to open with it."""
@@ -227,7 +228,8 @@ class Ranks:
 
     def fence(self, group: WriterGroup) -> None:
         """Fences the views of `group`, since another writer opened the namespace; calls that wait for other ranks fail."""
-        group.fence()
+        with self._transfers.deciding() as planner:
+            planner.views.fence(group)
         if group in self._gatherings:
             self._gatherings[group].end(fenced_error(group.first.namespace))
 

@@ -22,7 +22,6 @@ from paramstore.engine.admission import Admission
 from paramstore.engine.capacity.host import HostTier
 from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.planner.permission import check_unclaimed, check_view, check_writing
-from paramstore.engine.planner.planner import Planner
 from paramstore.engine.ranks import Ranks
 from paramstore.engine.records.access import Loader
 from paramstore.engine.records.applies import Applies
@@ -45,7 +44,7 @@ class Store:
     """Serves all namespaces of one daemon. `paramstore.daemon.assembly` makes it; every method runs on the event loop."""
 
     def __init__(
-        self, config: Config, *, planner: Planner, transfers: Transfers, host: HostTier, volumes: VolumeSet, access: Loader,
+        self, config: Config, *, transfers: Transfers, host: HostTier, volumes: VolumeSet, access: Loader,
         cleaner: Cleaner, updater: Updater, committer: Committer, history: Chain, transactions: Transactions,
         namespaces: dict[str, NamespaceState], store_uuid: bytes, clock: Clock,
     ) -> None:  # fmt: skip
@@ -61,7 +60,7 @@ class Store:
         self._cleaner = cleaner
         self._transactions = transactions
         self.applies = Applies(updater)
-        self.ranks = Ranks(planner.views, wait_timeout_s=config.wait_timeout_s, on_call=self.applies.note_call)
+        self.ranks = Ranks(transfers, wait_timeout_s=config.wait_timeout_s, on_call=self.applies.note_call)
         self.initializer = Initializer(transfers, history, updater, cleaner, self.ranks)
         self.reading = Reading(transfers, access, transfers.runner)
         self.admission = Admission(

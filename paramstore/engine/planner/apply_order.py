@@ -19,6 +19,8 @@ from paramstore.engine.tables.namespace import NamespaceState
 
 LATE_AFTER = MISSED_MAX // 2
 """An apply that looks at a record includes it if it has missed more steps than this."""
+HOT_SHARE = 0.5
+"""An open apply awaits records in memory with at least this share of the heat of the hottest one."""
 LOOKAHEAD_DEPTHS = 8
 """How far ahead an apply looks for keys that need a slot, in multiples of its pipeline's depth."""
 
@@ -93,3 +95,10 @@ def missed_steps(namespace: NamespaceState, working: WorkingCopy, *, has_gradien
         return ()
     assert working.identity is not None
     return namespace.log.missed(after=working.identity.version, until=namespace.applies - has_gradient)
+
+
+def awaited_keys(heat: dict[ExpertKey, float], limit: int) -> set[ExpertKey]:
+    """Chooses the records that an open apply awaits: the hottest of those in memory, at most `limit`. heat: of each of these."""
+    least = HOT_SHARE * max(heat.values(), default=0.0)
+    hottest: Iterable[ExpertKey] = sorted((key for key in heat if heat[key] >= least), key=heat.__getitem__, reverse=True)
+    return set(list(hottest)[: max(0, limit)])

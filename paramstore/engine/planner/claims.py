@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
-from paramstore.engine.planner.apply_order import backward_order, due_keys, update_order
+from paramstore.engine.planner.apply_order import awaited_keys, backward_order, due_keys, update_order
 from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.param_copies import CopyPlanner
-from paramstore.engine.tables.apply import Claimed, Claims, awaited_keys
+from paramstore.engine.tables.apply import Claimed, Claims
 from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import SlotRequest, Urgency

@@ -37,8 +37,9 @@ class CutPlanner:
         keys = frozenset(namespace.changed)
         located, unwritten = {}, set()
         for key in keys:
-            found = namespace.on_volume(key)
-            if found is not None and found.identity == namespace.working[key].identity:
+            working = namespace.working[key]
+            found = working.uncommitted  # never a committed step's extent, which would be given back where the commit fails
+            if found is not None and found.identity == working.identity:
                 located[key] = found
                 self._space.pin(found.extent)
             else:

@@ -1,4 +1,4 @@
-"""Checks whether a view may change records now: every reason for which a writer's call is refused, in one place."""
+"""Checks whether a view may change records now: every reason that does not depend on what the call brings, in one place."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The one place that decides residency: who gets which slot, what is loaded, written, evicted, retired, and who waits.
 
 Everything here is synchronous and runs on the event-loop thread; nothing reads a clock, a file or a socket. A call either
-raises before it has changed anything, or leaves all tables consistent and its decisions in the outbox, which the caller
-drains before its next await. `CopyPlanner` and `WorkingPlanner` hold the rules of the two kinds of copies, `LeasePlanner`
-those of who gets them, `ViewPlanner` those of who may, `ClaimPlanner` and `CutPlanner` those of an apply and a commit; this file
-holds what spans them: updates, rollback, eviction on request.
+raises before it has changed anything, or leaves all tables consistent and its decisions in the outbox, which `Transfers`
+carries out when the block ends in which it handed out the planner. `CopyPlanner` and `WorkingPlanner` hold the rules of the two
+kinds of copies, `LeasePlanner` those of who gets them, `ViewPlanner` those of who may, `ClaimPlanner` and `CutPlanner` those of an
+apply and a commit; this file holds what spans them: updates, rollback, eviction on request.
 """
 
 from __future__ import annotations

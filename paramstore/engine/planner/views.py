@@ -59,6 +59,11 @@ class ViewPlanner:
         choose_schedule(namespace)
         return view
 
+    @staticmethod
+    def fence(group: WriterGroup) -> None:
+        """Fences the views of `group`, since another writer opens the namespace."""
+        group.fence()
+
     def close(self, view: View) -> None:
         """Closes a view: ends its leases and waiting requests, and drops a writer's pending gradients."""
         namespace = view.namespace

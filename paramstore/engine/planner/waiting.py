@@ -56,7 +56,7 @@ class WaitingRequests:
             self.finish(waiter)
 
     def finish(self, waiter: Waiter) -> None:
-        """Finishes a request, unless it is already; whoever awaits it is woken when the outbox is drained."""
+        """Finishes a request, unless it is already; whoever awaits it is woken when what was decided is carried out."""
         if not waiter.is_finished:
             waiter.is_finished = True
             self._outbox.finished.append(waiter)

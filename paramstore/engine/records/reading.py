@@ -81,6 +81,7 @@ class Reading:
         finally:
             with self._transfers.deciding() as planner:
                 planner.working.unhold(namespace, held)
+                planner.after_working(namespace, held)
         return optimizer_step
 
     async def _make_missed(

@@ -1,8 +1,8 @@
 """The updater: initial values, gradient norms and the optimizer, over records that stream through a few slots.
 
 `begin` marks, at the moment of the call, the records that the apply will change, so that a lease asked for later waits for them.
-`apply` then takes them in an order that keeps volumes and cores busy at once (`order.py`). A record is updated in place in its
-working slot; the new `param` version is made in the same pass where there is a slot for it.
+`apply` then takes them in an order that keeps volumes and cores busy at once (`planner/apply_order.py`). A record is updated in
+place in its working slot; the new `param` version is made in the same pass where there is a slot for it.
 """
 
 from __future__ import annotations

@@ -2,22 +2,18 @@
 
 The claims of a plain apply are complete from the start. An *open* apply begins before its gradients are there, so its claims grow:
 it claims a key when all ranks have pushed their last gradient of it, and the remaining keys when it is closed. The planner is the
-only writer of the claims; the updater takes keys from the queue.
+only writer of the claims.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.errors import ParamStoreError
-
-HOT_SHARE = 0.5
-"""An open apply awaits records in memory with at least this share of the heat of the hottest one."""
 
 
 class UploadMemory(Protocol):
@@ -84,10 +80,3 @@ class Claims:
         """Returns `room_waiters` and empties it."""
         taken, self.room_waiters = self.room_waiters, []
         return taken
-
-
-def awaited_keys(heat: dict[ExpertKey, float], limit: int) -> set[ExpertKey]:
-    """Chooses the records that an open apply awaits: the hottest of those in memory, at most `limit`. heat: of each of these."""
-    least = HOT_SHARE * max(heat.values(), default=0.0)
-    hottest: Iterable[ExpertKey] = sorted((key for key in heat if heat[key] >= least), key=heat.__getitem__, reverse=True)
-    return set(list(hottest)[: max(0, limit)])

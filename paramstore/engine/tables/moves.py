@@ -1,6 +1,6 @@
 """The planner's decisions, which the store carries out: moves to start, urgencies to raise, requests that are finished.
 
-The planner puts all its decisions into its `Outbox`; whoever called it drains the outbox before the next await. So a
+The planner puts all its decisions into its `Outbox`, which is taken when a block of `Transfers.deciding` ends. So a
 decision is complete, and all tables consistent, before the first byte moves.
 """
 

@@ -86,7 +86,8 @@ class Transfers:
         return self._deciding
 
     def carry_out(self) -> None:
-        """Carries out what was decided, and what follows from it. For the end of a block of `deciding()` alone."""
+        """Carries out what was decided, and what follows from it: at the end of a block of `deciding()`, and where an extent may
+        have come free."""
         self._planner.wake_for_space()
         while (decided := self._planner.take_decisions()) is not None:
             for move in decided.moves:

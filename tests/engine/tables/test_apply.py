@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paramstore.core.optimizers import AdamW
-from paramstore.engine.tables.apply import Claims, awaited_keys
+from paramstore.engine.planner.apply_order import awaited_keys
+from paramstore.engine.tables.apply import Claims
 
 
 def test_the_hottest_records_are_awaited_and_no_more_than_there_is_room_for() -> None:
