@@ -34,6 +34,7 @@ from paramstore.testing.volume_contract import run_contract
 directory, granularity = Path(sys.argv[1]), sys.argv[2]
 
 def make(name):
+    (directory / name).parent.mkdir(parents=True, exist_ok=True)
     volume = PmemVolume.create(directory / name, index=0, size_bytes=8 << 20, granularity=granularity)
     assert volume.describe()["granularity"] == granularity, volume.describe()
     assert "is set" in volume.describe()["reason"], volume.describe()
@@ -57,6 +58,7 @@ class TestPmemVolumeOnAnOrdinaryFile(VolumeContract):
 def test_the_contract_holds_with_finer_granularity(granularity: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     # The library reads its switch when it is loaded, so this needs a process of its own.
     directory = SHARED_MEMORY / f"{tmp_path_factory.getbasetemp().name}-{os.getpid()}-{granularity}"
+    directory.mkdir()
     environment = {**os.environ, libpmem2.FORCE_VARIABLE: granularity.upper(), "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         ran = subprocess.run(
