@@ -40,8 +40,8 @@ check: lint types contracts unit
 test: lint types contracts
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# All of what `make test` tries a sample of (its summary says how many of how many), and signals at 50 moments of every command, within
-# an hour; then crash states and simulations of new seeds, HOURS long, from SEED on.
+# All of what `make test` tries a sample of (its summary says how many of how many), and signals at 50 moments of every command;
+# then crash states and simulations of new seeds, HOURS long, from SEED on.
 soak: setup
 	$(BIN)/pytest -m soak
 	PARAMSTORE_SIGNAL_TRIES=50 PARAMSTORE_SIGNAL_SEED=$(SEED) $(BIN)/pytest tests/cli/test_signals.py
