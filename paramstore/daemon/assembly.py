@@ -216,7 +216,6 @@ def connect(
     """Makes the store's parts and gives each what it needs."""
     if not volumes:
         raise CatalogError("the store has no volume")
-    volume_rows = dict(contents.volumes)
     recovered = open_store(contents, volumes, retained_steps=config.retained_steps)
     planner = Planner(recovered.space, config.retention, reader_slots=config.reader_slots)
     clock, hashing = MonotonicClock(), Hashing(at_once=max(1, core_count() // 2))
@@ -243,7 +242,7 @@ def connect(
         advance_buffers=update_workers + ADVANCE_LOOKAHEAD_RECORDS,
     )  # fmt: skip
     volume_set = VolumeSet(
-        volumes, superblocks=recovered.superblocks, rows=volume_rows, space=recovered.space, catalog=catalog, runner=runner,
+        volumes, superblocks=recovered.superblocks, rows=contents.volumes, space=recovered.space, catalog=catalog, runner=runner,
         may_grow=config.volume_size_bytes is None, pump=partial(_go_on, transfers, namespaces),
         retention=config.retention, traffic=transfers.traffic, endurance_bytes=config.volume_endurance_bytes,
     )  # fmt: skip

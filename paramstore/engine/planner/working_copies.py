@@ -268,19 +268,31 @@ class WorkingPlanner:
         error: ParamStoreError | None,
     ) -> None:  # fmt: skip
         """Settles a load: the record is in its slot, verified; or it failed, the slot is free and all who waited get the error."""
+        if self._is_whole(namespace, working, error, well=WorkingEvent.LOADED, badly=WorkingEvent.LOAD_FAILED):
+            working.optimizer_step, working.last_apply = optimizer_step, last_apply
+            self._land(namespace, working)
+
+    def _is_whole(
+        self, namespace: NamespaceState, working: WorkingCopy, error: ParamStoreError | None, *,
+        well: WorkingEvent, badly: WorkingEvent,
+    ) -> bool:  # fmt: skip
+        """Ends the move that filled the slot, well or badly. Returns whether whole bytes are there that somebody may want; else
+        the slot is free, or an orphan's, and all who waited got the error."""
         working.is_moving = False
         if working.is_orphan:
             self.requests.fail(working, error)
             self.settle_orphan(namespace, working)
-            return
+            return False
+        _change(namespace, working, well if error is None else badly)
         if error is not None:
-            _change(namespace, working, WorkingEvent.LOAD_FAILED)
             self._free_slot(namespace, working)
             self.requests.fail(working, error)
-        else:
-            _change(namespace, working, WorkingEvent.LOADED)
-            working.optimizer_step, working.last_apply = optimizer_step, last_apply
-            self.requests.land(namespace, working)
+            self.wake(working)
+        return error is None
+
+    def _land(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Tells all who wait for the copy that its bytes are there."""
+        self.requests.land(namespace, working)
         self.wake(working)
 
     def begin_update(self, namespace: NamespaceState, working: WorkingCopy) -> None:
@@ -294,22 +306,11 @@ class WorkingPlanner:
         self, namespace: NamespaceState, working: WorkingCopy, identity: Identity, error: ParamStoreError | None
     ) -> None:
         """Settles an update: the slot holds `identity`; or it failed, and the slot with its torn bytes is free."""
-        working.is_moving = False
-        if working.is_orphan:
-            self.requests.fail(working, error)
-            self.settle_orphan(namespace, working)
-            return
-        if error is not None:
-            _change(namespace, working, WorkingEvent.UPDATE_FAILED)
-            self._free_slot(namespace, working)
-            self.requests.fail(working, error)
-        else:
-            _change(namespace, working, WorkingEvent.UPDATED)
+        if self._is_whole(namespace, working, error, well=WorkingEvent.UPDATED, badly=WorkingEvent.UPDATE_FAILED):
             working.identity = identity
             working.write_failures, working.write_error, working.failed_volume = 0, None, None
             namespace.changed.add(working.key)
-            self.requests.land(namespace, working)
-        self.wake(working)
+            self._land(namespace, working)
 
     def unhold(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Ends the hold of one reader of the slot."""
