@@ -24,7 +24,7 @@ def check_parent(name: str, directory: Path) -> None:
     missing = [parent for parent in directory.absolute().parents if is_missing(parent)]
     if missing:
         raise ConfigError(
-            f"{name} {directory}: it cannot be made, as there is no directory {missing[0]}; the nearest there is is "
+            f"{name} {directory}: it cannot be made, as there is no directory {missing[0]}; the nearest one is "
             f"{missing[-1].parent}: mend the path, or make the directory that it is to lie in"
         )
 

@@ -31,7 +31,7 @@ def test_a_directory_may_be_missing_and_its_parent_may_not(
     for place in ("there", "file", "file/below", "file/below/deeper", "n" * 300):  # whoever makes it finds out
         check_parent("dir", tmp_path / place)
     check_parent("dir", Path("/"))
-    told = f"it cannot be made, as there is no directory {tmp_path}/typo/below; the nearest there is is {tmp_path}: mend the path"
+    told = f"it cannot be made, as there is no directory {tmp_path}/typo/below; the nearest one is {tmp_path}: mend the path"
     with pytest.raises(ConfigError, match=f"^dir {tmp_path}/typo/below/store: {told}"):
         check_parent("dir", tmp_path / "typo" / "below" / "store")
     monkeypatch.chdir(tmp_path)

@@ -1,9 +1,10 @@
 """The store: the parts that sessions call, what spans several of them, and their end.
 
 Each writer's calls run in order, and every wait is bounded. Calls that must take effect at the moment they arrive (an apply's
-claim on what is pending, a fence, a push) do so in the plain part of their method; what has to be waited for is returned as an
-awaitable. Operations of one writer that change records take the namespace's *turn*, a FIFO lock, so they run in the order they
-were called even if nobody awaits them. A commit gives the turn back at its cut, so that later applies run beside its writes.
+claim on what is pending and a push, in `records/applies.py`; a fence, in `admission.py`) do so in the plain part of their method;
+what has to be waited for is returned as an awaitable. Operations of one writer that change records take the namespace's *turn*, a
+FIFO lock, so they run in the order they were called even if nobody awaits them. A commit gives the turn back at its cut, so that
+later applies run beside its writes.
 """
 
 from __future__ import annotations

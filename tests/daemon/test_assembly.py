@@ -80,7 +80,7 @@ def test_a_new_store_is_in_the_log_with_its_volumes_and_an_old_one_is_not(
 
 def test_a_directory_without_its_parent_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
     for settings in (config(tmp_path / "typo" / "store"), config(tmp_path, volumes=(tmp_path / "a", tmp_path / "typo" / "b"))):
-        with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/typo; the nearest there is is {tmp_path}:"):
+        with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/typo; the nearest one is {tmp_path}:"):
             opens(settings)
         assert {path.name for path in tmp_path.iterdir()} <= {"lock", "catalog"}
 
