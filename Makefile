@@ -8,7 +8,7 @@ WORKERS ?= 2
 HOURS ?= 8
 SEED ?= 1000
 
-.PHONY: setup check lint types contracts unit test soak demo bench clean
+.PHONY: setup check lint types contracts unit test pythons soak demo bench clean
 
 setup: $(VENV)/.ready
 
@@ -40,6 +40,17 @@ check: lint types contracts unit
 test: lint types contracts
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Types, unit tests and the wheel alone in newer Pythons, each with an environment of its own; one that is not found is left out.
+PYTHONS ?= 3.12 3.13
+pythons:
+	@for version in $(PYTHONS); do \
+	    if ! python$$version -c '' 2>/dev/null; then echo "python$$version is not found: left out"; continue; fi; \
+	    bin=.venv-$$version/bin; \
+	    $(MAKE) --no-print-directory PYTHON=python$$version VENV=.venv-$$version setup && \
+	    $$bin/mypy --python-version $$version && $$bin/pytest -m "not slow and not soak" && $$bin/pytest -m soak tests/test_wheel.py \
+	    || exit 1; \
+	done
+
 # All of what `make test` tries a sample of (its summary says how many of how many), and signals at 50 moments of every command;
 # then crash states and simulations of new seeds, HOURS long, from SEED on.
 soak: setup
@@ -54,4 +65,4 @@ bench: setup
 	$(BIN)/python bench/bench_tiers.py
 
 clean:
-	rm -rf $(VENV) demo-run .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) demo-run .mypy_cache .ruff_cache .pytest_cache

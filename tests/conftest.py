@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,10 @@ from paramstore_testkit import trial
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 """Before torch is loaded, here and in processes that tests start: its threads sleep while they wait for each other. Beside another
 worker they would spin on a core that the one they wait for needs, ten times as long as they compute."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A job that a shell's script runs in the background ignores Ctrl-C, as would every process that tests start to interrupt it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONG_FILES = (
     "tests/crash/test_file_systems.py", "tests/properties/test_simulation.py", "tests/crash/test_crash_enumeration.py",

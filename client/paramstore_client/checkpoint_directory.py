@@ -20,7 +20,12 @@ def checkpoint_directory(path: str | os.PathLike[str], **cached: Any) -> Path:
     directory = Path(path)
     if directory.is_dir():
         return directory
-    hub = importlib.import_module("huggingface_hub")
+    try:
+        hub = importlib.import_module("huggingface_hub")
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{str(path)!r} is no directory, and the hub's models need transformers, 5.7 or newer: pip install transformers"
+        ) from error
     try:
         return Path(hub.snapshot_download(str(path), local_files_only=True, allow_patterns=list(HUB_FILES), **cached))
     except (OSError, ValueError) as error:  # what the hub's errors derive from

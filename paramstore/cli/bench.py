@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from paramstore.cli.signals import end_as_interrupt
 
-app = typer.Typer(name="bench", help="Measure the service beside the limits of this machine.", no_args_is_help=True)
+app = typer.Typer(
+    name="bench", help="Measure the service beside the limits of this machine.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @app.callback()
@@ -27,7 +28,9 @@ def tiers(
     directory: Annotated[Path, typer.Option("--dir", help="Where to measure: a directory on the disk in question.")] = Path(),
 ) -> None:
     """Loads, write-backs, leases and updates through a real daemon, each beside its limit in the same run."""
-    # Torch and matplotlib are loaded only here, so that `paramstore --help` stays quick.
+    # Torch, matplotlib and rich are loaded only here, so that the other commands stay quick.
+    from rich.console import Console
+
     from paramstore.bench.plan import Plan
     from paramstore.bench.report.plot import check_target, draw
     from paramstore.bench.report.rows import encode

@@ -17,8 +17,13 @@ from paramstore.cli.exits import SIGNALLED, exit_code
 from paramstore.cli.signals import told
 from paramstore.errors import ParamStoreError
 
+HELP_COLUMNS = 120
+"""Widest that help becomes on a wide terminal; typer's own limit of 80 cuts what commands do short."""
+
 app = typer.Typer(
     name="paramstore", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # importing rich for a frame around it would be a third of what `serve --help` takes
+    context_settings={"max_content_width": HELP_COLUMNS},
     help="A storage-tier parameter service for Mixture-of-Experts models.",
 )  # fmt: skip
 app.command("serve")(serve.serve)

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from paramstore.cli.address import ADDRESS_HELP
-from paramstore.cli.verify import finding_lines
+from paramstore.cli.verify import described_lines
 from paramstore.config import format_size
 
 DAY_S = 86_400.0
@@ -95,7 +95,7 @@ def verify_lines(verify: dict[str, Any] | None) -> Iterator[str]:
     last = verify["last"] if verify is not None else None
     if last is not None and last["found"]:
         yield f"verify: the last one ended, {last['state']}: {last['found']} damaged"
-        yield from _bounded(list(finding_lines(last)))
+        yield from _bounded(list(described_lines(last)), last["found"])
 
 
 def patrol_lines(patrol: dict[str, Any] | None) -> Iterator[str]:
@@ -112,15 +112,17 @@ def patrol_lines(patrol: dict[str, Any] | None) -> Iterator[str]:
         ended_days = patrol["last_ended_s"] / DAY_S
         before = f"the last one ended {ended_days:.1f} days ago, {last['state']}: {last['found'] or 'none'} damaged"
     yield f"patrol: a pass every {patrol['scrub_days']:g} days; {now}; {before}"
-    lines = list(dict.fromkeys(line for result in (running, last) if result is not None for line in finding_lines(result)))
-    yield from _bounded(lines)
+    passes = [result for result in (running, last) if result is not None]
+    lines = list(dict.fromkeys(line for result in passes for line in described_lines(result)))  # most are found by both
+    yield from _bounded(lines, max((result["found"] for result in passes), default=0))
 
 
-def _bounded(lines: list[str]) -> Iterator[str]:
-    """The first few lines, and how many more there are."""
+def _bounded(lines: list[str], found: int) -> Iterator[str]:
+    """The first few lines, and how many more there are of `found`: a daemon describes a few of them."""
     yield from lines[:FINDINGS_SHOWN]
-    if len(lines) > FINDINGS_SHOWN:
-        yield f"and {len(lines) - FINDINGS_SHOWN} more: --json has them"
+    more = max(found, len(lines)) - len(lines[:FINDINGS_SHOWN])
+    if more:
+        yield f"and {more} more: `paramstore verify` names them"
 
 
 def _progress(scrub: dict[str, Any]) -> str:

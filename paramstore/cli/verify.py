@@ -85,10 +85,18 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def finding_lines(result: dict[str, Any]) -> Iterator[str]:
-    """One line for each thing that a scrub found damaged, and one for those that it only counted. A daemon of an older version
-    does not report damaged copies of superblocks and notes."""
-    copies = result.get("copy_findings", [])
-    for finding in copies:
+    """One line for each thing that a scrub found damaged, and one for those that it only counted."""
+    lines = list(described_lines(result))
+    yield from lines
+    beyond = result["found"] - len(lines)
+    if beyond:
+        yield f"and {beyond} more"
+
+
+def described_lines(result: dict[str, Any]) -> Iterator[str]:
+    """One line for each finding that `result` describes. A daemon of an older version does not report damaged copies of superblocks
+    and notes."""
+    for finding in result.get("copy_findings", []):
         what = finding["kind"] if finding["step"] is None else f"{finding['namespace']} commit note of step {finding['step']}"
         yield f"{what}, copy {finding['copy']}, {_place(finding)}: {finding['reason']}"
     for finding in result["findings"]:
@@ -96,9 +104,6 @@ def finding_lines(result: dict[str, Any]) -> Iterator[str]:
         needed = ", ".join(f"step {step}" for step in finding["steps"]) or "uncommitted"
         reason = REPEATED.sub(r"\1: ", finding["reason"])
         yield f"{finding['namespace']} ({layer}, {expert}), {needed}, {_place(finding)}: {reason}"
-    beyond = result["found"] - len(copies) - len(result["findings"])
-    if beyond:
-        yield f"and {beyond} more"
 
 
 def _place(finding: dict[str, Any]) -> str:

@@ -23,7 +23,23 @@ from paramstore.cli.main import app
 from paramstore.cli.signals import end_as_interrupt
 
 Run = Callable[..., int]
-HEAVY = {"torch", "numpy", "lmdb", "matplotlib", "transformers"}
+HEAVY = {"torch", "numpy", "lmdb", "matplotlib", "transformers", "asyncio", "rich"}
+HELP_MODULES_MAX = 400
+"""A third more than there are, the interpreter's and typer's own among them. rich would bring 150."""
+HELP_OF_ALL = """
+import sys
+from paramstore.cli.main import app, main
+helps = [(), *((command.name,) for command in app.registered_commands)]
+for group in app.registered_groups:
+    helps += [(group.name,), *((group.name, command.callback.__name__) for command in group.typer_instance.registered_commands)]
+for words in helps:
+    sys.argv = ["paramstore", *words, "--help"]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, words
+sys.stderr.write(" ".join(sys.modules))
+"""
 
 
 def test_version_is_the_packages(paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,19 +58,15 @@ def test_help_names_every_command(paramstore: Run, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("name", ["status", "stop", "verify", "import", "export"])
 def test_every_command_that_asks_a_daemon_takes_an_address_or_a_directory(
-    name: str, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, paramstore: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
     assert paramstore(name, "--help") == 0
-    assert ADDRESS_HELP in capsys.readouterr().out
+    assert ADDRESS_HELP in " ".join(capsys.readouterr().out.split())
 
 
-def test_serve_names_every_policy_and_the_default(
-    paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+def test_serve_names_every_policy_and_the_default(paramstore: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert paramstore("serve", "--help") == 0
-    assert "schedule (the default), decayed_lfu or lru" in capsys.readouterr().out
+    assert "schedule (the default), decayed_lfu or lru" in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_option_that_is_a_number_has_its_range_in_the_help() -> None:
@@ -87,6 +99,16 @@ def test_help_loads_nothing_heavy(words: tuple[str, ...], modules_of: Callable[.
     assert "paramstore.cli.main" in modules
     assert not modules & HEAVY
     assert not {module for module in modules if module.startswith(("paramstore.daemon", "paramstore.engine", "paramstore_client"))}
+
+
+@pytest.mark.slow
+def test_the_help_of_all_commands_together_loads_little() -> None:
+    """So each starts in a fraction of a second: nearly all of that is imports."""
+    done = subprocess.run([sys.executable, "-c", HELP_OF_ALL], check=True, capture_output=True, text=True, timeout=60)
+    modules = set(done.stderr.split())
+    assert all(f"Usage: paramstore {name} [OPTIONS]" in done.stdout for name in ("serve", "import", "bench", "bench tiers"))
+    assert not modules & HEAVY
+    assert len(modules) < HELP_MODULES_MAX
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_why_a_namespace_is_broken_is_told_below_the_table(
         machine = Machine()
         store = machine.start()
         view = await create(store)
-        view.namespace.broken = reason
+        view.namespace.writing.broken = reason
         stats: Any = await machine.service.stats()
         status._print(stats)
 
@@ -220,12 +220,27 @@ def test_what_the_patrol_did_and_found_is_told(patrol: dict[str, Any] | None, li
     assert list(status.patrol_lines(patrol)) == lines
 
 
-def test_many_findings_of_the_patrol_are_told_in_ten_lines() -> None:
-    findings = [{**SCRUB["findings"][0], "offset_bytes": number} for number in range(15)]  # type: ignore[index]
-    patrol = {"scrub_days": 14.0, "running": None, "last": {**SCRUB, "found": 15, "findings": findings}, "last_ended_s": 1.0}
+def findings(count: int) -> list[Any]:
+    return [{**SCRUB["findings"][0], "offset_bytes": number} for number in range(count)]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("found", "described"), [(15, 15), (1500, 20), (11, 1)])
+def test_many_findings_of_the_patrol_are_told_in_ten_lines(found: int, described: int) -> None:
+    """A daemon describes a few of its findings, and counts all."""
+    patrol = {
+        "scrub_days": 14.0, "running": {**SCRUB, "found": 1, "findings": findings(1)},
+        "last": {**SCRUB, "found": found, "findings": findings(described)}, "last_ended_s": 1.0,
+    }  # fmt: skip
     lines = list(status.patrol_lines(patrol))
-    assert len(lines) == 1 + 10 + 1
-    assert lines[-1] == "and 5 more: --json has them"
+    assert len(lines) == 1 + min(described, 10) + 1
+    assert lines[-1] == f"and {found - min(described, 10)} more: `paramstore verify` names them"
+
+
+def test_findings_of_two_passes_that_are_not_the_same_are_all_counted() -> None:
+    last = {**SCRUB, "found": 12, "findings": findings(12)}
+    running = {**SCRUB, "found": 1, "findings": [{**SCRUB["findings"][0], "namespace": "others"}]}  # type: ignore[index]
+    lines = list(status.patrol_lines({"scrub_days": 14.0, "running": running, "last": last, "last_ended_s": 1.0}))
+    assert lines[-1] == "and 3 more: `paramstore verify` names them"
 
 
 @pytest.mark.parametrize("verify", [None, {"running": None, "last": None}, {"last": {**SCRUB, "found": 0, "findings": []}}])
@@ -233,13 +248,13 @@ def test_a_verify_that_found_nothing_is_not_told(verify: dict[str, Any] | None) 
     assert list(status.verify_lines(verify)) == []
 
 
-def test_what_the_last_verify_found_is_told_in_ten_lines() -> None:
-    findings = [{**SCRUB["findings"][0], "offset_bytes": number} for number in range(15)]  # type: ignore[index]
-    lines = list(status.verify_lines({"running": None, "last": {**SCRUB, "found": 15, "findings": findings}}))
-    assert lines[0] == "verify: the last one ended, done: 15 damaged"
+@pytest.mark.parametrize(("found", "described"), [(15, 15), (1500, 20)])
+def test_what_the_last_verify_found_is_told_in_ten_lines(found: int, described: int) -> None:
+    lines = list(status.verify_lines({"running": None, "last": {**SCRUB, "found": found, "findings": findings(described)}}))
+    assert lines[0] == f"verify: the last one ended, done: {found} damaged"
     assert lines[1] == "experts (1, 2), step 3, volume 0, offset 0: chunk 2 has another checksum"
     assert len(lines) == 1 + 10 + 1
-    assert lines[-1] == "and 5 more: --json has them"
+    assert lines[-1] == f"and {found - 10} more: `paramstore verify` names them"
 
 
 def test_the_screen_has_the_findings_of_the_last_verify(

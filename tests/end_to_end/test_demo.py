@@ -65,6 +65,7 @@ def test_quick_demo_proves_its_claims_and_leaves_no_process(tmp_path, daemon):
     assert daemon_of(daemon.directory) is None
 
 
+@pytest.mark.soak  # tests/end_to_end/test_finetune.py kills a trainer in every run
 def test_trainer_killed_while_the_daemon_lives_ends_the_same_way(tmp_path, daemon):
     settings = quick()
     first = _train_and_die(tmp_path, last_step=settings.kill_step)

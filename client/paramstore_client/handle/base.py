@@ -79,7 +79,7 @@ class Handle:
     @property
     def _limit_s(self) -> float:
         """Wait for an answer; with several ranks a little longer than the daemon's own, as its answer says who is missing."""
-        return self.wait_timeout_s + (0.0 if self._ours.is_alone else ANSWER_GRACE_S)
+        return self.wait_timeout_s + (ANSWER_GRACE_S if self._ours.world_size > 1 else 0.0)
 
     def _next_id(self) -> int:
         return self._connection.next_id()
@@ -121,7 +121,7 @@ class Handle:
 
 def plain_keys(keys: Iterable[ExpertKey]) -> list[ExpertKey]:
     """`keys` as plain tuples of plain integers, whatever types of integers the caller uses."""
-    given = listed("keys", keys, KEYS_EXPECTED)
+    given = keys if type(keys) is list else listed("keys", keys, KEYS_EXPECTED)
     try:
         wanted = msgspec.convert(given, list[ExpertKey])  # takes plain integers alone; faster than a look at each
     except (msgspec.ValidationError, UnicodeEncodeError):  # the latter where the text that the former quotes cannot be encoded

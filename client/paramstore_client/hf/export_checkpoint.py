@@ -168,7 +168,7 @@ class _Shards:
         """Writes `tensor`, the whole of `name` or, as `[1, ...]`, row `row` of it."""
         shard, place = self._places[name]
         data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-        shard.write(place if row is None else place.rows(row, 1), memoryview(data.numpy()))  # type: ignore[arg-type]  # as in read_tensor
+        shard.write(place if row is None else place.rows(row, 1), data.numpy().data)
         self.bytes_written += data.numel()
 
     def publish(self) -> None:

@@ -165,7 +165,7 @@ class ExpertSource:
 def read_tensor(stored: StoredTensor, files: Files) -> Tensor:
     """The tensor, in memory of its own. Raises CheckpointError naming file and tensor."""
     buffer = mapped((stored.length_bytes,), torch.uint8)
-    files.read(stored, memoryview(buffer.numpy()))  # type: ignore[arg-type]  # numpy's arrays are buffers from 3.12 on, says typeshed
+    files.read(stored, buffer.numpy().data)
     return buffer.view(_torch_dtype(stored)).reshape(stored.shape)
 
 
