@@ -36,7 +36,7 @@ from paramstore.cli.signals import end_as_interrupt
 from paramstore.config import Config
 from paramstore.demo.batches import BatchSampler
 from paramstore.demo.corpus import Corpus, open_corpus
-from paramstore.engine.capacity.host import staging_bytes_of
+from paramstore.engine.capacity.budget import staging_bytes_of
 from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.errors import ConfigError, ParamStoreError
 from paramstore_bench.step_plot import draw_training

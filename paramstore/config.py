@@ -127,6 +127,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a client's call with `timeout_s=None` waits."""
     shutdown_timeout_s: float = 30.0
     """How long SIGTERM lets transfers under way finish."""
+    flush_timeout_s: float = 120.0
+    """How long a commit waits for a volume to take its note and flush. Beyond that the commit fails, and the volume is fenced: less
+    hears of a hanging drive sooner, more bears one that is only slow."""
     allow_buffered: bool = True
     """Fall back to the page cache, and say so, where the file system refuses O_DIRECT."""
     pmem_granularity: str = "page"
@@ -222,6 +225,7 @@ _RULES = {
     "piece_bytes": _Rule(int, "a multiple of 1 MiB", lambda value: value > 0 and value % (1 << 20) == 0),
     "wait_timeout_s": _SECONDS,
     "shutdown_timeout_s": _SECONDS,
+    "flush_timeout_s": _SECONDS,
     "allow_buffered": _SWITCH,
     "pmem_granularity": _Rule(str, "page, cache_line or byte", lambda value: value in ("page", "cache_line", "byte")),
     "dirty_limit_bytes": _OPTIONAL_SIZE,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paramstore.config import OTHER_VARIABLES, SIZE_UNITS, Config, PolicyConfig, format_size, load, parse_size
 from paramstore.core.schema import Schema
-from paramstore.engine.capacity.host import least_bytes
+from paramstore.engine.capacity.budget import least_bytes
 from paramstore.errors import ConfigError
 
 

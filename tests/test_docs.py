@@ -9,6 +9,8 @@ import inspect
 import re
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -33,6 +35,11 @@ LIMIT_MODULES = (
     "paramstore.daemon.channel", "paramstore_client.connection.shared_socket", "paramstore.config", "paramstore.core.schema",
     "paramstore.storage.format.structures", "paramstore.engine.records.update",
 )  # fmt: skip
+
+NAME, FILE = r"`(?![\w./]+\.py`)[A-Za-z_]\w*(?:\.\w+)?`", r"`[\w./]+\.py`"
+NAMES, FILES = rf"{NAME}(?:(?:, | and ){NAME})*", rf"{FILE}(?:(?:, | and ){FILE})*"
+BESIDE = rf"(?P<names>{NAMES})(?:\sin\s|\s\()(?P<files>{FILES})|(?P<files_first>{FILES})\s\((?P<names_after>{NAMES})[:)]"
+"""Names with the file that has them: "`Class`, `Class.method` in `path.py`", "`Class` (`path.py`)", "`path.py` (`Class`: ...)"."""
 
 NO_MODULES = {"paramstore.sock", "paramstore.sentinel"}
 """A file and a parameter that look like modules."""
@@ -116,6 +123,38 @@ def found_by_import(name: str) -> object:
             found = getattr(found, part, None)
         return found
     return None
+
+
+def beside(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Names, and the files or folders that a page says have them: in its sentences, and in tables "| file | class |"."""
+    for found in re.finditer(BESIDE, text):
+        names, files = found["names"] or found["names_after"], found["files"] or found["files_first"]
+        yield re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", files)
+    for table in re.findall(r"^\| (?:file|where) \| class \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, flags=re.MULTILINE):
+        for row in table.splitlines():
+            _, files, names, *_ = row.split("|")
+            yield re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", files)
+
+
+@cache
+def defined_in(path: str) -> set[str]:
+    """Names that the file defines, or the files of the folder, and members of its classes as `Class.member`. A file that stands
+    behind another in its row may be named by its own name alone."""
+    places = (ROOT, ROOT / "paramstore", ROOT / "client", ROOT / "client" / "paramstore_client")
+    found = [place / path for place in places if (place / path).exists()]
+    found = found or [file for source in SOURCES for file in source.rglob(path)]
+    files = [file for one in found for file in (one.rglob("*.py") if one.is_dir() else [one])]
+    return {name for file in files for node in ast.parse(file.read_text()).body for name in _names_of(node)}
+
+
+def _names_of(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.ClassDef):
+        inherited = [MEMBERS[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in MEMBERS]
+        yield from (f"{node.name}.{name}" for name in _members_of(node).union(*inherited))
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node.name
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def settings_table() -> ModuleType:
@@ -204,6 +243,31 @@ def test_every_class_and_method_that_a_page_names_exists(page: Path) -> None:
     for name, member in re.findall(r"`(?:ps\.)?([A-Z][a-z]\w*)(?:\.(\w+))?(?:\(|`)", prose(page)):
         assert name in MEMBERS, f"{page_id(page)} names {name}"
         assert not member or member in MEMBERS[name], f"{page_id(page)} names {name}.{member}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_name_is_defined_in_the_file_that_stands_beside_it(page: Path) -> None:
+    missing = {
+        name: files for names, files in beside(prose(page)) for name in names if not any(name in defined_in(file) for file in files)
+    }
+    assert missing == {}
+
+
+def test_every_way_to_name_a_file_is_found() -> None:
+    text = """
+`A.b`, `C` in `d/e.py`; `F`, of `g.py`. The `H` (`i.py`) and `j.py` (`K`, `L`: these).
+
+| file | class | does |
+|---|---|---|
+| `m/n.py`, `o.py` | `P`, `Q` | `R` in `s.py` |
+| `t/` | | `U` |
+"""
+    assert list(beside(text)) == [
+        (["A.b", "C"], ["d/e.py"]), (["H"], ["i.py"]), (["K", "L"], ["j.py"]), (["R"], ["s.py"]),
+        (["P", "Q"], ["m/n.py", "o.py"]), ([], ["t/"]),
+    ]  # fmt: skip
+    found = {page: len(list(beside(prose(DOCS / page)))) for page in ("architecture.md", "glossary.md")}
+    assert min(found.values()) > 80, found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

@@ -30,7 +30,7 @@ from paramstore.bench.service.experts import TOUCHED, WAIT_S, Key, adamw_schema,
 from paramstore.bench.update_alone import UpdateAlone
 from paramstore.config import Config
 from paramstore.core.schema import Schema
-from paramstore.engine.capacity.host import staging_bytes_of
+from paramstore.engine.capacity.budget import staging_bytes_of
 from paramstore.engine.records.update import LOOKAHEAD_RECORDS
 from paramstore.engine.tables.arena import segment_lengths
 from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS

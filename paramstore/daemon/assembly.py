@@ -28,13 +28,16 @@ from paramstore.daemon.volume_places import (
 from paramstore.directories import check_parent, is_missing
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.capacity.host import HostTier, Memory
+from paramstore.engine.capacity.prefill import Prefill
+from paramstore.engine.capacity.upload_budget import UploadBudget
 from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.planner.planner import Planner
-from paramstore.engine.records.access import Loader
+from paramstore.engine.records.access import Access
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.update import LOOKAHEAD_RECORDS, Updater
 from paramstore.engine.steps.commit import Committer
-from paramstore.engine.steps.history import Chain
+from paramstore.engine.steps.history import History
+from paramstore.engine.steps.proof import Prover
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import NamespaceState
@@ -224,26 +227,26 @@ def connect(
         planner, runner, volumes, buffers, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes, hashing=hashing,
         log=TransferLog(clock),
     )  # fmt: skip
-    loader = Loader(transfers, wait_timeout_s=config.wait_timeout_s)
-    cleaner = Cleaner(transfers, loader)
-    updater = Updater(transfers, loader, cleaner, update_workers=update_workers)
+    access = Access(transfers, wait_timeout_s=config.wait_timeout_s)
+    cleaner = Cleaner(transfers, access)
+    updater = Updater(transfers, access, cleaner, update_workers=update_workers)
     namespaces = {name: make_namespace(ledger) for name, ledger in recovered.ledgers.items()}
     transactions = Transactions(transfers, runner, catalog=catalog, namespaces=namespaces)
-    chain = Chain(transfers, runner, transactions, recovered.note_slots, stall_s=config.wait_timeout_s)
+    history = History(transfers, runner, transactions, recovered.note_slots, stall_s=config.wait_timeout_s)
+    prover = Prover(
+        transfers, runner, transactions=transactions, volumes=volumes, superblocks=recovered.superblocks,
+        note_slots=recovered.note_slots, namespaces=namespaces, flush_timeout_s=config.flush_timeout_s,
+    )  # fmt: skip
     committer = Committer(
-        transfers, cleaner, runner, chain=chain, transactions=transactions, volumes=volumes,
-        superblocks=recovered.superblocks, note_slots=recovered.note_slots, namespaces=namespaces, clock=clock,
+        transfers, cleaner, runner, history=history, transactions=transactions, prover=prover, clock=clock,
         stall_s=config.wait_timeout_s,
     )  # fmt: skip
-    host = HostTier(
-        runner, memory, buffers, budget_bytes=config.host_budget_bytes, io_threads=config.io_workers * len(volumes),
-        piece_bytes=config.piece_bytes, pipeline_slots=update_workers + LOOKAHEAD_RECORDS,
-        make_policy=lambda capacity: make_policy(config.policy, capacity), dirty_limit_bytes=config.dirty_limit_bytes,
-        advance_buffers=update_workers + ADVANCE_LOOKAHEAD_RECORDS,
-    )  # fmt: skip
+    host = _host_tier(config, runner, memory, buffers, volume_count=len(volumes), update_workers=update_workers)
+    uploads = UploadBudget(host, budget_bytes=config.gradient_budget_bytes)
+    prefill = Prefill(volumes, space=recovered.space, runner=runner, pump=partial(_go_on, transfers, namespaces))
     volume_set = VolumeSet(
         volumes, superblocks=recovered.superblocks, rows=contents.volumes, space=recovered.space, catalog=catalog, runner=runner,
-        may_grow=config.volume_size_bytes is None, pump=partial(_go_on, transfers, namespaces),
+        may_grow=config.volume_size_bytes is None, prefill=prefill,
         retention=config.retention, traffic=transfers.traffic, endurance_bytes=config.volume_endurance_bytes,
     )  # fmt: skip
     transfers.watch_writes = volume_set.record_written
@@ -255,14 +258,25 @@ def connect(
     )  # fmt: skip
     patrol = Patrol(scrubber, scrub_days=config.scrub_days, start_at=patrol_start(contents.store_uuid, clock.now_s()), clock=clock)
     if config.prefill:
-        volume_set.start_prefill()
+        prefill.start()
     patrol.start()
     store = Store(
-        config, transfers=transfers, host=host, volumes=volume_set, access=loader, cleaner=cleaner,
-        updater=updater, committer=committer, history=chain, transactions=transactions, namespaces=namespaces,
+        config, transfers=transfers, host=host, uploads=uploads, volumes=volume_set, access=access, cleaner=cleaner,
+        updater=updater, committer=committer, history=history, transactions=transactions, namespaces=namespaces,
         store_uuid=contents.store_uuid, clock=clock,
     )  # fmt: skip
     return Service(store, scrubber, patrol)
+
+
+def _host_tier(
+    config: Config, runner: Runner, memory: Memory, buffers: Buffers, *, volume_count: int, update_workers: int
+) -> HostTier:
+    return HostTier(
+        runner, memory, buffers, budget_bytes=config.host_budget_bytes, io_threads=config.io_workers * volume_count,
+        piece_bytes=config.piece_bytes, pipeline_slots=update_workers + LOOKAHEAD_RECORDS,
+        make_policy=lambda capacity: make_policy(config.policy, capacity), dirty_limit_bytes=config.dirty_limit_bytes,
+        advance_buffers=update_workers + ADVANCE_LOOKAHEAD_RECORDS,
+    )  # fmt: skip
 
 
 def _go_on(transfers: Transfers, namespaces: Mapping[str, NamespaceState]) -> None:

@@ -90,12 +90,12 @@ class Handlers:
             m.Commit: lambda r: self._together(r, lambda one: store.committer.commit(one, r.step, r.extra)),
             m.Prepare: lambda r: self._together(r, lambda one: store.committer.prepare(one, r.step, r.extra)),
             m.Finalize: lambda r: self._together(r, lambda one: store.history.finalize(one, r.step)),
-            m.Steps: lambda r: view(r).namespace.ledger.steps(),
-            m.Extra: lambda r: view(r).namespace.ledger.step(r.step).extra,
+            m.Steps: lambda r: view(r).namespace.steps.ledger.steps(),
+            m.Extra: lambda r: view(r).namespace.steps.ledger.step(r.step).extra,
             m.Rollback: lambda r: self._together(r, lambda one: store.rollback(one, r.step)),
             m.Snapshot: lambda r: store.admission.snapshot(view(r), r.step),
             m.DropSnapshot: lambda r: store.admission.drop_snapshot(view(r), r.step),
-            m.Snapshots: lambda r: view(r).namespace.ledger.snapshots(),
+            m.Snapshots: lambda r: view(r).namespace.steps.ledger.snapshots(),
             m.Read: self._read,
             m.Residency: lambda r: residency(view(r).namespace),
             m.Stats: lambda _: self._service.stats(),
@@ -158,7 +158,7 @@ class Handlers:
         return scrubber.wait(scrub)
 
     def _open_upload(self, r: m.OpenUpload) -> object:
-        segment, memory = self._store.open_upload(self._client, r.size_bytes, list(self._views.values()))
+        segment, memory = self._store.uploads.open(self._client, r.size_bytes, list(self._views.values()))
         self._uploads.add(segment, memory)
         return self._sent_upload(r.id, segment, memory)
 

@@ -36,19 +36,14 @@ class HeldRequests:
         self._run = run
         self._fail = fail
         self._queues: dict[View, deque[_Held]] = {}
-        self._by_id: dict[int, tuple[View, _Held]] = {}
+        self.by_id: dict[int, tuple[View, _Held]] = {}
+        """Requests held back, by their id."""
         self._going_on: View | None = None
         """View whose requests are being carried out."""
 
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._by_id
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
     def stops(self, view: View) -> bool:
-        """Whether a request of `view` has to wait: because its rank's collective call waits, or because an earlier request does."""
-        return view.is_ranked and (_is_calling(view) or (view in self._queues and view is not self._going_on))
+        """Whether a request of `view`, one of several ranks, has to wait: because its own call waits, or an earlier request."""
+        return _is_calling(view) or (view in self._queues and view is not self._going_on)
 
     def add(self, view: View, request: Any) -> None:
         """Holds `request` back; a lease request for no longer than its own timeout."""
@@ -57,7 +52,7 @@ class HeldRequests:
             held.deadline_s = self._loop.time() + request.timeout_s
             held.timer = self._loop.call_later(request.timeout_s, self._is_late, view, held)
         self._queues.setdefault(view, deque()).append(held)
-        self._by_id[request.id] = view, held
+        self.by_id[request.id] = view, held
 
     def go_on(self, view: View) -> None:
         """Carries out the requests held for `view`, up to the next call that waits for other ranks."""
@@ -78,7 +73,7 @@ class HeldRequests:
 
     def cancel(self, request_id: int) -> bool:
         """Ends a held lease or prefetch with TicketCancelled. Returns False if none of that id is held."""
-        view, held = self._by_id.get(request_id, (None, None))
+        view, held = self.by_id.get(request_id, (None, None))
         if view is None or held is None or not isinstance(held.request, m.Acquire | m.Prefetch):
             return False
         self._end(view, held, TicketCancelled("the request was cancelled"))
@@ -86,10 +81,10 @@ class HeldRequests:
 
     def clear(self) -> None:
         """Forgets all held requests: the session is over, and nobody is to be answered."""
-        for _, held in self._by_id.values():
+        for _, held in self.by_id.values():
             if held.timer is not None:
                 held.timer.cancel()
-        self._by_id.clear()
+        self.by_id.clear()
         self._queues.clear()
 
     def _is_late(self, view: View, held: _Held) -> None:
@@ -106,7 +101,7 @@ class HeldRequests:
         self._fail(held.request.id, error)
 
     def _drop(self, held: _Held) -> None:
-        del self._by_id[held.request.id]
+        del self.by_id[held.request.id]
         if held.timer is not None:
             held.timer.cancel()
 

@@ -21,16 +21,13 @@ STARTS_OVER = frozenset({m.Abort, m.Rollback, m.InitializeBegin})
 
 
 class LostRequests:
-    """Owner of what one session's broken requests have left behind. It is false while nothing was lost."""
+    """Owner of what one session's broken requests have left behind."""
 
     def __init__(self) -> None:
         self._reasons: dict[int, str] = {}
         """Why a handle refuses requests, by handle."""
         self._ends: dict[int, int] = {}
         """Handle of each request under way that starts over, by the request's id."""
-
-    def __bool__(self) -> bool:
-        return bool(self._reasons)
 
     def add(self, broken: BrokenRequest, error: ProtocolError, views: Mapping[int, View]) -> None:
         """Notes the loss of `broken`. views: the open ones, by handle. If its handle is unknown, all that write have lost it."""

@@ -22,6 +22,7 @@ from types import FrameType
 
 from paramstore.config import Config
 from paramstore.daemon.assembly import assemble, take_lock
+from paramstore.daemon.garbage import ENDED_SESSIONS, ENDED_SESSIONS_MAX, look_at_everything, tables_spared
 from paramstore.daemon.service import Service
 from paramstore.daemon.session import Session
 from paramstore.directories import check_parent, is_missing
@@ -65,6 +66,8 @@ class Server:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._sessions: set[Session] = set()
+        self._ended_count = 0
+        """Number of sessions that ended since everything was looked at for garbage."""
         self._half_open: list[Session] = []
         """Sessions that may not have said hello yet, oldest first."""
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -83,7 +86,7 @@ class Server:
             _refuse(sock, CapacityError(f"the daemon serves {SESSIONS_MAX} sessions, which is its limit: close some"))
             return
         try:
-            session = Session(self._service, sock, on_gone=self._sessions.discard)
+            session = Session(self._service, sock, on_gone=self._gone)
         except OSError as error:  # no descriptor is left to watch the client's process with
             logger.warning("a client was not let in: %s", error)
             _refuse(sock, CapacityError(f"the daemon has no descriptor left for another client: {error}"))
@@ -97,6 +100,13 @@ class Server:
         self._half_open.append(session)
         if len(self._half_open) > HALF_OPEN_MAX:
             self._half_open.pop(0).close(ProtocolError(f"{HALF_OPEN_MAX} later connections wait for their hello, too"))
+
+    def _gone(self, session: Session) -> None:
+        self._sessions.discard(session)
+        self._ended_count += 1
+        if self._ended_count >= (ENDED_SESSIONS_MAX if self._sessions else ENDED_SESSIONS):
+            self._ended_count = 0
+            self._loop.call_soon(look_at_everything)  # not in the call of a session that is to be freed
 
     def _accept_again(self) -> None:
         if self._listener.fileno() >= 0:  # not closed meanwhile
@@ -244,7 +254,8 @@ def run(config: Config) -> None:
     try:
         import uvloop
     except ImportError:
-        asyncio.run(serve(config))
-        return
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        factory = None
+    else:
+        factory = uvloop.new_event_loop
+    with tables_spared(), asyncio.Runner(loop_factory=factory) as runner:
         runner.run(serve(config))

@@ -68,7 +68,8 @@ class Session:
             m.CloseNamespace: self._close_namespace,
         }  # fmt: skip
         self._held = HeldRequests(self._loop, run=self._take_up, fail=self._fail)
-        self._lost = LostRequests()
+        self._lost: LostRequests | None = None
+        """What broken requests have left behind; None while none came."""
 
     @property
     def pid(self) -> int:
@@ -97,7 +98,7 @@ class Session:
             return
         if not self.is_known or isinstance(request, m.Hello):
             self._hello(request)
-        elif self._lost and (refusal := self._lost.refusal_of(request)) is not None:
+        elif self._lost is not None and (refusal := self._lost.refusal_of(request)) is not None:
             self._fail(request.id, refusal)
         elif isinstance(request, m.Acquire):
             self._acquire(request)
@@ -118,6 +119,7 @@ class Session:
         except ProtocolError as reason:
             self._channel.refuse(reason)
             return
+        self._lost = self._lost or LostRequests()
         self._lost.add(broken, error, self._views)
         self._fail(broken.id, error)
 
@@ -135,9 +137,11 @@ class Session:
         self._channel.send(m.Done(request.id, welcome_to(self._store)))
 
     def _check_admissible(self, request_id: int) -> None:
-        if request_id <= 0 or request_id in self._tasks or request_id in self._leases or request_id in self._held:
+        leases, held = self._leases, self._held.by_id
+        is_taken = request_id in self._tasks or request_id in leases.granted or request_id in leases.waiting or request_id in held
+        if is_taken or request_id <= 0:
             raise ProtocolError(f"request id {request_id} is in use, or not above 0")
-        if len(self._tasks) + len(self._held) >= TASKS_MAX:
+        if len(self._tasks) + len(held) >= TASKS_MAX:
             raise ProtocolError(f"more than {TASKS_MAX} requests under way")
 
     def _answer(self, request: Any) -> None:
@@ -145,7 +149,7 @@ class Session:
         try:
             self._check_admissible(request.id)
             view = self._views.get(request.handle) if type(request) in ORDERED else None
-            if view is not None and self._held.stops(view):
+            if view is not None and view.is_ranked and self._held.stops(view):
                 self._held.add(view, request)
                 return
             result = self._handlers[type(request)](request)
@@ -194,10 +198,12 @@ class Session:
             self._channel.send(m.Done(request_id, result))
         except ProtocolError as error:  # more than a frame holds
             self._fail(request_id, error)
-        self._lost.settle(request_id, is_done=True)
+        if self._lost is not None:
+            self._lost.settle(request_id, is_done=True)
 
     def _fail(self, request_id: int, error: ParamStoreError) -> None:
-        self._lost.settle(request_id, is_done=False)
+        if self._lost is not None:
+            self._lost.settle(request_id, is_done=False)
         self._channel.send(m.Failed(request_id, type(error).__name__, str(error)))
 
     # --- namespaces
@@ -236,7 +242,7 @@ class Session:
         try:
             self._check_admissible(r.id)
             view = self._requests.view(r)
-            if self._held.stops(view):
+            if view.is_ranked and self._held.stops(view):
                 self._held.add(view, r)
                 return
             lease = self._leases.request(view, r)
@@ -305,7 +311,7 @@ class Session:
         """Closes the upload area of an ended session, once no request that reads gradients is under way."""
         if self.is_ended and not self._tasks:
             self._uploads.close()
-            self._store.host.drop_uploads(self)
+            self._store.uploads.drop(self)
 
     def _process_ended(self) -> None:
         """Ends what is left of the session: the client process is gone, so nobody reads its mappings any more."""

@@ -26,24 +26,22 @@ class SessionLeases:
         self._host = store.host
         self._channel = channel
         self._client = client
+        self._mapped = store.host.mapped_by(client)
         self._fail = fail
-        self._waiting: dict[int, LeaseRequest] = {}
-        self._granted: dict[int, LeaseRequest] = {}
-
-    def __contains__(self, lease_id: int) -> bool:
-        return lease_id in self._granted or lease_id in self._waiting
+        self.waiting: dict[int, LeaseRequest] = {}
+        self.granted: dict[int, LeaseRequest] = {}
 
     def request(self, view: View, r: m.Acquire) -> LeaseRequest:
-        """Asks the store for a lease: to be granted now if it is finished, else by `wait`. Raises as `Loader.acquire`."""
-        lease = self._waiting[r.id] = self._access.acquire(view, r.id, r.keys, r.part)
+        """Asks the store for a lease: to be granted now if it is finished, else by `wait`. Raises as `Access.acquire`."""
+        lease = self.waiting[r.id] = self._access.acquire(view, r.id, r.keys, r.part)
         return lease
 
     async def wait(self, r: m.Acquire, lease: LeaseRequest) -> Sent:
-        """Waits for the lease and grants it. Raises as `Loader.wait_lease`; the lease is gone then."""
+        """Waits for the lease and grants it. Raises as `Access.wait_lease`; the lease is gone then."""
         try:
             await self._access.wait_lease(lease, r.timeout_s)
         except BaseException:
-            self._waiting.pop(r.id, None)
+            self.waiting.pop(r.id, None)
             raise
         self.grant(r.id, lease)
         return Sent()
@@ -51,27 +49,28 @@ class SessionLeases:
     def grant(self, request_id: int, lease: LeaseRequest) -> None:
         """Tells the client where its finished lease lies, or why it gets none."""
         error = lease.error
-        if self._waiting.pop(request_id, None) is None:
+        if self.waiting.pop(request_id, None) is None:
             error = error or LeaseError(f"namespace {lease.view.namespace.name!r} was closed")
         if error is not None:
             self._fail(request_id, error)
             return
-        self._granted[request_id] = lease
+        self.granted[request_id] = lease
         slots = [copy.place for copy in lease.copies]
-        new = self._host.give(self._client, {slot[0] for slot in slots})
+        lacking = {slot[0] for slot in slots} - self._mapped
+        new = self._host.give(self._client, lacking) if lacking else []
         segments = [(segment, length_bytes) for segment, length_bytes, _ in new]
         self._channel.send(m.Granted(request_id, slots, segments), [fd for _, _, fd in new])
 
     def release(self, lease_ids: Iterable[int]) -> None:
         """Releases these leases; those that are not granted, or no more, are passed over."""
         for lease_id in lease_ids:
-            lease = self._granted.pop(lease_id, None)
+            lease = self.granted.pop(lease_id, None)
             if lease is not None:
                 self._access.release(lease.view, lease_id)
 
     def cancel(self, lease_id: int, error: ParamStoreError) -> bool:
         """Ends a lease that still waits with `error`. Returns False if there is none of that id."""
-        lease = self._waiting.get(lease_id)
+        lease = self.waiting.get(lease_id)
         if lease is None or lease.is_finished:
             return False
         self._access.cancel_lease(lease, error)
@@ -79,11 +78,11 @@ class SessionLeases:
 
     def cancel_all(self, error: ParamStoreError) -> None:
         """Ends every lease that still waits with `error`."""
-        for lease_id in list(self._waiting):
+        for lease_id in list(self.waiting):
             self.cancel(lease_id, error)
 
     def forget(self, view: View) -> None:
         """Forgets the leases of `view`, which is closed."""
-        for leases in (self._waiting, self._granted):
+        for leases in (self.waiting, self.granted):
             for lease_id in [lease_id for lease_id, lease in leases.items() if lease.view is view]:
                 del leases[lease_id]

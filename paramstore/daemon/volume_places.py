@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paramstore.config import PMEM_PREFIX, Config, volume_directory
 from paramstore.directories import check_parent
-from paramstore.engine.capacity.volumes import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES
+from paramstore.engine.capacity.entitlements import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
 from paramstore.storage.catalog.base import Catalog, Change, Contents, VolumeRow
 from paramstore.storage.format.notes import copy_notes, format_volume, read_superblock

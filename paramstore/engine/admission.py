@@ -19,7 +19,7 @@ from paramstore.engine.planner.permission import check_unclaimed, prepared_error
 from paramstore.engine.planner.planner import fresh_namespace
 from paramstore.engine.ranks import Ranks
 from paramstore.engine.records.cleaner import Cleaner
-from paramstore.engine.steps.history import Chain
+from paramstore.engine.steps.history import History
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.namespace import NamespaceState, View, WriterGroup
 from paramstore.engine.transfers.arithmetic import load
@@ -49,13 +49,13 @@ class Admission:
 
     def __init__(
         self, transfers: Transfers, host: HostTier, volumes: VolumeSet, cleaner: Cleaner,
-        chain: Chain, transactions: Transactions, ranks: Ranks, namespaces: dict[str, NamespaceState], *, retained_steps: int,
+        history: History, transactions: Transactions, ranks: Ranks, namespaces: dict[str, NamespaceState], *, retained_steps: int,
     ) -> None:  # fmt: skip
         self._transfers = transfers
         self._host = host
         self._volumes = volumes
         self._cleaner = cleaner
-        self._chain = chain
+        self._history = history
         self._transactions = transactions
         self._ranks = ranks
         self._namespaces = namespaces
@@ -71,8 +71,8 @@ class Admission:
         return [
             {
                 "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
-                "experts": namespace.keys.experts, "committed_step": namespace.committed_step,
-                "prepared_step": namespace.ledger.prepared_step, "epoch": namespace.epoch,
+                "experts": namespace.keys.experts, "committed_step": namespace.steps.committed_step,
+                "prepared_step": namespace.steps.ledger.prepared_step, "epoch": namespace.epoch,
             }
             for namespace in self._namespaces.values()
         ]  # fmt: skip
@@ -119,9 +119,10 @@ class Admission:
         there, asked = _shape(existing.schema, existing.keys), _shape(schema, keys)
         if different := [f"{name}={there[name]!r:.200}, not {asked[name]!r:.200}" for name in asked if there[name] != asked[name]]:
             raise NamespaceExists(f"namespace {existing.name!r} exists with {'; '.join(different)}: give this one another name")
-        if existing.committed_step is not None:
+        if existing.steps.committed_step is not None:
             raise NamespaceExists(
-                f"namespace {existing.name!r} is committed at step {existing.committed_step}: open_namespace(mode='write') to go on"
+                f"namespace {existing.name!r} is committed at step {existing.steps.committed_step}: open_namespace(mode='write') "
+                "to go on"
             )
 
     async def open(
@@ -141,9 +142,9 @@ class Admission:
         if mode == "write":
             if min_lease_slots:
                 await self._check_slots(namespace, host_bytes, group=group, least=min_lease_slots)
-            prepared = namespace.prepared_step  # this includes a step that is still being prepared
+            prepared = namespace.steps.prepared_step  # this includes a step that is still being prepared
             if at is not None and at != prepared:
-                namespace.ledger.check_rollback(at)  # refused before anybody is fenced
+                namespace.steps.ledger.check_rollback(at)  # refused before anybody is fenced
             elif at is None and prepared is not None:
                 raise prepared_error(namespace, what="open_namespace")
             return await self._open_writer(namespace, host_bytes, at=at, group=group, min_lease_slots=min_lease_slots)
@@ -155,14 +156,14 @@ class Admission:
 
     @staticmethod
     def _reader_step(namespace: NamespaceState, at: int | None) -> int:
-        newest = namespace.standing_step
+        newest = namespace.steps.standing_step
         if newest is None:
             raise StepFailed(f"namespace {namespace.name!r} has no committed step yet: only a writer can open it")
         if at is None:
             return newest
-        if at in namespace.closing_steps:
+        if at in namespace.steps.closing_steps:
             raise StepDropped(f"step {at} of {namespace.name!r} is being dropped")
-        return namespace.ledger.step(at).step
+        return namespace.steps.ledger.step(at).step
 
     async def _open_writer(
         self, namespace: NamespaceState, host_bytes: int | None, *, at: int | None, group: WriterGroup | None,
@@ -175,7 +176,7 @@ class Admission:
             if min_lease_slots:
                 await self._check_slots(namespace, host_bytes, group=group, least=min_lease_slots)
             self._fence(namespace)
-            await self._chain.reopen(namespace, at=at)
+            await self._history.reopen(namespace, at=at)
             async with self._lock:
                 await self._open_memory(namespace, host_bytes)
                 return self._open_view(namespace, is_writer=True, group=group, min_lease_slots=min_lease_slots)
@@ -188,8 +189,8 @@ class Admission:
             return planner.views.open(namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=min_lease_slots)
 
     def _fence(self, namespace: NamespaceState) -> None:
-        if namespace.group is not None:
-            self._ranks.fence(namespace.group)
+        if namespace.writing.group is not None:
+            self._ranks.fence(namespace.writing.group)
 
     async def _check_slots(
         self, namespace: NamespaceState, host_bytes: int | None, *, group: WriterGroup | None, least: int
@@ -207,13 +208,13 @@ class Admission:
         namespace = view.namespace
         check_unclaimed(namespace, what="snapshot")
         async with self._snapshot_lock:
-            if namespace.ledger.step(step).is_snapshot:
+            if namespace.steps.ledger.step(step).is_snapshot:
                 return
-            count = len(namespace.ledger.snapshots()) + 1
+            count = len(namespace.steps.ledger.snapshots()) + 1
             async with self._lock:
                 await self._volumes.make_room(namespace, beside=self._namespaces.values(), snapshots=count)
             try:
-                await self._chain.snapshot(namespace, step, is_kept=True)
+                await self._history.snapshot(namespace, step, is_kept=True)
             finally:
                 self._volumes.entitle(namespace)  # to what there is now, whatever came of it
 
@@ -223,7 +224,7 @@ class Admission:
         namespace = view.namespace
         check_unclaimed(namespace, what="drop_snapshot")
         async with self._snapshot_lock:
-            await self._chain.snapshot(namespace, step, is_kept=False)
+            await self._history.snapshot(namespace, step, is_kept=False)
             self._volumes.entitle(namespace)
 
     async def _open_memory(self, namespace: NamespaceState, host_bytes: int | None) -> None:
@@ -231,7 +232,7 @@ class Admission:
         try:
             await self._open_arenas(namespace, host_bytes)
         except CapacityError:
-            idle = [other for other in self._namespaces.values() if not other.views and other.param_arena is not None]
+            idle = [other for other in self._namespaces.values() if not other.views and other.has_memory]
             idle = [other for other in idle if other is not namespace]
             if not idle:
                 raise
@@ -250,8 +251,8 @@ class Admission:
         task.add_done_callback(self._growing.discard)
 
     async def _grow(self, namespace: NamespaceState) -> None:
-        for arena in (namespace.working_arena, namespace.param_arena):
-            while arena is not None and await self._host.grow(namespace, arena):
+        for arena in namespace.arenas():
+            while await self._host.grow(namespace, arena):
                 with self._transfers.deciding() as planner:
                     planner.go_on([namespace])
 
@@ -270,7 +271,7 @@ class Admission:
         uncommitted is lost, as it would be at the next opening anyway."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + IDLE_TIMEOUT_S
-        await self._chain.rollback(namespace)
+        await self._history.rollback(namespace)
         await self._cleaner.evict(namespace, None, None)
         while any(arena.slots.free_count < arena.slots.count for arena in namespace.arenas()):
             if loop.time() > deadline_s:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paramstore.engine.planner.permission import check_view
 from paramstore.engine.tables.collective import MENDING, Call, Collective, Settled, check_rank
 from paramstore.engine.tables.namespace import View, WriterGroup, fenced_error
 from paramstore.engine.transfers.transfers import Transfers
@@ -220,7 +219,7 @@ class Ranks:
 
         Raises LeaseError, WriterFenced, RankLost, StepMismatch; then this rank's call counts as never made.
         """
-        check_view(view)
+        view.check_open()
         assert view.group is not None
         future = self._gatherings[view.group].call(view.rank, call, partial(begin, view))
         self._on_call(view, call.name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from paramstore import __version__
 from paramstore.clock import Clock
@@ -21,23 +20,24 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.visits import check_visits
 from paramstore.engine.admission import Admission
 from paramstore.engine.capacity.host import HostTier
+from paramstore.engine.capacity.upload_budget import UploadBudget
 from paramstore.engine.capacity.volumes import VolumeSet
-from paramstore.engine.planner.permission import check_unclaimed, check_view, check_writing
+from paramstore.engine.planner.permission import check_unclaimed, check_writing
 from paramstore.engine.ranks import Ranks
-from paramstore.engine.records.access import Loader
+from paramstore.engine.records.access import Access
 from paramstore.engine.records.applies import Applies
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.reading import Reading
 from paramstore.engine.records.update import Updater
 from paramstore.engine.report import disk_stats, namespace_stats, volume_stats
 from paramstore.engine.steps.commit import Committer
-from paramstore.engine.steps.history import Chain
+from paramstore.engine.steps.history import History
 from paramstore.engine.steps.initialization import Initializer
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers.transfers import Transfers
-from paramstore.errors import ConfigError, ProtocolError, StepDropped, StoreUnavailable
+from paramstore.errors import ConfigError, StepDropped, StoreUnavailable
 from paramstore_native.adamw import known_state
 
 
@@ -45,13 +45,14 @@ class Store:
     """Serves all namespaces of one daemon. `paramstore.daemon.assembly` makes it; every method runs on the event loop."""
 
     def __init__(
-        self, config: Config, *, transfers: Transfers, host: HostTier, volumes: VolumeSet, access: Loader,
-        cleaner: Cleaner, updater: Updater, committer: Committer, history: Chain, transactions: Transactions,
+        self, config: Config, *, transfers: Transfers, host: HostTier, uploads: UploadBudget, volumes: VolumeSet, access: Access,
+        cleaner: Cleaner, updater: Updater, committer: Committer, history: History, transactions: Transactions,
         namespaces: dict[str, NamespaceState], store_uuid: bytes, clock: Clock,
     ) -> None:  # fmt: skip
         self.config = config
         self.transfers = transfers
         self.host = host
+        self.uploads = uploads
         self.access = access
         self.committer = committer
         self.history = history
@@ -91,7 +92,7 @@ class Store:
         """Moves a reader to the newest committed step that no transaction under way drops, and returns that step."""
         if view.is_writer:
             raise ConfigError("a writer sees its working state; refresh() moves readers")
-        step = view.namespace.standing_step
+        step = view.namespace.steps.standing_step
         assert step is not None
         with self.transfers.deciding() as planner:
             planner.views.move(view, step)
@@ -102,9 +103,9 @@ class Store:
         namespace = view.namespace
         return {
             "name": namespace.name, "schema": namespace.schema.describe(), "layers": list(namespace.keys.layers),
-            "experts": namespace.keys.experts, "committed_step": namespace.committed_step, "view_step": view.step,
+            "experts": namespace.keys.experts, "committed_step": namespace.steps.committed_step, "view_step": view.step,
             "epoch": namespace.epoch, "lease_slots": view.lease_slots, "wait_timeout_s": self.config.wait_timeout_s,
-            "gradient_share_bytes": self._gradient_share(view),
+            "gradient_share_bytes": self.uploads.share(view),
         }  # fmt: skip
 
     # --- wishes of a client
@@ -116,7 +117,7 @@ class Store:
 
     def declare_schedule(self, view: View, param: Sequence[tuple[int, str]], optim: Sequence[tuple[int, str]]) -> None:
         """Declares the order in which the view's client visits its layers. Raises ConfigError, and nothing has changed."""
-        check_view(view)
+        view.check_open()
         layers = view.namespace.keys.layers
         cycles = check_visits(param, layers, what="param_visits"), check_visits(optim, layers, what="optim_visits")
         with self.transfers.deciding() as planner:
@@ -134,48 +135,22 @@ class Store:
     async def rollback(self, view: View, step: int) -> int:
         """Rolls back to `step`, dropping everything since. Returns the new epoch."""
         namespace = check_writing(view)
-        if namespace.committed_step is None:
+        if namespace.steps.committed_step is None:
             raise StepDropped(f"namespace {namespace.name!r} has no committed step: initialize() starts it over")
         await self.history.rollback(namespace, to_step=step)
         return namespace.epoch
 
     async def write_back(self, view: View, keys: Sequence[ExpertKey] | None) -> dict[str, int]:
         check_unclaimed(view.namespace, what="write_back")
-        async with view.namespace.turn:
+        async with view.namespace.writing.turn:
             return await self._cleaner.write_back(view.namespace, keys)
 
     async def evict(self, view: View, keys: Sequence[ExpertKey] | None, part: str | None) -> dict[str, object]:
         if part == "param" and not view.is_writer:  # this changes no record, so it does not wait for the writer's calls
             return await self._cleaner.evict(view.namespace, keys, part)
         check_unclaimed(view.namespace, what="evict")
-        async with view.namespace.turn:
+        async with view.namespace.writing.turn:
             return await self._cleaner.evict(view.namespace, keys, part)
-
-    # --- upload areas
-
-    def open_upload(self, client: object, length_bytes: int, views: Sequence[View]) -> tuple[int, Any]:
-        """Makes a writable segment of at least `length_bytes` for `client`. Raises CapacityError."""
-        if length_bytes <= 0:
-            raise ProtocolError(f"an upload segment of {length_bytes} bytes")
-        return self.host.open_upload(client, length_bytes, limit_bytes=self._gradient_budget(client, views))
-
-    def _gradient_budget(self, client: object, views: Sequence[View]) -> int:
-        """The limit on the bytes of all upload areas: the setting; without it, every expert's gradient once per writer, and room
-        for a few whole records per view."""
-        if self.config.gradient_budget_bytes is not None:
-            return self.config.gradient_budget_bytes
-        limit = self.host.upload_bytes - self.host.upload_bytes_of(client)
-        for view in views:
-            schema = view.namespace.schema
-            limit += 16 * max(schema.record_bytes, schema.initial_bytes) + (4 << 20)
-            if view.is_writer and schema.is_trainable:
-                limit += len(view.namespace.keys) * schema.gradient_bytes
-        return limit
-
-    def _gradient_share(self, view: View) -> int | None:
-        """The part of the gradient budget that a rank may count on; None without that setting, and for a reader."""
-        budget = self.config.gradient_budget_bytes
-        return None if budget is None or view.group is None else budget // view.group.world_size
 
     # --- figures, and the end
 
@@ -188,7 +163,10 @@ class Store:
                 "store_uuid": self.store_uuid.hex(), "accepts_writes": self._transactions.stopped is None,
                 "adamw": known_state(),
             },
-            "tiers": {"host": await self.host.stats(), **self._volumes.tier_stats(self.transfers.traffic)},
+            "tiers": {
+                "host": {**await self.host.stats(), "upload_bytes": self.uploads.used_bytes},
+                **self._volumes.tier_stats(self.transfers.traffic),
+            },
             "volumes": volume_stats(self._volumes, self.transfers.traffic), "catalog": disk_stats(self.config.dir),
             "queues": {
                 str(lane): {"queued": stats.queued, "running": stats.running}

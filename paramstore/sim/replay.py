@@ -141,7 +141,7 @@ def _apply(world: World, keys: Sequence[ExpertKey]) -> None:
     under_way = deque(hold_next() for _ in range(min(depth, len(queue))))
     while under_way:
         world.update(under_way.popleft())
-        wanted = absent_ahead(queue, namespace.resident, depth=UPDATE_DEPTH)
+        wanted = absent_ahead(queue, namespace.residency.resident, depth=UPDATE_DEPTH)
         planner.working.clean(namespace, slots_to_clean(namespace, wanted, spared), Urgency.WRITE_BACK, spared=spared)
         world.finish()
         if queue:

@@ -17,7 +17,7 @@ from paramstore.core.schema import Schema
 from paramstore.engine.planner.planner import Planner, fresh_namespace
 from paramstore.engine.planner.promises import share_of
 from paramstore.engine.tables.apply import Claims, GradientRange
-from paramstore.engine.tables.arena import Arena
+from paramstore.engine.tables.arena import Arena, Arenas
 from paramstore.engine.tables.copies import ParamCopy
 from paramstore.engine.tables.moves import Move, MoveKind
 from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View
@@ -84,7 +84,7 @@ class PlannerAlone:
         self.working_arena = self.param_arena
         if schema.is_trainable:
             self.working_arena = _arena(schema.record_bytes, working_slots, working_policy(working_slots), segment=2)
-        self.namespace.param_arena, self.namespace.working_arena = self.param_arena, self.working_arena
+        self.namespace.open_memory(Arenas(self.param_arena, self.working_arena))
         self.ids = count(1)
 
     def _made(self, keys: KeySpace, *, is_committed: bool) -> NamespaceState:
@@ -149,7 +149,7 @@ class World(PlannerAlone):
         self.finish()
 
     def begin_apply(self, keys: Sequence[ExpertKey]) -> None:
-        self.namespace.pending = {key: (GradientRange(NoMemory(1), 0, 1),) for key in keys}
+        self.namespace.writing.pending = {key: (GradientRange(NoMemory(1), 0, 1),) for key in keys}
         self.planner.claims.begin(self.namespace)
         self.planner.reserve_extents(self.namespace, keys)
         self.finish()
@@ -164,7 +164,7 @@ class World(PlannerAlone):
         """Waits for the held copy and changes it, with its `param` copy where that finds a slot."""
         while not request.is_finished:
             assert self.finish(), f"{request.key} waits for a slot that nothing will free"
-        working = self.namespace.working[request.key]
+        working = self.namespace.residency.working[request.key]
         update = self.planner.plan_update(self.namespace, working, Claims(AdamW(lr=0.0), 1.0, {working.key: ()}))
         self.planner.settle_update(self.namespace, update, None)
         self.finish()

@@ -130,7 +130,7 @@ def _is_there(namespace: NamespaceState, row: StepRow) -> bool:
 
 def _steps_of(namespace: NamespaceState) -> list[StepRow]:
     """Lists every step that has a note."""
-    ledger = namespace.ledger
+    ledger = namespace.steps.ledger
     rows = [ledger.step(step) for step in ledger.steps()]
     newest = ledger.newest  # a prepared step or a draft is not among the steps that can be opened
     return [*rows, newest] if newest is not None and newest not in rows else rows

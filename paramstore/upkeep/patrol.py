@@ -78,12 +78,12 @@ class Patrol:
             await asyncio.wait([self._task])
 
     def stats(self) -> dict[str, object]:
-        """Figures for `status`. running, last: as for a verify. last_ended_s: seconds since the last pass ended."""
+        """Figures for `status`. running, last: as `Scrubber.stats` has them. last_ended_s: seconds since the last pass ended."""
         now_s, last = self._clock.now_s(), self._last
         return {
             "scrub_days": self._scrub_days,
-            "running": self._running.describe(now_s) if self._running is not None else None,
-            "last": last.describe(now_s) if last is not None else None,
+            "running": self._running.summarise(now_s) if self._running is not None else None,
+            "last": last.summarise(now_s) if last is not None else None,
             "last_ended_s": now_s - last.ended_s if last is not None and last.ended_s is not None else None,
         }
 

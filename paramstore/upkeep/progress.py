@@ -13,6 +13,8 @@ from paramstore.upkeep.notes import CopyFinding
 
 FINDINGS_MAX = 1000
 """Findings of each kind that are described at most; further ones are only counted."""
+STATS_FINDINGS_MAX = 20
+"""Findings of each kind that `stats` describes at most of each scrub: it is asked for often, and for figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +107,21 @@ class Scrub:
         return self.bytes_total - self.bytes_read
 
     def describe(self, now_s: float) -> dict[str, object]:
-        """Progress, and in the end the result, as plain values that can be sent to a client."""
+        """Describes progress, and in the end the result, as plain values that can be sent to a client."""
+        return self._describe(now_s, FINDINGS_MAX)
+
+    def summarise(self, now_s: float) -> dict[str, object]:
+        """Describes what `describe` does, with the newest few findings of those that it has."""
+        return self._describe(now_s, STATS_FINDINGS_MAX)
+
+    def _describe(self, now_s: float, findings_max: int) -> dict[str, object]:
         return {
             "namespaces": [namespace.name for namespace in self.chosen], "bytes_per_s": self.pace.bytes_per_s,
             "state": self.state,
             "records": self.records, "records_total": self.records_total, "bytes_read": self.bytes_read,
             "bytes_total": self.bytes_total, "superseded": self.superseded, "copies": self.copies,
             "found": self.findings.count,
-            "findings": [asdict(finding) for finding in self.findings.records],
-            "copy_findings": [asdict(finding) for finding in self.findings.copies],
+            "findings": [asdict(finding) for finding in self.findings.records[-findings_max:]],
+            "copy_findings": [asdict(finding) for finding in self.findings.copies[-findings_max:]],
             "seconds": (now_s if self.ended_s is None else self.ended_s) - self.started_s,
         }  # fmt: skip

@@ -136,11 +136,11 @@ class Scrubber:
             await asyncio.wait([scrub.task])
 
     def stats(self) -> dict[str, object]:
-        """Progress of the scrub under way, and how the one before it ended."""
+        """Progress of the scrub under way, and how the one before it ended. Of findings it has the newest few: `wait` has all."""
         now_s = self._clock.now_s()
         return {
-            "running": self._running.describe(now_s) if self._running is not None else None,
-            "last": self._last.describe(now_s) if self._last is not None else None,
+            "running": self._running.summarise(now_s) if self._running is not None else None,
+            "last": self._last.summarise(now_s) if self._last is not None else None,
         }
 
     # --- the run
@@ -313,7 +313,7 @@ class Scrubber:
 
     @staticmethod
     def _report(scrub: Scrub, namespace: NamespaceState, key: ExpertKey, located: Located, reason: str) -> None:
-        ledger, extent = namespace.ledger, located.extent
+        ledger, extent = namespace.steps.ledger, located.extent
         steps = tuple(step for step in ledger.steps() if ledger.at(key, step) == located)
         scrub.findings.add_record(
             Finding(namespace.name, key, steps, *located.identity, extent.volume, extent.offset_bytes, reason)
@@ -338,10 +338,10 @@ def _read_piece(
 def _records_of(namespace: NamespaceState, key: ExpertKey) -> list[Located]:
     """Lists every whole record of `key` that a step (committed, prepared or a draft) names, that the commit under way will publish,
     or that is the newest one written; each once, oldest first."""
-    ledger, cut = namespace.ledger, namespace.cut
+    ledger, cut = namespace.steps.ledger, namespace.steps.cut
     named = [ledger.at(key, step) for step in ledger.steps()]
     newest = ledger.newest  # a prepared step or a draft may be above or below all of them
     named.append(ledger.at(key, newest.step) if newest is not None else None)
     named.append(cut.located.get(key) if cut is not None else None)
-    named.append(namespace.working[key].uncommitted)
+    named.append(namespace.residency.working[key].uncommitted)
     return list(dict.fromkeys(located for located in named if located is not None))

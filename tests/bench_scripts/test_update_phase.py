@@ -14,7 +14,7 @@ from paramstore.bench.plan import Plan, RecordSize
 from paramstore.bench.report.rows import Row, Verdict
 from paramstore.bench.service.experts import adamw_schema, rule_is_known
 from paramstore.config import Config
-from paramstore.engine.capacity.host import split_budget, staging_bytes_of
+from paramstore.engine.capacity.budget import split_budget, staging_bytes_of
 from paramstore_bench.update_phase import (
     CELLS,
     Cell,

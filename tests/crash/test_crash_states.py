@@ -39,16 +39,16 @@ async def reopened(machine: Machine, steps: Mapping[int, State]) -> Verdict:
     """What a daemon finds. Readers of it see every record of every step as the model has it."""
     store = machine.start()
     namespace = store.namespaces.get(NAME)
-    if namespace is None or namespace.committed_step is None:
+    if namespace is None or namespace.steps.committed_step is None:
         return Verdict(namespace is not None, None, ())
-    found = namespace.ledger.steps()
+    found = namespace.steps.ledger.steps()
     for step in found:
         view = await reader(store, at=step)
-        assert view.namespace.ledger.step(step).extra == extra_of(step)
+        assert view.namespace.steps.ledger.step(step).extra == extra_of(step)
         for key in KEYS:
             _, fields = await read_record(store, view, key)
             check_expert(fields, steps[step][key], key=key, step=step)
-    return Verdict(True, namespace.committed_step, tuple(found))
+    return Verdict(True, namespace.steps.committed_step, tuple(found))
 
 
 async def go_on(machine: Machine, steps: Mapping[int, State], seed: int) -> None:

@@ -89,7 +89,7 @@ async def refuses(damage: Damage, use: Callable[[Store, View], object]) -> None:
     await machine.crash()
     store = machine.start()
     reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
-    ledger = reader.namespace.ledger
+    ledger = reader.namespace.steps.ledger
     first, second = (ledger.at(key, 1) for key in keys_of(reader)[:2])
     assert first is not None
     assert second is not None

@@ -32,7 +32,7 @@ OPTIONS = ps.AdamW(lr=0.1)
 POINTS_MAX = 400
 CYCLES = int(os.environ.get("PARAMSTORE_KILL_CYCLES", "500"))
 """0.07 s each on two idle cores."""
-FEWER_CYCLES = 4 * len(NAMES)
+FEWER_CYCLES = 3 * len(NAMES)
 """Those of every run: two kills at each named point, where the daemon comes there in that life, and as many at random times."""
 SEED = int(os.environ.get("PARAMSTORE_KILL_SEED", "20"))
 ADAMW_CYCLES = TRAINER_CYCLES = 20

@@ -26,7 +26,7 @@ class Site:
         small = SmallPlanner()
         collective = Collective(2, what="g", way_on="")
         group = WriterGroup("g", 2, collective)
-        small.namespace.group = group
+        small.namespace.writing.group = group
         self.view: View = small.planner.views.open_rank(small.namespace, group, 0)
         self.calls = Gathering(collective, timeout_s=60.0, tasks=set(), on_settled=lambda _: None)
         self.answers: list[tuple[int, type[ParamStoreError] | None]] = []
@@ -84,7 +84,7 @@ def test_a_request_that_comes_after_the_call_began_waits_for_those_held_before_i
         site.held.go_on(site.view)
         assert site.answers == [(1, None), (2, None)]
         assert not site.held.stops(site.view)
-        assert len(site.held) == 0
+        assert len(site.held.by_id) == 0
 
     run(scenario)
 
@@ -99,7 +99,7 @@ def test_what_is_held_is_taken_up_as_far_as_the_next_call_that_waits() -> None:
         assert [number for number, _ in site.answers] == [1, 2]
         site.held.go_on(site.view)
         assert [number for number, _ in site.answers] == [1, 2], "its call still waits"
-        assert 3 in site.held
+        assert 3 in site.held.by_id
         site.begin()
         site.held.go_on(site.view)
         assert [number for number, _ in site.answers] == [1, 2, 3]
@@ -131,7 +131,7 @@ def test_leases_and_prefetches_can_be_cancelled_and_nothing_else() -> None:
             site.held.add(site.view, request)
         assert [site.held.cancel(number) for number in (1, 2, 3, 4)] == [True, True, False, False]
         assert site.answers == [(1, TicketCancelled), (2, TicketCancelled)]
-        assert len(site.held) == 1
+        assert len(site.held.by_id) == 1
 
     run(scenario)
 

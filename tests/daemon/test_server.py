@@ -184,6 +184,31 @@ def test_clients_are_served_side_by_side_until_the_end(at_desk: AtDesk, path: Pa
     at_desk(scenario)
 
 
+def test_garbage_is_looked_for_everywhere_when_many_sessions_ended_and_none_is_open(
+    at_desk: AtDesk, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(server_module, "ENDED_SESSIONS", 3)
+
+    async def scenario(desk: Any) -> None:
+        server = with_server(desk, path)
+        monkeypatch.setattr(server_module, "look_at_everything", lambda: looks.append(len(server._sessions)))
+        staying = RawClient.connect(path)
+        desk.clients.append(staying)
+        await staying.hello()
+        for _ in range(4):
+            client = RawClient.connect(path)
+            await client.hello()
+            client.close()
+            await desk.until(lambda: len(server._sessions) == 1)
+        assert looks == [], "one is open"
+        staying.close()
+        await desk.until(lambda: looks == [0])
+        server.close()
+
+    at_desk(scenario)
+
+
 def test_processes_of_other_users_are_turned_away(at_desk: AtDesk, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "uid", property(lambda session: os.getuid() + 1))
 

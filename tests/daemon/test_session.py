@@ -362,7 +362,7 @@ def test_a_broken_namespace_is_no_reason_to_refuse_other_sessions(at_desk: AtDes
         writer, reader = await desk.client(), await desk.client()
         handle = await desk.create(writer)
         reading = (await reader.request(m.OpenNamespace, "moe", "read"))["handle"]
-        desk.store.namespaces["moe"].broken = "an apply failed: disk"
+        desk.store.namespaces["moe"].writing.broken = "an apply failed: disk"
         with pytest.raises(StepFailed, match="rollback"):
             await writer.request(m.Commit, handle, 2)
         assert len((await reader.request(m.Acquire, reading, [(0, 0)], "param", 5.0)).slots) == 1

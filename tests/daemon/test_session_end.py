@@ -48,7 +48,7 @@ def test_nothing_is_left_of_a_session_that_ended(at_desk: AtDesk) -> None:
         found = desk.figures()
         assert (found["leased_slots"], found["pending_gradients"], found["views"], found["has_writer"]) == (0, 0, 0, False)
         assert desk.param_states()[3] == "absent"
-        assert desk.store.host.upload_bytes == desk.store.host._upload_bytes[desk.sessions[0]]
+        assert desk.store.uploads.used_bytes == desk.store.uploads.bytes_of(desk.sessions[0])
         assert open_descriptors() == before
 
     at_desk(scenario)
@@ -217,6 +217,6 @@ def test_sessions_of_one_namespace_that_end_together_all_end(count: int, at_desk
             client.close()  # all sockets are dead before the daemon hears of the first
         await desk.until(lambda: len(desk.gone) == 1 + count)
         assert desk.store.namespaces["moe"].views == []
-        assert desk.store.host.upload_bytes == 0
+        assert desk.store.uploads.used_bytes == 0
 
     at_desk(scenario)

@@ -47,7 +47,7 @@ def test_a_cancel_that_comes_after_the_bytes_leaves_the_lease(at_desk: AtDesk) -
         await client.send(m.Acquire(700, handle, [(0, 0)], "param", 5.0))
         await desk.until(lambda: desk.machine.workers.waiting)
         (session,) = desk.sessions
-        lease = session._leases._waiting[700]
+        lease = session._leases.waiting[700]
         desk.machine.workers.resume()
         while not lease.is_finished:
             await asyncio.sleep(0)
@@ -107,7 +107,7 @@ def test_a_namespace_closed_as_the_bytes_arrive_fails_the_lease(at_desk: AtDesk)
         await client.send(m.Acquire(700, handle, [(0, 0)], "param", 5.0))
         await desk.until(lambda: desk.machine.workers.waiting)
         (session,) = desk.sessions
-        lease = session._leases._waiting[700]
+        lease = session._leases.waiting[700]
         desk.machine.workers.resume()
         while not lease.is_finished:
             await asyncio.sleep(0)

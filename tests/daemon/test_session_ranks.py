@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from paramstore.core.schema import Schema
 from paramstore.daemon.handlers import COLLECTIVE, OPENING, ORDERED, call_of
+from paramstore.engine.capacity.upload_budget import UploadBudget
 from paramstore.engine.tables.collective import Argument, Call
 from paramstore.errors import (
     ConfigError,
@@ -195,7 +195,7 @@ def test_each_rank_may_push_all_experts_at_the_gradient_dtype(at_desk: AtDesk) -
         for rank in ranks:
             await desk.push(rank.client, rank.handle, [(0, expert) for expert in range(4)])
         assert desk.figures()["pending_gradients"] == 4
-        assert all(len(pending) == 3 for pending in desk.store.namespaces["moe"].pending.values())
+        assert all(len(pending) == 3 for pending in desk.store.namespaces["moe"].writing.pending.values())
 
     at_desk(scenario)
 
@@ -214,7 +214,7 @@ def test_what_a_rank_sends_behind_its_apply_takes_effect_after_it(at_desk: AtDes
         read = await one.send(m.Read, KEYS[0], one.segment, 8192)
         prefetched = await one.send(m.Prefetch, KEYS, "param", None)
         again = await one.send(m.Apply, *ADAMW)
-        await desk.until(lambda: len(desk.sessions[-2]._held) == 5)
+        await desk.until(lambda: len(desk.sessions[-2]._held.by_id) == 5)
         assert desk.figures()["ranks"] == {"group": "g", "world_size": 2, "open": [0, 1], "waiting": [0]}
         assert await one.client.request(m.Steps, one.handle) == [1], "what has no order is answered"
         await two.client.result(await two.send_push(KEYS[1]))
@@ -350,12 +350,12 @@ def test_a_lease_that_was_held_for_a_session_that_ended_is_never_granted(at_desk
         await one.send(m.Apply, *ADAMW)
         await one.send(m.Acquire, KEYS[1:], "param", 5.0)
         gone = desk.sessions[-2]
-        await desk.until(lambda: len(gone._held) == 1)
+        await desk.until(lambda: len(gone._held.by_id) == 1)
         one.client.close()  # its process lives, and may read what it has leased
         await desk.until(lambda: gone.is_ended and not gone._tasks)
         with pytest.raises(RankLost):
             await two.ask(m.GradientNorm)
-        assert (desk.figures()["leased_slots"], gone._leases._granted.keys(), len(gone._held)) == (1, {granted.id}, 0)
+        assert (desk.figures()["leased_slots"], gone._leases.granted.keys(), len(gone._held.by_id)) == (1, {granted.id}, 0)
 
     at_desk(scenario)
 
@@ -388,8 +388,8 @@ def test_a_session_that_ends_with_calls_under_way_leaves_nothing(is_held: bool, 
         gone = desk.sessions[-2]
         one.client.close()
         await desk.until(lambda: gone in desk.gone and not gone._tasks)
-        assert len(gone._held) == 0
-        assert desk.store.host.upload_bytes_of(gone) == 0
+        assert len(gone._held.by_id) == 0
+        assert desk.store.uploads.bytes_of(gone) == 0
         with pytest.raises(RankLost):
             await two.ask(m.GradientNorm)
         assert len(await open_ranks(desk)) == 2
@@ -426,7 +426,7 @@ def test_a_rank_that_waits_for_room_gets_it_when_the_other_ends_the_layer_and_he
 def test_a_rank_is_told_its_share_of_the_gradient_budget_and_a_reader_of_none(at_desk: AtDesk) -> None:
     async def scenario(desk: Any) -> None:
         await prepared(desk)
-        desk.store.config = msgspec.structs.replace(desk.store.config, gradient_budget_bytes=8 << 20)
+        desk.store.uploads = UploadBudget(desk.store.host, budget_bytes=8 << 20)
         clients = [await desk.client() for _ in range(3)]
         asked = [m.OpenRank(client.next_id(), "moe", "write", None, None, rank, 3, "g") for rank, client in enumerate(clients)]
         for client, message in zip(clients, asked, strict=True):

@@ -19,7 +19,7 @@ def test_the_answer_tells_what_was_read_and_found(at_desk: AtDesk) -> None:
     async def scenario(desk: Any) -> None:
         client = await desk.client()
         await desk.create(client)
-        located = desk.store.namespaces["moe"].ledger.at((0, 2), 1)
+        located = desk.store.namespaces["moe"].steps.ledger.at((0, 2), 1)
         desk.machine.disks[0].corrupt(located.extent.offset_bytes)
         result = await client.request(m.Verify)
         assert (result["records"], result["found"], result["state"]) == (4, 1, "done")

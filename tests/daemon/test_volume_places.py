@@ -29,7 +29,7 @@ SCHEMA = Schema.adamw({"w": (8, 8)}, param_dtype="float32")
 
 async def steps(store: Store) -> list[int]:
     """The steps of the namespace, each proven by every volume, else the store would not have opened."""
-    return store.namespaces["moe"].ledger.steps() if store.namespaces else []
+    return store.namespaces["moe"].steps.ledger.steps() if store.namespaces else []
 
 
 def opened(settings: Config, use: Callable[[Store], Coroutine[Any, Any, Any]] = steps) -> Any:

@@ -155,7 +155,7 @@ def test_a_creation_that_the_catalog_refuses_gives_its_memory_back() -> None:
             await create_again(store)
         assert store.host.used_bytes == 0
         assert store.namespaces == {}
-        assert (await create(store)).namespace.committed_step == 0
+        assert (await create(store)).namespace.steps.committed_step == 0
 
     run(scenario())
 
@@ -166,7 +166,7 @@ def test_two_who_create_the_same_namespace_at_once_get_one_and_the_later_is_its_
         first, second = await asyncio.gather(create_again(store), create_again(store))
         assert first.namespace is second.namespace
         assert (first.is_fenced, second.is_fenced) == (True, False)
-        assert second.namespace.writer is second
+        assert second.namespace.writing.writer is second
 
     run(scenario())
 
@@ -217,7 +217,7 @@ def test_a_mode_or_step_that_does_not_exist_is_refused_and_fences_nobody(mode: s
         view = await create(store)
         with pytest.raises(error):
             await store.admission.open("moe", mode=mode, at=at, host_bytes=None)
-        assert view.namespace.writer is view
+        assert view.namespace.writing.writer is view
         assert not view.is_fenced
 
     run(scenario())
@@ -231,11 +231,11 @@ def test_opening_as_writer_fences_the_one_before_and_drops_what_was_not_committe
         push(store, old, keys_of(old))
         new = await writer(store)
         assert old.is_fenced
-        assert not new.namespace.pending
-        assert new.namespace.writer is new
+        assert not new.namespace.writing.pending
+        assert new.namespace.writing.writer is new
         assert await versions(store, new) == [0] * 4
         store.close_view(old)
-        assert new.namespace.writer is new
+        assert new.namespace.writing.writer is new
 
     run(scenario())
 
@@ -260,7 +260,7 @@ def test_of_writers_that_come_at_once_none_inherits_what_another_left_pending() 
 
         async def come() -> View:
             view = await writer(store)
-            assert not namespace.pending
+            assert not namespace.writing.pending
             return view
 
         await lock.acquire()
@@ -275,12 +275,12 @@ def test_of_writers_that_come_at_once_none_inherits_what_another_left_pending() 
         assert between.done()
         if first.done() and not first.result().is_fenced:
             push(store, first.result(), keys_of(first.result()))
-        await namespace.turn.acquire()
+        await namespace.writing.turn.acquire()
         third = asyncio.ensure_future(come())  # fences the first, and cannot roll back yet
         await turns()
         lock.release()
         await turns()
-        namespace.turn.release()
+        namespace.writing.turn.release()
         await asyncio.gather(first, second, third)
 
     run(scenario())
@@ -296,7 +296,7 @@ def test_what_was_asked_for_before_the_fence_does_not_write_after_it() -> None:
         outcome = (await asyncio.gather(commit, return_exceptions=True))[0]
         new = await opening
         assert isinstance(outcome, WriterFenced)
-        assert new.namespace.ledger.steps() == [0]
+        assert new.namespace.steps.ledger.steps() == [0]
 
     run(scenario())
 
@@ -319,18 +319,18 @@ def test_namespaces_are_listed_with_what_one_needs_to_open_them() -> None:
 
 
 def test_a_namespace_is_what_its_ledger_says() -> None:
-    row = NamespaceRow("moe", SCHEMA.describe(), (2, 5), 2, epoch=4, sequence=9, applies=7)
+    row = NamespaceRow("moe", SCHEMA.describe(), (2, 5), 2, epoch=4, sequence=9, applies=99)
     contents = NamespaceContents(row)
     located = Located(Extent(0, 0, SCHEMA.record_bytes), Identity(3, 8), 1)
     contents.rows[2, 1] = [Row(3, located)]
-    contents.steps[3] = StepRow(3, 9, 0, 1, b"")
+    contents.steps[3] = StepRow(3, 9, 0, 1, b"", applies=7)
     namespace = make_namespace(Ledger(contents))
-    assert (namespace.name, namespace.epoch, namespace.sequence, namespace.applies) == ("moe", 4, 9, 7)
+    assert (namespace.name, namespace.epoch, namespace.steps.sequence, namespace.writing.applies) == ("moe", 4, 9, 7)
     assert list(namespace.keys) == [(2, 0), (2, 1), (5, 0), (5, 1)]
-    assert namespace.working[2, 1].identity == namespace.working[2, 1].target == located.identity
-    assert namespace.working[2, 0].identity is None
-    assert namespace.param_arena is None
-    assert namespace.committed_step == 3
+    assert namespace.residency.working[2, 1].identity == namespace.residency.working[2, 1].target == located.identity
+    assert namespace.residency.working[2, 0].identity is None
+    assert not namespace.has_memory
+    assert namespace.steps.committed_step == 3
 
 
 # --- slots that must be there
@@ -345,7 +345,7 @@ def test_a_writer_who_cannot_have_the_slots_it_asks_for_fences_nobody_and_rolls_
         epoch = view.namespace.epoch
         with pytest.raises(CapacityError, match=f"min_lease_slots={view.lease_slots + 1}, but {view.lease_slots} of its"):
             await store.admission.open("moe", mode="write", at=0, host_bytes=None, min_lease_slots=view.lease_slots + 1)
-        assert (view.is_fenced, view.namespace.epoch, view.namespace.ledger.steps()) == (False, epoch, [0, 1])
+        assert (view.is_fenced, view.namespace.epoch, view.namespace.steps.ledger.steps()) == (False, epoch, [0, 1])
         again = await store.admission.open("moe", mode="write", at=None, host_bytes=None, min_lease_slots=view.lease_slots)
         assert again.lease_slots == view.lease_slots
         assert view.is_fenced

@@ -85,7 +85,7 @@ async def make(store: Store, *, step: int = 7) -> View:
 
 
 def extent_of(view: View, key: ExpertKey) -> Extent:
-    located = view.namespace.ledger.at(key, 7)
+    located = view.namespace.steps.ledger.at(key, 7)
     assert located is not None
     return located.extent
 
@@ -101,7 +101,7 @@ def disk_of(machine: Machine, view: View) -> MemoryDisk:
 
 async def check_lease(store: Store, view: View) -> None:
     """What a client would map: the fields of each record in its slot."""
-    arena, (weights, biases) = view.namespace.param_arena, SCHEMA.stored.fields
+    arena, (weights, biases) = view.namespace.memory.param, SCHEMA.stored.fields
     assert arena is not None
     for key in KEYS:
         request = await lease(store, view, [key], timeout_s=60.0)
@@ -150,13 +150,13 @@ def test_records_above_4_gib_live_through_commit_crash_lease_verify_and_fsck(mac
         machine.volumes = volumes  # a sparse volume loses nothing
         store = machine.start()
         view = await store.admission.open("large", mode="read", at=None, host_bytes=None)
-        assert view.namespace.ledger.step(7).extra == b"large"
+        assert view.namespace.steps.ledger.step(7).extra == b"large"
         await check_lease(store, view)
         result = await machine.service.scrubber.wait(machine.service.scrubber.start("large", None, None))
         assert (result["records"], result["found"], result["bytes_read"]) == (2, 0, 2 * SCHEMA.record_bytes)
         report = examine(survey([disk_of(machine, view)]), None)
         rebuilt = {key: row.located for _, key, row in new_contents(report.found, report.proofs).put_rows}
-        assert rebuilt == {key: view.namespace.ledger.at(key, 7) for key in KEYS}
+        assert rebuilt == {key: view.namespace.steps.ledger.at(key, 7) for key in KEYS}
         await find_damage(machine, store, view)
 
     run(live())

@@ -108,7 +108,7 @@ def test_a_rank_pushes_a_key_once_and_each_push_counts_once() -> None:
         push(store, two, [A, B])
         with pytest.raises(ProtocolError, match="has a pending gradient"):
             push(store, one, [B, A])
-        assert [len(store.namespaces[NAME].pending[key]) for key in (A, B)] == [2, 1]
+        assert [len(store.namespaces[NAME].writing.pending[key]) for key in (A, B)] == [2, 1]
         assert [found["records"] for found in await outcomes(apply(store, view) for view in (one, two))] == [2, 2]
         assert await outcomes(norm(store, view) for view in (one, two)) == [0.0, 0.0]
         assert await versions(store, one) == [1, 1, 0, 0]
@@ -242,7 +242,7 @@ def test_an_error_at_the_beginning_of_a_call_is_every_rank_s_and_leaves_them_in_
         assert {type(error) for error in await outcomes(apply(store, view) for view in views)} == {StepPrepared}
         finalized = [call(store, view, "finalize", lambda one: store.history.finalize(one, 1), step=1) for view in views]
         assert await outcomes(finalized) == [None, None]
-        assert store.namespaces[NAME].committed_step == 1
+        assert store.namespaces[NAME].steps.committed_step == 1
 
     run_ranks(scenario)
 
@@ -264,7 +264,7 @@ def test_a_lost_rank_fails_what_waits_at_once_and_all_later_calls_with_its_name(
         for late in (lambda: commit(store, one, 4), lambda: rollback(store, two, 0), lambda: push(store, one, [A])):
             with pytest.raises(RankLost, match="rank 2"):
                 late()
-        assert not store.namespaces[NAME].pending, "none of it can be applied any more"
+        assert not store.namespaces[NAME].writing.pending, "none of it can be applied any more"
         assert await first_values(store, one) == [0.0, 1.0, 2.0, 3.0]
         new = await open_ranks(store, 3)
         push(store, new[2], [A])
@@ -291,12 +291,12 @@ def test_an_apply_that_had_not_its_turn_when_a_rank_died_fails_with_that_rank_s_
     async def scenario(store: Store) -> None:
         views = await open_ranks(store, 2)
         push(store, views[1], [A])
-        async with store.namespaces[NAME].turn:
+        async with store.namespaces[NAME].writing.turn:
             begun = [apply(store, view) for view in views]
             await turns(2)
             store.close_view(views[0])
         assert [type(error) for error in await outcomes(begun)] == [RankLost, RankLost]
-        assert store.namespaces[NAME].broken is not None
+        assert store.namespaces[NAME].writing.broken is not None
         assert len(await open_ranks(store, 2)) == 2
 
     run_ranks(scenario)
@@ -311,9 +311,9 @@ def test_a_rank_whose_connection_ended_is_lost_though_its_process_may_read_on() 
             norm(store, one)
         assert held.copies[0].leases == 1
         store.close_view(two)
-        assert store.namespaces[NAME].group is one.group
+        assert store.namespaces[NAME].writing.group is one.group
         store.close_view(one)
-        assert store.namespaces[NAME].group is None
+        assert store.namespaces[NAME].writing.group is None
         with pytest.raises(RankLost):
             push(store, one, [A])
 
@@ -336,7 +336,7 @@ def test_a_new_group_fences_the_old_one_whose_waiting_calls_and_late_pushes_fail
                 push(store, view, [B])
             with pytest.raises(WriterFenced):
                 commit(store, view, 4)
-        assert not store.namespaces[NAME].pending
+        assert not store.namespaces[NAME].writing.pending
         push(store, new[1], [A])
         store.close_view(old[0])
         store.close_view(old[1])

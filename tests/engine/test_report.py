@@ -46,7 +46,7 @@ def test_a_commit_under_way_tells_how_far_it_is_and_how_long_the_rest_takes() ->
     namespace = small.namespace
     small.update(A, B, C)
     assert commit_progress(namespace, 0.0) is None
-    cut = small.planner.cuts.cut(namespace)
+    cut = small.cut()
     cut.progress = CommitProgress(7, 100.0, 5000)
     namespace.stats.bytes_written = 5000
     expected = {"step": 7, "records": 3, "records_left": 3, "bytes_left": 3 * SCHEMA.record_bytes, "seconds": 2.0, "eta_s": None}
@@ -103,7 +103,7 @@ def test_write_amplification_is_what_was_written_for_each_byte_that_commits_publ
 
 def test_a_namespace_without_memory_has_figures_too() -> None:
     small = SmallPlanner()
-    small.namespace.param_arena = small.namespace.working_arena = None
+    small.namespace.close_memory()
     stats = namespace_stats(small.namespace, 0.0)
     assert isinstance(stats["param"], dict)
     assert (stats["param"]["slots"], stats["param"]["free"]) == (0, 0)

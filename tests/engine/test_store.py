@@ -16,6 +16,7 @@ from paramstore.errors import (
 )
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.oracles.experts import check_expert
+from paramstore_testkit.stores.settling import cut_of, settle_cut
 from paramstore_testkit.stores.small_store import initialize, leased, read_record, run
 from paramstore_testkit.stores.trained_store import EXPERTS, KEYS, LAYERS, Model, make_writer, push
 
@@ -51,7 +52,7 @@ def test_calls_take_effect_in_call_order_even_if_not_awaited() -> None:
         model.apply(KEYS[:3], 2)
         model.check(await leased(store, view, KEYS[:6]))
         await asyncio.gather(first, second, commit)
-        assert view.namespace.ledger.steps() == [0, 1]
+        assert view.namespace.steps.ledger.steps() == [0, 1]
 
     run(scenario())
 
@@ -157,8 +158,8 @@ def test_a_store_reopens_at_the_last_committed_step() -> None:
         await machine.crash()
         again = machine.start()
         view = await again.admission.open("moe", mode="write", at=None, host_bytes=None)
-        assert view.namespace.ledger.steps() == [0, 7]
-        assert view.namespace.ledger.step(7).extra == b"state at 7"
+        assert view.namespace.steps.ledger.steps() == [0, 7]
+        assert view.namespace.steps.ledger.step(7).extra == b"state at 7"
         for key in KEYS:
             model.check(await leased(again, view, [key]))
         push(again, view, KEYS, 2)
@@ -180,7 +181,7 @@ def test_only_two_steps_are_retained_and_space_comes_back() -> None:
             await store.applies.apply(view, AdamW(), 1.0)
             await store.committer.commit(view, step, b"")
             free.append((await store.stats())["tiers"]["nvme"]["free_bytes"])
-        assert view.namespace.ledger.steps() == [6, 7]
+        assert view.namespace.steps.ledger.steps() == [6, 7]
         assert free[2] == free[-1]
 
     run(scenario())
@@ -208,8 +209,8 @@ def test_endless_prefetch_does_not_starve_an_update_over_a_two_slot_arena() -> N
         machine = Machine(seed=20, host_budget_bytes=6 << 20)
         store = machine.start()
         view, model = await make_writer(store), Model()
-        arena = view.namespace.working_arena
-        while arena.slots.free_count + len(view.namespace.resident) > 2:
+        arena = view.namespace.memory.working
+        while arena.slots.free_count + len(view.namespace.residency.resident) > 2:
             if not arena.slots.free_count:
                 await store.evict(view, None, "optim")
             arena.slots.take()
@@ -257,13 +258,13 @@ def test_a_writer_that_waits_for_a_commit_keeps_nobody_else_from_opening() -> No
     async def scenario() -> None:
         store = Machine(seed=28, volume_bytes=24 << 20).start()
         slow = await make_writer(store)
-        store.transfers._planner.cuts.cut(slow.namespace)  # a commit that takes its time
+        cut_of(store.transfers._planner, slow.namespace)  # a commit that takes its time
         waiting = asyncio.ensure_future(store.admission.open("moe", mode="write", at=None, host_bytes=None))
         await asyncio.sleep(0)
         reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         Model().check(await leased(store, reader, KEYS[:2]))
         assert not waiting.done()
-        store.transfers._planner.cuts.settle(slow.namespace, is_published=False)
+        settle_cut(store.transfers._planner, slow.namespace, is_published=False)
         store.transfers.carry_out()
         new = await waiting
         with pytest.raises(WriterFenced):

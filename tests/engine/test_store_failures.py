@@ -27,7 +27,7 @@ def test_a_failed_read_reaches_the_one_who_asked_and_nobody_else() -> None:
         store = machine.start()
         view, model = await make_writer(store), Model()
         await store.evict(view, None, None)
-        located = view.namespace.ledger.at(KEYS[1], 0)
+        located = view.namespace.steps.ledger.at(KEYS[1], 0)
         machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field("master/w").offset_bytes)
         with pytest.raises(VolumeError, match=r"\(0, 1\)"):
             await leased(store, view, KEYS[:3])
@@ -43,7 +43,7 @@ def test_an_apply_that_fails_half_way_breaks_the_namespace_until_rollback() -> N
         store = machine.start()
         view, model = await make_writer(store), Model()
         await store.evict(view, None, None)
-        located = view.namespace.ledger.at(KEYS[5], 0)
+        located = view.namespace.steps.ledger.at(KEYS[5], 0)
         machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field("exp_avg/w").offset_bytes)
         push(store, view, KEYS, 1)
         with pytest.raises(StepFailed, match=r"\(1, 1\)"):
@@ -78,7 +78,7 @@ def test_a_failed_write_is_repeated_on_another_extent_and_a_second_failure_fails
             return
         with pytest.raises((VolumeError, StepFailed)):
             await store.committer.commit(view, 1, b"")
-        assert view.namespace.ledger.steps() == [0]
+        assert view.namespace.steps.ledger.steps() == [0]
 
     run(scenario([Fault("write", 1)], survives=True))
     run(scenario([Fault("write", 1, forever=True)], survives=False))
@@ -152,7 +152,7 @@ def test_a_note_slot_that_cannot_be_written_fails_one_commit_and_is_left_alone()
         with pytest.raises(VolumeError, match="bad block"):
             await store.committer.commit(view, 3, b"")
         await store.committer.commit(view, 3, b"")
-        assert view.namespace.ledger.steps() == [2, 3]
+        assert view.namespace.steps.ledger.steps() == [2, 3]
 
     run(scenario())
 
@@ -174,7 +174,7 @@ def test_a_flush_that_fails_for_one_namespace_fails_the_commit_of_every_other_be
         faulty.plan = (Fault("flush", faulty.calls["flush"] + 1),)
         outcomes = await asyncio.gather(*(store.committer.commit(view, 1, b"") for view in views), return_exceptions=True)
         assert all(isinstance(outcome, VolumeError | StepFailed) for outcome in outcomes), outcomes
-        assert [view.namespace.committed_step for view in views] == [0, 0]
+        assert [view.namespace.steps.committed_step for view in views] == [0, 0]
 
     run(scenario())
 
@@ -202,7 +202,7 @@ def test_after_an_outcome_that_cannot_be_known_nothing_is_written_and_a_restart_
         await machine.crash(keeps_random_writes=True)
         store = machine.start()
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
-        assert view.namespace.ledger.steps() == ([0, 1] if outcome == "durable" else [0])
+        assert view.namespace.steps.ledger.steps() == ([0, 1] if outcome == "durable" else [0])
         (model if outcome == "durable" else Model()).check(await leased(store, view, KEYS[:4]))
 
     run(scenario("durable"))
@@ -216,7 +216,7 @@ def test_when_every_write_fails_the_apply_says_why_and_little_space_is_lost() ->
         machine.volumes[0] = faulty
         store = machine.start()
         view, model = await make_writer(store), Model()
-        arena = view.namespace.working_arena
+        arena = view.namespace.memory.working
         await store.evict(view, None, "optim")
         while arena.slots.free_count > 2:
             arena.slots.take()
@@ -244,7 +244,7 @@ def test_a_failed_flush_breaks_a_namespace_whose_record_is_on_its_way_to_that_vo
         machine.workers.pause()
         writing = asyncio.ensure_future(store.write_back(view, None))
         await asyncio.sleep(0)
-        store.committer._distrust(0, VolumeError("flush failed for somebody else"))
+        store.committer._prover._distrust(0, VolumeError("flush failed for somebody else"))
         machine.workers.resume()
         await writing
         with pytest.raises(StepFailed, match="somebody else"):

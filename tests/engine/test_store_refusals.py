@@ -28,8 +28,8 @@ def test_options_of_another_optimizer_change_nothing() -> None:
         push(store, view, KEYS[:2], 1)
         with pytest.raises(SchemaMismatch, match="SGD cannot update"):
             await store.applies.apply(view, SGD(lr=1e-2), 1.0)
-        assert view.namespace.broken is None
-        assert len(view.namespace.pending) == 2
+        assert view.namespace.writing.broken is None
+        assert len(view.namespace.writing.pending) == 2
         await store.applies.apply(view, AdamW(lr=1e-2), 1.0)
         model.apply(KEYS[:2], 1)
         model.check(await leased(store, view, KEYS[:2]))
@@ -65,7 +65,7 @@ def test_bad_requests_are_refused_and_change_nothing() -> None:
         with pytest.raises(StepDropped):
             await store.rollback(view, 5)
         with pytest.raises(StepDropped):
-            view.namespace.ledger.step(5)
+            view.namespace.steps.ledger.step(5)
         reader = await store.admission.open("moe", mode="read", at=0, host_bytes=None)
         with pytest.raises(SchemaMismatch, match="reading"):
             push(store, reader, KEYS, 1)

@@ -359,8 +359,8 @@ class TestTheFuzzerFinds:
 
         def scribbling(session: Session, body: bytes) -> None:
             for namespace in session._store.namespaces.values():
-                arena = namespace.param_arena
-                for copies in namespace.copies.values() if arena is not None else ():
+                arena = namespace.memory.param
+                for copies in namespace.residency.copies.values() if arena is not None else ():
                     for copy in copies:
                         arena.view(copy.slot)[0] ^= 1  # type: ignore[union-attr]
             on_frame(session, body)

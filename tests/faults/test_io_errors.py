@@ -21,7 +21,7 @@ import pytest
 from paramstore.engine.planner.cuts import CutPlanner
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.planner.working_copies import WorkingPlanner
-from paramstore.engine.steps.commit import Committer
+from paramstore.engine.steps.proof import Prover
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.copies import Cut
 from paramstore.engine.tables.namespace import NamespaceState
@@ -41,7 +41,7 @@ SEED = 1
 APPLIES_MAX = 10
 RUNS_MIN = 1500
 """Of the sweep over every call."""
-EVERY = [pytest.param(4, id="1 of 4 calls"), pytest.param(1, marks=pytest.mark.soak, id="every call")]
+EVERY = [pytest.param(8, id="1 of 8 calls"), pytest.param(1, marks=pytest.mark.soak, id="every call")]
 FILE_SCENARIOS = ("create", "open", "commit", "evict", "load", "rollback")
 """Files are there already: making them is what `BackingFile.create` and `FileVolume.create` are swept for."""
 FRESH_BYTES = 1 << 20
@@ -298,7 +298,7 @@ class TestTheSweepFinds:
         assert "another record lies there" in fails("commit", "flush")
 
     def test_a_failed_flush_that_breaks_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Committer, "_distrust", lambda *_: None)
+        monkeypatch.setattr(Prover, "_distrust", lambda *_: None)
         assert "were written after" in fails("commit", "flush")
 
     def test_a_failed_flush_that_fences_no_volume(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,14 +306,14 @@ class TestTheSweepFinds:
         assert "fenced no volume" in fails("commit", "flush")
 
     def test_a_step_that_is_committed_after_a_failed_flush(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cut = CutPlanner.cut
+        begin = CutPlanner.begin
 
         def careless(planner: CutPlanner, namespace: NamespaceState) -> Cut:
             with monkeypatch.context() as patch:
                 patch.setattr(Fences, "check_provable", lambda _: None)
-                return cut(planner, namespace)
+                return begin(planner, namespace)
 
-        monkeypatch.setattr(CutPlanner, "cut", careless)
+        monkeypatch.setattr(CutPlanner, "begin", careless)
         assert "committed after a failed flush" in fails("commit", "flush")
 
     def test_a_fenced_volume_that_gives_extents(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ async def trained(machine: Machine) -> dict[int, list[float]]:
 async def seen(machine: Machine) -> dict[int, list[float]]:
     assert machine.store is not None
     values = {}
-    for step in machine.store.namespaces["moe"].ledger.steps():
+    for step in machine.store.namespaces["moe"].steps.ledger.steps():
         view = await machine.store.admission.open("moe", mode="read", at=step, host_bytes=None)
         values[step] = await first_values(machine.store, view)
         machine.store.close_view(view)

@@ -87,7 +87,7 @@ def test_a_draft_with_a_damaged_record_is_lost_and_said_so() -> None:
     async def scenario() -> None:
         machine = Machine(seed=5)
         view = await drafted(machine.start())
-        located = view.namespace.ledger.at((0, 2), DRAFT_STEP)
+        located = view.namespace.steps.ledger.at((0, 2), DRAFT_STEP)
         assert located is not None
         await machine.crash()
         damage(machine, located, SCHEMA.stored.fields[0].offset_bytes)
@@ -106,7 +106,7 @@ def test_where_the_newest_draft_or_the_first_commit_is_not_whole_the_draft_befor
         view = await drafted(store, (0,))
         await put(store, view, [(0, 1), (0, 2), (0, 3)])
         await (store.committer.commit(view, 4, b"") if is_committed else store.committer.save_draft(view, SOURCE))
-        located = view.namespace.ledger.at((0, 2), 4)
+        located = view.namespace.steps.ledger.at((0, 2), 4)
         assert located is not None
         await machine.crash()
         damage(machine, located, SCHEMA.stored.fields[0].offset_bytes)
@@ -124,7 +124,7 @@ def test_a_draft_that_lacks_a_record_it_had_is_not_taken_for_a_smaller_one() -> 
     async def scenario() -> None:
         machine = Machine(seed=6)
         view = await drafted(machine.start())
-        located = view.namespace.ledger.at((0, 2), DRAFT_STEP)
+        located = view.namespace.steps.ledger.at((0, 2), DRAFT_STEP)
         assert located is not None
         await machine.crash()
         machine.disks[0].write(located.extent.offset_bytes, [memoryview(bytearray(located.extent.length_bytes))])

@@ -195,11 +195,13 @@ async def history(machine: Machine, choice: random.Random, *, lives: int) -> Non
                 elif act == "write_back":
                     await store.write_back(view, None)
                 elif act == "rollback":
-                    await store.rollback(view, choice.choice(view.namespace.ledger.steps()))
+                    await store.rollback(view, choice.choice(view.namespace.steps.ledger.steps()))
                 elif act == "snapshot":
-                    await store.admission.snapshot(view, choice.choice(view.namespace.ledger.steps()))
+                    await store.admission.snapshot(view, choice.choice(view.namespace.steps.ledger.steps()))
                 else:
-                    await store.admission.open("moe", mode="read", at=choice.choice(view.namespace.ledger.steps()), host_bytes=None)
+                    await store.admission.open(
+                        "moe", mode="read", at=choice.choice(view.namespace.steps.ledger.steps()), host_bytes=None
+                    )
             except ParamStoreError:
                 continue  # refused, as by a snapshot or a limit
             check(machine)

@@ -95,10 +95,10 @@ def test_a_store_with_a_rebuilt_catalog_is_clean_and_goes_on() -> None:
         rebuilt(machine)
         store = machine.start()
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
-        assert view.namespace.committed_step == 9
+        assert view.namespace.steps.committed_step == 9
         await commit(store, view, 20, keys_of(view)[1:], b"on")
-        assert view.namespace.ledger.step(20).extra == b"on"
-        assert 9 in view.namespace.ledger.steps()
+        assert view.namespace.steps.ledger.step(20).extra == b"on"
+        assert 9 in view.namespace.steps.ledger.steps()
         assert examine(survey_of(machine), machine.catalog.load()).findings == []
         await machine.crash()
         machine.start()
@@ -284,7 +284,7 @@ def test_an_unpublished_step_that_a_later_epoch_did_not_count_on_does_not_come_b
         await with_a_lost_transaction(machine)
         store = machine.start()
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
-        assert view.namespace.committed_step == 1
+        assert view.namespace.steps.committed_step == 1
         await train(store, view, keys_of(view)[2:3])
         await store.write_back(view, None)
         machine.disks[0].flush()

@@ -27,13 +27,15 @@ def test_an_exact_namespace_is_torchs_dense_optimizer(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [100, *(pytest.param(first, marks=pytest.mark.soak) for first in (150, 200))])
-def test_an_exact_namespace_is_torchs_dense_optimizer_over_many_seeds(first: int) -> None:
-    figures = sum((run_seed(seed, updates="exact").figures for seed in range(first, first + 50)), Counter[str]())
-    assert all(figures[act] > 20 for act in ACTS)
-    assert figures["checked"] > 16_667
-    assert figures["records_advanced"] > 1_667
-    assert figures["records_caught_up"] > 167
+@pytest.mark.parametrize(
+    "count", [pytest.param(25, id="25 of 150 seeds"), pytest.param(150, marks=pytest.mark.soak, id="all 150 seeds")]
+)
+def test_an_exact_namespace_is_torchs_dense_optimizer_over_many_seeds(count: int) -> None:
+    figures = sum((run_seed(seed, updates="exact").figures for seed in range(100, 100 + count)), Counter[str]())
+    assert all(figures[act] > 0.4 * count for act in ACTS)
+    assert figures["checked"] > 333 * count
+    assert figures["records_advanced"] > 33 * count
+    assert figures["records_caught_up"] > 3 * count
 
 
 @pytest.mark.parametrize("seed", [3, 4])

@@ -15,6 +15,7 @@ from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.catalog.publication import Publication
 from paramstore.storage.format.structures import combine_roots
 from paramstore.testing.catalogs import MemoryCatalog
+from paramstore_testkit.stores.settling import settle
 from paramstore_testkit.trials.state_machines import run_new
 
 KEYS = [(layer, expert) for layer in (0, 3) for expert in range(3)]
@@ -57,7 +58,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _publish(self, publication: Publication) -> None:
         assert len(set(publication.freed)) == len(publication.freed)
         self.catalog.apply(publication.change())
-        self.ledger.settle(publication)
+        settle(self.ledger, publication)
         self.used -= set(publication.freed)
 
     def _records(self, changed: set[tuple[int, int]]) -> dict[tuple[int, int], Located]:

@@ -54,7 +54,7 @@ class PromiseMachine(RuleBasedStateMachine):
     def open(self, is_writer: bool, world_size: int, least: int) -> None:
         namespace, views = self.small.namespace, self.small.planner.views
         group = WriterGroup("job", world_size) if is_writer and world_size > 1 else None
-        step = None if is_writer else namespace.committed_step
+        step = None if is_writer else namespace.steps.committed_step
         before = self.views
         try:
             first = views.open(namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=least)
@@ -163,22 +163,22 @@ class PromiseMachine(RuleBasedStateMachine):
 
     # --- versions: only where nobody waits, whose leases would then be of others than it asked for
 
-    @precondition(lambda self: not self.waiting and self.small.namespace.writer and self.small.namespace.is_trainable())
+    @precondition(lambda self: not self.waiting and self.small.namespace.writing.writer and self.small.namespace.is_trainable())
     @rule(keys=st.sets(st.tuples(st.just(0), st.integers(0, EXPERTS - 1)), min_size=1, max_size=4))
     def update(self, keys: set[ExpertKey]) -> None:
         self.land_all()
         self.small.update(*keys)
 
-    @precondition(lambda self: not self.waiting and self.small.namespace.changed)
+    @precondition(lambda self: not self.waiting and self.small.namespace.steps.changed)
     @rule()
     def commit(self) -> None:
         self.land_all()
-        self.small.commit((self.small.namespace.committed_step or 0) + 1)
+        self.small.commit((self.small.namespace.steps.committed_step or 0) + 1)
 
     @precondition(lambda self: self.views)
     @rule(pick=PICK)
     def refresh(self, pick: int) -> None:
-        view, step = self.one(pick), self.small.namespace.committed_step
+        view, step = self.one(pick), self.small.namespace.steps.committed_step
         if not view.is_writer and step is not None and not any(request.view is view for request in self.waiting):
             self.small.planner.views.move(view, step)
 

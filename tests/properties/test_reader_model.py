@@ -81,8 +81,7 @@ class ReaderMachine(RuleBasedStateMachine):
 
     def _take_slots(self) -> None:
         """The arena has fewer slots than there are copies that somebody wants."""
-        arena = self.writer.namespace.param_arena
-        assert arena is not None
+        arena = self.writer.namespace.memory.param
         arena.planned_slots = self.slots
         while arena.slots.free_count > self.slots:
             arena.slots.take()
@@ -308,7 +307,7 @@ class ReaderMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_leased_byte_is_of_the_step_it_was_leased_at(self) -> None:
-        part, arena = SCHEMA.part("param"), self.writer.namespace.param_arena
+        part, arena = SCHEMA.part("param"), self.writer.namespace.memory.param
         assert arena is not None
         for lease in [lease for reader in self.readers for lease in reader.leases]:
             for key, copy in zip(lease.state, lease.request.copies, strict=True):
@@ -323,22 +322,24 @@ class ReaderMachine(RuleBasedStateMachine):
             if reader in self.readers and reader.step == step and not (reader.is_dropped or reader.view.is_dropped):
                 assert copy.state is not Copy.RETIRED, f"{copy.key} of step {step}"
         namespace = self.writer.namespace
-        copies = [copy for found in namespace.copies.values() for copy in found if copy.state is not Copy.RETIRED]
+        copies = [copy for found in namespace.residency.copies.values() for copy in found if copy.state is not Copy.RETIRED]
         views = [(reader, reader.view) for reader in self.readers]
         seen = [(copy, reader) for reader, view in views for copy in copies if view.locate(copy.key)[0] == copy.identity]
         if self.commit is None:
-            kept = {copy for copy, _ in seen} | {copy for copy in copies if namespace.working[copy.key].target == copy.identity}
+            kept = {copy for copy, _ in seen} | {
+                copy for copy in copies if namespace.residency.working[copy.key].target == copy.identity
+            }
             assert kept.issuperset(copies)
         self.seen = [(copy, reader, reader.step) for copy, reader in seen]
 
     @invariant()
     def the_steps_that_stay_are_those_that_should(self) -> None:
         if self.commit is None:
-            assert self.writer.namespace.ledger.steps() == sorted(self.steps)
-            assert self.writer.namespace.ledger.snapshots() == sorted(self.snapshots)
+            assert self.writer.namespace.steps.ledger.steps() == sorted(self.steps)
+            assert self.writer.namespace.steps.ledger.snapshots() == sorted(self.snapshots)
             assert [reader.view.is_dropped for reader in self.readers] == [reader.is_dropped for reader in self.readers]
             for step in self.steps:
-                assert self.writer.namespace.ledger.step(step).extra == (str(step).encode() if step else b"")
+                assert self.writer.namespace.steps.ledger.step(step).extra == (str(step).encode() if step else b"")
 
     def teardown(self) -> None:
         """All leave: what is held of the volumes is what the steps that stay need, once each, and no slot is leased."""
@@ -354,7 +355,7 @@ class ReaderMachine(RuleBasedStateMachine):
             self.run(self._until_idle())
             needed = {(key, updates) for state in self.steps.values() for key, updates in state.items()}
             assert self.store.transfers._planner.space.held_bytes("moe") == len(needed) * SCHEMA.record_bytes
-            assert not any(copy.leases for copies in namespace.copies.values() for copy in copies)
+            assert not any(copy.leases for copies in namespace.residency.copies.values() for copy in copies)
         finally:
             self.loop.run_until_complete(self._crash())
             self.loop.close()

@@ -93,7 +93,7 @@ async def step(seed: int, *, is_early: bool, room_layers: int = 2, ends_layers: 
     await store.committer.commit(view, 0, b"")
     store.close_view(view)
     views = await open_ranks(store, plan.ranks)
-    slots = views[0].namespace.working_arena.slots  # type: ignore[union-attr]
+    slots = views[0].namespace.memory.working.slots  # type: ignore[union-attr]
     while slots.free_count > plan.slots:
         slots.take()
     meeting = asyncio.Barrier(plan.ranks)

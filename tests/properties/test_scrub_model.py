@@ -94,7 +94,7 @@ class Work(Trial):
         elif name == "evict":
             await self.store.evict(self.view, keys, None)
         elif name == "rollback":
-            committed = self.view.namespace.committed_step
+            committed = self.view.namespace.steps.committed_step
             assert committed is not None
             await self.store.rollback(self.view, committed)
         elif name == "reader" and len(self.readers) < 2:
@@ -109,8 +109,8 @@ class Work(Trial):
         for key in keys_of(self.view):
             await self.store.reading.read(self.view, key, target)
             fields = [bytes(target[field.offset_bytes :][: field.length_bytes]) for field in SCHEMA.stored.fields]
-            images.append((key, self.view.namespace.working[key].identity, fields))
-        return [self.view.namespace.ledger.steps(), images, space.held_bytes("moe"), space.free_bytes, dict(space._pins)]
+            images.append((key, self.view.namespace.residency.working[key].identity, fields))
+        return [self.view.namespace.steps.ledger.steps(), images, space.held_bytes("moe"), space.free_bytes, dict(space._pins)]
 
 
 async def worked(seed: int, *, is_scrubbed: bool, acts: int) -> tuple[list[object], Work]:
@@ -155,7 +155,7 @@ def check_crash(seed: int, acts: int) -> None:
             work.store = work.machine.start()
             assert (await verify(work.machine))["found"] == 0
             work.view = await work.store.admission.open("moe", mode="write", at=None, host_bytes=None)
-            work.step = max(work.step, work.view.namespace.committed_step or 0)
+            work.step = max(work.step, work.view.namespace.steps.committed_step or 0)
             work.scrub_on()
         await work.scrub_off()
         assert not work.store.transfers._planner.space._pins

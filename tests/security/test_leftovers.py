@@ -124,15 +124,15 @@ def pages_of(extents: Iterable[Extent]) -> set[tuple[int, int]]:
 
 async def one_after_the_other(machine: Machine, store: Store, secret: Tenant, other: Tenant) -> None:
     await secret.begin("secret", POISON)
-    ledger = store.namespaces["secret"].ledger
+    ledger = store.namespaces["secret"].steps.ledger
     extents = await secret.train(ledger)
     await secret.look()
     assert secret.sees(POISON)
     assert POISON in bytes_in(machine, ledger.extents())
     secret.close()
     await other.begin("other", bytes(8))
-    assert store.namespaces["secret"].param_arena is None, "its memory was not needed"
-    theirs = await other.train(store.namespaces["other"].ledger)
+    assert not store.namespaces["secret"].has_memory, "its memory was not needed"
+    theirs = await other.train(store.namespaces["other"].steps.ledger)
     await other.look()
     assert pages_of(extents) & pages_of(theirs), "no extent was used again"
     assert POISON[:16] not in bytes_in(machine, theirs)

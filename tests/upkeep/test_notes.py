@@ -38,7 +38,7 @@ async def verify(machine: Machine, namespace: str | None = None, keys: Sequence[
 
 def offsets_of(machine: Machine, view: View, step: int, volume: int = 0) -> list[int]:
     """Where the copies of a step's note lie."""
-    row = next(row for row in view.namespace.ledger._contents.steps.values() if row.step == step)
+    row = next(row for row in view.namespace.steps.ledger._contents.steps.values() if row.step == step)
     return note_offsets(read_superblock(machine.disks[volume]), row.note_slot)
 
 
@@ -122,7 +122,7 @@ def test_a_whole_note_of_another_step_in_its_place_is_damage() -> None:
         _, view = await two_steps(machine)
         disk = machine.disks[0]
         superblock = read_superblock(disk)
-        slots = {row.step: row.note_slot for row in view.namespace.ledger._contents.steps.values()}
+        slots = {row.step: row.note_slot for row in view.namespace.steps.ledger._contents.steps.values()}
         write_note(disk, superblock, slots[5], read_note(disk, superblock, slots[3]))
         findings = (await verify(machine))["copy_findings"]
         assert [(finding["step"], finding["copy"]) for finding in findings] == [(5, 0), (5, 1)]
@@ -297,12 +297,12 @@ def test_beside_random_commits_rollbacks_and_snapshots_no_note_is_found_damaged(
                 await make(view, step, b"x" * random.randrange(60_000))
                 if choice == "prepare":
                     await store.history.finalize(view, step)
-            elif choice == "rollback" and not view.namespace.ledger.snapshots():
-                await store.rollback(view, random.choice(view.namespace.ledger.steps()))
-            elif choice == "snapshot" and len(view.namespace.ledger.snapshots()) < 2:
-                await store.admission.snapshot(view, random.choice(view.namespace.ledger.steps()))
-            elif choice == "drop" and view.namespace.ledger.snapshots():
-                await store.admission.drop_snapshot(view, random.choice(view.namespace.ledger.snapshots()))
+            elif choice == "rollback" and not view.namespace.steps.ledger.snapshots():
+                await store.rollback(view, random.choice(view.namespace.steps.ledger.steps()))
+            elif choice == "snapshot" and len(view.namespace.steps.ledger.snapshots()) < 2:
+                await store.admission.snapshot(view, random.choice(view.namespace.steps.ledger.steps()))
+            elif choice == "drop" and view.namespace.steps.ledger.snapshots():
+                await store.admission.drop_snapshot(view, random.choice(view.namespace.steps.ledger.snapshots()))
         while not results:
             await asyncio.sleep(0)
         scrubbing.cancel()
@@ -334,7 +334,7 @@ def test_a_piece_longer_than_the_usual_buffer_gets_a_longer_one(monkeypatch: pyt
         machine = Machine(volume_bytes=64 << 20)
         store = machine.start()
         view = await create(store, schema=schema, experts=2)
-        located = view.namespace.ledger.at(KEY, 0)
+        located = view.namespace.steps.ledger.at(KEY, 0)
         assert located is not None
         machine.disks[0].corrupt(located.extent.offset_bytes + schema.stored.fields[0].offset_bytes + CHUNK_BYTES)
         result = await verify(machine)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paramstore.engine.capacity import volumes as volumes_module
+from paramstore.engine.capacity import prefill
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import TicketCancelled
@@ -25,7 +25,7 @@ KEY = (0, 1)
 
 
 def damage(machine: Machine, view: View, key: tuple[int, int] = KEY, step: int = 0) -> None:
-    located = view.namespace.ledger.at(key, step)
+    located = view.namespace.steps.ledger.at(key, step)
     assert located is not None
     machine.disks[located.extent.volume].corrupt(located.extent.offset_bytes)
 
@@ -144,7 +144,7 @@ def test_it_has_the_lowest_class_and_pins_nothing_between_records() -> None:
 
 
 def test_the_zero_fill_comes_to_its_end_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(volumes_module, "PREFILL_PAUSE_S", 0.0)
+    monkeypatch.setattr(prefill, "PAUSE_S", 0.0)
 
     async def scenario() -> None:
         machine = Machine()
@@ -154,10 +154,10 @@ def test_the_zero_fill_comes_to_its_end_beside_it(monkeypatch: pytest.MonkeyPatc
         patrolled.patrol.start()
         while not patrolled.records_read():
             await asyncio.sleep(0)
-        assert store._volumes._has_unwritten(0)
-        store._volumes.start_prefill()
+        assert store._volumes._prefill._has_unwritten(0)
+        store._volumes._prefill.start()
         before = len(patrolled.reads)
-        while store._volumes._has_unwritten(0):
+        while store._volumes._prefill._has_unwritten(0):
             await asyncio.sleep(0)
         assert len(patrolled.reads) > before
         await patrolled.patrol.close()
@@ -197,7 +197,7 @@ def test_damage_that_went_and_came_again_is_told_again(caplog: pytest.LogCapture
         store = machine.start()
         view = await create(store)
         patrolled = Patrolled(machine)
-        located = view.namespace.ledger.at(KEY, 0)
+        located = view.namespace.steps.ledger.at(KEY, 0)
         assert located is not None
         flips: list[int] = []
 
@@ -285,7 +285,7 @@ def test_beside_random_training_it_finds_nothing(seed: int) -> None:
             if random.random() < 0.6:
                 await store.committer.commit(view, step, b"x" * random.randrange(9000))
             elif random.random() < 0.3:
-                await store.rollback(view, random.choice(view.namespace.ledger.steps()))
+                await store.rollback(view, random.choice(view.namespace.steps.ledger.steps()))
         await turns(200)
         stats: Stats = patrolled.patrol.stats()
         assert stats["last"]["records"]

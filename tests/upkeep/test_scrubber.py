@@ -19,6 +19,7 @@ from paramstore.upkeep import progress
 from paramstore.upkeep.progress import FINDINGS_MAX
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores.scrub_site import KEY, OTHER, RECORD_BYTES, damage, located_at, verify
+from paramstore_testkit.stores.settling import cut_of, settle_cut
 from paramstore_testkit.stores.small_store import EXPERTS, SCHEMA, create, keys_of, run, train
 
 # --- what it finds
@@ -114,7 +115,7 @@ def test_every_step_is_covered_and_a_finding_names_those_that_need_the_record() 
         for step in (1, 2, 3):
             await train(store, view, [KEY] if step != 2 else [OTHER])
             await store.committer.commit(view, step, b"")
-        assert view.namespace.ledger.steps() == [0, 2, 3]
+        assert view.namespace.steps.ledger.steps() == [0, 2, 3]
         damage(machine, located_at(view, KEY, 0), 0)
         damage(machine, located_at(view, OTHER, 3), 0)
         found = {finding["key"]: finding["steps"] for finding in (await verify(machine))["findings"]}
@@ -131,7 +132,7 @@ def test_a_whole_record_that_no_step_has_published_is_covered() -> None:
         view = await create(store)
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
-        uncommitted = view.namespace.working[KEY].uncommitted
+        uncommitted = view.namespace.residency.working[KEY].uncommitted
         assert uncommitted is not None
         damage(machine, uncommitted, SCHEMA.stored.fields[1].offset_bytes)
         (finding,) = (await verify(machine))["findings"]
@@ -148,7 +149,7 @@ def test_records_of_a_prepared_step_are_covered() -> None:
         view = await create(store)
         await train(store, view, [KEY])
         await store.committer.prepare(view, 1, b"")
-        located = view.namespace.ledger.at(KEY, 1)
+        located = view.namespace.steps.ledger.at(KEY, 1)
         assert located is not None
         damage(machine, located, 600)
         result = await verify(machine)
@@ -168,16 +169,16 @@ def test_what_the_commit_under_way_will_publish_is_covered_though_a_newer_write_
         namespace = view.namespace
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
-        cut = store.transfers._planner.cuts.cut(namespace)
+        cut = cut_of(store.transfers._planner, namespace)
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
-        assert namespace.working[KEY].uncommitted != cut.located[KEY]
+        assert namespace.residency.working[KEY].uncommitted != cut.located[KEY]
         damage(machine, cut.located[KEY], 0)
         result = await verify(machine, keys=[KEY], namespace="moe")
         (finding,) = result["findings"]
         assert result["records"] == 3
         assert (finding["steps"], finding["version"]) == ((), cut.located[KEY].identity.version)
-        store.transfers._planner.cuts.settle(namespace, is_published=False)
+        settle_cut(store.transfers._planner, namespace, is_published=False)
         assert (await verify(machine))["found"] == 0
 
     run(scenario())
@@ -199,7 +200,7 @@ def test_a_read_error_is_a_finding_and_the_scrub_goes_on(fault: Fault, experts: 
         assert all("fails as planned" in finding["reason"] for finding in result["findings"])
         assert result["records"] == EXPERTS == faulty.calls["read"]
         assert result["bytes_read"] == result["bytes_total"] == (EXPERTS - len(experts)) * RECORD_BYTES
-        assert view.namespace.broken is None
+        assert view.namespace.writing.broken is None
         assert store.transfers.traffic[0].failures == len(experts)
         assert not store.transfers._planner.space._pins
 
@@ -218,6 +219,21 @@ def test_findings_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) 
             damage(machine, located_at(view, key, 0), 0)
         result = await verify(machine)
         assert (result["found"], len(result["findings"])) == (EXPERTS, 1)
+
+    run(scenario())
+
+
+def test_who_asked_for_a_verify_gets_all_its_findings_though_the_figures_describe_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "STATS_FINDINGS_MAX", 1)
+
+    async def scenario() -> None:
+        machine = Machine()
+        view = await create(machine.start())
+        for key in keys_of(view):
+            damage(machine, located_at(view, key, 0), 0)
+        result = await verify(machine)
+        assert [finding["key"] for finding in result["findings"]] == keys_of(view)
+        assert machine.service.scrubber.stats()["last"] == {**result, "findings": result["findings"][-1:]}
 
     run(scenario())
 

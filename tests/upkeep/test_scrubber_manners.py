@@ -198,7 +198,7 @@ def test_a_record_replaced_between_two_pieces_is_left_out_and_its_room_is_free()
         view = await create(store, schema=LARGE, experts=1)
         await train(store, view)
         await store.write_back(view, None)
-        clock, doomed = ManualClock(), view.namespace.working[0, 0].uncommitted
+        clock, doomed = ManualClock(), view.namespace.residency.working[0, 0].uncommitted
         assert doomed is not None
         pauses = 0
 
@@ -226,7 +226,7 @@ def test_room_that_a_read_kept_reaches_who_waits_for_it(monkeypatch: pytest.Monk
         view = await create(store)
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
-        working, space = view.namespace.working[KEY], store.transfers._planner.space
+        working, space = view.namespace.residency.working[KEY], store.transfers._planner.space
         assert working.uncommitted is not None
         scrub = machine.service.scrubber.start("moe", [KEY], None)
         while working.uncommitted.extent not in space._pins:
@@ -267,7 +267,7 @@ def test_cancelling_ends_it_at_once_whatever_it_waits_for() -> None:
         stats: Any = scrubber.stats()
         assert stats["running"] is None
         assert (stats["last"]["state"], stats["last"]["bytes_read"]) == ("cancelled", 0)
-        assert view.namespace.broken is None
+        assert view.namespace.writing.broken is None
 
     run(scenario())
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from paramstore.config import Config
 from paramstore.core.schema import Schema
-from paramstore.engine.capacity.host import Split, least_bytes, split_budget, staging_bytes_of
-from paramstore.engine.capacity.volumes import volume_size_bytes_of
+from paramstore.engine.capacity.budget import Split, least_bytes, split_budget, staging_bytes_of
+from paramstore.engine.capacity.entitlements import volume_size_bytes_of
 from paramstore.engine.records.update import LOOKAHEAD_RECORDS
 from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
 

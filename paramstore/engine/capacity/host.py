@@ -1,34 +1,30 @@
-"""The host tier: which arena gets how much of the budget, segments and their clients, upload areas, the kernel's figures.
+"""The host tier: arenas and their segments, which clients have mapped these, the kernel's figures.
 
 The budget is exact: a segment's whole length counts from before it is allocated until it is closed, which happens only after every
-client that was given it has acknowledged its unmapping. Upload areas have a budget of their own.
+client that was given it has acknowledged its unmapping. Upload areas have a budget of their own (`upload_budget`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
-from paramstore.config import SEGMENT_ALIGNMENT_BYTES, format_size
-from paramstore.core.schema import CHUNK_BYTES, Schema
+from paramstore.config import format_size
+from paramstore.core.schema import Schema
+from paramstore.engine.capacity.budget import Split, buffer_bytes, least_bytes, split_budget, staging_bytes_of
 from paramstore.engine.planner.arenas import add_segment, close_arenas, next_segment, open_arenas, plan_segment, stop_growing
-from paramstore.engine.tables.arena import Arena, SegmentMemory, segment_lengths, slots_within
+from paramstore.engine.tables.arena import Arena, SegmentMemory, segment_lengths
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.buffers import Buffers
-from paramstore.engine.transfers.routes import cut_pieces
 from paramstore.engine.transfers.runner import BACKGROUND_LANE, Runner
 from paramstore.errors import CapacityError
 from paramstore.policy.base import Policy
 
 logger = logging.getLogger(__name__)
-
-CUT_BYTES_MAX = 1 << 30
-"""A record larger than this is not cut into pieces to find the largest one: there would be thousands."""
-SLOTS_MIN = 2
-"""The fewest slots of each part: one in use and one that can change."""
 
 UNMAP_PAUSE_S = 0.002
 
@@ -47,77 +43,11 @@ class Memory(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Slots of one namespace's arenas and the bytes of its staging buffers."""
-
-    param_slots: int
-    working_slots: int
-    staging_bytes: int
-
-
-def split_budget(
-    schema: Schema, *, key_count: int, budget_bytes: int, pipeline_slots: int, staging_bytes: int
-) -> Split | None:
-    """Splits `budget_bytes` between a namespace's parts; None if that cannot hold the least that works.
-
-    A training namespace gets, in this order: the working slots that the update pipeline needs; `param` slots for all the writer can
-    use (each byte held saves about 4 bytes of I/O a step); slots for all working copies (about 2 bytes); last, slots for `param`
-    copies that readers of older steps see.
-    """
-    left = budget_bytes - staging_bytes
-    param_bytes = schema.part("param").image_bytes
-    least = min(key_count, SLOTS_MIN)
-    if not schema.is_trainable:
-        param = min(key_count, slots_within(left, param_bytes))
-        return Split(param, 0, staging_bytes) if param >= least else None
-    working_bytes = schema.record_bytes
-    least_param_bytes = sum(segment_lengths(least, param_bytes))
-    working = min(key_count, pipeline_slots, slots_within(left - least_param_bytes, working_bytes))
-    param = min(key_count, slots_within(left - _used(working, working_bytes), param_bytes))
-    if working < least or param < least:
-        return None
-    working = min(key_count, slots_within(left - _used(param, param_bytes), working_bytes))
-    param = min(2 * key_count, slots_within(left - _used(working, working_bytes), param_bytes))
-    return Split(param, working, staging_bytes)
-
-
-def _used(slots: int, slot_bytes: int) -> int:
-    return sum(segment_lengths(slots, slot_bytes))
-
-
-def least_bytes(schema: Schema, key_count: int, staging_bytes: int) -> int:
-    """The smallest budget that `split_budget` accepts."""
-    least = min(key_count, SLOTS_MIN)
-    working = _used(least, schema.record_bytes) if schema.is_trainable else 0
-    return staging_bytes + working + _used(least, schema.part("param").image_bytes)
-
-
-def staging_bytes_of(schema: Schema, *, io_threads: int, piece_bytes: int, advance_buffers: int = 0) -> int:
-    """Memory beside a namespace's arenas: a staging buffer for each worker thread of all volumes, and advance buffers."""
-    if not schema.is_trainable:
-        return 0
-    advance_bytes = advance_buffers * schema.record_bytes if schema.updates == "exact" else 0
-    total_bytes = io_threads * _buffer_bytes(schema, piece_bytes) + advance_bytes
-    return -(-total_bytes // SEGMENT_ALIGNMENT_BYTES) * SEGMENT_ALIGNMENT_BYTES
-
-
-def _buffer_bytes(schema: Schema, piece_bytes: int) -> int:
-    """Size of one worker's staging buffer: the header's where master and `param` have the same bytes, else the largest piece's."""
-    stored = schema.stored
-    if schema.part("param").fields[0].dtype == stored.fields[0].dtype:
-        return stored.header_bytes
-    if stored.image_bytes > CUT_BYTES_MAX:
-        return piece_bytes + CHUNK_BYTES + stored.header_bytes  # a piece ends where the first chunk behind its share begins
-    return max(piece.end - piece.start for piece in cut_pieces(stored, piece_bytes, len(schema.specs)))
-
-
 @dataclass(slots=True)
 class _Segment:
     memory: SegmentMemory
     namespace: str
     is_shared: bool
-    clients: set[object] = field(default_factory=set)
     is_given_up: bool = False
 
 
@@ -134,6 +64,7 @@ class HostTier:
         self.memory = memory
         self._runner = runner
         self._buffers = buffers
+        self._segment_ids = count(1)
         self._io_threads = io_threads
         self._piece_bytes = piece_bytes
         self._pipeline_slots = pipeline_slots
@@ -141,8 +72,7 @@ class HostTier:
         self._dirty_limit_bytes = dirty_limit_bytes
         self._advance_buffers = advance_buffers
         self._segments: dict[int, _Segment] = {}
-        self._next_segment = 1
-        self._upload_bytes: dict[object, int] = {}
+        self._mapped: dict[object, set[int]] = {}
         self._kernel_peak_bytes = 0
 
     # --- arenas
@@ -164,7 +94,7 @@ class HostTier:
     async def open_arenas(self, namespace: NamespaceState, host_bytes: int | None) -> None:
         """Gives `namespace` its arenas, of all that is left of the budget or of `host_bytes` of it. Slots become available as their
         pages are touched; the first segment of each arena is there on return. Raises CapacityError, and nothing is taken."""
-        if namespace.param_arena is not None:
+        if namespace.has_memory:
             return
         schema, key_count = namespace.schema, len(namespace.keys)
         staging_bytes = self._staging_bytes(schema)
@@ -244,7 +174,7 @@ class HostTier:
             logger.warning("namespace %r: an arena has %d of %d planned slots: %s", namespace.name, *counts, error)
             stop_growing(arena, is_final=True)
             return False
-        if arena not in (namespace.param_arena, namespace.working_arena):
+        if arena not in namespace.arenas():
             return False
         add_segment(arena, segment_id, memory, slots=slots)
         return True
@@ -252,15 +182,18 @@ class HostTier:
     def _new_segment(self, namespace: NamespaceState, length_bytes: int, *, is_shared: bool) -> tuple[int, SegmentMemory]:
         assert self.used_bytes + length_bytes <= self.budget_bytes
         memory = self.memory.shared(length_bytes) if is_shared else self.memory.private(length_bytes)
-        segment_id = self._next_segment
-        self._next_segment += 1
+        segment_id = self.next_segment_id()
         self._segments[segment_id] = _Segment(memory, namespace.name, is_shared)
         return segment_id, memory
+
+    def next_segment_id(self) -> int:
+        """Numbers a segment, among all of the daemon."""
+        return next(self._segment_ids)
 
     async def _lend_buffers(self, namespace: NamespaceState, staging_bytes: int) -> None:
         _, memory = self._new_segment(namespace, staging_bytes, is_shared=False)
         await self._runner.call(BACKGROUND_LANE, memory.touch)
-        each = _buffer_bytes(namespace.schema, self._piece_bytes)
+        each = buffer_bytes(namespace.schema, self._piece_bytes)
         lent = self._buffers.lend(namespace.name)
         for index in range(self._io_threads):
             lent.staging.add(memory.view(index * each, each))
@@ -277,32 +210,39 @@ class HostTier:
         for segment_id, segment in list(self._segments.items()):
             if segment.namespace == namespace.name:
                 segment.is_given_up = True
-                for client in segment.clients:
-                    to_unmap.setdefault(client, []).append(segment_id)
+                for client, mapped in self._mapped.items():
+                    if segment_id in mapped:
+                        to_unmap.setdefault(client, []).append(segment_id)
                 self._close_if_unmapped(segment_id)
         return to_unmap
 
     # --- clients
 
+    def mapped_by(self, client: object) -> Set[int]:
+        """The ids of the segments that `client` was given and has not unmapped: a live view, which lasts until it is gone."""
+        return self._mapped.setdefault(client, set())
+
     def give(self, client: object, segment_ids: Iterable[int]) -> list[tuple[int, int, int]]:
         """Records that `client` gets these segments; returns (id, length, fd) of those it had not yet."""
+        mapped = self._mapped.setdefault(client, set())
         given = []
         for segment_id in segment_ids:
-            segment = self._segments[segment_id]
-            if client not in segment.clients:
-                assert segment.memory.fd is not None
-                segment.clients.add(client)
-                given.append((segment_id, segment.memory.length_bytes, segment.memory.fd))
+            if segment_id not in mapped:
+                memory = self._segments[segment_id].memory
+                assert memory.fd is not None
+                mapped.add(segment_id)
+                given.append((segment_id, memory.length_bytes, memory.fd))
         return given
 
     def unmapped(self, client: object, segment_ids: Iterable[int] | None = None) -> None:
-        """Records that `client` has unmapped these segments; None: it is gone, and with it all its mappings. Its upload areas count
-        until `drop_uploads`: an apply may still read there."""
-        for segment_id in list(self._segments) if segment_ids is None else list(segment_ids):
-            segment = self._segments.get(segment_id)
-            if segment is not None:
-                segment.clients.discard(client)
-                self._close_if_unmapped(segment_id)
+        """Records that `client` has unmapped these segments; None: it is gone, and with it all its mappings."""
+        mapped = self._mapped.get(client, set())
+        left = list(mapped) if segment_ids is None else list(mapped.intersection(segment_ids))
+        mapped.difference_update(left)
+        if segment_ids is None:
+            self._mapped.pop(client, None)
+        for segment_id in left:
+            self._close_if_unmapped(segment_id)
 
     async def until_unmapped(self, timeout_s: float) -> None:
         """Waits until clients have unmapped all segments that were given up, at most `timeout_s`."""
@@ -314,37 +254,9 @@ class HostTier:
 
     def _close_if_unmapped(self, segment_id: int) -> None:
         segment = self._segments[segment_id]
-        if segment.is_given_up and not segment.clients:
+        if segment.is_given_up and not any(segment_id in mapped for mapped in self._mapped.values()):
             segment.memory.close()
             del self._segments[segment_id]
-
-    # --- upload areas
-
-    def open_upload(self, client: object, length_bytes: int, *, limit_bytes: int) -> tuple[int, SegmentMemory]:
-        """Makes an upload segment for `client`. Raises CapacityError naming the size needed; nothing is taken then."""
-        rounded = -(-length_bytes // SEGMENT_ALIGNMENT_BYTES) * SEGMENT_ALIGNMENT_BYTES
-        used = sum(self._upload_bytes.values())
-        if used + rounded > limit_bytes:
-            raise CapacityError(
-                f"upload areas would need {format_size(used + rounded)}, gradient_budget allows {format_size(limit_bytes)} on this "
-                f"node: raise it to {used + rounded} bytes, or apply before pushing more"
-            )
-        memory = self.memory.upload(rounded)
-        segment_id = self._next_segment
-        self._next_segment += 1
-        self._upload_bytes[client] = self._upload_bytes.get(client, 0) + rounded
-        return segment_id, memory
-
-    def drop_uploads(self, client: object) -> None:
-        """Frees the budget that the client's upload segments took; they are closed."""
-        self._upload_bytes.pop(client, None)
-
-    def upload_bytes_of(self, client: object) -> int:
-        return self._upload_bytes.get(client, 0)
-
-    @property
-    def upload_bytes(self) -> int:
-        return sum(self._upload_bytes.values())
 
     # --- figures
 
@@ -362,6 +274,6 @@ class HostTier:
         return {
             "budget_bytes": self.budget_bytes, "used_bytes": self.used_bytes, "private_bytes": private,
             "shared_bytes": self.used_bytes - private, "kernel_bytes": kernel_bytes,
-            "kernel_peak_bytes": self._kernel_peak_bytes, "upload_bytes": self.upload_bytes,
+            "kernel_peak_bytes": self._kernel_peak_bytes,
             "segments": len(self._segments), **self.memory.describe(),
         }  # fmt: skip

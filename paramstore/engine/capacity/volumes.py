@@ -1,26 +1,30 @@
-"""The set of volumes: room for namespaces, also in the catalog, growth, zero-fill ahead of use, figures, bytes written over the
-store's life.
+"""The set of volumes: room for namespaces, also in the catalog, growth, figures, bytes written over the store's life.
 
-A namespace is entitled to its state once for every retained step, every step that readers may hold, every snapshot and the
-step being made, plus the pipeline share, so that an apply can always be written beside all these. Without a fixed size, volumes
-grow when a namespace is created or a snapshot taken.
+Without a fixed size, volumes grow when a namespace is created or a snapshot taken, to what `entitlements` says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from paramstore.config import Retention, format_size
-from paramstore.core.location import Extent, Tier
-from paramstore.core.schema import Schema, round_up
+from paramstore.core.location import Tier
+from paramstore.core.schema import round_up
+from paramstore.engine.capacity.entitlements import (
+    DEFAULT_RETENTION,
+    GROWTH_ALIGNMENT_BYTES,
+    entitled_bytes,
+    kept_steps,
+    slack_bytes,
+)
+from paramstore.engine.capacity.prefill import Prefill
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.record_reads import VolumeTraffic
-from paramstore.engine.transfers.runner import BACKGROUND_LANE, CATALOG_LANE, Runner, volume_lane
+from paramstore.engine.transfers.runner import CATALOG_LANE, Runner, volume_lane
 from paramstore.errors import CapacityError, CatalogError, ParamStoreError, VolumeError
 from paramstore.storage.catalog.base import STEP_ROWS_BOUND, Catalog, Change, VolumeRow
 from paramstore.storage.format.structures import Superblock, extents_start_bytes
@@ -30,56 +34,21 @@ from paramstore.storage.volume.base import Volume, directory_of
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_RETENTION = Retention()
-PIPELINE_RECORDS_MIN = 4
-PIPELINE_SHARE = 0.05
-GROWTH_ALIGNMENT_BYTES = 1 << 20
-SMALLEST_BYTES = round_up(extents_start_bytes(Superblock(bytes(16), bytes(16), 0)), GROWTH_ALIGNMENT_BYTES)
-"""Size of a volume that has no room for a record yet: superblocks and note slots only."""
-PREFILL_PIECE_BYTES = 8 << 20
 RECORDED_BYTES = 16 << 30
 """A crash loses at most so much of the count of bytes written to a volume: a 35,000th of an endurance of 600 TB."""
 WAY_TO_ROOM = "add a volume (--add-volume), or restart without --volume-size: volumes grow then"
 """Advice where volumes of a fixed size have no room for a namespace or snapshot. (A larger fixed size is for new volumes.)"""
-PREFILL_PAUSE_S = 0.02
-"""How long the zero-fill waits before it looks again whether nothing else moves."""
-
-
-def entitled_bytes(schema: Schema, key_count: int, retention: Retention = DEFAULT_RETENTION, *, snapshots: int = 0) -> int:
-    """Bytes that one namespace may take of all volumes together."""
-    record_bytes = schema.record_bytes
-    state_bytes = key_count * record_bytes
-    pipeline_bytes = max(PIPELINE_RECORDS_MIN * record_bytes, round_up(int(PIPELINE_SHARE * state_bytes), record_bytes))
-    copies = _kept_steps(retention, snapshots) if schema.is_trainable else 1
-    return copies * state_bytes + pipeline_bytes
-
-
-def _kept_steps(retention: Retention, snapshots: int) -> int:
-    """How many steps of a namespace there may be at once, the one being made among them."""
-    return retention.retained_steps + 1 + retention.held_steps + snapshots
-
-
-def slack_bytes(schemas: Iterable[Schema], volume_count: int) -> int:
-    """Bytes that namespaces may leave unused: one record of each on each volume, since no record straddles volumes."""
-    return volume_count * sum(schema.record_bytes for schema in schemas)
-
-
-def volume_size_bytes_of(schema: Schema, key_count: int, retention: Retention, volume_count: int) -> int:
-    """The size that each of `volume_count` new volumes needs so that a namespace, alone on them, can be created."""
-    needed = entitled_bytes(schema, key_count, retention) + slack_bytes([schema], volume_count)
-    return SMALLEST_BYTES + round_up(-(-needed // volume_count), GROWTH_ALIGNMENT_BYTES)
-
 
 class VolumeSet:
     """All volumes of the store, by index; owns their sizes."""
 
     def __init__(
         self, volumes: Mapping[int, Volume], *, superblocks: Mapping[int, Superblock], rows: Mapping[int, VolumeRow], space: Space,
-        catalog: Catalog, runner: Runner, may_grow: bool, pump: Callable[[], None],
+        catalog: Catalog, runner: Runner, may_grow: bool, prefill: Prefill,
         retention: Retention = DEFAULT_RETENTION, traffic: Mapping[int, VolumeTraffic] | None = None,
         endurance_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        """pump: lets those who wait for space go on, after some came free. traffic: bytes moved since the store was opened.
+        """traffic: bytes moved since the store was opened.
         endurance_bytes: how much may be written to the drive under each volume over its life."""
         self.volumes = volumes
         self.space = space
@@ -88,19 +57,16 @@ class VolumeSet:
         self._catalog = catalog
         self._runner = runner
         self._may_grow = may_grow
-        self._pump = pump
         self._retention = retention
         self._traffic = traffic or {}
         self._endurance_bytes = endurance_bytes
         self._written_before = {index: row.bytes_written for index, row in rows.items()}
-        self._zero_filled = dict.fromkeys(volumes, 0)
         self._recording: asyncio.Task[None] | None = None
-        self._prefilling: asyncio.Task[None] | None = None
-        self._is_prefill_wanted = False
+        self._prefill = prefill
 
     def entitle(self, namespace: NamespaceState) -> None:
         """Entitles an existing namespace to what it may take now, with the snapshots that it has."""
-        self.space.entitle(namespace.name, self._entitled(namespace, snapshots=len(namespace.ledger.snapshots())))
+        self.space.entitle(namespace.name, self._entitled(namespace, snapshots=len(namespace.steps.ledger.snapshots())))
 
     def _entitled(self, namespace: NamespaceState, *, snapshots: int) -> int:
         return entitled_bytes(namespace.schema, len(namespace.keys), self._retention, snapshots=snapshots)
@@ -149,9 +115,9 @@ class VolumeSet:
 
     def _kept_rows(self, namespace: NamespaceState, *, snapshots: int | None = None) -> int:
         """How many rows of the catalog a namespace may have: one for each record that it may have on the volumes, and its steps."""
-        count = len(namespace.ledger.snapshots()) if snapshots is None else snapshots
+        count = len(namespace.steps.ledger.snapshots()) if snapshots is None else snapshots
         records = self._entitled(namespace, snapshots=count) // namespace.schema.record_bytes
-        return records + _kept_steps(self._retention, count) * STEP_ROWS_BOUND
+        return records + kept_steps(self._retention, count) * STEP_ROWS_BOUND
 
     def give_up(self, name: str) -> None:
         """Takes back the entitlement of a namespace that was not created after all. Volumes stay as large as they have become."""
@@ -191,8 +157,7 @@ class VolumeSet:
             row = replace(self._rows[index], size_bytes=volume.size_bytes, bytes_written=self.bytes_written_total(index))
             await self._record(row)
             self.space.grow_volume(index, volume.size_bytes)
-        if self._is_prefill_wanted:
-            self.start_prefill()
+        self._prefill.go_on()
 
     async def _record(self, row: VolumeRow) -> None:
         """Writes a volume's row to the catalog. Raises CatalogError; then either row is true of the volume, and the catalog is
@@ -211,58 +176,12 @@ class VolumeSet:
         await self._runner.call(CATALOG_LANE, apply)
         self._rows[row.index] = row
 
-    # --- zero-fill
-
-    def start_prefill(self) -> None:
-        """Begins to zero-fill never-written space while nothing else moves; goes on whenever volumes grow."""
-        self._is_prefill_wanted = True
-        if self._prefilling is not None and not self._prefilling.done():
-            return  # the running task looks at every volume's size each time round
-        self._prefilling = asyncio.get_running_loop().create_task(self._prefill(), name="prefill")
-
-    async def _prefill(self) -> None:
-        zeros = memoryview(mmap.mmap(-1, PREFILL_PIECE_BYTES))
-        try:
-            while any(self._has_unwritten(index) for index in self.volumes):
-                is_paused = not self._runner.is_idle
-                extent = None if is_paused else self._next_unwritten()
-                if extent is None:
-                    await asyncio.sleep(PREFILL_PAUSE_S)
-                    continue
-                write = partial(self.volumes[extent.volume].write, extent.offset_bytes, (zeros[: extent.length_bytes],))
-                try:
-                    await self._runner.call(BACKGROUND_LANE, write)
-                except ParamStoreError as error:
-                    self.space.quarantine(extent)
-                    self.space.fences.fail_write(extent.volume, error)
-                    raise
-                except asyncio.CancelledError:
-                    self.space.finish_prefill(extent)  # the store closes: nobody will get this extent or waits for it
-                    raise
-                self.space.finish_prefill(extent)
-                self._zero_filled[extent.volume] += extent.length_bytes
-                self._pump()
-        except ParamStoreError:
-            logger.exception("zero-fill stopped; volumes are used as they are")
-
-    def _next_unwritten(self) -> Extent | None:
-        for index in self.volumes:
-            extent = self.space.next_unwritten(index, PREFILL_PIECE_BYTES)
-            if extent is not None:
-                return extent
-        return None
-
-    def _has_unwritten(self, index: int) -> bool:
-        """Whether the volume has space left to zero-fill; a fenced volume has none."""
-        is_fenced = self.space.fences.is_fenced(index)
-        return not is_fenced and self.space.written_bytes(index) < self.space.size_bytes_of(index)
-
     # --- bytes written over the store's life
 
     def bytes_written_total(self, index: int) -> int:
         """Bytes of records, notes and zeros written over the store's life, without failed writes and what a crash lost."""
         moved = self._traffic[index].bytes_written if index in self._traffic else 0
-        return self._written_before[index] + moved + self._zero_filled[index]
+        return self._written_before[index] + moved + self._prefill.filled_bytes[index]
 
     def record_written(self) -> None:
         """Begins to record the bytes written in the catalog, if a crash would leave many uncounted. To be called now and then."""
@@ -303,17 +222,14 @@ class VolumeSet:
         return {
             **self.volumes[index].describe(), "free_bytes": self.space.free_bytes_of(index),
             "written_bytes": self.space.written_bytes(index), "write_failures": self.space.fences.write_failures(index),
-            "fenced": self.space.fences.reason(index), "bytes_written_total": total, "zero_filled_bytes": self._zero_filled[index],
-            "endurance_bytes": self._endurance_bytes,
+            "fenced": self.space.fences.reason(index), "bytes_written_total": total,
+            "zero_filled_bytes": self._prefill.filled_bytes[index], "endurance_bytes": self._endurance_bytes,
             "endurance_used": total / self._endurance_bytes if self._endurance_bytes else None,
         }  # fmt: skip
 
     async def close(self) -> None:
         """Ends the zero-fill, records how far it came, then closes the volumes, the catalog and the workers."""
-        if self._prefilling is not None:
-            self._prefilling.cancel()
-            await asyncio.gather(self._prefilling, return_exceptions=True)
-            await self._runner.behind(BACKGROUND_LANE)  # its thread may still write a piece
+        await self._prefill.stop()
         if self._recording is not None:
             await self._recording
         await self._record_all()

@@ -64,25 +64,26 @@ def absent_ahead(queue: Iterable[ExpertKey], resident: Container[ExpertKey], *, 
 
 def slots_to_clean(namespace: NamespaceState, wanted_slots: int, spared: Collection[ExpertKey] = ()) -> int:
     """How many dirty records must be written so that `wanted_slots` slots are free, clean or being written, without `spared`."""
-    arena = namespace.working_arena
-    assert arena is not None
+    arena = namespace.memory.working
     missing = wanted_slots - arena.slots.free_count
     for state in (Working.WRITING, Working.CLEAN):
         if missing > 0:
-            ready = (key for key in reversed(namespace.in_state[state]) if key not in spared)  # the newest are likely not spared
+            ready = (
+                key for key in reversed(namespace.residency.in_state[state]) if key not in spared
+            )  # the newest are likely not spared
             missing -= sum(1 for _ in islice(ready, missing))
     return max(0, missing)
 
 
 def due_keys(namespace: NamespaceState) -> list[ExpertKey]:
     """The keys that the newest apply includes even where they have no gradient."""
-    keys, apply = namespace.keys, namespace.log.last
+    keys, apply = namespace.keys, namespace.writing.log.last
     count = -(-len(keys) // LATE_AFTER)
     due = []
     for position in range(apply * count, (apply + 1) * count):
         number = position % len(keys)
         key = (keys.layers[number // keys.experts], number % keys.experts)
-        target = namespace.working[key].target
+        target = namespace.residency.working[key].target
         if target is not None and apply - target.version > LATE_AFTER:
             due.append(key)
     return due
@@ -94,7 +95,7 @@ def missed_steps(namespace: NamespaceState, working: WorkingCopy, *, has_gradien
     if not namespace.is_exact:
         return ()
     assert working.identity is not None
-    return namespace.log.missed(after=working.identity.version, until=namespace.applies - has_gradient)
+    return namespace.writing.log.missed(after=working.identity.version, until=namespace.writing.applies - has_gradient)
 
 
 def awaited_keys(heat: dict[ExpertKey, float], limit: int) -> set[ExpertKey]:

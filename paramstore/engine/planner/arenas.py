@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from paramstore.engine.tables.arena import Arena, SegmentMemory
+from paramstore.engine.tables.arena import Arena, Arenas, SegmentMemory
 from paramstore.engine.tables.namespace import NamespaceState
 
 
 def open_arenas(namespace: NamespaceState, param: Arena, working: Arena) -> None:
     """Gives the namespace its arenas, which have no slots yet. For a param schema both are one."""
-    namespace.param_arena, namespace.working_arena = param, working
+    namespace.open_memory(Arenas(param, working))
 
 
 def close_arenas(namespace: NamespaceState) -> None:
     """Takes the arenas away; nothing in them may be in use."""
-    namespace.param_arena = namespace.working_arena = None
+    namespace.close_memory()
 
 
 def plan_segment(arena: Arena, segment_id: int, memory: SegmentMemory, *, slots: int) -> None:

@@ -30,14 +30,16 @@ class ClaimPlanner:
 
         options: the apply's. Returns the claimed keys with their gradients; those of an exact namespace that are due have none.
         """
-        claimed: Claimed = dict(namespace.pending)
-        namespace.pending = {}
+        claimed: Claimed = dict(namespace.writing.pending)
+        namespace.writing.pending = {}
         if namespace.is_exact:
             assert options is not None
-            kept_since = min(namespace.applies, namespace.log.last)  # an apply that was open counts as soon as it updates
-            namespace.log = namespace.log.trimmed(kept_since).appended(namespace.epoch, options)
+            kept_since = min(
+                namespace.writing.applies, namespace.writing.log.last
+            )  # an apply that was open counts as soon as it updates
+            namespace.writing.log = namespace.writing.log.trimmed(kept_since).appended(namespace.epoch, options)
             claimed = dict.fromkeys(due_keys(namespace), ()) | claimed
-        self._claim(namespace, claimed, apply=namespace.log.last)
+        self._claim(namespace, claimed, apply=namespace.writing.log.last)
         if namespace.is_exact:
             self._copies.evict_left_behind(namespace)
         self._leases.pump(namespace)
@@ -46,7 +48,7 @@ class ClaimPlanner:
     def _claim(self, namespace: NamespaceState, keys: Iterable[ExpertKey], *, apply: int) -> None:
         """Makes the writer see `keys` as an apply will leave them. apply: its number, used in an exact namespace only."""
         for key in keys:
-            working = namespace.working[key]
+            working = namespace.residency.working[key]
             assert working.target is not None
             older, working.current = working.current, None
             version = apply if namespace.is_exact else working.target.version + 1
@@ -57,17 +59,16 @@ class ClaimPlanner:
     @staticmethod
     def open(namespace: NamespaceState, claims: Claims) -> None:
         """Begins an apply that claims keys as their gradients come. Nothing changes before its first claim."""
-        namespace.open_apply = claims
+        namespace.writing.open_apply = claims
 
     def begin_updates(self, namespace: NamespaceState, claims: Claims, *, pipeline_slots: int) -> None:
         """Begins the updates of an apply whose turn has come: it counts from here on. See `line_up` and `_await_resident`."""
         if claims.is_open:
             self._await_resident(namespace, claims, pipeline_slots=pipeline_slots)
         else:
-            assert namespace.working_arena is not None
-            namespace.working_arena.policy.expect(claims.gradients)
+            namespace.memory.working.policy.expect(claims.gradients)
             self.line_up(namespace, claims, claims.gradients, pipeline_slots=pipeline_slots)
-        namespace.applies += 1
+        namespace.writing.applies += 1
 
     @staticmethod
     def next_key(claims: Claims) -> ExpertKey | None:
@@ -85,11 +86,10 @@ class ClaimPlanner:
 
         pipeline_slots: how many of the arena's slots are left for other records meanwhile.
         """
-        arena = namespace.working_arena
-        assert arena is not None
-        heat = {key: arena.policy.heat(key) for key in namespace.resident}
+        arena = namespace.memory.working
+        heat = {key: arena.policy.heat(key) for key in namespace.residency.resident}
         claims.awaited.update(awaited_keys(heat, len(heat) + arena.slots.free_count - pipeline_slots))
-        present, absent = backward_order(claims.queue, namespace.resident)
+        present, absent = backward_order(claims.queue, namespace.residency.resident)
         claims.queue = deque([*present, *absent])
         arena.policy.expect(claims.awaited | claims.gradients.keys())
 
@@ -97,18 +97,17 @@ class ClaimPlanner:
     def line_up(namespace: NamespaceState, claims: Claims, keys: Iterable[ExpertKey], *, pipeline_slots: int) -> None:
         """Puts `keys`, all that is left to update, into the best order; nothing more will be claimed. Records in memory that wait
         for their turn are not evicted; `pipeline_slots` of the arena's slots are left for the others."""
-        arena = namespace.working_arena
-        assert arena is not None
-        order, kept = update_order(keys, namespace.resident, given_up=max(0, pipeline_slots - arena.slots.free_count))
+        arena = namespace.memory.working
+        order, kept = update_order(keys, namespace.residency.resident, given_up=max(0, pipeline_slots - arena.slots.free_count))
         claims.queue, claims.awaited = deque(order), set(kept)
 
     def claim(self, namespace: NamespaceState, claims: Claims, keys: Sequence[ExpertKey]) -> None:
         """Lets the open apply claim `keys`, whose pending gradients are complete: from here on the writer sees them as the apply
         will leave them. In an exact namespace it sees every other key as it stood before, until the apply is closed."""
         for key in keys:
-            claims.gradients[key] = namespace.pending.pop(key)
-        self._claim(namespace, keys, apply=namespace.log.last + 1)
-        present, absent = backward_order(keys, namespace.resident)
+            claims.gradients[key] = namespace.writing.pending.pop(key)
+        self._claim(namespace, keys, apply=namespace.writing.log.last + 1)
+        present, absent = backward_order(keys, namespace.residency.resident)
         claims.queue.extendleft(present)  # these need no transfer
         claims.queue.extend(absent)
         self._leases.pump(namespace)
@@ -124,19 +123,19 @@ class ClaimPlanner:
             for request in arena.waiting:
                 if isinstance(request, SlotRequest):
                     request.urgency = Urgency.DEMAND
-        self._outbox.promoted.extend(namespace.working[key] for key in taken)
+        self._outbox.promoted.extend(namespace.residency.working[key] for key in taken)
         self._leases.pump(namespace)
 
     def end(self, namespace: NamespaceState, claims: Claims) -> None:
         """Ends the open apply's claims: nothing more is claimed."""
-        namespace.open_apply = None
+        namespace.writing.open_apply = None
         claims.is_open = False
         self._wake(claims)
 
     def wake(self, namespace: NamespaceState) -> None:
         """Wakes an open apply that waits for gradients, so that it looks whether it is to stop."""
-        if namespace.open_apply is not None:
-            self._wake(namespace.open_apply)
+        if namespace.writing.open_apply is not None:
+            self._wake(namespace.writing.open_apply)
 
     def _wake(self, claims: Claims) -> None:
         self._outbox.woken.extend((*claims.waiters, *claims.take_room_waiters()))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
 from paramstore.engine.planner.leases import LeasePlanner
-from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.tables.copies import Cut
 from paramstore.engine.tables.moves import Outbox
@@ -19,36 +20,40 @@ class CutPlanner:
     """Decides about the cut of a namespace; part of the planner, on the event-loop thread."""
 
     def __init__(
-        self, space: Space, outbox: Outbox, copies: CopyPlanner, working: WorkingPlanner, leases: LeasePlanner
+        self, space: Space, outbox: Outbox, working: WorkingPlanner, leases: LeasePlanner
     ) -> None:
         self._space = space
         self._outbox = outbox
-        self._copies = copies
         self._working = working
         self._leases = leases
 
-    def cut(self, namespace: NamespaceState) -> Cut:
-        """Fixes what a commit publishes: every changed record as it is now. The commit has to write those that are not written.
+    def begin(self, namespace: NamespaceState) -> Cut:
+        """Fixes which records a commit publishes: all that have changed, as they are until the caller gives the turn back, before
+        which it has `take`n every key of the cut. The commit has to write those that are not written.
 
         Raises VolumeError while a volume is fenced by a failed flush; nothing has changed then.
         """
         self._space.fences.check_provable()
-        namespace.sequence += 1
-        keys = frozenset(namespace.changed)
-        located, unwritten = {}, set()
+        namespace.steps.sequence += 1
+        keys, namespace.steps.changed = namespace.steps.changed, set()
+        writing = namespace.writing
+        log = writing.log.window(writing.applies) if namespace.is_exact else ApplyLog()
+        cut = namespace.steps.cut = Cut(namespace.steps.sequence, writing.applies, keys, log=log, is_whole=not keys)
+        return cut
+
+    def take(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
+        """Takes these of the cut's records into it: what is whole on a volume is pinned there, the others are to be written."""
+        cut = namespace.steps.cut
+        assert cut is not None
         for key in keys:
-            working = namespace.working[key]
+            working = namespace.residency.working[key]
             found = working.uncommitted  # never a committed step's extent, which would be given back where the commit fails
             if found is not None and found.identity == working.identity:
-                located[key] = found
+                cut.located[key] = found
                 self._space.pin(found.extent)
             else:
-                unwritten.add(key)
-        namespace.changed = set()
-        log = namespace.log.window(namespace.applies) if namespace.is_exact else ApplyLog()
-        cut = Cut(namespace.sequence, namespace.applies, keys, unwritten, located, log)
-        namespace.cut = cut
-        return cut
+                cut.unwritten.add(key)
+        cut.is_whole = len(cut.located) + len(cut.unwritten) == len(cut.keys)
 
     @staticmethod
     def await_written(cut: Cut, future: object) -> None:
@@ -57,12 +62,12 @@ class CutPlanner:
 
     def wake_waiting(self, namespace: NamespaceState) -> None:
         """Wakes those who wait for the commit under way, whose end may never come."""
-        self._outbox.woken.extend(namespace.cut_waiters)
-        namespace.cut_waiters.clear()
+        self._outbox.woken.extend(namespace.steps.cut_waiters)
+        namespace.steps.cut_waiters.clear()
 
     def write(self, namespace: NamespaceState, key: ExpertKey) -> None:
         """Begins the write of a record that the cut waits for, or makes it urgent; where it has landed, does nothing."""
-        cut, working = namespace.cut, namespace.working[key]
+        cut, working = namespace.steps.cut, namespace.residency.working[key]
         if cut is None or key not in cut.unwritten:
             return  # it has landed meanwhile, and may be dirty with a later version by now
         if working.state is Working.DIRTY:
@@ -70,24 +75,29 @@ class CutPlanner:
         elif working.state is Working.WRITING:
             self._outbox.promoted.append(working)
 
-    def settle(self, namespace: NamespaceState, *, is_published: bool) -> None:
-        """Ends the cut. If its step was published, its extents are the ledger's now; else the newest of them stay uncommitted."""
-        cut, namespace.cut = namespace.cut, None
+    def settle(self, namespace: NamespaceState, keys: Iterable[ExpertKey], *, is_published: bool) -> None:
+        """Lets go of these of the cut's records. If its step was published, its extents are the ledger's now; else the newest of
+        them stay uncommitted. To be called for all of them, then `end`."""
+        cut = namespace.steps.cut
         assert cut is not None
-        for key, located in cut.located.items():
+        for key in keys:
+            working, located = namespace.residency.working[key], cut.located.pop(key, None)
+            cut.unwritten.discard(key)  # a write that lands from now on is not the cut's any more
+            if located is None:
+                self._working.wake(working)
+                continue
             self._space.unpin(located.extent)
-            working = namespace.working[key]
             is_newest = working.uncommitted == located
             if is_published and is_newest:
                 working.uncommitted = None
             elif not is_published and not is_newest:
                 self._space.release(located.extent)
-        for key in cut.keys:
-            if key in cut.unwritten:
-                self._working.wake(namespace.working[key])
+
+    def end(self, namespace: NamespaceState, *, is_published: bool) -> None:
+        """Ends the cut, of which everything is settled."""
+        cut, namespace.steps.cut = namespace.steps.cut, None
+        assert cut is not None
         if not is_published:
-            namespace.changed |= cut.keys
+            namespace.steps.changed |= cut.keys
         self.wake_waiting(namespace)
-        if any(view.step is not None for view in namespace.views):  # copies that only the writer saw have retired already
-            self._copies.retire_unseen(namespace)
         self._leases.pump(namespace)

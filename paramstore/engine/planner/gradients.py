@@ -11,7 +11,7 @@ from paramstore.engine.tables.namespace import NamespaceState, View
 
 def add_pending(namespace: NamespaceState, pushed: Mapping[ExpertKey, GradientRange]) -> None:
     """Makes these gradients of one rank pending, beside those of other ranks; a place that is pending already stays."""
-    pending = namespace.pending
+    pending = namespace.writing.pending
     for key, gradient in pushed.items():
         if gradient not in pending.get(key, ()):
             pending[key] = tuple(sorted((*pending.get(key, ()), gradient), key=_rank_of))
@@ -19,8 +19,8 @@ def add_pending(namespace: NamespaceState, pushed: Mapping[ExpertKey, GradientRa
 
 def drop_pending(namespace: NamespaceState) -> int:
     """Drops all pending gradients; returns how many keys had some."""
-    count = len(namespace.pending)
-    namespace.pending.clear()
+    count = len(namespace.writing.pending)
+    namespace.writing.pending.clear()
     return count
 
 
@@ -41,7 +41,7 @@ def end_layer(view: View, claims: Claims, layer: int) -> list[ExpertKey]:
     assert view.group is not None
     namespace, world_size = view.namespace, view.group.world_size
     claims.ended_layers.setdefault(layer, set()).add(view.rank)
-    pushed = [key for expert in range(namespace.keys.experts) if (key := (layer, expert)) in namespace.pending]
+    pushed = [key for expert in range(namespace.keys.experts) if (key := (layer, expert)) in namespace.writing.pending]
     return [key for key in pushed if len(claims.done_ranks(key)) == world_size]
 
 

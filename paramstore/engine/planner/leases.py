@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Copy
 from paramstore.engine.planner.param_copies import CopyPlanner
-from paramstore.engine.planner.permission import check_view
 from paramstore.engine.planner.promises import holders
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.planner.working_copies import WorkingPlanner
@@ -41,18 +40,19 @@ class LeasePlanner:
         StepFailed for bytes that a failed apply will never make; then nothing has changed.
         """
         view = request.view
-        check_view(view)
+        view.check_open()
         found = self._resolve(request)
         leased = view.leased
         new_count = sum([copy not in leased for copy in found])  # None, still to be loaded, is never leased
-        arena = view.namespace.param_arena
-        assert arena is not None
+        arena = view.namespace.memory.param
         queued = [waiting for waiting in arena.waiting if isinstance(waiting, LeaseRequest)]
         own = [waiting for waiting in queued if waiting.view is view]
         if new_count and len(leased) + new_count + sum(len(waiting.keys) for waiting in own) > _cap(view):
             self._check_promise(request, own)
         if not self._plan_lease(request, found, may_take_slots=not queued):
             arena.waiting.append(request)
+        else:
+            request.is_finished = not request.missing  # nobody waits yet who would have to be told
         view.leases[request.lease_id] = request
 
     def _check_promise(self, request: LeaseRequest, waiting: Sequence[LeaseRequest] = ()) -> None:
@@ -69,8 +69,7 @@ class LeasePlanner:
             raise LeaseError(
                 f"{new_count} more keys of {name!r}: this handle has or waits for {held_count} of {cap} slots; release some first"
             )
-        arena = namespace.param_arena
-        assert arena is not None
+        arena = namespace.memory.param
         way_out = "ask in parts" if cap else "close another and open again"
         if not view.is_writer:
             way_out += ", open with min_lease_slots, or raise reader_slots"
@@ -94,7 +93,7 @@ class LeasePlanner:
         """Finds the copy of each key that this view sees; None where there is none yet."""
         view, namespace = request.view, request.view.namespace
         found: list[ParamCopy | None] = []
-        working_copies = namespace.working
+        working_copies = namespace.residency.working
         for key in request.keys:
             working = working_copies.get(key)
             if working is None:
@@ -103,16 +102,16 @@ class LeasePlanner:
             if view.is_writer:
                 copy = working.current
                 if namespace.is_exact and (wanted := namespace.wanted(working)) is not None:
-                    copy = namespace.find_copy(key, wanted)
+                    copy = namespace.residency.find_copy(key, wanted)
                 elif copy is None and working.target is not None:  # a copy from before a rollback to these bytes, still leased
-                    copy = namespace.find_copy(key, working.target)
+                    copy = namespace.residency.find_copy(key, working.target)
                 if copy is None:
                     self._check_reachable(namespace, working)
             else:
                 identity, _ = view.locate(key)
                 if identity is None:
                     raise StepDropped(f"{key} of {namespace.name!r} has no record at step {view.step}; refresh()")
-                copy = namespace.find_copy(key, identity)
+                copy = namespace.residency.find_copy(key, identity)
             found.append(copy)
         return found
 
@@ -121,13 +120,12 @@ class LeasePlanner:
         if working.target is None:
             raise StepFailed(f"{working.key} of {namespace.name!r} has no value yet: call initialize")
         if not _is_reachable(namespace, working):
-            raise StepFailed(f"{working.key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
+            raise StepFailed(f"{working.key} of {namespace.name!r}: {namespace.writing.broken}; rollback() is the way on")
 
     def _plan_lease(self, request: LeaseRequest, found: list[ParamCopy | None], *, may_take_slots: bool) -> bool:
         """Takes all the slots and starts loading what is missing, or does nothing and returns False."""
         view, namespace = request.view, request.view.namespace
-        arena = namespace.param_arena
-        assert arena is not None
+        arena = namespace.memory.param
         absent = list(dict.fromkeys(key for key, copy in zip(request.keys, found, strict=True) if copy is None))
         slots: list[int] = []
         if absent:
@@ -155,10 +153,8 @@ class LeasePlanner:
             leased[copy] = leased.get(copy, 0) + 1
             if copy.state is not Copy.READY and not copy.has_landed:
                 self._join(request, copy)
-        if namespace.prefetched:
-            namespace.prefetched.difference_update(request.copies)
-        if not request.missing:
-            self._requests.finish(request)
+        if namespace.residency.prefetched:
+            namespace.residency.prefetched.difference_update(request.copies)
         return True
 
     def _join(self, request: LeaseRequest, copy: ParamCopy) -> None:
@@ -175,7 +171,7 @@ class LeasePlanner:
         if request is None:
             return
         self._copies.unlease(request)
-        if view.namespace.param_arena is not None and view.namespace.param_arena.waiting:
+        if view.namespace.memory.param.waiting:
             self.pump(view.namespace)
 
     def cancel_lease(self, request: LeaseRequest, error: ParamStoreError) -> None:
@@ -185,23 +181,22 @@ class LeasePlanner:
             request.error = error
             self._requests.finish(request)
         self._copies.unlease(request)
-        assert namespace.param_arena is not None
-        if request in namespace.param_arena.waiting:
-            namespace.param_arena.waiting.remove(request)
+        if request in namespace.memory.param.waiting:
+            namespace.memory.param.waiting.remove(request)
         self.pump(namespace)
 
     # --- prefetch
 
     def request_prefetch(self, request: PrefetchRequest, view: View, keys: Sequence[ExpertKey]) -> None:
         """Starts loading what fits; finished at once if nothing loads. Raises UnknownKey; nothing has changed then."""
-        namespace = request.namespace
-        check_view(view)
-        namespace.keys.check(keys, namespace=namespace.name)
+        namespace, wanted = request.namespace, frozenset(keys)
+        view.check_open()
+        if not wanted <= namespace.residency.working.keys():
+            namespace.keys.check(keys, namespace=namespace.name)
         if request.part == "optim":
             for key in dict.fromkeys(keys):
                 self._working.prefetch(request, key)
         else:
-            wanted = frozenset(keys)
             for key in dict.fromkeys(keys):
                 self._prefetch_param(request, view, key, wanted)
         if not request.pending:
@@ -210,13 +205,13 @@ class LeasePlanner:
     def _prefetch_param(self, request: PrefetchRequest, view: View, key: ExpertKey, wanted: frozenset[ExpertKey]) -> None:
         namespace = request.namespace
         identity, located = view.locate(key)
-        copy = namespace.find_copy(key, identity) if identity is not None else None
+        copy = namespace.residency.find_copy(key, identity) if identity is not None else None
         if copy is not None and copy.state is not Copy.LOADING:
             request.resident += 1
             return
         if copy is None:
-            is_unmade = view.is_writer and not _is_reachable(namespace, namespace.working[key])
-            if identity is None or is_unmade or len(namespace.prefetched) >= self._prefetch_allowance(namespace):
+            is_unmade = view.is_writer and not _is_reachable(namespace, namespace.residency.working[key])
+            if identity is None or is_unmade or len(namespace.residency.prefetched) >= self._prefetch_allowance(namespace):
                 request.skipped += 1
                 return
             if view.is_writer:
@@ -229,11 +224,10 @@ class LeasePlanner:
                 namespace, key, identity, located, slots[0], urgency=Urgency.PREFETCH, deadline_s=request.deadline_s,
                 log=view.log if namespace.is_exact else None,
             )  # fmt: skip
-            namespace.prefetched.add(copy)
+            namespace.residency.prefetched.add(copy)
             namespace.stats.param.prefetched += 1
             namespace.stats.param.prefetched_bytes += namespace.schema.part("param").image_bytes
-            assert namespace.param_arena is not None
-            namespace.param_arena.policy.hold(key)
+            namespace.memory.param.policy.hold(key)
         copy.waiters.append(request)
         request.pending.add(copy)
 
@@ -242,15 +236,17 @@ class LeasePlanner:
         """How many slots may hold unused prefetches at once: the more was wasted, the fewer."""
         stats = namespace.stats.param
         useful = 1.0 - stats.wasted / stats.prefetched if stats.prefetched >= 64 else 1.0
-        assert namespace.param_arena is not None
-        return max(1, int(namespace.param_arena.planned_slots * useful))
+        return max(1, int(namespace.memory.param.planned_slots * useful))
 
     # --- queues
 
     def pump(self, namespace: NamespaceState) -> None:
         """Lets requests that wait for slots go on, in the order in which they came, as far as there are slots."""
-        for arena in (namespace.working_arena, namespace.param_arena):
-            while arena is not None and arena.waiting:
+        if namespace.writing.is_rolling_back:
+            return  # a lease would see some keys as they were, and some rolled back; the rollback's end pumps
+        arenas = namespace.arenas()
+        for arena in arenas:
+            while arena.waiting:
                 head = arena.waiting[0]
                 if isinstance(head, SlotRequest):
                     is_done = self._working.retry_slot(head)
@@ -259,12 +255,12 @@ class LeasePlanner:
                 if not is_done:
                     break
                 arena.waiting.popleft()
-        if namespace.working_arena is not None and namespace.working_arena.waiting:
+        if arenas and arenas[0].waiting:
             self._working.clean_for_waiting(namespace)
 
     def _retry_lease(self, request: LeaseRequest) -> bool:
         try:
-            check_view(request.view)
+            request.view.check_open()
             found = self._resolve(request)
             self._check_promise(request)  # the copies that the view holds may be of an older step by now
         except ParamStoreError as error:
@@ -272,15 +268,18 @@ class LeasePlanner:
             request.view.leases.pop(request.lease_id, None)
             self._requests.finish(request)
             return True
-        return self._plan_lease(request, found, may_take_slots=True)
+        if not self._plan_lease(request, found, may_take_slots=True):
+            return False
+        if not request.missing:
+            self._requests.finish(request)
+        return True
 
 
 def _cap(view: View) -> int:
     """Slots that the view may have leased: its promise, or all the arena's slots where the machine had memory for fewer."""
-    assert view.namespace.param_arena is not None
-    return min(view.lease_slots, view.namespace.param_arena.planned_slots)
+    return min(view.lease_slots, view.namespace.memory.param.planned_slots)
 
 
 def _is_reachable(namespace: NamespaceState, working: WorkingCopy) -> bool:
     """Whether the bytes that the writer is to see exist, or will: in a broken namespace no apply makes missing ones."""
-    return working.identity == working.target or namespace.broken is None
+    return working.identity == working.target or namespace.writing.broken is None

@@ -41,8 +41,7 @@ class CopyPlanner:
         keep: keys that must stay; where `needed` is given, only these copies of them must. A prefetch evicts neither protected
         keys nor other unused prefetches; demand spares them, and other versions of what it wants, as long as it can.
         """
-        arena = namespace.param_arena
-        assert arena is not None
+        arena = namespace.memory.param
         lacking = count - arena.slots.free_count
         if lacking > 0:
             victims = self._victims(namespace, arena, lacking, keep, spare_wishes=True, is_prefetch=is_prefetch, made=made)
@@ -78,7 +77,7 @@ class CopyPlanner:
         assert copy.leases == 0
         stats = namespace.stats.param
         stats.evictions += 1
-        if copy in namespace.prefetched:
+        if copy in namespace.residency.prefetched:
             stats.wasted += 1
             stats.wasted_bytes += namespace.schema.part("param").image_bytes
         self._remove(namespace, copy, CopyEvent.EVICT)
@@ -91,9 +90,8 @@ class CopyPlanner:
 
         log: the apply log of the view that asks, where the record may have missed steps.
         """
-        assert namespace.param_arena is not None
-        segment, offset_bytes = namespace.param_arena.place(slot)
-        base = namespace.working[key].target if located is None else located.identity
+        segment, offset_bytes = namespace.memory.param.place(slot)
+        base = namespace.residency.working[key].target if located is None else located.identity
         missed: tuple[Options, ...] = ()
         if log is not None and base is not None:
             missed = log.missed(after=base.version, until=identity.version)
@@ -101,8 +99,8 @@ class CopyPlanner:
             key, identity, slot, located, segment=segment, offset_bytes=offset_bytes, base=base if missed else None, missed=missed
         )
         copy.state = next_copy(copy.state, CopyEvent.LOAD)
-        namespace.copies.setdefault(key, []).append(copy)
-        working = namespace.working[key]
+        namespace.residency.copies.setdefault(key, []).append(copy)
+        working = namespace.residency.working[key]
         if namespace.wanted(working) == identity:
             working.current = copy
         self.feed(namespace, copy, urgency=urgency, deadline_s=deadline_s)
@@ -112,7 +110,7 @@ class CopyPlanner:
         self, namespace: NamespaceState, copy: ParamCopy, *, urgency: Urgency = Urgency.DEMAND, deadline_s: float | None = None
     ) -> None:
         """Starts the move of a LOADING copy that has none, if its source is ready; else it goes on waiting."""
-        working = namespace.working[copy.key]
+        working = namespace.residency.working[copy.key]
         found: WorkingCopy | Located | None = copy.located
         if working.identity in (copy.identity, copy.base) and namespace.is_trainable():
             if working.state in (Working.LOADING, Working.UPDATING):
@@ -135,7 +133,7 @@ class CopyPlanner:
 
     def feed_waiting(self, namespace: NamespaceState, key: ExpertKey) -> None:
         """Lets copies that wait for the working copy look for their source again; to be called after any change of it."""
-        for copy in namespace.copies.get(key, ()):
+        for copy in namespace.residency.copies.get(key, ()):
             if copy.is_waiting:
                 self.feed(namespace, copy)
 
@@ -192,7 +190,7 @@ class CopyPlanner:
         if not namespace.is_exact:
             return
         for key in keys:
-            working = namespace.working[key]
+            working = namespace.residency.working[key]
             older = working.current
             if older is not None and older.identity != namespace.wanted(working):
                 working.current = None
@@ -201,11 +199,15 @@ class CopyPlanner:
     def evict_left_behind(self, namespace: NamespaceState) -> None:
         """Evicts unused prefetches that no view sees any more after an apply of an exact namespace was called: they are wasted, and
         would stand in the way of other prefetches."""
-        if not namespace.prefetched:
+        if not namespace.residency.prefetched:
             return
-        for copies in list(namespace.copies.values()):
+        for copies in list(namespace.residency.copies.values()):
             for copy in list(copies):
-                if copy in namespace.prefetched and copy.state is Copy.READY and not namespace.is_seen(copy.key, copy.identity):
+                if (
+                    copy in namespace.residency.prefetched
+                    and copy.state is Copy.READY
+                    and not namespace.is_seen(copy.key, copy.identity)
+                ):
                     self.evict(namespace, copy)
 
     def supersede(self, namespace: NamespaceState, copy: ParamCopy) -> None:
@@ -213,10 +215,11 @@ class CopyPlanner:
         if copy.state in (Copy.LOADING, Copy.READY) and not namespace.is_seen(copy.key, copy.identity):
             self.retire(namespace, copy)
 
-    def retire_unseen(self, namespace: NamespaceState) -> None:
-        """Retires copies that nobody sees any more; to be called after a view, the step or the epoch moved."""
-        for key, copies in list(namespace.copies.items()):
-            if len(copies) == 1 and namespace.working[key].current is copies[0]:
+    def retire_unseen(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
+        """Retires those copies of `keys` that nobody sees any more; to be called after a view, the step or the epoch moved."""
+        for key in keys:
+            copies = namespace.residency.copies.get(key, ())
+            if len(copies) == 1 and namespace.residency.working[key].current is copies[0]:
                 continue  # the usual case, kept cheap: nothing but what the writer sees
             for copy in list(copies):
                 self.supersede(namespace, copy)
@@ -237,24 +240,23 @@ class CopyPlanner:
 
     def _remove(self, namespace: NamespaceState, copy: ParamCopy, event: CopyEvent) -> None:
         copy.state = next_copy(copy.state, event)
-        arena = namespace.param_arena
-        assert arena is not None
+        arena = namespace.memory.param
         arena.slots.free(copy.slot)
-        namespace.prefetched.discard(copy)
-        copies = namespace.copies[copy.key]
+        namespace.residency.prefetched.discard(copy)
+        copies = namespace.residency.copies[copy.key]
         copies.remove(copy)
         if not copies:
-            del namespace.copies[copy.key]
+            del namespace.residency.copies[copy.key]
             arena.policy.forget(copy.key)
-        working = namespace.working[copy.key]
+        working = namespace.residency.working[copy.key]
         if working.current is copy:
             working.current = None
 
 
 def _evictable(namespace: NamespaceState, name: object, is_prefetch: bool) -> ParamCopy | None:
     """The oldest copy of the key that can be evicted now; None if there is none."""
-    for copy in namespace.copies.get(name, ()):  # type: ignore[call-overload]
-        if copy.state is Copy.READY and copy.leases == 0 and not (is_prefetch and copy in namespace.prefetched):
+    for copy in namespace.residency.copies.get(name, ()):  # type: ignore[call-overload]
+        if copy.state is Copy.READY and copy.leases == 0 and not (is_prefetch and copy in namespace.residency.prefetched):
             return copy  # type: ignore[no-any-return]
     return None
 
@@ -262,7 +264,7 @@ def _evictable(namespace: NamespaceState, name: object, is_prefetch: bool) -> Pa
 def _any_idle(namespace: NamespaceState, count: int, needed: Container[ParamCopy]) -> list[ParamCopy] | None:
     """`count` copies that nobody uses, whatever their keys, or None. (The policy's victims have at most one copy of each key.)"""
     idle = [
-        copy for copies in namespace.copies.values() for copy in copies
+        copy for copies in namespace.residency.copies.values() for copy in copies
         if copy.state is Copy.READY and copy.leases == 0 and copy not in needed
     ]  # fmt: skip
     return idle[:count] if len(idle) >= count else None

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from paramstore.engine.tables.namespace import NamespaceState, View, fenced_error
-from paramstore.errors import LeaseError, SchemaMismatch, StepDropped, StepFailed, StepOutOfOrder, StepPrepared
-
-
-def check_view(view: View) -> None:
-    """Raises the error, if there is one, for which this view gets no new leases and may not write."""
-    if view.is_closed:
-        raise LeaseError(f"namespace {view.namespace.name!r} was closed")
-    if view.is_fenced:
-        raise fenced_error(view.namespace)
-    if view.is_dropped:
-        raise StepDropped(f"step {view.step} of {view.namespace.name!r} was dropped: newer commits needed its room; refresh()")
+from paramstore.engine.tables.namespace import NamespaceState, View
+from paramstore.errors import SchemaMismatch, StepFailed, StepOutOfOrder, StepPrepared
 
 
 def check_writing(view: View) -> NamespaceState:
@@ -23,7 +13,7 @@ def check_writing(view: View) -> NamespaceState:
     """
     if view.group is not None:
         view.group.check_whole()
-    check_view(view)
+    view.check_open()
     if not view.is_writer:
         raise SchemaMismatch(f"namespace {view.namespace.name!r} is open for reading: open it with mode='write'")
     return view.namespace
@@ -32,8 +22,8 @@ def check_writing(view: View) -> NamespaceState:
 def check_writer(view: View) -> NamespaceState:
     """Does what `check_writing` does; raises StepFailed too, on a broken namespace."""
     namespace = check_writing(view)
-    if namespace.broken is not None:
-        raise StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on")
+    if namespace.writing.broken is not None:
+        raise StepFailed(f"namespace {namespace.name!r}: {namespace.writing.broken}; rollback() is the way on")
     return namespace
 
 
@@ -47,14 +37,14 @@ def check_pushing(view: View) -> NamespaceState:
 
 def check_closed(namespace: NamespaceState, *, what: str) -> NamespaceState:
     """Raises StepOutOfOrder while an apply is open: what it has claimed is half-way."""
-    if namespace.open_apply is not None:
+    if namespace.writing.open_apply is not None:
         raise StepOutOfOrder(f"{what} on {namespace.name!r}: an apply is open (begin_apply): call end_apply first")
     return namespace
 
 
 def check_unclaimed(namespace: NamespaceState, *, what: str) -> None:
     """Raises StepOutOfOrder where the open apply has claimed a record: `what` would wait for its end."""
-    if namespace.open_apply is not None and namespace.open_apply.gradients:
+    if namespace.writing.open_apply is not None and namespace.writing.open_apply.gradients:
         check_closed(namespace, what=what)
 
 
@@ -62,9 +52,9 @@ def check_changing(view: View) -> NamespaceState:
     """Does what `check_writer` does, for calls that change records. Raises StepPrepared too, while a step is prepared, StepFailed
     while initial values are given, since a key may have none yet, and StepOutOfOrder while an apply is open."""
     namespace = check_writer(view)
-    if namespace.is_initializing and namespace.committed_step is None:
+    if namespace.writing.is_initializing and namespace.steps.committed_step is None:
         raise StepFailed(f"namespace {namespace.name!r} is being initialized: end that first")
-    if namespace.prepared_step is not None:
+    if namespace.steps.prepared_step is not None:
         raise prepared_error(namespace, what="apply or prepare")
     return check_closed(namespace, what="apply or prepare")
 
@@ -72,6 +62,6 @@ def check_changing(view: View) -> NamespaceState:
 def prepared_error(namespace: NamespaceState, *, what: str) -> StepPrepared:
     """Makes the error that says why `what` is refused while a step is prepared, or is being prepared."""
     return StepPrepared(
-        f"{what} on {namespace.name!r}: step {namespace.prepared_step} is prepared: finalize it, or go back to "
-        f"{namespace.committed_step}, first (a new writer does either with at=)"
+        f"{what} on {namespace.name!r}: step {namespace.steps.prepared_step} is prepared: finalize it, or go back to "
+        f"{namespace.steps.committed_step}, first (a new writer does either with at=)"
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paramstore.config import Retention
 from paramstore.core.key import ExpertKey, KeySpace
-from paramstore.core.location import Extent, Identity
+from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
 from paramstore.core.residency import Copy, Working
 from paramstore.core.schema import Schema
@@ -68,14 +68,14 @@ class Planner:
         self.leases = LeasePlanner(self.outbox, self.requests, self.copies, self.working)
         self.views = ViewPlanner(self.copies, self.leases, retention or Retention(), reader_slots=reader_slots)
         self.claims = ClaimPlanner(self.outbox, self.copies, self.leases)
-        self.cuts = CutPlanner(space, self.outbox, self.copies, self.working, self.leases)
+        self.cuts = CutPlanner(space, self.outbox, self.working, self.leases)
         self.space_waiters: list[object] = []
         """Futures of those who wait for space on the volumes to come free; opaque to the planner."""
         self._freed_seen = 0
 
     def drop_apply(self, namespace: NamespaceState, reason: str) -> None:
         """Gives up the open apply, if there is one. Its claims cannot be undone: where it has any, the namespace is broken."""
-        claims = namespace.open_apply
+        claims = namespace.writing.open_apply
         if claims is None:
             return
         claims.error = StepFailed(f"the open apply of namespace {namespace.name!r} was given up: {reason}")
@@ -93,7 +93,7 @@ class Planner:
         A key whose newest record is uncommitted already has its share of the volume: its next write takes a pipeline
         extent and gives the older one back. While a cut has such writes to make, one extent is left for them.
         """
-        lacking = [working for key in keys if not _has_share(namespace, working := namespace.working[key])]
+        lacking = [working for key in keys if not _has_share(namespace, working := namespace.residency.working[key])]
         if not lacking:
             return
         record_bytes, name = namespace.schema.record_bytes, namespace.name
@@ -122,9 +122,10 @@ class Planner:
         self.space_waiters.append(future)
 
     def wake_for_space(self) -> None:
-        """Wakes those who wait for space, if some came free since the last call."""
-        if self.space.freed != self._freed_seen:
-            self._freed_seen = self.space.freed
+        """Wakes those who wait for space, if some came free since the last call, or if none will: what was to come free is
+        quarantined, since its write failed."""
+        has_freed, self._freed_seen = self.space.freed != self._freed_seen, self.space.freed
+        if self.space_waiters and (has_freed or not self.is_space_returning):
             self.outbox.woken.extend(self.space_waiters)
             self.space_waiters.clear()
 
@@ -146,17 +147,16 @@ class Planner:
 
     def _made_copy(self, namespace: NamespaceState, working: WorkingCopy) -> ParamCopy | None:
         identity = self._made_identity(namespace, working)
-        copy = namespace.find_copy(working.key, identity)
+        copy = namespace.residency.find_copy(working.key, identity)
         if copy is not None:
             return None if copy.is_moving else copy
         if namespace.wanted(working) != identity:
             return None
-        assert namespace.param_arena is not None
-        policy = namespace.param_arena.policy
+        policy = namespace.memory.param.policy
         policy.hold(working.key)
         slots = self.copies.make_room(namespace, 1, keep=(), made=working.key, is_prefetch=True)
         if slots is None:
-            if working.key not in namespace.copies:
+            if working.key not in namespace.residency.copies:
                 policy.forget(working.key)
             return None
         return self.copies.start(namespace, working.key, identity, None, slots[0], urgency=Urgency.DEMAND)
@@ -164,14 +164,14 @@ class Planner:
     @staticmethod
     def _made_identity(namespace: NamespaceState, working: WorkingCopy) -> Identity:
         assert working.identity is not None
-        return Identity(namespace.epoch, namespace.applies if namespace.is_exact else working.identity.version + 1)
+        return Identity(namespace.epoch, namespace.writing.applies if namespace.is_exact else working.identity.version + 1)
 
     def settle_update(self, namespace: NamespaceState, update: Update, error: ParamStoreError | None) -> None:
         """Settles an update whose worker returned: the record is dirty with its next identity, its gradients are not read any more,
         and its `param` copy has landed."""
         working = update.working
         if error is None:
-            working.optimizer_step, working.last_apply = update.optimizer_step, namespace.applies
+            working.optimizer_step, working.last_apply = update.optimizer_step, namespace.writing.applies
             namespace.stats.records_updated += 1
             namespace.stats.records_caught_up += not update.gradients
             namespace.stats.missed_steps_made += len(update.missed)
@@ -208,14 +208,16 @@ class Planner:
 
     def mark_broken(self, namespace: NamespaceState, reason: str) -> None:
         """Makes the namespace broken: push, apply, commit are refused; leases of bytes that are never made end with StepFailed."""
-        namespace.broken = namespace.broken or reason
-        self._fail_unmade(namespace, StepFailed(f"namespace {namespace.name!r}: {namespace.broken}; rollback() is the way on"))
+        writing = namespace.writing
+        writing.broken = writing.broken or reason
+        error = StepFailed(f"namespace {namespace.name!r}: {writing.broken}; rollback() is the way on")
+        self._fail_unmade(namespace, list(namespace.residency.copies), error)
         self.leases.pump(namespace)  # queued leases fail in the same way, and slots came free
 
-    def _fail_unmade(self, namespace: NamespaceState, error: ParamStoreError) -> None:
-        for copies in list(namespace.copies.values()):
-            for copy in list(copies):
-                is_unmade = copy.located is None and namespace.working[copy.key].identity != copy.base
+    def _fail_unmade(self, namespace: NamespaceState, keys: Iterable[ExpertKey], error: ParamStoreError) -> None:
+        for key in keys:
+            for copy in list(namespace.residency.copies.get(key, ())):
+                is_unmade = copy.located is None and namespace.residency.working[copy.key].identity != copy.base
                 if is_unmade and copy.is_waiting:
                     self.copies.settle(namespace, copy, error)
 
@@ -223,56 +225,65 @@ class Planner:
 
     def request_stop(self, namespace: NamespaceState) -> None:
         """Makes an apply under way stop at its next record, until `end_stop`; whoever asks then takes the turn."""
-        namespace.stop_requests += 1
+        namespace.writing.stop_requests += 1
         self.claims.wake(namespace)
 
     @staticmethod
     def end_stop(namespace: NamespaceState) -> None:
-        namespace.stop_requests -= 1
+        namespace.writing.stop_requests -= 1
 
     @staticmethod
     def begin_prepare(namespace: NamespaceState, step: int) -> None:
         """Notes that `step` is being prepared: no record changes from now on."""
-        namespace.preparing = step
+        namespace.steps.preparing = step
 
     @staticmethod
     def end_prepare(namespace: NamespaceState) -> None:
-        namespace.preparing = None
+        namespace.steps.preparing = None
 
-    def rollback(self, namespace: NamespaceState, *, freed: Iterable[Extent]) -> None:
-        """Takes all tables back to what the ledger says: drops pending gradients, working copies and unseen `param` copies.
+    def begin_rollback(self, namespace: NamespaceState) -> None:
+        """Begins to take all tables back to what the ledger says: drops pending gradients and the open apply. The caller then gives
+        all keys to `roll_back`; the writer is refused, as `ViewPlanner.refuse_writer` says, until `end_rollback`.
 
-        The ledger's epoch is durable already, and no commit is under way. Slots that workers still use are freed when they return.
+        The ledger's epoch is durable already, and no commit is under way.
         """
-        assert namespace.cut is None
-        row = namespace.ledger.namespace
-        namespace.applies = row.applies
+        assert namespace.steps.cut is None
+        row, writing = namespace.steps.ledger.namespace, namespace.writing
+        writing.applies = _applies(namespace.steps.ledger)
         if namespace.is_exact:
-            namespace.log = namespace.ledger.newest_log
+            writing.log = namespace.steps.ledger.newest_log
         self.drop_apply(namespace, "the namespace was rolled back")
-        namespace.pending.clear()
-        namespace.changed.clear()
-        namespace.broken = None
-        namespace.is_initializing = False
-        namespace.preparing = None
+        writing.pending.clear()
+        namespace.steps.changed.clear()
+        writing.broken = None
+        writing.is_initializing = False
+        namespace.steps.preparing = None
         namespace.epoch = row.epoch
-        discarded = list(namespace.working.values())
-        namespace.working = fresh_working(namespace)
+        self.views.refuse_writer(namespace)
+        self.working.requests.fail_waiting(namespace, _rolled_back(namespace))
+
+    def roll_back(self, namespace: NamespaceState, keys: Sequence[ExpertKey]) -> None:
+        """Takes these keys back to what the ledger says: drops their working copies, and `param` copies that nobody sees. Slots
+        that workers still use are freed when they return."""
+        residency, error = namespace.residency, _rolled_back(namespace)
+        discarded = [residency.working[key] for key in keys]
+        residency.working.update(fresh_working(namespace.steps.ledger, keys))
         for working in discarded:
             self.working.discard(namespace, working)
-        error = StepFailed(f"namespace {namespace.name!r} was rolled back")
-        self.working.requests.fail_waiting(namespace, error)
-        self._fail_unmade(namespace, error)
-        self.copies.retire_unseen(namespace)
-        for key, copies in namespace.copies.items():
-            wanted = namespace.wanted(namespace.working[key])
-            for copy in copies:
+        namespace.steps.changed.difference_update(keys)  # updates that were under way may have settled since the rollback began
+        self._fail_unmade(namespace, keys, error)
+        self.copies.retire_unseen(namespace, keys)
+        for key in keys:
+            wanted = namespace.wanted(residency.working[key])
+            for copy in residency.copies.get(key, ()):
                 if copy.identity == wanted and copy.state is not Copy.RETIRED:
-                    namespace.working[key].current = copy
-        for key in list(namespace.copies):
+                    residency.working[key].current = copy
             self.copies.feed_waiting(namespace, key)  # what waited for a working copy that is gone
-        for extent in freed:
-            self.space.release(extent)
+
+    def end_rollback(self, namespace: NamespaceState) -> None:
+        """Ends the rollback, when all keys stand where the ledger says."""
+        namespace.writing.is_rolling_back = False
+        namespace.writing.broken = None  # what a flush that failed meanwhile has lost is rolled back
         self.leases.pump(namespace)
 
     # --- initial values
@@ -280,14 +291,14 @@ class Planner:
     @staticmethod
     def begin_initialization(namespace: NamespaceState) -> None:
         """Lets every key that has no value be given one."""
-        for working in namespace.working.values():
+        for working in namespace.residency.working.values():
             if working.identity is None:
                 working.target = Identity(namespace.epoch, 0)
-        namespace.is_initializing = True
+        namespace.writing.is_initializing = True
 
     @staticmethod
     def end_initialization(namespace: NamespaceState) -> None:
-        namespace.is_initializing = False
+        namespace.writing.is_initializing = False
 
     # --- eviction on request
 
@@ -299,23 +310,23 @@ class Planner:
         skipped: dict[ExpertKey, None] = {}
         evicted = 0
         for key in keys if working else ():
-            was_resident = namespace.working[key].slot is not None
+            was_resident = namespace.residency.working[key].slot is not None
             if not self.evict_working(namespace, key):
                 skipped[key] = None
             elif was_resident:
                 evicted += 1
         for key in keys if param else ():
-            before = len(namespace.copies.get(key, ()))
+            before = len(namespace.residency.copies.get(key, ()))
             if not self.evict_param(namespace, key):
                 skipped[key] = None
-            evicted += before - len(namespace.copies.get(key, ()))
+            evicted += before - len(namespace.residency.copies.get(key, ()))
         self.leases.pump(namespace)
         return evicted, list(skipped)
 
     def evict_param(self, namespace: NamespaceState, key: ExpertKey) -> bool:
         """Evicts every copy of `key` that can go; False if one is leased or loading."""
         is_clear = True
-        for copy in list(namespace.copies.get(key, ())):
+        for copy in list(namespace.residency.copies.get(key, ())):
             if copy.state is Copy.READY and copy.leases == 0:
                 self.copies.evict(namespace, copy)
             else:
@@ -324,7 +335,7 @@ class Planner:
 
     def evict_working(self, namespace: NamespaceState, key: ExpertKey) -> bool:
         """Evicts a clean, unheld working copy; False if it is in use."""
-        working = namespace.working[key]
+        working = namespace.residency.working[key]
         if working.state is Working.CLEAN and working.holders == 0:
             self.working.evict(namespace, working)
         return working.state is Working.ABSENT
@@ -334,37 +345,48 @@ def fresh_namespace(ledger: Ledger, *, turn: object = None) -> NamespaceState:
     """The tables of a namespace as its newest step has them: nothing is resident, and it has no arenas yet. turn: its lock."""
     row = ledger.namespace
     schema, keys = Schema.from_description(row.schema), KeySpace.of(row.layers, row.experts)
-    namespace = NamespaceState(row.name, schema, keys, ledger, epoch=row.epoch, sequence=row.sequence)
-    namespace.applies = row.applies
+    namespace = NamespaceState(row.name, schema, keys, ledger, epoch=row.epoch, turn=turn)
+    namespace.writing.applies = _applies(ledger)
     if namespace.is_exact:
-        namespace.log = ledger.newest_log
-    namespace.turn = turn
-    namespace.working = fresh_working(namespace)
+        namespace.writing.log = ledger.newest_log
+    namespace.residency.working = fresh_working(ledger, keys)
     return namespace
 
 
-def fresh_working(namespace: NamespaceState) -> dict[ExpertKey, WorkingCopy]:
-    """Working copies of all keys as the newest step has them, none resident."""
-    newest = namespace.ledger.newest
+def _applies(ledger: Ledger) -> int:
+    """Number of applies that the newest step covers."""
+    newest = ledger.newest
+    return 0 if newest is None else newest.applies
+
+
+def fresh_working(ledger: Ledger, keys: Iterable[ExpertKey]) -> dict[ExpertKey, WorkingCopy]:
+    """Working copies of `keys` as the newest step has them, none resident."""
+    newest = ledger.newest
     working = {}
-    for key in namespace.keys:
-        located = namespace.ledger.at(key, newest.step) if newest is not None else None
+    for key in keys:
+        located = ledger.at(key, newest.step) if newest is not None else None
         working[key] = WorkingCopy(key, located.identity if located is not None else None)
     return working
 
 
+def _rolled_back(namespace: NamespaceState) -> StepFailed:
+    return StepFailed(f"namespace {namespace.name!r} was rolled back")
+
+
 def _needs_pipeline(namespace: NamespaceState) -> bool:
     """Whether a cut under way has a record to write for which no extent is reserved: it needs one beside its older extent."""
-    cut = namespace.cut
-    return cut is not None and any(namespace.working[key].reserved is None for key in cut.unwritten)
+    cut = namespace.steps.cut
+    if cut is None:
+        return False
+    return not cut.is_whole or any(namespace.residency.working[key].reserved is None for key in cut.unwritten)
 
 
 def _has_share(namespace: NamespaceState, working: WorkingCopy) -> bool:
     """Whether the record's next version has its extent's worth of the volumes already. See `reserve_extents`."""
     if working.reserved is not None:
         return True
-    cut = namespace.cut
-    if cut is not None and working.key in cut.unwritten:
+    cut = namespace.steps.cut
+    if cut is not None and cut.awaits(working.key):
         return False  # what it has goes to the cut
     if working.uncommitted is not None:
         return cut is None or cut.located.get(working.key) != working.uncommitted

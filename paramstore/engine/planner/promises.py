@@ -38,8 +38,7 @@ def promise(
 
     Raises CapacityError naming the holders, where `least` is more than is left.
     """
-    assert namespace.param_arena is not None
-    slots, is_trainable = namespace.param_arena.planned_slots, namespace.is_trainable()
+    slots, is_trainable = namespace.memory.param.planned_slots, namespace.is_trainable()
     share = share_of(slots, is_writer=is_writer, is_trainable=is_trainable, reader_slots=reader_slots)
     rivals = [view for view in namespace.views if view.is_writer == is_writer or not is_trainable]
     # Opening to write fences earlier writers: these keep only what they hold, and several of them may hold the same copies.

@@ -23,8 +23,10 @@ def choose_schedule(namespace: NamespaceState) -> None:
     standing = [view for view in namespace.views if view.declared is not None and not (view.is_fenced or view.is_closed)]
     chosen = max(standing, key=lambda view: (view.is_writer, view.declared and view.declared.number), default=None)
     declared = chosen.declared if chosen is not None else None
-    param, working = namespace.param_arena, namespace.working_arena
-    if param is not None and isinstance(param.policy, Schedule):
+    if not namespace.has_memory:
+        return
+    param, working = namespace.memory.param, namespace.memory.working
+    if isinstance(param.policy, Schedule):
         param.policy.declare(declared.param if declared is not None else ())
-    if working is not None and working is not param and isinstance(working.policy, Schedule):
+    if working is not param and isinstance(working.policy, Schedule):
         working.policy.declare(declared.optim if declared is not None else ())

@@ -45,9 +45,9 @@ class ViewPlanner:
             view = View(namespace, is_writer=False, step=step, lease_slots=slots)
             namespace.views.append(view)
             return view
-        if namespace.group is not None:
-            namespace.group.fence()
-        namespace.group, group.lease_slots = group, slots
+        if namespace.writing.group is not None:
+            namespace.writing.group.fence()
+        namespace.writing.group, group.lease_slots = group, slots
         return self.open_rank(namespace, group, 0)
 
     @staticmethod
@@ -90,10 +90,10 @@ class ViewPlanner:
         if group is None or group.members.get(view.rank) is not view:
             return
         del group.members[view.rank]
-        if namespace.group is group:
-            namespace.pending.clear()
+        if namespace.writing.group is group:
+            namespace.writing.pending.clear()
             if not group.members:
-                namespace.group = None
+                namespace.writing.group = None
 
     def move(self, view: View, step: int) -> None:
         """Moves a reader's view to `step`; what it leased before stays leased."""
@@ -118,10 +118,10 @@ class ViewPlanner:
         """Notes what the client's HBM tier holds. Its uses, `touched`, count as uses of what is in host memory."""
         view.device_resident, view.device_bytes = frozenset(resident), bytes_resident
         namespace = view.namespace
-        if namespace.param_arena is not None:
+        if namespace.has_memory:
             for key in touched:
-                if key in namespace.copies:
-                    namespace.param_arena.policy.record(key)
+                if key in namespace.residency.copies:
+                    namespace.memory.param.policy.record(key)
 
     @staticmethod
     def declare(view: View, *, param: Visits, optim: Visits) -> None:
@@ -130,13 +130,18 @@ class ViewPlanner:
 
     def see_less(self, namespace: NamespaceState) -> None:
         """After views or steps went: retires copies that nobody sees any more, and lets whoever waits for their slots go on."""
-        self._copies.retire_unseen(namespace)
+        self._copies.retire_unseen(namespace, list(namespace.residency.copies))
         self._leases.pump(namespace)
 
     @staticmethod
     def close_steps(namespace: NamespaceState, steps: Iterable[int]) -> None:
         """Notes the steps that the transaction under way drops, so that nobody opens one of them; none: it is over."""
-        namespace.closing_steps = frozenset(steps)
+        namespace.steps.closing_steps = frozenset(steps)
+
+    @staticmethod
+    def refuse_writer(namespace: NamespaceState) -> None:
+        """Refuses the writer's leases, prefetches, pushes and applies until a rollback ends: the ledger is about to change."""
+        namespace.writing.is_rolling_back = True
 
     @staticmethod
     def give_back(views: Iterable[View]) -> None:
@@ -146,7 +151,7 @@ class ViewPlanner:
 
     def drop_oldest_readers(self, namespace: NamespaceState, newest_step: int) -> list[View]:
         """Before `newest_step` is published, takes the oldest steps from readers that hold too many. Returns those views."""
-        kept = namespace.ledger.visible_steps((), published=newest_step)
+        kept = namespace.steps.ledger.visible_steps((), published=newest_step)
         old = sorted(set(namespace.held_steps()) - kept)
         return self.drop_readers(namespace, old[: max(0, len(old) - self._retention.held_steps)])
 

@@ -27,9 +27,10 @@ class WaitingRequests:
 
     def abandon(self, request: SlotRequest, error: ParamStoreError) -> None:
         """Takes a request that is given up before it is finished out of its queue, and fails it; nobody awaits it any more."""
-        arena, working = request.namespace.working_arena, request.namespace.working[request.key]
-        if arena is not None and request in arena.waiting:
-            arena.waiting.remove(request)
+        working = request.namespace.residency.working[request.key]
+        for arena in request.namespace.arenas():
+            if request in arena.waiting:
+                arena.waiting.remove(request)
         if request in working.requests:
             working.requests.remove(request)
         request.is_finished, request.error = True, error

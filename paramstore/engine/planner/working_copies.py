@@ -1,7 +1,7 @@
 """The planner's rules for working copies: slots, loads, updates, writes, orphans.
 
 - Slot requests wait in FIFO order per arena. Eviction never writes, so a request that finds only dirty slots has some of
-  them written at its own urgency.
+  them written at its own urgency. Where no volume takes writes any more it is refused, with the reason.
 - A changed record is written to a fresh extent. The older uncommitted extent is freed when the newer one is complete,
   unless a cut under way holds it.
 - A record that was dirty at a cut is not updated before its write has landed.
@@ -21,8 +21,9 @@ from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.moves import Move, MoveKind, Outbox
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest, Urgency
-from paramstore.errors import ParamStoreError, VolumeError
+from paramstore.errors import CapacityError, ParamStoreError, StepFailed, VolumeError
 from paramstore.storage.space.extents import Space
+from paramstore.storage.space.fences import Fences
 
 WRITE_TRIES = 2
 """A record whose write fails is written once more, elsewhere; if that fails too, those who need it written get the error."""
@@ -43,8 +44,7 @@ class WorkingPlanner:
     def request_slot(self, request: SlotRequest) -> None:
         """Finishes the request now, or when its load lands, or queues it for a slot."""
         if not self._try_slot(request):
-            arena = request.namespace.working_arena
-            assert arena is not None
+            arena = request.namespace.memory.working
             arena.waiting.append(request)
             self.clean_for_waiting(request.namespace)
 
@@ -54,9 +54,8 @@ class WorkingPlanner:
 
     def _try_slot(self, request: SlotRequest) -> bool:
         namespace = request.namespace
-        working = namespace.working[request.key]
-        arena = namespace.working_arena
-        assert arena is not None
+        working = namespace.residency.working[request.key]
+        arena = namespace.memory.working
         if working.state in MAY_MATERIALISE:
             working.holders += 1
             arena.policy.record(request.key)
@@ -85,13 +84,12 @@ class WorkingPlanner:
         return True
 
     def _make_room(self, namespace: NamespaceState, spared: Container[ExpertKey] = ()) -> int | None:
-        arena = namespace.working_arena
-        assert arena is not None
+        arena = namespace.memory.working
         if not arena.slots.free_count and namespace.is_trainable():
-            victims = arena.policy.victims(1, lambda name: name in spared or not _is_evictable(namespace.working[name]))  # type: ignore[index]
+            victims = arena.policy.victims(1, lambda name: name in spared or not _is_evictable(namespace.residency.working[name]))  # type: ignore[index]
             if victims is None:
                 return None
-            self.evict(namespace, namespace.working[victims[0]])  # type: ignore[index]
+            self.evict(namespace, namespace.residency.working[victims[0]])  # type: ignore[index]
         return arena.slots.take() if arena.slots.free_count else None
 
     def _load(
@@ -109,14 +107,13 @@ class WorkingPlanner:
     def _record(self, namespace: NamespaceState, key: ExpertKey, *, is_ahead: bool = False) -> None:
         """Tells the policy of a use, or of a record held ahead of one. (A param schema's arena ranks `param` copies alone.)"""
         if namespace.is_trainable():
-            assert namespace.working_arena is not None
-            policy = namespace.working_arena.policy
+            policy = namespace.memory.working.policy
             (policy.hold if is_ahead else policy.record)(key)
 
     def prefetch(self, request: PrefetchRequest, key: ExpertKey) -> None:
         """Loads `key` if a slot can be had now, or joins a load under way; the request counts which it was."""
         namespace = request.namespace
-        working = namespace.working[key]
+        working = namespace.residency.working[key]
         if working.state in (Working.LOADING, Working.UPDATING):
             request.pending.add(working)
             working.prefetches.append(request)
@@ -141,16 +138,15 @@ class WorkingPlanner:
 
     def _take_slot(self, namespace: NamespaceState, working: WorkingCopy, slot: int) -> None:
         working.slot = slot
-        namespace.resident[working.key] = working
+        namespace.residency.resident[working.key] = working
 
     def _free_slot(self, namespace: NamespaceState, working: WorkingCopy) -> None:
-        arena = namespace.working_arena
-        assert arena is not None
+        arena = namespace.memory.working
         assert working.slot is not None
         arena.slots.free(working.slot)
         working.slot = None
         if not working.is_orphan:
-            del namespace.resident[working.key]
+            del namespace.residency.resident[working.key]
             if namespace.is_trainable():
                 arena.policy.forget(working.key)
 
@@ -158,18 +154,29 @@ class WorkingPlanner:
 
     def clean_for_waiting(self, namespace: NamespaceState) -> None:
         """Starts writes until there are as many as requests that wait for a slot, at the urgency of the most urgent of these;
-        raises writes under way where that is DEMAND. Keys that the first request spares are neither written nor counted."""
-        arena = namespace.working_arena
-        assert arena is not None
+        raises writes under way where that is DEMAND. Keys that the first request spares are neither written nor counted. Where no
+        slot can come free any more, the requests fail."""
+        arena = namespace.memory.working
         requests = [request for request in arena.waiting if isinstance(request, SlotRequest)]
         if not requests:
             return
         needed, urgency, spared = len(requests), min(request.urgency for request in requests), requests[0].spared
-        for working in namespace.in_state[Working.WRITING].values():
+        for working in namespace.residency.in_state[Working.WRITING].values():
             if urgency is Urgency.DEMAND:
                 self._outbox.promoted.append(working)
             needed -= working.key not in spared
         self.clean(namespace, needed, urgency, spared=spared)
+        if self._is_stuck(namespace):
+            lack = f"every slot of namespace {namespace.name!r} holds a changed record that cannot be written"
+            self.requests.fail_waiting(namespace, CapacityError(self._space.fences.first(lack)))
+
+    def _is_stuck(self, namespace: NamespaceState) -> bool:
+        """Whether no slot can come free any more: every one, and every one still to be added, would hold a dirty record, and all
+        volumes are fenced. A slot in any other state may come free, and whatever changes it looks here again."""
+        arena = namespace.memory.working
+        if len(namespace.residency.in_state[Working.DIRTY]) < max(arena.planned_slots, arena.slots.count):
+            return False
+        return all(volume.fenced is not None for volume in self._space.stats())
 
     def clean(
         self, namespace: NamespaceState, count: int, urgency: Urgency, *, spared: Container[ExpertKey] = ()
@@ -177,9 +184,8 @@ class WorkingPlanner:
         """Starts writing up to `count` dirty records, none of `spared`; those go first that the policy would give up first."""
         if count <= 0:
             return
-        assert namespace.working_arena is not None
         cleanable = {working.key: working for working in _cleanable(namespace) if working.key not in spared}
-        names = namespace.working_arena.policy.victims(min(count, len(cleanable)), lambda name: name not in cleanable)
+        names = namespace.memory.working.policy.victims(min(count, len(cleanable)), lambda name: name not in cleanable)
         if names is None:  # fills of a param schema: they only pass through an arena whose policy ranks its `param` copies
             self._write_some(namespace, islice(cleanable.values(), count), urgency)
         else:
@@ -229,8 +235,8 @@ class WorkingPlanner:
             working.write_failures += 1
             working.write_error, working.failed_volume = error, located.extent.volume
             if working.write_failures >= WRITE_TRIES:
-                self.requests.fail_waiting(namespace, error)
-            if namespace.is_cut(working.key):
+                self.requests.fail_waiting(namespace, failed_twice(namespace, working, self._space.fences))
+            if namespace.steps.is_cut(working.key):
                 self._wake_cut(namespace)
         else:
             _change(namespace, working, WorkingEvent.WRITTEN)
@@ -243,7 +249,7 @@ class WorkingPlanner:
 
     def _replace_uncommitted(self, namespace: NamespaceState, working: WorkingCopy, located: Located) -> None:
         older, working.uncommitted = working.uncommitted, located
-        cut = namespace.cut
+        cut = namespace.steps.cut
         if cut is not None and working.key in cut.unwritten:
             cut.unwritten.discard(working.key)
             cut.located[working.key] = located
@@ -257,9 +263,9 @@ class WorkingPlanner:
 
     def _wake_cut(self, namespace: NamespaceState) -> None:
         """Wakes the commit under way, since all its writes have landed or one has failed."""
-        assert namespace.cut is not None
-        if namespace.cut.written is not None:
-            self._outbox.woken.append(namespace.cut.written)
+        assert namespace.steps.cut is not None
+        if namespace.steps.cut.written is not None:
+            self._outbox.woken.append(namespace.steps.cut.written)
 
     # --- loads and updates
 
@@ -309,7 +315,7 @@ class WorkingPlanner:
         if self._is_whole(namespace, working, error, well=WorkingEvent.UPDATED, badly=WorkingEvent.UPDATE_FAILED):
             working.identity = identity
             working.write_failures, working.write_error, working.failed_volume = 0, None, None
-            namespace.changed.add(working.key)
+            namespace.steps.changed.add(working.key)
             self._land(namespace, working)
 
     def unhold(self, namespace: NamespaceState, working: WorkingCopy) -> None:
@@ -328,10 +334,9 @@ class WorkingPlanner:
             self._space.release(extent)
         if working.state is Working.ABSENT:
             return
-        assert namespace.working_arena is not None
         if namespace.is_trainable():
-            namespace.working_arena.policy.forget(working.key)
-        del namespace.resident[working.key]
+            namespace.memory.working.policy.forget(working.key)
+        del namespace.residency.resident[working.key]
         self.orphan_writes += working.state is Working.WRITING
         _change(namespace, working, WorkingEvent.DISCARD)
         working.is_orphan = True
@@ -359,14 +364,22 @@ def _change(namespace: NamespaceState, working: WorkingCopy, event: WorkingEvent
     """Changes a working copy's state; nothing else does."""
     before, working.state = working.state, next_working(working.state, event)
     if before is not Working.ABSENT:
-        del namespace.in_state[before][working.key]
+        del namespace.residency.in_state[before][working.key]
     if working.state is not Working.ABSENT:
-        namespace.in_state[working.state][working.key] = working
+        namespace.residency.in_state[working.state][working.key] = working
 
 
 def may_update(namespace: NamespaceState, working: WorkingCopy) -> bool:
     """Whether an update may start: the caller is the only holder, and no write that a cut waits for is due."""
-    return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not namespace.is_cut(working.key)
+    return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not namespace.steps.is_cut(working.key)
+
+
+def failed_twice(namespace: NamespaceState, working: WorkingCopy, fences: Fences) -> StepFailed:
+    """The error of whoever needs a record written, when that has failed as often as it is tried."""
+    return StepFailed(
+        f"{working.key} of {namespace.name!r}: its write-back failed twice, on different extents: {working.write_error}"
+        f"{fences.hint()}"
+    )
 
 
 def _is_evictable(working: WorkingCopy) -> bool:
@@ -375,5 +388,5 @@ def _is_evictable(working: WorkingCopy) -> bool:
 
 def _cleanable(namespace: NamespaceState) -> Iterator[WorkingCopy]:
     """Dirty records that may be written, the longest dirty first; without those that are held or whose write keeps failing."""
-    dirty = namespace.in_state[Working.DIRTY].values()
+    dirty = namespace.residency.in_state[Working.DIRTY].values()
     return (working for working in dirty if not working.holders and working.write_failures < WRITE_TRIES)

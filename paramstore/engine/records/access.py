@@ -1,4 +1,4 @@
-"""The loader: waits for leases, prefetches and held working copies. The planner decides; this file waits.
+"""Access to records: waits for leases, prefetches and held working copies. The planner decides; this file waits.
 
 Every wait has a bound, and whoever stops waiting leaves nothing behind: a lease that timed out is cancelled, a slot that
 came too late is given back.
@@ -19,7 +19,7 @@ from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import ParamStoreError, SchemaMismatch, StepFailed, WaitTimeout
 
 
-class Loader:
+class Access:
     """Makes requests for bytes in host memory, and waits for them."""
 
     def __init__(self, transfers: Transfers, *, wait_timeout_s: float) -> None:
@@ -43,8 +43,7 @@ class Loader:
             await_request(request, future)
             await asyncio.wait([future], timeout=timeout_s)
         if not request.is_finished:
-            waiting = request.view.namespace.param_arena
-            is_queued = waiting is not None and request in waiting.waiting
+            is_queued = any(request in arena.waiting for arena in request.view.namespace.arenas())
             reason = "waiting for slots to come free" if is_queued else f"{request.missing} still loading"
             what = f"lease of {len(request.keys)} keys of {request.view.namespace.name!r}"
             self.cancel_lease(request, WaitTimeout(f"{what}: {reason}"))
@@ -93,7 +92,7 @@ class Loader:
         request = SlotRequest(namespace, key, is_fill=is_fill, urgency=urgency, spared=spared)
         with self._transfers.deciding() as planner:
             planner.working.request_slot(request)
-        working = namespace.working[key]
+        working = namespace.residency.working[key]
         try:
             await self._until_held(request)
         except asyncio.CancelledError:
@@ -134,9 +133,9 @@ class Loader:
 
     async def cut_over(self, namespace: NamespaceState) -> None:
         """Waits until the commit under way is over. Raises StepFailed on a broken namespace: there it may never be."""
-        if namespace.broken is not None:
-            raise StepFailed(namespace.broken)
-        await self._until_woken(namespace.cut_waiters, f"the commit of {namespace.name!r} under way")
+        if namespace.writing.broken is not None:
+            raise StepFailed(namespace.writing.broken)
+        await self._until_woken(namespace.steps.cut_waiters, f"the commit of {namespace.name!r} under way")
 
     async def space_freed(self) -> None:
         """Waits until an extent of any namespace comes free. Raises WaitTimeout."""

@@ -42,7 +42,7 @@ class Applies:
         namespace.keys.check((key for key, _, _ in entries), namespace=namespace.name)
         length_bytes = namespace.schema.gradient_bytes
         ranges = {key: GradientRange(memory, offset, length_bytes, view.rank) for key, memory, offset in entries}
-        claims = namespace.open_apply
+        claims = namespace.writing.open_apply
         if claims is not None or is_last:
             _check_last(namespace, ranges, rank=view.rank, is_last=is_last)
         _check_entries(namespace, entries, ranges, rank=view.rank, is_last=is_last)
@@ -66,7 +66,7 @@ class Applies:
     def note_call(self, view: View, what: str) -> None:
         """Notes that the view's rank has made the collective call `what`: it pushes nothing before all ranks have made it. Wakes
         those who wait for room, which may depend on this rank's pushes. "end_apply" also ends every layer for this rank."""
-        claims = view.namespace.open_apply
+        claims = view.namespace.writing.open_apply
         if claims is None:
             return
         if what == "end_apply":
@@ -99,7 +99,7 @@ class Applies:
         """Returns a coroutine of the L2 norm over the gradients that are pending at the moment of the call."""
         namespace = check_writer(view)
         check_unclaimed(namespace, what="gradient_norm")
-        return self._updater.norm(namespace, dict(namespace.pending))
+        return self._updater.norm(namespace, dict(namespace.writing.pending))
 
     def apply(self, view: View, options: Options, grad_scale: float) -> Coroutine[Any, Any, dict[str, int]]:
         """Claims what is pending now; the coroutine then updates it in the namespace's turn. Raises StepPrepared, SchemaMismatch;
@@ -109,7 +109,7 @@ class Applies:
         pending, epoch = self._updater.begin(namespace, options), namespace.epoch
 
         async def run() -> dict[str, int]:
-            async with namespace.turn:
+            async with namespace.writing.turn:
                 try:
                     check_writer(view)
                 except ParamStoreError as error:
@@ -170,15 +170,15 @@ class Applies:
 
     def leave(self, view: View, reason: str) -> None:
         """Gives up the open apply, if there is one: the view is leaving, and its gradients go with it."""
-        if view.group is not None and view.group is view.namespace.group:
+        if view.group is not None and view.group is view.namespace.writing.group:
             self._updater.drop(view.namespace, f"rank {view.rank} {reason}" if view.is_ranked else f"its writer {reason}")
 
 
 def _open_claims(namespace: NamespaceState, what: str) -> Claims:
     """Returns the open apply. Raises StepOutOfOrder where there is none."""
-    if namespace.open_apply is None:
+    if namespace.writing.open_apply is None:
         raise StepOutOfOrder(f"{what} on {namespace.name!r}: no apply is open: begin_apply opens one")
-    return namespace.open_apply
+    return namespace.writing.open_apply
 
 
 def _check_entries(
@@ -186,7 +186,7 @@ def _check_entries(
 ) -> None:
     """Raises ProtocolError for a key that is named twice or already has a pending gradient of this rank (a last gradient may be
     that same one), StepFailed for a key without a value."""
-    pending = namespace.pending
+    pending = namespace.writing.pending
     has_some = (
         key for key, pushed in ranges.items()
         if any(other.rank == rank and not (is_last and other == pushed) for other in pending.get(key, ()))
@@ -194,7 +194,7 @@ def _check_entries(
     if len(ranges) != len(entries) or next(has_some, None) is not None:
         raise ProtocolError("a key was pushed that has a pending gradient; a client adds to it in place")
     for key in ranges:
-        if namespace.working[key].target is None:
+        if namespace.residency.working[key].target is None:
             raise StepFailed(f"{key} of {namespace.name!r} has no value yet: call initialize")
 
 

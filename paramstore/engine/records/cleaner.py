@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
 from paramstore.engine.planner.apply_order import slots_to_clean
-from paramstore.engine.planner.working_copies import WRITE_TRIES
-from paramstore.engine.records.access import Loader
+from paramstore.engine.planner.working_copies import WRITE_TRIES, failed_twice
+from paramstore.engine.records.access import Access
 from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import Urgency
@@ -25,25 +25,24 @@ from paramstore.errors import CapacityError, StepFailed
 class Cleaner:
     """Writes dirty records: ahead of eviction, for a cut, or because somebody asked."""
 
-    def __init__(self, transfers: Transfers, loader: Loader) -> None:
+    def __init__(self, transfers: Transfers, access: Access) -> None:
         self._transfers = transfers
-        self._loader = loader
+        self._access = access
 
     def clean_ahead(self, namespace: NamespaceState, wanted_slots: int, *, spared: Collection[ExpertKey] = ()) -> None:
         """Starts as many writes as are needed until `wanted_slots` slots are free, clean or being written, and until the dirty
         records that nobody writes are below the limit. spared: keys that whoever wants the slots may not evict."""
-        arena = namespace.working_arena
-        assert arena is not None
+        arena = namespace.memory.working
         with self._transfers.deciding() as planner:
             planner.working.clean(namespace, slots_to_clean(namespace, wanted_slots, spared), Urgency.WRITE_BACK, spared=spared)
             if arena.dirty_limit_bytes is not None:
-                above = len(namespace.in_state[Working.DIRTY]) - arena.dirty_limit_bytes // namespace.schema.record_bytes
+                above = len(namespace.residency.in_state[Working.DIRTY]) - arena.dirty_limit_bytes // namespace.schema.record_bytes
                 planner.working.clean_settled(namespace, max(0, above))
 
     async def write(self, namespace: NamespaceState, key: ExpertKey, urgency: Urgency) -> bool:
         """Writes `key` back: on return it is not dirty. True if this call wrote it, or joined a write that did. A write that failed
         is repeated once, on another extent, whoever began it; raises what the second one met."""
-        working = namespace.working[key]
+        working = namespace.residency.working[key]
         identity = working.identity
         is_written = False
         while working.identity == identity and working.state in (Working.DIRTY, Working.WRITING, Working.UPDATING):
@@ -51,10 +50,7 @@ class Cleaner:
                 raise StepFailed(f"{key} of {namespace.name!r} was discarded by a rollback")
             if working.state is Working.DIRTY:
                 if is_written and working.write_failures % WRITE_TRIES == 0:
-                    raise StepFailed(
-                        f"{key} of {namespace.name!r}: its write-back failed twice, on different extents: {working.write_error}"
-                        f"{self._transfers.space.fences.hint()}"
-                    )
+                    raise failed_twice(namespace, working, self._transfers.space.fences)
                 with self._transfers.deciding() as planner:
                     has_begun = planner.working.begin_write(namespace, working, urgency)
                 if not has_begun:
@@ -63,16 +59,16 @@ class Cleaner:
             elif working.state is Working.WRITING:
                 self._transfers.promote(working, urgency)
             is_written = working.state is Working.WRITING or is_written
-            await self._loader.changed(namespace, working)
+            await self._access.changed(namespace, working)
         return is_written
 
     async def _until_written(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Waits until another write of the namespace is over, which may have freed an extent, or until space may have come free.
         Raises CapacityError if neither is to be expected."""
-        writing = next(iter(namespace.in_state[Working.WRITING].values()), None)
+        writing = next(iter(namespace.residency.in_state[Working.WRITING].values()), None)
         if writing is not None:
-            await self._loader.changed(namespace, writing)
-        elif not await self.until_space(namespace, for_cut=namespace.is_cut(working.key)):
+            await self._access.changed(namespace, writing)
+        elif not await self.until_space(namespace, for_cut=namespace.steps.is_cut(working.key)):
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(
                 self._transfers.space.fences.first(
@@ -86,12 +82,12 @@ class Cleaner:
 
         for_cut: the commit under way waits for the caller. Raises WaitTimeout, StepFailed on a broken namespace.
         """
-        if namespace.cut is not None and not for_cut:
-            await self._loader.cut_over(namespace)
+        if namespace.steps.cut is not None and not for_cut:
+            await self._access.cut_over(namespace)
         elif self._transfers.space.is_prefilling:  # it takes no other range while somebody is short of one
             await self._transfers.runner.behind(BACKGROUND_LANE)
         elif self._transfers.is_space_returning:
-            await self._loader.space_freed()
+            await self._access.space_freed()
         else:
             return False
         return True
@@ -112,9 +108,9 @@ class Cleaner:
     @staticmethod
     def _chosen(namespace: NamespaceState, keys: Sequence[ExpertKey] | None) -> Iterable[WorkingCopy]:
         if keys is None:
-            return list(namespace.resident.values())
+            return list(namespace.residency.resident.values())
         namespace.keys.check(keys, namespace=namespace.name)
-        return [namespace.working[key] for key in dict.fromkeys(keys)]
+        return [namespace.residency.working[key] for key in dict.fromkeys(keys)]
 
     async def evict(self, namespace: NamespaceState, keys: Sequence[ExpertKey] | None, part: str | None) -> dict[str, object]:
         """Evicts `keys` (None: all) from host memory, dirty ones after writing them. part: "optim", "param" or None for both.

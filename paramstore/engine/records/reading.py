@@ -11,8 +11,8 @@ from functools import partial
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
-from paramstore.engine.planner.permission import check_unclaimed, check_view
-from paramstore.engine.records.access import Loader
+from paramstore.engine.planner.permission import check_unclaimed
+from paramstore.engine.records.access import Access
 from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.transfers.advance import advance, count_advance
@@ -24,9 +24,9 @@ from paramstore.errors import StepDropped, StepFailed
 class Reading:
     """Reads single records; part of the store."""
 
-    def __init__(self, transfers: Transfers, loader: Loader, runner: Runner) -> None:
+    def __init__(self, transfers: Transfers, access: Access, runner: Runner) -> None:
         self._transfers = transfers
-        self._loader = loader
+        self._access = access
         self._runner = runner
 
     async def read(self, view: View, key: ExpertKey, target: memoryview) -> Identity:
@@ -35,11 +35,11 @@ class Reading:
         namespace = view.namespace
         if view.is_writer:
             check_unclaimed(namespace, what="read")
-        check_view(view)
+        view.check_open()
         namespace.keys.check([key], namespace=namespace.name)
         if view.is_writer:
-            async with namespace.turn:
-                check_view(view)  # another writer may have fenced it and rolled back while it waited
+            async with namespace.writing.turn:
+                view.check_open()  # another writer may have fenced it and rolled back while it waited
                 return await self._read_working(namespace, key, target)
         identity, located = view.locate(key)
         if identity is None or located is None:
@@ -50,19 +50,19 @@ class Reading:
         return identity
 
     async def _read_working(self, namespace: NamespaceState, key: ExpertKey, target: memoryview) -> Identity:
-        working = namespace.working[key]
+        working = namespace.residency.working[key]
         if working.identity is None:
             raise StepFailed(f"{key} of {namespace.name!r} has no value yet: call initialize")
-        if namespace.is_exact and namespace.broken is not None and working.identity != working.target:
+        if namespace.is_exact and namespace.writing.broken is not None and working.identity != working.target:
             # its gradient was not applied: a step without it would be taken for the one that has it
-            raise StepFailed(f"{key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
-        identity, log = working.identity, namespace.log
-        applies = min(namespace.applies, log.last)  # an open apply that was given up counts, and is in no log
+            raise StepFailed(f"{key} of {namespace.name!r}: {namespace.writing.broken}; rollback() is the way on")
+        identity, log = working.identity, namespace.writing.log
+        applies = min(namespace.writing.applies, log.last)  # an open apply that was given up counts, and is in no log
         found = namespace.locate(key)
         if isinstance(found, WorkingCopy):
             optimizer_step = await self._copy_held(namespace, key, target)
         elif found is None or found.identity != identity:  # a failed update has torn the newest bytes
-            raise StepFailed(f"{key} of {namespace.name!r}: {namespace.broken}; rollback() is the way on")
+            raise StepFailed(f"{key} of {namespace.name!r}: {namespace.writing.broken}; rollback() is the way on")
         else:
             optimizer_step = (await self._transfers.read_into(namespace, key, found, target)).optimizer_step
         if not namespace.is_exact or identity.version >= applies:
@@ -72,11 +72,10 @@ class Reading:
 
     async def _copy_held(self, namespace: NamespaceState, key: ExpertKey, target: memoryview) -> int:
         """Copies the working slot's image to `target`; returns the record's optimizer step."""
-        held = await self._loader.hold(namespace, key)
+        held = await self._access.hold(namespace, key)
         try:
             assert held.slot is not None
-            assert namespace.working_arena is not None
-            image, optimizer_step = namespace.working_arena.view(held.slot), held.optimizer_step
+            image, optimizer_step = namespace.memory.working.view(held.slot), held.optimizer_step
             await self._runner.call(CPU_LANE, lambda: target.__setitem__(slice(None), image))
         finally:
             with self._transfers.deciding() as planner:

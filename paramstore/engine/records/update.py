@@ -19,7 +19,7 @@ from paramstore.engine.planner.apply_order import absent_ahead
 from paramstore.engine.planner.planner import Update
 from paramstore.engine.planner.waiting import await_change
 from paramstore.engine.planner.working_copies import may_update
-from paramstore.engine.records.access import Loader
+from paramstore.engine.records.access import Access
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.tables.apply import Claimed, Claims, GradientRange
 from paramstore.engine.tables.copies import WorkingCopy
@@ -40,10 +40,10 @@ class Updater:
     """Runs one apply of a namespace at a time; the store keeps them in call order."""
 
     def __init__(
-        self, transfers: Transfers, loader: Loader, cleaner: Cleaner, *, update_workers: int
+        self, transfers: Transfers, access: Access, cleaner: Cleaner, *, update_workers: int
     ) -> None:
         self._transfers = transfers
-        self._loader = loader
+        self._access = access
         self._cleaner = cleaner
         self._update_workers = update_workers
         self._depth = update_workers + LOOKAHEAD_RECORDS
@@ -95,13 +95,13 @@ class Updater:
         epoch: the namespace's when the apply was opened."""
         while not claims.has_begun:
             await _changed(claims)
-        async with namespace.turn:
+        async with namespace.writing.turn:
             if claims.error is not None:
                 raise claims.error
             try:
                 check()
             except ParamStoreError as error:
-                if namespace.open_apply is claims:
+                if namespace.writing.open_apply is claims:
                     self.drop(namespace, str(error))
                 self.give_up(namespace, epoch, error)
                 raise
@@ -145,7 +145,7 @@ class Updater:
             return  # a rollback has seen to it
         with self._transfers.deciding() as planner:
             planner.mark_broken(namespace, reason)
-            if namespace.open_apply is claims:
+            if namespace.writing.open_apply is claims:
                 planner.drop_apply(namespace, reason)
 
     async def _reserve(self, namespace: NamespaceState, keys: Collection[ExpertKey]) -> None:
@@ -163,18 +163,18 @@ class Updater:
     async def _update_some(self, namespace: NamespaceState, epoch: int, claims: Claims) -> None:
         while (key := await self._next(namespace, epoch, claims)) is not None:
             urgency = Urgency.PREFETCH if claims.is_open else Urgency.DEMAND  # below what a backward waits for
-            working = await self._loader.hold(namespace, key, urgency=urgency, spared=claims.awaited)
+            working = await self._access.hold(namespace, key, urgency=urgency, spared=claims.awaited)
             await self._until_mine(namespace, working, epoch)
             is_shared = len(claims.queue) < self._update_workers
             await self._update_one(namespace, working, claims, is_shared=is_shared)
-            absent = absent_ahead(claims.queue, namespace.resident, depth=self._depth)
+            absent = absent_ahead(claims.queue, namespace.residency.resident, depth=self._depth)
             self._cleaner.clean_ahead(namespace, absent, spared=claims.awaited)
 
     async def _next(self, namespace: NamespaceState, epoch: int, claims: Claims) -> ExpertKey | None:
         """Takes the key to update next; None when all are taken. In an open apply it waits for the next push, as long as the writer
         takes: the apply's end, a rollback and the daemon's end all end the wait."""
         while claims.error is None and (claims.queue or claims.is_open):
-            if namespace.stop_requests or namespace.epoch != epoch:
+            if namespace.writing.stop_requests or namespace.epoch != epoch:
                 raise StepFailed("another writer took over")
             with self._transfers.deciding() as planner:
                 key = planner.claims.next_key(claims)
@@ -196,10 +196,10 @@ class Updater:
                         with self._transfers.deciding() as planner:
                             planner.reserve_extents(namespace, [working.key])  # says what is missing
                     continue  # somebody else may hold the slot after that wait
-                if namespace.is_cut(working.key) and working.state is Working.DIRTY:
+                if namespace.steps.is_cut(working.key) and working.state is Working.DIRTY:
                     with self._transfers.deciding() as planner:
                         planner.working.begin_write(namespace, working, Urgency.DEMAND)
-                await self._loader.changed(namespace, working)
+                await self._access.changed(namespace, working)
         except BaseException:
             with self._transfers.deciding() as planner:
                 planner.working.unhold(namespace, working)
@@ -233,8 +233,7 @@ class Updater:
         """Makes the jobs of one update, which may run in any order."""
         claims, param = planned.claims, None
         if planned.copy is not None:
-            assert namespace.param_arena is not None
-            param = namespace.param_arena.view(planned.copy.slot)
+            param = namespace.memory.param.view(planned.copy.slot)
         job = partial(
             update, namespace.schema, self._image(namespace, planned.working), [each.view() for each in planned.gradients],
             options=claims.options if planned.gradients else None, optimizer_step=planned.optimizer_step,
@@ -248,9 +247,8 @@ class Updater:
 
     @staticmethod
     def _image(namespace: NamespaceState, working: WorkingCopy) -> memoryview:
-        assert namespace.working_arena is not None
         assert working.slot is not None
-        return namespace.working_arena.view(working.slot)
+        return namespace.memory.working.view(working.slot)
 
     async def norm(self, namespace: NamespaceState, pending: Pending) -> float:
         """Returns the L2 norm over `pending`, each key's gradient summed over its ranks."""
@@ -266,7 +264,7 @@ class Updater:
         self._check_empty(namespace, key)
         await self._reserve(namespace, [key])
         self._check_empty(namespace, key)  # the same key may have come twice while we waited
-        working = await self._loader.hold(namespace, key, is_fill=True)
+        working = await self._access.hold(namespace, key, is_fill=True)
         job = partial(fill_initial, namespace.schema, initial, self._image(namespace, working))
 
         def settle(error: ParamStoreError | None) -> None:
@@ -277,8 +275,8 @@ class Updater:
 
     @staticmethod
     def _check_empty(namespace: NamespaceState, key: ExpertKey) -> None:
-        working = namespace.working[key]
-        if not namespace.is_initializing or working.identity is not None or working.slot is not None:
+        working = namespace.residency.working[key]
+        if not namespace.writing.is_initializing or working.identity is not None or working.slot is not None:
             raise StepFailed(f"{key} of {namespace.name!r} has its initial value already")
 
 
@@ -290,8 +288,7 @@ async def _changed(claims: Claims) -> None:
 
 
 def _slot_count(namespace: NamespaceState) -> int:
-    assert namespace.working_arena is not None
-    return max(1, namespace.working_arena.slots.count)
+    return max(1, namespace.memory.working.slots.count)
 
 
 async def _all_or_first_error(coroutines: list[Coroutine[object, object, None]]) -> None:

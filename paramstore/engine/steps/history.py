@@ -1,4 +1,4 @@
-"""The chain of a namespace's steps: a new step and the old ones it replaces, finalize, rollback, snapshots.
+"""The history of a namespace's steps: a new step and the old ones it replaces, finalize, rollback, snapshots.
 
 Every change is one catalog transaction, planned by the ledger; when it has succeeded, the planner and the note slots follow. A
 change never runs beside a commit of its namespace.
@@ -7,23 +7,24 @@ change never runs beside a commit of its namespace.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 from paramstore.core.location import Extent
+from paramstore.core.slices import emptied, slices
 from paramstore.engine.planner.permission import check_writing, prepared_error
 from paramstore.engine.planner.waiting import await_change
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.namespace import NamespaceState, View
-from paramstore.engine.transfers.runner import Runner, until_woken
+from paramstore.engine.transfers.runner import Runner, in_slices, until_woken
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import ParamStoreError, StepOutOfOrder
 from paramstore.storage.catalog.publication import Publication
 from paramstore.storage.space.note_slots import NoteSlots
 
 
-class Chain:
+class History:
     """Changes the steps of all namespaces. Whoever calls `publish_newest` has the namespace's turn, or its cut."""
 
     def __init__(
@@ -46,8 +47,8 @@ class Chain:
         with self._transfers.deciding() as planner:
             dropped = planner.views.drop_oldest_readers(namespace, step)
             held = frozenset(namespace.held_steps())
-            kept = namespace.ledger.visible_steps(held, published=step)
-            planner.views.close_steps(namespace, frozenset(namespace.ledger.steps()) - kept)
+            kept = namespace.steps.ledger.visible_steps(held, published=step)
+            planner.views.close_steps(namespace, frozenset(namespace.steps.ledger.steps()) - kept)
         try:
             return await self._transactions.publish(namespace, lambda: plan(held), room_rows=room_rows)
         except ParamStoreError:
@@ -55,15 +56,22 @@ class Chain:
                 planner.views.give_back(dropped)
             raise
 
-    def settle(self, namespace: NamespaceState, publication: Publication) -> None:
-        """Brings what is in memory (ledger, space, note slots) in line with a publication that has succeeded."""
-        self._transactions.settle_ledger(namespace, publication)
-        with self._transfers.deciding() as planner:
-            planner.views.close_steps(namespace, ())
-            for extent in publication.freed:
-                self._transfers.space.release(extent)
+    def settling(self, namespace: NamespaceState, publication: Publication) -> Iterator[None]:
+        """Brings what is in memory (ledger, space, note slots) in line with a publication that has succeeded, in slices."""
+        yield from self._transactions.settling_ledger(namespace, publication)
+        self._open_steps(namespace)
+        yield from self._freeing(publication.freed)
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
+        yield from emptied(publication.put_rows, publication.drop_rows, publication.freed)
+
+    def _freeing(self, extents: Sequence[Extent]) -> Iterator[None]:
+        for number, some in enumerate(slices(extents)):
+            if number:
+                yield
+            with self._transfers.deciding() as planner:
+                for extent in some:
+                    planner.space.release(extent)
 
     async def finalize(self, view: View, step: int) -> None:
         """Commits the prepared `step`, on a broken namespace too; does nothing if it is committed already.
@@ -72,10 +80,10 @@ class Chain:
         prepared as before.
         """
         namespace = view.namespace
-        async with namespace.turn:
+        async with namespace.writing.turn:
             await self.until_no_cut(namespace)
             check_writing(view)
-            prepared, committed = namespace.ledger.prepared_step, namespace.committed_step
+            prepared, committed = namespace.steps.ledger.prepared_step, namespace.steps.committed_step
             if prepared == step:
                 await self._finalize(namespace, for_writer=False)
                 self._see_less(namespace)
@@ -87,15 +95,16 @@ class Chain:
     async def _finalize(self, namespace: NamespaceState, *, for_writer: bool) -> None:
         """Commits the prepared step; for_writer: in a new epoch. The caller has the turn, and no commit is under way."""
         self._transactions.check_accepting()
-        step = namespace.ledger.prepared_step
+        step = namespace.steps.ledger.prepared_step
         assert step is not None
-        assert namespace.cut is None
+        assert namespace.steps.cut is None
         try:
-            plan = partial(namespace.ledger.plan_finalize, for_writer=for_writer)
+            plan = partial(namespace.steps.ledger.plan_finalize, for_writer=for_writer)
             publication = await self.publish_newest(namespace, step, plan)
-        finally:
+        except BaseException:
             self._open_steps(namespace)
-        self.settle(namespace, publication)
+            raise
+        await in_slices(self.settling(namespace, publication))
 
     def _open_steps(self, namespace: NamespaceState) -> None:
         """Notes that no transaction drops steps any more."""
@@ -105,10 +114,10 @@ class Chain:
     async def until_no_cut(self, namespace: NamespaceState) -> None:
         """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins. Raises WaitTimeout
         where nothing moves any more, CatalogError."""
-        while namespace.cut is not None:
+        while namespace.steps.cut is not None:
             self._transactions.check_accepting()
             future = asyncio.get_running_loop().create_future()
-            await_change(namespace.cut_waiters, future)
+            await_change(namespace.steps.cut_waiters, future)
             what = f"the commit of {namespace.name!r} under way"
             await until_woken(future, self._runner, stall_s=self._stall_s, what=what)
 
@@ -118,11 +127,11 @@ class Chain:
         An apply under way stops at its next record. Raises StepDropped if there is no such step, StepPrepared if it is not
         committed, StepFailed if a later one is a snapshot; then nothing has changed.
         """
-        if to_step is not None and namespace.cut is None:
-            namespace.ledger.check_rollback(to_step)  # a wrong step stops nobody's apply
+        if to_step is not None and namespace.steps.cut is None:
+            namespace.steps.ledger.check_rollback(to_step)  # a wrong step stops nobody's apply
         async with self._stopped(namespace):
             if to_step is not None:
-                namespace.ledger.check_rollback(to_step)
+                namespace.steps.ledger.check_rollback(to_step)
             await self._roll_back_to(namespace, _newest_step(namespace) if to_step is None else to_step)
 
     async def start_over(self, namespace: NamespaceState) -> None:
@@ -135,15 +144,15 @@ class Chain:
         """Takes the namespace to where a new writer starts: to `at`, a step that can be opened or the prepared one, which is then
         committed; None: to the committed step. Raises StepPrepared where None would drop a prepared step, else as `rollback`."""
         async with self._stopped(namespace):
-            prepared = namespace.ledger.prepared_step
+            prepared = namespace.steps.ledger.prepared_step
             if prepared is not None and at is None:
                 raise prepared_error(namespace, what="open_namespace")
             if prepared is not None and at == prepared:
                 await self._finalize(namespace, for_writer=True)
-                self._begin_epoch(namespace, freed=())
+                await in_slices(self._rolling_back(namespace, freed=()))
                 return
             if at is not None:
-                namespace.ledger.check_rollback(at)
+                namespace.steps.ledger.check_rollback(at)
             await self._roll_back_to(namespace, _newest_step(namespace) if at is None else at)
 
     @asynccontextmanager
@@ -152,7 +161,7 @@ class Chain:
         with self._transfers.deciding() as planner:
             planner.request_stop(namespace)
         try:
-            await namespace.turn.acquire()
+            await namespace.writing.turn.acquire()
         finally:
             with self._transfers.deciding() as planner:
                 planner.end_stop(namespace)
@@ -160,7 +169,7 @@ class Chain:
             await self.until_no_cut(namespace)
             yield
         finally:
-            namespace.turn.release()
+            namespace.writing.turn.release()
 
     async def _roll_back_to(self, namespace: NamespaceState, step: int | None) -> None:
         """Rolls back to `step` (None: before any commit): the namespace is then in a new, durable epoch, and not broken.
@@ -168,29 +177,43 @@ class Chain:
         To be called while no commit is under way. Readers of later steps lose them.
         """
         self._transactions.check_accepting()
-        assert namespace.cut is None
-        publication = namespace.ledger.plan_rollback(step)
-        gone = frozenset(dropped for _, dropped in publication.drop_steps)
+        assert namespace.steps.cut is None
+        gone = frozenset(other for other in namespace.steps.ledger.steps() if step is None or other > step)
         with self._transfers.deciding() as planner:
             planner.views.close_steps(namespace, gone)
             lost = planner.views.drop_readers(namespace, gone)
         try:
-            await self._transactions.apply_change(publication.change())
-        except ParamStoreError:
+            publication = await self._transactions.publish(namespace, partial(namespace.steps.ledger.plan_rollback, step))
+        except BaseException:
             with self._transfers.deciding() as planner:
                 planner.views.give_back(lost)
+                planner.views.close_steps(namespace, ())
             raise
-        finally:
-            self._open_steps(namespace)
-        self._transactions.settle_ledger(namespace, publication)
+        await in_slices(self._beginning_epoch(namespace, publication))
+
+    def _beginning_epoch(self, namespace: NamespaceState, publication: Publication) -> Iterator[None]:
+        """Takes all that is in memory (ledger, tables, space, note slots) to the new epoch, which is durable, in slices."""
+        with self._transfers.deciding() as planner:
+            planner.views.refuse_writer(namespace)
+        yield from self._transactions.settling_ledger(namespace, publication)
+        self._open_steps(namespace)  # not before: the steps that go are in the ledger up to here
+        yield from self._rolling_back(namespace, freed=publication.freed)
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
-        self._begin_epoch(namespace, freed=publication.freed)
+        yield from emptied(publication.put_rows, publication.drop_rows, publication.freed)
 
-    def _begin_epoch(self, namespace: NamespaceState, *, freed: Iterable[Extent]) -> None:
-        """Takes all that is in memory to the new epoch, in which the ledger stands already."""
+    def _rolling_back(self, namespace: NamespaceState, *, freed: Sequence[Extent]) -> Iterator[None]:
+        """Takes the planner's tables to the epoch in which the ledger stands already, in slices."""
         with self._transfers.deciding() as planner:
-            planner.rollback(namespace, freed=freed)
+            planner.begin_rollback(namespace)
+        for number, keys in enumerate(slices(namespace.keys)):
+            if number:
+                yield
+            with self._transfers.deciding() as planner:
+                planner.roll_back(namespace, keys)
+        yield from self._freeing(freed)
+        with self._transfers.deciding() as planner:
+            planner.end_rollback(namespace)
 
     # --- snapshots
 
@@ -199,18 +222,20 @@ class Chain:
 
         Waits for its turn behind commits and rollbacks of the namespace. Raises StepDropped; then nothing has changed.
         """
-        async with namespace.turn:
+        async with namespace.writing.turn:
             await self.until_no_cut(namespace)
             self._transactions.check_accepting()
-            ledger = namespace.ledger
-            publication = ledger.plan_snapshot(step) if is_kept else ledger.plan_drop_snapshot(step, namespace.held_steps())
+            ledger, held = namespace.steps.ledger, frozenset(namespace.held_steps())
+            plan = partial(ledger.plan_snapshot, step) if is_kept else partial(ledger.plan_drop_snapshot, step, held)
+            stay = frozenset(ledger.steps()) if is_kept else ledger.visible_steps(held, without=step)
             with self._transfers.deciding() as planner:
-                planner.views.close_steps(namespace, (dropped for _, dropped in publication.drop_steps))
+                planner.views.close_steps(namespace, frozenset(ledger.steps()) - stay)
             try:
-                await self._transactions.apply_change(publication.change())
-            finally:
+                publication = await self._transactions.publish(namespace, plan)
+            except BaseException:
                 self._open_steps(namespace)
-            self.settle(namespace, publication)
+                raise
+            await in_slices(self.settling(namespace, publication))
             self._see_less(namespace)
 
     def _see_less(self, namespace: NamespaceState) -> None:
@@ -219,11 +244,11 @@ class Chain:
 
 
 def _newest_step(namespace: NamespaceState) -> int | None:
-    newest = namespace.ledger.newest
+    newest = namespace.steps.ledger.newest
     return newest.step if newest is not None else None
 
 
 def check_uncommitted(namespace: NamespaceState) -> None:
     """Raises StepOutOfOrder once there is a committed step: from then on values are trained, not given."""
-    if namespace.committed_step is not None:
-        raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.committed_step}; its values are set")
+    if namespace.steps.committed_step is not None:
+        raise StepOutOfOrder(f"namespace {namespace.name!r} is committed at {namespace.steps.committed_step}; its values are set")

@@ -13,7 +13,7 @@ from paramstore.engine.planner.permission import check_writer, check_writing
 from paramstore.engine.ranks import Ranks
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.update import Updater
-from paramstore.engine.steps.history import Chain, check_uncommitted
+from paramstore.engine.steps.history import History, check_uncommitted
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import StepFailed
@@ -22,9 +22,9 @@ from paramstore.errors import StepFailed
 class Initializer:
     """Carries out the calls by which a writer gives a namespace its initial values, before the first commit."""
 
-    def __init__(self, transfers: Transfers, chain: Chain, updater: Updater, cleaner: Cleaner, ranks: Ranks) -> None:
+    def __init__(self, transfers: Transfers, history: History, updater: Updater, cleaner: Cleaner, ranks: Ranks) -> None:
         self._transfers = transfers
-        self._chain = chain
+        self._history = history
         self._updater = updater
         self._cleaner = cleaner
         self._ranks = ranks
@@ -38,13 +38,13 @@ class Initializer:
         namespace = check_writing(view)
         check_uncommitted(namespace)
         if is_resumed:
-            await self._chain.rollback(namespace)
+            await self._history.rollback(namespace)
             check_uncommitted(namespace)  # a commit called before this may have run while the rollback waited
         else:
-            await self._chain.start_over(namespace)
+            await self._history.start_over(namespace)
         with self._transfers.deciding() as planner:
             planner.begin_initialization(namespace)
-        draft = namespace.ledger.draft
+        draft = namespace.steps.ledger.draft
         return {"present": _present(namespace), "extra": None if draft is None else draft.extra}
 
     async def put(self, view: View, key: ExpertKey, initial: memoryview) -> None:
@@ -55,7 +55,9 @@ class Initializer:
     async def end(self, view: View) -> None:
         """Ends the initialization: every key has a whole record on a volume. Raises StepFailed naming a key without a value."""
         namespace = check_writer(view)
-        if (missing := next((key for key, working in namespace.working.items() if working.identity is None), None)) is not None:
+        if (
+            missing := next((key for key, working in namespace.residency.working.items() if working.identity is None), None)
+        ) is not None:
             raise StepFailed(f"initialize on {namespace.name!r}: {missing} was never given a value")
         await self._cleaner.write_back(namespace, None)
         with self._transfers.deciding() as planner:
@@ -66,6 +68,6 @@ def _present(namespace: NamespaceState) -> bytes:
     """Bit field in key order that says which keys have a value."""
     bits = bytearray(-(-len(namespace.keys) // 8))
     for number, key in enumerate(namespace.keys):
-        if namespace.working[key].identity is not None:
+        if namespace.residency.working[key].identity is not None:
             bits[number >> 3] |= 1 << (number & 7)
     return bytes(bits)

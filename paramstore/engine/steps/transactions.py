@@ -56,10 +56,10 @@ class Transactions:
         finally:
             self._planned_elsewhere[namespace.name] -= 1
 
-    def settle_ledger(self, namespace: NamespaceState, publication: Publication) -> None:
-        """Brings the ledger in line with a publication that has succeeded."""
+    def settling_ledger(self, namespace: NamespaceState, publication: Publication) -> Iterator[None]:
+        """Brings the ledger in line with a publication that has succeeded, in slices. See `Ledger.settling`."""
         assert not self._planned_elsewhere[namespace.name], f"{namespace.name!r} settles while another thread plans from its ledger"
-        namespace.ledger.settle(publication)
+        return namespace.steps.ledger.settling(publication)
 
     async def publish(
         self, namespace: NamespaceState, plan: Callable[[], Publication], *, room_rows: int = 0

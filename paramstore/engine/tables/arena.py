@@ -7,6 +7,7 @@ all segments; a segment holds whole slots, so (segment, offset) of a slot is a d
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES
@@ -73,6 +74,18 @@ class Arena:
         """Returns (segment id, offset in bytes), by which a client finds the slot."""
         _, segment_id, offset_bytes = self._homes[slot]
         return segment_id, offset_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Arenas:
+    """The two arenas of one namespace. working: that of the stored part, `optim`; for a param schema it is `param` itself."""
+
+    param: Arena
+    working: Arena
+
+    def each(self) -> tuple[Arena, ...]:
+        """The arenas without repeating one, that of working copies first."""
+        return (self.param,) if self.working is self.param else (self.working, self.param)
 
 
 def segment_lengths(slot_count: int, slot_bytes: int) -> list[int]:

@@ -5,6 +5,7 @@ Plain data. The planner is the only writer; everybody else reads.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -128,11 +129,37 @@ class Cut:
 
     sequence: int
     applies: int
-    keys: frozenset[ExpertKey]
-    unwritten: set[ExpertKey]
-    located: dict[ExpertKey, Located]
+    keys: Set[ExpertKey]
+    unwritten: set[ExpertKey] = field(default_factory=set)
+    located: dict[ExpertKey, Located] = field(default_factory=dict)
     log: ApplyLog = field(default_factory=ApplyLog)
     """Apply log of the step: which steps its records may have missed."""
+    is_whole: bool = False
+    """Whether all of `keys` were taken into it: each is then in `unwritten` or `located` until it is settled."""
     progress: CommitProgress | None = None
     written: object | None = None
     """Future of the commit, which waits until `unwritten` is empty or one of its writes has failed; opaque to the planner."""
+
+    def awaits(self, key: ExpertKey) -> bool:
+        """Whether what is written of `key` next belongs to the cut, or may: it is not taken yet, or taken and not written."""
+        return key in self.unwritten or (not self.is_whole and key in self.keys and key not in self.located)
+
+
+class ResidencyTable:
+    """The working copies and the `param` copies of one namespace. Every key has a working copy, most of them ABSENT."""
+
+    def __init__(self) -> None:
+        self.working: dict[ExpertKey, WorkingCopy] = {}
+        self.resident: dict[ExpertKey, WorkingCopy] = {}
+        """Working copies that have a slot; the one that has had it longest is first."""
+        self.in_state: dict[Working, dict[ExpertKey, WorkingCopy]] = {state: {} for state in Working if state is not Working.ABSENT}
+        """Working copies that have a slot, by state; in each state the one that has been in it longest is first."""
+        self.copies: dict[ExpertKey, list[ParamCopy]] = {}
+        self.prefetched: set[ParamCopy] = set()
+        """Copies that were loaded ahead of use and not used yet."""
+
+    def find_copy(self, key: ExpertKey, identity: Identity) -> ParamCopy | None:
+        for copy in self.copies.get(key, ()):
+            if copy.identity == identity:
+                return copy
+        return None

@@ -1,4 +1,4 @@
-"""The planner's tables of one namespace: its working copies, its `param` copies, its views and pending gradients.
+"""The planner's tables of one namespace, its views, and who writes it.
 
 Plain data with lookups. The planner is the only writer; everybody else reads.
 Where a key's newest bytes are is told by `NamespaceState.locate`, and where on a volume by `on_volume`, by nobody else.
@@ -13,15 +13,15 @@ from typing import Any, Protocol
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.location import Identity, Located
-from paramstore.core.residency import MAY_MATERIALISE, Working
+from paramstore.core.residency import MAY_MATERIALISE
 from paramstore.core.schema import Schema
 from paramstore.core.visits import Visits
 from paramstore.engine.tables.apply import Claims, GradientRange
-from paramstore.engine.tables.arena import Arena
+from paramstore.engine.tables.arena import Arena, Arenas
 from paramstore.engine.tables.collective import Collective
-from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
+from paramstore.engine.tables.copies import Cut, ParamCopy, ResidencyTable, WorkingCopy
 from paramstore.engine.tables.counters import NamespaceStats
-from paramstore.errors import ParamStoreError, WriterFenced
+from paramstore.errors import LeaseError, ParamStoreError, StepDropped, StepFailed, WriterFenced
 from paramstore.storage.catalog.ledger import Ledger
 
 
@@ -135,15 +135,26 @@ class View:
     def locate(self, key: ExpertKey) -> tuple[Identity | None, Located | None]:
         """The identity this view sees of `key`, and its extent if the identity is a committed one."""
         if self.is_writer:
-            return self.namespace.wanted(self.namespace.working[key]), None
+            return self.namespace.wanted(self.namespace.residency.working[key]), None
         assert self.step is not None
-        located = self.namespace.ledger.at(key, self.step)
+        located = self.namespace.steps.ledger.at(key, self.step)
         return (self.namespace.seen_at(located, self.step), located) if located is not None else (None, None)
+
+    def check_open(self) -> None:
+        """Raises the error, if there is one, for which this view gets no new leases and may not write."""
+        if self.is_closed:
+            raise LeaseError(f"namespace {self.namespace.name!r} was closed")
+        if self.is_fenced:
+            raise fenced_error(self.namespace)
+        if self.is_writer and self.namespace.writing.is_rolling_back:
+            raise StepFailed(f"namespace {self.namespace.name!r} is being rolled back: ask again when that call has returned")
+        if self.is_dropped:
+            raise StepDropped(f"step {self.step} of {self.namespace.name!r} was dropped: newer commits needed its room; refresh()")
 
     @property
     def log(self) -> ApplyLog:
         """Apply log that tells which steps the records that it sees may have missed."""
-        return self.namespace.log if self.step is None else self.namespace.ledger.log_at(self.step)
+        return self.namespace.writing.log if self.step is None else self.namespace.steps.ledger.log_at(self.step)
 
 
 @dataclass(slots=True, eq=False)
@@ -172,39 +183,15 @@ class LeaseRequest:
         raise AssertionError("a copy that is leased stays")
 
 
-class NamespaceState:
-    """All tables of one namespace. It has no arenas until somebody opens it."""
+class StepTable:
+    """The steps of one namespace, and what the next one is made of."""
 
-    def __init__(self, name: str, schema: Schema, keys: KeySpace, ledger: Ledger, *, epoch: int, sequence: int) -> None:
-        self.name = name
-        self.schema = schema
-        self.keys = keys
+    def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.epoch = epoch
-        self.sequence = sequence
-        self.applies = 0
-        self.is_exact = schema.updates == "exact"
-        """Whether an apply is a step of every record, made when it is needed."""
-        self.log = ApplyLog()
-        """Apply log of an exact namespace, up to the newest apply that was called."""
-        self.param_arena: Arena | None = None
-        self.working_arena: Arena | None = None
-        """Arena of the stored part, `optim`; for a param schema the same arena as `param_arena`."""
-        self.working: dict[ExpertKey, WorkingCopy] = {}
-        self.resident: dict[ExpertKey, WorkingCopy] = {}
-        """Working copies that have a slot; the one that has had it longest is first."""
-        self.in_state: dict[Working, dict[ExpertKey, WorkingCopy]] = {state: {} for state in Working if state is not Working.ABSENT}
-        """Working copies that have a slot, by state; in each state the one that has been in it longest is first."""
-        self.copies: dict[ExpertKey, list[ParamCopy]] = {}
+        self.sequence = ledger.namespace.sequence
+        """Number of the newest commit or prepare, whether or not it was published."""
         self.changed: set[ExpertKey] = set()
         """Keys whose newest identity no step has published."""
-        self.pending: dict[ExpertKey, tuple[GradientRange, ...]] = {}
-        """Pending gradients of each key, in rank order."""
-        self.open_apply: Claims | None = None
-        """The apply that was begun before its gradients are there, and claims keys as they come."""
-        self.views: list[View] = []
-        self.group: WriterGroup | None = None
-        """The group that writes now."""
         self.cut: Cut | None = None
         self.cut_waiters: list[object] = []
         """Futures of those who wait for the commit under way to end."""
@@ -212,21 +199,6 @@ class NamespaceState:
         """The step of a `prepare` that the writer called and that is not over."""
         self.closing_steps: frozenset[int] = frozenset()
         """Steps that the transaction under way drops: no reader may open them any more."""
-        self.broken: str | None = None
-        """Why push, apply and commit are refused; None while all is well."""
-        self.turn: Any = None
-        """The store's FIFO lock: operations that change records take it, and so run in call order."""
-        self.is_initializing = False
-        self.stop_requests = 0
-        """Number of rollbacks that want the turn, plus one when the store closes: above 0, an apply stops at its next record."""
-        self.prefetched: set[ParamCopy] = set()
-        """Copies that were loaded ahead of use and not used yet."""
-        self.stats = NamespaceStats()
-
-    @property
-    def writer(self) -> View | None:
-        """The writer's view, the first rank's where there are several; None where nobody writes."""
-        return None if self.group is None else self.group.first
 
     @property
     def committed_step(self) -> int | None:
@@ -246,57 +218,116 @@ class NamespaceState:
         """Whether a commit waits for this record's write: it was dirty at the cut, and is not updated before it is written."""
         return self.cut is not None and key in self.cut.unwritten
 
+
+class WritingTable:
+    """Who writes a namespace, what it has pushed and applied, and why it may not write on. The parts of `NamespaceState`."""
+
+    def __init__(self, turn: Any) -> None:
+        self.group: WriterGroup | None = None
+        """The group that writes now."""
+        self.turn = turn
+        """The store's FIFO lock: operations that change records take it, and so run in call order."""
+        self.pending: dict[ExpertKey, tuple[GradientRange, ...]] = {}
+        """Pending gradients of each key, in rank order."""
+        self.open_apply: Claims | None = None
+        """The apply that was begun before its gradients are there, and claims keys as they come."""
+        self.applies = 0
+        self.log = ApplyLog()
+        """Apply log of an exact namespace, up to the newest apply that was called."""
+        self.broken: str | None = None
+        """Why push, apply and commit are refused; None while all is well."""
+        self.is_initializing = False
+        self.is_rolling_back = False
+        """Whether some keys are rolled back already, and others not: the writer gets no leases, and pushes and applies nothing."""
+        self.stop_requests = 0
+        """Number of rollbacks that want the turn, plus one when the store closes: above 0, an apply stops at its next record."""
+
+    @property
+    def writer(self) -> View | None:
+        """The writer's view, the first rank's where there are several; None where nobody writes."""
+        return None if self.group is None else self.group.first
+
+
+class NamespaceState:
+    """All tables of one namespace. It has no arenas until somebody opens it."""
+
+    def __init__(self, name: str, schema: Schema, keys: KeySpace, ledger: Ledger, *, epoch: int, turn: object = None) -> None:
+        self.name = name
+        self.schema = schema
+        self.keys = keys
+        self.epoch = epoch
+        self.is_exact = schema.updates == "exact"
+        """Whether an apply is a step of every record, made when it is needed."""
+        self.views: list[View] = []
+        self.residency = ResidencyTable()
+        self.steps = StepTable(ledger)
+        self.writing = WritingTable(turn)
+        self._memory: Arenas | None = None
+        self.stats = NamespaceStats()
+
     def locate(self, key: ExpertKey) -> WorkingCopy | Located | None:
         """Where the newest whole bytes of `key` are: in a slot, that of the copy returned, or on a volume; None if nowhere."""
-        copy = self.working[key]
+        copy = self.residency.working[key]
         return copy if copy.state in MAY_MATERIALISE else self.on_volume(key)
 
     def on_volume(self, key: ExpertKey) -> Located | None:
         """The newest whole record of `key` on a volume."""
-        copy = self.working[key]
+        copy = self.residency.working[key]
         if copy.uncommitted is not None:
             return copy.uncommitted
-        newest = self.ledger.newest
-        return self.ledger.at(key, newest.step) if newest is not None else None
-
-    def find_copy(self, key: ExpertKey, identity: Identity) -> ParamCopy | None:
-        for copy in self.copies.get(key, ()):
-            if copy.identity == identity:
-                return copy
-        return None
+        newest = self.steps.ledger.newest
+        return self.steps.ledger.at(key, newest.step) if newest is not None else None
 
     def is_seen(self, key: ExpertKey, identity: Identity) -> bool:
         """Whether some view's step, or the writer, sees exactly these bytes."""
-        if self.wanted(self.working[key]) == identity:
+        if self.wanted(self.residency.working[key]) == identity:
             return True
         steps = {view.step for view in self.views if view.step is not None and not view.is_closed}
         return any(
-            (located := self.ledger.at(key, step)) is not None and self.seen_at(located, step) == identity for step in steps
+            (located := self.steps.ledger.at(key, step)) is not None and self.seen_at(located, step) == identity for step in steps
         )
 
     def wanted(self, working: WorkingCopy) -> Identity | None:
         """Identity that the writer sees of a key: once every apply called so far has run, and missed steps are made."""
         target = working.target
-        if not self.is_exact or target is None or target.version >= self.log.last:  # above `last`: the open apply has claimed it
+        if (
+            not self.is_exact or target is None or target.version >= self.writing.log.last
+        ):  # above `last`: the open apply has claimed it
             return target
-        return Identity(self.log.epoch_of(self.log.last), self.log.last)
+        return Identity(self.writing.log.epoch_of(self.writing.log.last), self.writing.log.last)
 
     def seen_at(self, located: Located, step: int) -> Identity:
         """Identity that a reader at `step` sees of the record in force there: the record's own, or that after its missed steps."""
-        row = self.ledger.find(step) if self.is_exact else None
+        row = self.steps.ledger.find(step) if self.is_exact else None
         if row is None or located.identity.version == row.applies:
             return located.identity
-        return Identity(self.ledger.log_at(step).epoch_of(row.applies), row.applies)
+        return Identity(self.steps.ledger.log_at(step).epoch_of(row.applies), row.applies)
 
     @property
     def protected(self) -> frozenset[ExpertKey]:
         """Keys that any view's client wishes to keep in memory."""
         return frozenset().union(*(view.protected for view in self.views))
 
-    def arenas(self) -> list[Arena]:
-        """The arenas that it has now: none, one or two."""
-        arenas = [self.working_arena, self.param_arena if self.is_trainable() else None]
-        return [arena for arena in arenas if arena is not None]
+    @property
+    def has_memory(self) -> bool:
+        """Whether it has arenas: from when somebody opens it until nobody has it open and others need the memory."""
+        return self._memory is not None
+
+    @property
+    def memory(self) -> Arenas:
+        """Its arenas, which are there as long as it has a view."""
+        assert self._memory is not None
+        return self._memory
+
+    def open_memory(self, arenas: Arenas) -> None:
+        self._memory = arenas
+
+    def close_memory(self) -> None:
+        self._memory = None
+
+    def arenas(self) -> tuple[Arena, ...]:
+        """The arenas that it has now, that of working copies first: none, one or two."""
+        return () if self._memory is None else self._memory.each()
 
     def held_steps(self) -> Iterable[int]:
         return {view.step for view in self.views if view.step is not None and not view.is_closed and not view.is_dropped}

@@ -192,13 +192,11 @@ class Advancer:
 
     def _advance(self, running: Advance, buffer: memoryview, *, optimizer_step: int) -> None:
         move, copy, namespace = running.move, running.copy, running.move.namespace
-        assert namespace.param_arena is not None
         image = None
         if move.source is not None:
             assert move.source.slot is not None
-            assert namespace.working_arena is not None
-            image = namespace.working_arena.view(move.source.slot)
-        param = namespace.param_arena.view(copy.slot)
+            image = namespace.memory.working.view(move.source.slot)
+        param = namespace.memory.param.view(copy.slot)
         job = partial(
             advance, namespace.schema, buffer, key=copy.key, missed=copy.missed, optimizer_step=optimizer_step, source=image,
             param=param,

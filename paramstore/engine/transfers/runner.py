@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -67,15 +67,35 @@ class Runner:
         for transfer in [transfer for transfer in self.under_way if transfer.urgency is urgency]:
             self.cancel(transfer, error)
 
-    async def call(self, lane: Hashable, job: Callable[[], Any], *, urgency: Urgency = Urgency.DEMAND) -> Any:
-        """Runs `job` in a worker of `lane` and returns its result. Raises what it raised; cancelling this call does not stop it."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        transfer = Transfer(lane=lane, urgency=urgency, run=call, pieces=deque([job]), settle=lambda _: wake(future))
+    async def call(
+        self, lane: Hashable, job: Callable[[], Any], *, urgency: Urgency = Urgency.DEMAND, timeout_s: float | None = None
+    ) -> Any:
+        """Runs `job` in a worker of `lane` and returns its result. Raises what it raised, and WaitTimeout when it has run for
+        `timeout_s`. Neither that nor cancelling this call stops it: it may end at any time."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        started_s: list[float] = []
+        work = job if timeout_s is None else partial(_noting_start, started_s, loop.time, job)
+        transfer = Transfer(lane=lane, urgency=urgency, run=call, pieces=deque([work]), settle=lambda _: wake(future))
         self.submit(transfer)
+        if timeout_s is not None:
+            await self._in_time(future, started_s, timeout_s)
         await asyncio.shield(future)
         if transfer.error is not None:
             raise transfer.error
         return transfer.results[0]
+
+    async def _in_time(self, future: asyncio.Future[None], started_s: list[float], timeout_s: float) -> None:
+        """Waits until `future` is done. Raises WaitTimeout when the job has run for `timeout_s`, or waits for its turn while no
+        worker has finished anything for that long: on a busy store it may wait for its turn as long as it takes."""
+        while not future.done():
+            finished, left_s = self.finished, timeout_s
+            if started_s:
+                left_s += started_s[0] - asyncio.get_running_loop().time()
+            if left_s > 0:
+                await asyncio.wait([future], timeout=left_s)
+            if not future.done() and (left_s <= 0 or (not started_s and self.finished == finished)):
+                raise WaitTimeout(f"it has not returned in {timeout_s} s")
 
     async def behind(self, lane: Hashable) -> None:
         """Waits until everything submitted before to `lane`, which must have one thread, has run."""
@@ -114,6 +134,12 @@ def call(job: Callable[[], Any]) -> Any:
     return job()
 
 
+def _noting_start(started_s: list[float], now_s: Callable[[], float], job: Callable[[], Any]) -> Any:
+    """Runs `job` in a worker, and notes before when that was."""
+    started_s.append(now_s())
+    return job()
+
+
 def _nothing() -> None:
     """Job of `behind`: when it runs, the thread has done everything that was submitted before."""
 
@@ -136,3 +162,16 @@ async def until_woken(future: asyncio.Future[None], runner: Runner, *, stall_s: 
         await asyncio.wait([future], timeout=stall_s)
         if not future.done() and runner.finished == finished:
             raise WaitTimeout(f"{what}: nothing in the store has moved for {stall_s} s")
+
+
+async def in_slices(work: Iterator[None]) -> None:
+    """Does `work` to its end, and lets the loop turn wherever it yields. What it changes is whole at its end only, so a
+    cancellation is raised there."""
+    cancelled: asyncio.CancelledError | None = None
+    for _ in work:
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

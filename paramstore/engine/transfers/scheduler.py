@@ -25,6 +25,8 @@ BURST_PIECES = 2
 """Pieces one worker takes at once, at most: 32 MiB of the default size, 8 ms of a fast disk."""
 LIGHT_BURST_BYTES = 4 << 20
 """Bytes of the light transfers that one worker takes at once, at most: a millisecond of a fast disk."""
+LIGHT_BURST_TRANSFERS = 64
+"""Light transfers that one worker takes at once, at most: they are settled in one turn of the loop, in 3 to 5 ms."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +150,7 @@ class Scheduler:
         """Adds the next light transfers of the same class: as many as leave each worker of the lane its share of the queue."""
         first, _ = burst[0]
         room_bytes = LIGHT_BURST_BYTES - first.light_bytes
-        while len(burst) < share and (transfer := _first(queue)) is not None:
+        while len(burst) < min(share, LIGHT_BURST_TRANSFERS) and (transfer := _first(queue)) is not None:
             if transfer.urgency is not first.urgency or not 0 < transfer.light_bytes <= room_bytes:
                 return
             room_bytes -= transfer.light_bytes

@@ -151,8 +151,7 @@ class Transfers:
     def _start_materialise(self, move: Move) -> None:
         assert move.source is not None
         assert move.source.slot is not None
-        assert move.namespace.working_arena is not None
-        image = move.namespace.working_arena.view(move.source.slot)
+        image = move.namespace.memory.working.view(move.source.slot)
         job = partial(materialise, move.namespace.schema, image, self._slot_view(move))
         self._submit(move, _compute(move, [job], partial(self._settle_materialise, move)))
 
@@ -161,10 +160,10 @@ class Transfers:
         assert isinstance(working, WorkingCopy)
         assert located is not None
         self.space.pin(located.extent)
-        cut = namespace.cut
+        cut = namespace.steps.cut
         header = Header(
             store_uuid=self._store_uuid, namespace=namespace.name, key=working.key, identity=located.identity,
-            sequence=cut.sequence if cut is not None and working.key in cut.unwritten else namespace.sequence + 1,
+            sequence=cut.sequence if cut is not None and cut.awaits(working.key) else namespace.steps.sequence + 1,
             optimizer_step=working.optimizer_step, last_apply=working.last_apply, checksums=(),
         )  # fmt: skip
         part = namespace.schema.stored
@@ -180,8 +179,7 @@ class Transfers:
 
     def _slot_view(self, move: Move) -> memoryview:
         namespace, subject = move.namespace, move.subject
-        arena = namespace.param_arena if isinstance(subject, ParamCopy) else namespace.working_arena
-        assert arena is not None
+        arena = namespace.memory.param if isinstance(subject, ParamCopy) else namespace.memory.working
         assert subject.slot is not None
         return arena.view(subject.slot)
 

@@ -33,8 +33,9 @@ STEP_ROWS_BOUND = 320
 @dataclass(frozen=True, slots=True)
 class StepRow:
     """One step: committed, prepared or the draft. note_slot: where its commit note lies on every volume. applies: how many applies
-    it covers. is_snapshot: it stays until the snapshot is dropped. is_prepared: durable, above all others, not committed yet.
-    log: `storage.format.apply_log.pack_log` of the applies that its records may have missed; empty where records miss nothing.
+    it covers (`last_apply` of a record's header counts in them). is_snapshot: it stays until the snapshot is dropped. is_prepared:
+    durable, above all others, not committed yet. log: `storage.format.apply_log.pack_log` of the applies that its records may have
+    missed; empty where records miss nothing.
     """
 
     step: int
@@ -53,7 +54,7 @@ class NamespaceRow:
     """One namespace. schema: a description of `core.schema.Schema`. epoch and sequence never decrease.
 
     epoch_bounds: for every earlier epoch, the last sequence that still counts (a rollback sets it).
-    applies: how many applies the committed step covers (`last_apply` of a record's header counts in them).
+    applies: repeats the newest step's, which is the one that counts; format 1 has it in both rows.
     """
 
     name: str

@@ -9,9 +9,9 @@
 - A row is visible while it is in force at some visible step; an invisible one is dropped, and its extent freed,
   in the transaction of the next commit.
 
-The `plan_*` methods decide and change nothing; `settle` brings memory up to date once the catalog has made a plan durable. A
+The `plan_*` methods decide and change nothing; `settling` brings memory up to date once the catalog has made a plan durable. A
 plan holds until the next `settle`. It takes microseconds per changed record and only reads, so it may be made on another
-thread, as long as nothing settles meanwhile. Settling only replaces values, and is short.
+thread, as long as nothing settles meanwhile. Settling only replaces values, in slices.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from paramstore.config import RETAINED_STEPS
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent, Located
+from paramstore.core.slices import slices
 from paramstore.errors import StepDropped, StepFailed, StepPrepared
 from paramstore.storage.catalog.base import DRAFT_STEP, NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.catalog.publication import Publication
@@ -135,13 +136,15 @@ class Ledger:
         """The steps that stay until they are dropped, oldest first."""
         return [step for step in self.steps() if self._contents.steps[step].is_snapshot]
 
-    def visible_steps(self, held_steps: Iterable[int], *, published: int | None = None) -> frozenset[int]:
+    def visible_steps(
+        self, held_steps: Iterable[int], *, published: int | None = None, without: int | None = None
+    ) -> frozenset[int]:
         """The steps to keep: the newest ones retained, snapshots, those of `held_steps` that exist, and a prepared one. published:
-        a step that counts as committed too."""
+        a step that counts as committed too. without: a step that counts as no snapshot."""
         steps = self.steps() if published is None else [*self.steps(), published]
         prepared = () if self.prepared_step is None else (self.prepared_step,)
-        held = frozenset(steps).intersection(held_steps)
-        return frozenset(steps[-self._retained_steps :]).union(self.snapshots(), held, prepared)
+        held, snapshots = frozenset(steps).intersection(held_steps), frozenset(self.snapshots()) - {without}
+        return frozenset(steps[-self._retained_steps :]).union(snapshots, held, prepared)
 
     def state_root(self, sequence: int, changed: Sequence[tuple[ExpertKey, int]]) -> int:
         """The combined root of all records at the step that the commit with `sequence` makes. changed: roots of the records it
@@ -201,7 +204,7 @@ class Ledger:
         )
         older = [found.located.extent for key in rows for found in self._contents.rows.get(key, ())]
         slots = () if self.draft is None else (self.draft.note_slot,)
-        return replace(publication, freed=tuple(older), freed_note_slots=slots)  # the new rows overwrite the older ones
+        return replace(publication, freed=older, freed_note_slots=slots)  # the new rows overwrite the older ones
 
     def plan_finalize(self, held_steps: Iterable[int], *, for_writer: bool = False) -> Publication:
         """Plans to commit the prepared step: it can be opened then, and what nobody sees any more is dropped. for_writer: a new
@@ -253,9 +256,7 @@ class Ledger:
         row = self.step(step)
         if not row.is_snapshot:
             raise StepDropped(f"step {step} of namespace {self.namespace.name!r} is no snapshot")
-        stays_without = [other for other in self.visible_steps(held_steps) if other != step]
-        is_held = step in self.steps()[-self._retained_steps :] or step in frozenset(held_steps)
-        visible = frozenset(stays_without).union((step,) if is_held else ())
+        visible = self.visible_steps(held_steps, without=step)
         rows_after, dropped = self._thinned({}, sorted(visible))
         stays = step in visible
         return self._publication(
@@ -305,17 +306,27 @@ class Ledger:
             },
         )
 
-    def settle(self, publication: Publication) -> None:
-        """Brings memory up to date with a publication that is durable. Row lists are replaced, never changed in place."""
-        contents = self._contents
+    def settling(self, publication: Publication) -> Iterator[None]:
+        """Brings memory up to date with a publication that is durable, in slices, between which it yields. Row lists are replaced,
+        never changed in place.
+
+        Steps come and go at the end. Until then the record in force at a step that stays is the same, with and without its key's
+        slice; steps that go must not be asked for any more.
+        """
+        contents, rows_after, keys_gone = self._contents, publication.rows_after, publication.keys_gone
+        for number, keys in enumerate(slices(rows_after)):
+            if number:
+                yield
+            for key in keys:
+                if key in keys_gone:
+                    del contents.rows[key]
+                else:
+                    contents.rows[key] = rows_after[key]
         if self._next_roots is not None and publication.namespace.sequence == self._next_roots[0]:
             self._roots, self._next_roots = self._next_roots[1], None
         elif publication.namespace.epoch != contents.namespace.epoch:  # a rollback drops rows that the table has
             self._roots = None
         contents.namespace = publication.namespace
-        contents.rows.update(publication.rows_after)
-        for key in publication.keys_gone:
-            del contents.rows[key]
         for _, step in publication.drop_steps:
             del contents.steps[step]
         for _, step_row in publication.put_steps:
@@ -336,11 +347,11 @@ class Ledger:
         name = namespace.name
         return Publication(
             namespace=namespace,
-            put_rows=tuple((name, key, row) for key, row in added.items()),
-            drop_rows=tuple((name, key, row.first_step) for key, row in dropped),
+            put_rows=[(name, key, row) for key, row in added.items()],
+            drop_rows=[(name, key, row.first_step) for key, row in dropped],
             put_steps=tuple((name, row) for row in added_steps),
             drop_steps=tuple((name, row.step) for row in dropped_steps),
-            freed=tuple(row.located.extent for _, row in dropped),
+            freed=[row.located.extent for _, row in dropped],
             freed_note_slots=tuple(row.note_slot for row in dropped_steps),
             rows_after=rows_after,
             keys_gone=frozenset(key for key, rows in rows_after.items() if not rows),

@@ -14,19 +14,20 @@ from paramstore.storage.catalog.base import Change, NamespaceRow, Row, StepRow
 class Publication:
     """One planned change of a namespace. namespace: its row as it will be.
 
+    put_rows, drop_rows, freed: emptied by whoever has settled it, in slices.
     freed: extents that nobody sees any more once this is durable (reads under way may still pin them).
     freed_note_slots: note slots of the dropped steps.
     """
 
     namespace: NamespaceRow
-    put_rows: tuple[tuple[str, ExpertKey, Row], ...]
-    drop_rows: tuple[tuple[str, ExpertKey, int], ...]
+    put_rows: list[tuple[str, ExpertKey, Row]]
+    drop_rows: list[tuple[str, ExpertKey, int]]
     put_steps: tuple[tuple[str, StepRow], ...]
     drop_steps: tuple[tuple[str, int], ...]
-    freed: tuple[Extent, ...]
+    freed: list[Extent]
     freed_note_slots: tuple[int, ...]
     rows_after: Mapping[ExpertKey, list[Row]] = field(repr=False)
-    """Row lists that `Ledger.settle` puts in place; made ahead, so that settling a large commit is short."""
+    """Row lists that `Ledger.settling` puts in place; made ahead, so that settling a large commit is short."""
     keys_gone: frozenset[ExpertKey] = field(repr=False)
     keys_layered: frozenset[ExpertKey] = field(repr=False)
 
@@ -34,8 +35,8 @@ class Publication:
         """The transaction that makes it durable."""
         return Change(
             put_namespaces=(self.namespace,),
-            put_rows=self.put_rows,
-            drop_rows=self.drop_rows,
+            put_rows=tuple(self.put_rows),
+            drop_rows=tuple(self.drop_rows),
             put_steps=self.put_steps,
             drop_steps=self.drop_steps,
         )

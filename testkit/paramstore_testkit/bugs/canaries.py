@@ -26,7 +26,8 @@ from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records import update as records_update
 from paramstore.engine.steps.commit import Committer
-from paramstore.engine.steps.history import Chain
+from paramstore.engine.steps.history import History
+from paramstore.engine.steps.proof import Prover
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.transfers import Transfers
@@ -79,26 +80,26 @@ def nothing(*_: object, **__: object) -> None:
     """Does nothing, in the place of a function that should do something."""
 
 
-def _committer_sees(flush_of: Callable[[int, int], Callable[[Any], None] | None]) -> list[Patch]:
-    """Patches volumes as the committer sees them. flush_of: (volume, number of volumes) -> its flush, None: the real one."""
-    made = Committer.__init__
+def _prover_sees(flush_of: Callable[[int, int], Callable[[Any], None] | None]) -> list[Patch]:
+    """Patches volumes as the prover sees them. flush_of: (volume, number of volumes) -> its flush, None: the real one."""
+    made = Prover.__init__
 
-    def init(self: Committer, *parts: Any, volumes: Mapping[int, Any], **others: Any) -> None:
+    def init(self: Prover, *parts: Any, volumes: Mapping[int, Any], **others: Any) -> None:
         seen = {}
         for index, volume in volumes.items():
             flush = flush_of(index, len(volumes))
             seen[index] = volume if flush is None else _Volume(volume, flush)
         made(self, *parts, volumes=seen, **others)
 
-    return [(Committer, "__init__", init)]
+    return [(Prover, "__init__", init)]
 
 
 def _skip_flush() -> list[Patch]:
-    return _committer_sees(lambda index, count: nothing)
+    return _prover_sees(lambda index, count: nothing)
 
 
 def _forget_one_volume() -> list[Patch]:
-    return _committer_sees(lambda index, count: nothing if index == count - 1 else None)
+    return _prover_sees(lambda index, count: nothing if index == count - 1 else None)
 
 
 def _publish_before_flush() -> list[Patch]:
@@ -111,7 +112,7 @@ def _publish_before_flush() -> list[Patch]:
             late.pop().flush()
         return publication
 
-    return [*_committer_sees(lambda index, count: late.append), (Transactions, "publish", publish_first)]
+    return [*_prover_sees(lambda index, count: late.append), (Transactions, "publish", publish_first)]
 
 
 def _believe_the_second_flush() -> list[Patch]:
@@ -121,11 +122,11 @@ def _believe_the_second_flush() -> list[Patch]:
         except VolumeError:
             volume.flush()
 
-    return _committer_sees(lambda index, count: flush)
+    return _prover_sees(lambda index, count: flush)
 
 
 def _trust_after_a_failed_flush() -> list[Patch]:
-    return [(Committer, "_distrust", nothing)]
+    return [(Prover, "_distrust", nothing)]
 
 
 def _publish_before_written() -> list[Patch]:
@@ -162,16 +163,16 @@ def _reuse_extent_at_once() -> list[Patch]:
                 if (key, row.first_step) not in dropped:
                     early.add((key, row.first_step))
                     freed.append(row.located.extent)
-        return replace(publication, freed=tuple(freed))
+        return replace(publication, freed=freed)
 
     return [(Ledger, "plan_publish", plan)]
 
 
 def _reuse_note_slot() -> list[Patch]:
-    settle, free = Chain.settle, NoteSlots.free
+    settling, free = History.settling, NoteSlots.free
 
-    def settle_and_free(self: Chain, namespace: NamespaceState, publication: Any) -> None:
-        settle(self, namespace, publication)
+    def settling_and_freeing(self: History, namespace: NamespaceState, publication: Any) -> Iterator[None]:
+        yield from settling(self, namespace, publication)
         for _, row in publication.put_steps:
             self._note_slots.free(row.note_slot)
 
@@ -179,7 +180,7 @@ def _reuse_note_slot() -> list[Patch]:
         if slot in self._taken:
             free(self, slot)
 
-    return [(Chain, "settle", settle_and_free), (NoteSlots, "free", free_taken)]
+    return [(History, "settling", settling_and_freeing), (NoteSlots, "free", free_taken)]
 
 
 def _believe_unknown_transaction() -> list[Patch]:
@@ -222,8 +223,8 @@ def _apply_twice() -> list[Patch]:
 
 def _load_older() -> list[Patch]:
     def committed(self: NamespaceState, key: Any) -> Any:
-        step = self.ledger.committed_step
-        return self.ledger.at(key, step) if step is not None else self.working[key].uncommitted
+        step = self.steps.ledger.committed_step
+        return self.steps.ledger.at(key, step) if step is not None else self.residency.working[key].uncommitted
 
     def misled(load: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -250,10 +251,11 @@ def _drop_at_prepare() -> list[Patch]:
 
 
 def _finalize_in_memory() -> list[Patch]:
-    async def finalize(self: Chain, namespace: NamespaceState, *, for_writer: bool) -> None:
-        self.settle(namespace, namespace.ledger.plan_finalize((), for_writer=for_writer))
+    async def finalize(self: History, namespace: NamespaceState, *, for_writer: bool) -> None:
+        for _ in self.settling(namespace, namespace.steps.ledger.plan_finalize((), for_writer=for_writer)):
+            pass
 
-    return [(Chain, "_finalize", finalize)]
+    return [(History, "_finalize", finalize)]
 
 
 def _skip_root_check() -> list[Patch]:

@@ -12,8 +12,8 @@ from typing import Any
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Located
 from paramstore.daemon.peer import Peer
-from paramstore.engine.capacity.host import HostTier
-from paramstore.engine.steps.history import Chain
+from paramstore.engine.capacity.upload_budget import UploadBudget
+from paramstore.engine.steps.history import History
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.storage.catalog.base import StepRow
@@ -40,9 +40,11 @@ def acknowledge_early() -> None:
         if not planned.put_steps:
             return await publish(self, namespace, lambda: planned, room_rows=room_rows)
 
+        change = planned.change()  # whoever settles empties what it is made of
+
         async def publish_now() -> None:
             await asyncio.sleep(PUBLISH_DELAY_S)
-            await publish(self, namespace, lambda: planned, room_rows=room_rows)
+            await self.apply_change(change)
 
         late.add(asyncio.get_running_loop().create_task(publish_now()))
         return planned
@@ -67,12 +69,12 @@ def lose_second_record() -> None:
 def keep_dead_updates() -> None:
     """A new writer does not begin at the committed step, but where the one before it stopped."""
 
-    async def stay(self: Chain, namespace: NamespaceState, *, at: int | None) -> None:
-        if namespace.committed_step is None or at is not None:
+    async def stay(self: History, namespace: NamespaceState, *, at: int | None) -> None:
+        if namespace.steps.committed_step is None or at is not None:
             await reopen(self, namespace, at=at)
 
-    reopen = Chain.reopen
-    replace_in(Chain, reopen=stay)
+    reopen = History.reopen
+    replace_in(History, reopen=stay)
 
 
 def free_on_hangup() -> None:
@@ -87,7 +89,7 @@ def forget_process() -> None:
 
 def keep_uploads() -> None:
     """Upload areas of sessions that ended count for ever."""
-    replace_in(HostTier, drop_uploads=lambda self, client: None)
+    replace_in(UploadBudget, drop=lambda self, client: None)
 
 
 def leak_descriptor() -> None:

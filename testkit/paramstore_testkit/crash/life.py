@@ -86,7 +86,7 @@ class Life(Trial):
     async def resume(self) -> None:
         """Starts the daemon after a crash, and opens as writer what it finds."""
         await self.start()
-        if NAME not in self.store.namespaces or self.store.namespaces[NAME].committed_step is None:
+        if NAME not in self.store.namespaces or self.store.namespaces[NAME].steps.committed_step is None:
             return
         self.model.next_step = max(self.committed or 0, self.prepared or 0) + 1
         await self.open()
@@ -104,11 +104,11 @@ class Life(Trial):
 
     @property
     def prepared(self) -> int | None:
-        return self.store.namespaces[NAME].prepared_step
+        return self.store.namespaces[NAME].steps.prepared_step
 
     @property
     def committed(self) -> int | None:
-        return self.store.namespaces[NAME].committed_step
+        return self.store.namespaces[NAME].steps.committed_step
 
     def committed_now(self) -> int:
         step = self.committed
@@ -147,14 +147,16 @@ class Life(Trial):
             case "rollback":
                 await self.rollback(self.committed_now())
             case "rollback further":
-                least = max(self.view.namespace.ledger.snapshots(), default=0)
-                await self.rollback(self.random.choice([step for step in self.view.namespace.ledger.steps() if step >= least]))
+                least = max(self.view.namespace.steps.ledger.snapshots(), default=0)
+                await self.rollback(
+                    self.random.choice([step for step in self.view.namespace.steps.ledger.steps() if step >= least])
+                )
             case "snapshot":
-                step = self.random.choice(self.view.namespace.ledger.steps())
+                step = self.random.choice(self.view.namespace.steps.ledger.steps())
                 await self.store.admission.snapshot(self.view, step)
                 self.note("kept", step)
-            case "drop snapshot" if self.view.namespace.ledger.snapshots():
-                step = self.view.namespace.ledger.snapshots()[0]
+            case "drop snapshot" if self.view.namespace.steps.ledger.snapshots():
+                step = self.view.namespace.steps.ledger.snapshots()[0]
                 self.note("dropping", step)
                 await self.store.admission.drop_snapshot(self.view, step)
             case "prepare":
@@ -225,7 +227,7 @@ class Life(Trial):
         """Commits, while the next updates and their write-backs run beside the commit's own writes."""
         await self.train(self.some_keys())
         commit = asyncio.ensure_future(self.commit())
-        while self.view.namespace.cut is None and not commit.done():
+        while self.view.namespace.steps.cut is None and not commit.done():
             await asyncio.sleep(0)
         await self.train(self.some_keys())
         await self.store.write_back(self.view, None)
@@ -250,7 +252,7 @@ class Life(Trial):
             if self.must_restart():
                 await self.restart()
                 await self.train(self.some_keys())
-            elif self.view.namespace.broken is not None:
+            elif self.view.namespace.writing.broken is not None:
                 await self.rollback(self.committed_now())
                 await self.train(self.some_keys())
             await self.commit()

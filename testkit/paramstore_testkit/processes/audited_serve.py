@@ -21,6 +21,8 @@ ALWAYS = frozenset({
 OUTSIDE_IMPORTS = frozenset({"marshal.loads", "marshal.load", "code.__new__"})
 ONCE_IT_LISTENS = frozenset({"compile", "exec"})
 IMPORT_MACHINERY = "<frozen importlib"
+LIST_LIBRARIES = ["/sbin/ldconfig", "-p"]
+"""What `ctypes.util.find_library` runs, with which a package that CUDA's build of torch imports looks for libdl."""
 FRAMES_MAX = 12
 
 
@@ -33,8 +35,11 @@ class Auditor:
     def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
         if event == "socket.bind":
             self.is_listening = True
-        elif event in ALWAYS or (self._is_late(event) and not (_is_importing() or _is_underlining())):
+        elif self._is_always(event, arguments) or (self._is_late(event) and not (_is_importing() or _is_underlining())):
             os.write(2, f"{MARK}{event} {_short(arguments)} from {' < '.join(_callers())}\n".encode(errors="replace"))
+
+    def _is_always(self, event: str, arguments: tuple[object, ...]) -> bool:
+        return event in ALWAYS and not _is_listing_libraries(arguments)
 
     def _is_late(self, event: str) -> bool:
         return event in OUTSIDE_IMPORTS or (self.is_listening and event in ONCE_IT_LISTENS)
@@ -61,6 +66,11 @@ def _is_importing() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _is_listing_libraries(arguments: tuple[object, ...]) -> bool:
+    """Whether an import runs the program that lists the system's libraries, which gets nothing that came as data."""
+    return len(arguments) > 1 and arguments[1] == LIST_LIBRARIES and _is_importing()
 
 
 def _is_underlining() -> bool:

@@ -24,7 +24,7 @@ from paramstore.engine.planner.planner import Planner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records import update
 from paramstore.engine.records.applies import Applies
-from paramstore.engine.steps import commit
+from paramstore.engine.steps import proof
 from paramstore.storage.catalog.base import Change, Contents
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
@@ -45,14 +45,14 @@ WRAPPED: Mapping[str, tuple[Any, str]] = {
     "fill": (update, "fill_initial"),
     "settle_write": (WorkingPlanner, "settle_write"),
     "reserve": (LmdbCatalog, "reserve"),
-    "cut": (CutPlanner, "cut"),
-    "note": (commit, "write_note"),
+    "cut": (CutPlanner, "begin"),
+    "note": (proof, "write_note"),
     "plan_publish": (Ledger, "plan_publish"),
-    "settle_ledger": (Ledger, "settle"),
+    "settle_ledger": (Ledger, "settling"),
     "settle_cut": (CutPlanner, "settle"),
     "release": (Space, "release"),
     "plan_rollback": (Ledger, "plan_rollback"),
-    "rollback": (Planner, "rollback"),
+    "rollback": (Planner, "roll_back"),
     "answer": (Channel, "send"),
 }
 """Owner and attribute of the function that does a step of the daemon's work, by the step's name."""

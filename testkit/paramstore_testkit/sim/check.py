@@ -47,8 +47,8 @@ def _check_space(store: Store) -> None:
 
 
 def _needed(namespace: NamespaceState) -> list[Extent]:
-    needed = list(namespace.ledger.extents())
-    for working in namespace.working.values():
+    needed = list(namespace.steps.ledger.extents())
+    for working in namespace.residency.working.values():
         if working.uncommitted is not None:
             needed.append(working.uncommitted.extent)
         if working.reserved is not None:
@@ -57,11 +57,11 @@ def _needed(namespace: NamespaceState) -> list[Extent]:
 
 
 def _check_copies(namespace: NamespaceState) -> None:
-    arena = namespace.param_arena
-    copies = [copy for found in namespace.copies.values() for copy in found]
-    if arena is not None:
+    arenas = namespace.memory if namespace.has_memory else None
+    copies = [copy for found in namespace.residency.copies.values() for copy in found]
+    if arenas is not None:
         slots = {copy.slot for copy in copies}
-        taken = arena.slots.count - arena.slots.free_count
+        taken = arenas.param.slots.count - arenas.param.slots.free_count
         if len(slots) != len(copies) or taken != len(copies):
             raise Broken(f"{namespace.name}: {len(copies)} param copies in {len(slots)} slots, {taken} are taken")
     leased: Counter[int] = Counter()
@@ -71,12 +71,14 @@ def _check_copies(namespace: NamespaceState) -> None:
     for copy in copies:
         if copy.leases != leased[id(copy)]:
             raise Broken(f"{namespace.name}: {copy.key} counts {copy.leases} leases, views have {leased[id(copy)]}")
-    working = namespace.working_arena
-    if working is not None:
-        slots = {found.slot for found in namespace.resident.values() if found.slot is not None}
+    if arenas is not None:
+        working = arenas.working
+        slots = {found.slot for found in namespace.residency.resident.values() if found.slot is not None}
         taken = working.slots.count - working.slots.free_count
-        if len(slots) != len(namespace.resident) or taken < len(slots):
-            raise Broken(f"{namespace.name}: {len(namespace.resident)} working copies in {len(slots)} slots, {taken} are taken")
+        if len(slots) != len(namespace.residency.resident) or taken < len(slots):
+            raise Broken(
+                f"{namespace.name}: {len(namespace.residency.resident)} working copies in {len(slots)} slots, {taken} are taken"
+            )
 
 
 def check_baseline(machine: SimMachine) -> None:
@@ -85,7 +87,7 @@ def check_baseline(machine: SimMachine) -> None:
     planner, host = store.transfers._planner, store.host
     left = {
         "sessions": len(server._sessions), "transfers": len(store.transfers.runner.under_way), "running": machine.workers.running,
-        "pins": len(planner.space._pins), "leaving": len(planner.space._leaving), "upload bytes": host.upload_bytes,
+        "pins": len(planner.space._pins), "leaving": len(planner.space._leaving), "upload bytes": store.uploads.used_bytes,
         "orphan writes": planner.working.orphan_writes, "sockets": len(machine.network.sockets) - 1,
         "outbox": int(not planner.outbox.is_empty), "segments": len(machine.memory.segments) - len(host._segments),
     }  # fmt: skip
@@ -100,22 +102,23 @@ def check_baseline(machine: SimMachine) -> None:
 
 
 def _left_in(namespace: NamespaceState) -> dict[str, int]:
-    copies = [copy for found in namespace.copies.values() for copy in found]
+    residency, writing = namespace.residency, namespace.writing
+    copies = [copy for found in residency.copies.values() for copy in found]
     left = {
-        "views": len(namespace.views), "writer": int(namespace.writer is not None), "cut": int(namespace.cut is not None),
+        "views": len(namespace.views), "writer": int(writing.writer is not None), "cut": int(namespace.steps.cut is not None),
         "leased copies": sum(copy.leases > 0 for copy in copies),
         "retired copies": sum(copy.state is Copy.RETIRED for copy in copies),
         "unsettled copies": sum(copy.is_moving or bool(copy.waiters) for copy in copies),
-        "held working copies": sum(working.holders for working in namespace.working.values()),
-        "moves": sum(working.is_moving for working in namespace.working.values()),
-        "requests": sum(len(working.requests) for working in namespace.working.values()),
-        "pending": len(namespace.pending), "turn": int(namespace.turn.locked()), "stop requests": namespace.stop_requests,
+        "held working copies": sum(working.holders for working in residency.working.values()),
+        "moves": sum(working.is_moving for working in residency.working.values()),
+        "requests": sum(len(working.requests) for working in residency.working.values()),
+        "pending": len(writing.pending), "turn": int(writing.turn.locked()), "stop requests": writing.stop_requests,
         "waiting": sum(len(arena.waiting) for arena in namespace.arenas()),
-        "prefetched copies that are gone": len(namespace.prefetched - set(copies)),
+        "prefetched copies that are gone": len(residency.prefetched - set(copies)),
     }  # fmt: skip
-    arena = namespace.working_arena
-    if arena is not None:
-        left["working slots"] = arena.slots.count - arena.slots.free_count - len(namespace.resident)
+    if namespace.has_memory:
+        arena = namespace.memory.working
+        left["working slots"] = arena.slots.count - arena.slots.free_count - len(residency.resident)
     return left
 
 
@@ -123,7 +126,7 @@ def check_disks(machine: SimMachine, namespace: NamespaceState, model: Namespace
     """Checks after a start that every record of every step that can be opened lies on the disks, whole, with the model's bytes.
 
     Gives the number of records that it looked at."""
-    part, ledger = machine.schema.stored, namespace.ledger
+    part, ledger = machine.schema.stored, namespace.steps.ledger
     record = Image(part.fields, part.image_bytes)
     seen: set[Extent] = set()
     for step in ledger.steps():

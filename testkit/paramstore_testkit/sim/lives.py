@@ -86,7 +86,7 @@ class Lives(Trial):
     def _open(self, client: SimClient) -> None:
         model = list(self.world.models.values())[client.number % len(self.world.models)]
         known = self.machine.store.namespaces.get(model.name)
-        if known is None or known.committed_step is None:
+        if known is None or known.steps.committed_step is None:
             if client.role == TRAINER and self.world.creators.setdefault(model.name, client) is client:
                 openings.create(client, model)
         elif client.role == TRAINER or (client.role == STRANGER and self.random.random() < 0.1):
@@ -167,7 +167,7 @@ class Lives(Trial):
             if client.process is not None:
                 client.process.kill()  # it had hung up, and may have been granted what it never heard of
         store = self.machine.store
-        while not store.transfers.runner.is_idle or any(namespace.turn.locked() for namespace in store.namespaces.values()):
+        while not store.transfers.runner.is_idle or any(namespace.writing.turn.locked() for namespace in store.namespaces.values()):
             await asyncio.sleep(1.0)
             if self.loop.time() > deadline_s:
                 raise Broken("something moves although all clients have gone")
@@ -192,9 +192,9 @@ class Lives(Trial):
         if self.random.random() < 0.5:
             await self._until_commit()
         self.world.is_quiet = True
-        if any(working.uncommitted is not None for namespace in namespaces for working in namespace.working.values()):
+        if any(working.uncommitted is not None for namespace in namespaces for working in namespace.residency.working.values()):
             self.world.mark("crash with an unpublished record")
-        if any(namespace.cut is not None for namespace in namespaces):
+        if any(namespace.steps.cut is not None for namespace in namespaces):
             self.world.mark("crash during a commit")
         if any(disk.unflushed for disk in self.machine.disks.values()):
             self.world.mark("crash with unflushed writes")
@@ -204,7 +204,7 @@ class Lives(Trial):
         """Waits until a commit is under way, if there is one soon, so that the power fails during it."""
         store, is_late = self.machine.store, self.random.random() < 0.5
         for _ in range(600):
-            if any(namespace.cut is not None for namespace in store.namespaces.values()):
+            if any(namespace.steps.cut is not None for namespace in store.namespaces.values()):
                 if not is_late:
                     await asyncio.sleep(self.random.random() * self.random.choice((1e-4, 4 * self.plan.io_s)))
                     return
@@ -218,7 +218,9 @@ class Lives(Trial):
         """Whether the catalog has a step that the daemon does not know of yet."""
         found = self.machine.durable._durable.namespaces.get(model.name)
         known = self.machine.store.namespaces.get(model.name)
-        return found is not None and known is not None and max(found.steps, default=-1) > max(known.ledger.steps(), default=-1)
+        return (
+            found is not None and known is not None and max(found.steps, default=-1) > max(known.steps.ledger.steps(), default=-1)
+        )
 
     def _recover(self) -> None:
         """Starts a new daemon, and checks that what it found is what the model allows."""
@@ -235,10 +237,10 @@ class Lives(Trial):
                     raise Broken(f"{name} is gone")
                 continue
             before = model.committed
-            model.observe_committed(namespace.committed_step, is_resolved=True)
+            model.observe_committed(namespace.steps.committed_step, is_resolved=True)
             if before is not None and model.committed is not None and model.committed > before:
                 self.world.mark("commit survived without its answer")
-            ledger = namespace.ledger
+            ledger = namespace.steps.ledger
             model.check_steps(ledger.steps())
             model.check_prepared(ledger.prepared_step)
             model.check_snapshots(ledger.snapshots())

@@ -10,10 +10,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import heapq
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -57,7 +56,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.failure: BaseException | None = None
         """Error that ends the run at the next turn, of a check that failed within a callback: the product would swallow it."""
         self.turns = 0
-        self.set_task_factory(self._make_task)  # type: ignore[arg-type]
+        self.set_task_factory(self._make_task)
         self.set_exception_handler(self._unhandled)
 
     def time(self) -> float:
@@ -72,13 +71,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         error = context.get("exception")
         self.fail(AssertionError(f"unhandled in the loop: {context.get('message')}: {error!r}"))
 
-    def _make_task(
-        self, _: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context | None = None
-    ) -> asyncio.Task[Any]:
+    def _make_task(self, _: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        """Makes a task of what asyncio hands its factory, which differs between Pythons: a context, in some the name too."""
         self._tasks_made += 1
         task = SimTask.__new__(SimTask)
         task.serial = self._tasks_made  # before `__init__`, which puts the task into sets
-        task.__init__(coroutine, loop=self, context=context)  # type: ignore[misc]
+        task.__init__(coroutine, loop=self, **options)  # type: ignore[misc]
         self.alive[task.serial] = task
         task.add_done_callback(self._task_done)
         return task

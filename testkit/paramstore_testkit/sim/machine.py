@@ -16,12 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from paramstore.config import Config, PolicyConfig
+from paramstore.core import slices
 from paramstore.core.schema import Schema
 from paramstore.daemon import assembly, session, volume_places
 from paramstore.daemon.server import Server
 from paramstore.engine import admission
-from paramstore.engine.capacity import host, volumes
-from paramstore.engine.capacity.volumes import entitled_bytes
+from paramstore.engine.capacity import budget, prefill, upload_budget
+from paramstore.engine.capacity.entitlements import entitled_bytes
 from paramstore.engine.records import update
 from paramstore.engine.store import Store
 from paramstore.engine.tables import arena, requests
@@ -43,6 +44,8 @@ SEGMENT_ALIGNMENT_BYTES = 4096
 SEGMENT_BYTES = 64 << 10
 """Size of a segment: so small that arenas have several."""
 PREFILL_PIECE_BYTES = 256 << 10
+SLICE = 3
+"""Namespaces of some eight keys are cut, settled and rolled back in several turns, as those of thousands are in a daemon."""
 
 
 class OrderedSet(dict[Any, None]):
@@ -302,10 +305,10 @@ def installed(loop: VirtualLoop, random: Random) -> Iterator[None]:
         assembly: {"load": functions["load"], "MonotonicClock": lambda: clock}, volume_places: {"uuid": uuids},
         session: {"Peer": SimPeer},
         arena: {"SEGMENT_ALIGNMENT_BYTES": SEGMENT_ALIGNMENT_BYTES, "SEGMENT_BYTES": SEGMENT_BYTES},
-        host: {"SEGMENT_ALIGNMENT_BYTES": SEGMENT_ALIGNMENT_BYTES},
-        volumes: {"PREFILL_PIECE_BYTES": PREFILL_PIECE_BYTES},
+        budget: {"SEGMENT_ALIGNMENT_BYTES": SEGMENT_ALIGNMENT_BYTES},
+        upload_budget: {"SEGMENT_ALIGNMENT_BYTES": SEGMENT_ALIGNMENT_BYTES},
+        prefill: {"PIECE_BYTES": PREFILL_PIECE_BYTES}, slices: {"SLICE": SLICE},
         requests.PrefetchRequest: {"__init__": _with_order(requests.PrefetchRequest.__init__, "pending")},
-        host._Segment: {"__init__": _with_order(host._Segment.__init__, "clients")},
     }
     with ExitStack() as stack:
         for owner, names in replaced.items():

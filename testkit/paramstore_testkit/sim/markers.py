@@ -14,7 +14,7 @@ from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.update import Updater
-from paramstore.engine.steps.commit import Committer
+from paramstore.engine.steps.proof import Prover
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers.scheduler import Scheduler
@@ -53,12 +53,15 @@ def probed(mark: Mark) -> Iterator[None]:
 def _probes(mark: Mark) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return [
         (Scheduler, "promote", _of_promote(mark)),
-        (Updater, "_until_mine", _before(lambda _, ns, working, epoch: ns.is_cut(working.key) and mark("update waited for a cut"))),
+        (
+            Updater, "_until_mine",
+            _before(lambda _, ns, working, epoch: ns.steps.is_cut(working.key) and mark("update waited for a cut")),
+        ),
         (WorkingPlanner, "settle_write", _of_settle_write(mark)),
         (WorkingPlanner, "discard", _before(lambda _, ns, working: working.state is Working.WRITING and mark("orphaned write"))),
         (CopyPlanner, "retire", _before(lambda _, ns, copy: copy.leases and mark("leased copy superseded"))),
         (Cleaner, "until_space", _before(lambda *_, **__: mark("space waited for"))),
-        (Committer, "_distrust", _before(lambda *_: mark("failed flush broke a namespace"))),
+        (Prover, "_distrust", _before(lambda *_: mark("failed flush broke a namespace"))),
         (Transactions, "_stop", _before(lambda *_: mark("store stopped"))),
         (Transactions, "_happened", _of_happened(mark)),
     ]

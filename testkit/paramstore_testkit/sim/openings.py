@@ -111,7 +111,7 @@ def open_writer(c: SimClient, model: NamespaceModel) -> None:
     opening = Opening(model, at)
 
     def arrived() -> None:
-        if c.world.machine.store.namespaces[model.name].cut is not None:
+        if c.world.machine.store.namespaces[model.name].steps.cut is not None:
             c.world.mark("writer came during a commit")
         opening.arrived()
         if at is not None:

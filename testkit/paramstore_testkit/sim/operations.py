@@ -251,7 +251,7 @@ def apply(c: SimClient, view: ClientView) -> None:
         taken.free()
         if claimed is None or result["records"] != len(claimed[0]):
             raise Broken(f"{c}: an apply of {claimed} says {result}")
-        if c.world.machine.store.namespaces[model.name].cut is not None:
+        if c.world.machine.store.namespaces[model.name].steps.cut is not None:
             c.world.mark("commit beside apply")
 
     def failed(error: str) -> None:

@@ -70,7 +70,7 @@ def rollback(c: SimClient, view: ClientView) -> None:
         if model.writer is view:
             was_there, is_target = step in model.must_have(), step not in model.targets
             model.targets[step] = None
-            if world.machine.store.namespaces[model.name].cut is not None:
+            if world.machine.store.namespaces[model.name].steps.cut is not None:
                 world.mark("rollback during a commit")
 
     def done(epoch: Any) -> None:

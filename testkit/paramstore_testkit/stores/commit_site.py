@@ -84,7 +84,7 @@ class Site:
 
     @property
     def free_note_slots(self) -> int:
-        return self.store.committer._note_slots.free_count
+        return self.store.committer._prover._note_slots.free_count
 
     async def reopened(self) -> View:
         await self.machine.crash()

@@ -24,7 +24,7 @@ async def verify(machine: Machine, *, namespace: str | None = None, keys: Sequen
 
 
 def located_at(view: View, key: tuple[int, int], step: int) -> Located:
-    located = view.namespace.ledger.at(key, step)
+    located = view.namespace.steps.ledger.at(key, step)
     assert located is not None
     return located
 

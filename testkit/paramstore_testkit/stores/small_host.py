@@ -58,8 +58,8 @@ def host_tier(memory: PlainMemory, *, budget_bytes: int = 64 * MIB, io_threads: 
     runner = Runner(InlineWorkers(asyncio.get_running_loop()))
     runner.scheduler.add_lane(BACKGROUND_LANE, 1)
     return HostTier(
-        runner, memory, Buffers(), budget_bytes=budget_bytes, io_threads=io_threads, piece_bytes=MIB, pipeline_slots=6,
-        make_policy=lambda capacity: Lru(),
+        runner, memory, Buffers(), budget_bytes=budget_bytes, io_threads=io_threads, piece_bytes=MIB,
+        pipeline_slots=6, make_policy=lambda capacity: Lru(),
     )  # fmt: skip
 
 
@@ -69,6 +69,6 @@ def namespace_of(schema: Schema, name: str = "moe", experts: int = 8) -> Namespa
 
 
 async def grow_all(host: HostTier, namespace: NamespaceState) -> None:
-    for arena in (namespace.working_arena, namespace.param_arena):
-        while arena is not None and await host.grow(namespace, arena):
+    for arena in namespace.arenas():
+        while await host.grow(namespace, arena):
             pass

@@ -29,6 +29,7 @@ from paramstore.sim.world import PlannerAlone
 from paramstore.storage.catalog.base import StepRow
 from paramstore.storage.format.apply_log import pack_log
 from paramstore_testkit.disks.machine import PlainSegment
+from paramstore_testkit.stores.settling import begin_epoch, cut_of, free, settle, settle_cut
 
 SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
 OPTIONS = AdamW()
@@ -98,7 +99,7 @@ class SmallPlanner(PlannerAlone):
         self.land_all()
         assert request.is_finished
         assert request.error is None
-        return self.namespace.working[key]
+        return self.namespace.residency.working[key]
 
     def unhold(self, working: WorkingCopy) -> None:
         self.planner.working.unhold(self.namespace, working)
@@ -107,13 +108,13 @@ class SmallPlanner(PlannerAlone):
     def begin_apply(self, *keys: ExpertKey) -> None:
         """Calls an apply with gradients of `keys`; nothing of it has run."""
         memory = PlainSegment(4096)
-        self.namespace.pending = {key: (GradientRange(memory, 0, 4096),) for key in keys}
+        self.namespace.writing.pending = {key: (GradientRange(memory, 0, 4096),) for key in keys}
         claimed = self.planner.claims.begin(self.namespace, OPTIONS)
         self.planner.reserve_extents(self.namespace, claimed)
 
     def begin_update(self, key: ExpertKey, *, is_held: bool = False) -> Update:
         """Begins the update of `key` in a worker, with a gradient. is_held: its copy is held by the caller."""
-        working = self.namespace.working[key] if is_held else self.held(key)
+        working = self.namespace.residency.working[key] if is_held else self.held(key)
         gradient = GradientRange(PlainSegment(4096), 0, 4096)
         update = self.planner.plan_update(self.namespace, working, Claims(OPTIONS, 1.0, {working.key: (gradient,)}))
         self.updating[working] = update
@@ -125,13 +126,13 @@ class SmallPlanner(PlannerAlone):
     def update(self, *keys: ExpertKey, error: ParamStoreError | None = None) -> None:
         """Makes an apply of `keys`, from its call to its end."""
         self.begin_apply(*keys)
-        self.namespace.applies += 1
+        self.namespace.writing.applies += 1
         for key in keys:
             self.settle_update(self.begin_update(key), error)
             self.land_all()
 
     def cut(self) -> Cut:
-        return self.planner.cuts.cut(self.namespace)
+        return cut_of(self.planner, self.namespace)
 
     def commit(self, step: int) -> None:
         """Makes a commit of everything so far, from its cut to its end."""
@@ -142,32 +143,34 @@ class SmallPlanner(PlannerAlone):
             self.write(key)
         row = StepRow(step, cut.sequence, step, len(cut.keys), b"", cut.applies, log=pack_log(cut.log))
         self.planner.views.drop_oldest_readers(self.namespace, step)
-        publication = self.namespace.ledger.plan_publish(row, cut.located, self.namespace.held_steps())
-        self.namespace.ledger.settle(publication)
-        for extent in publication.freed:
-            self.space.release(extent)
-        self.planner.cuts.settle(self.namespace, is_published=True)
+        publication = self.namespace.steps.ledger.plan_publish(row, cut.located, self.namespace.held_steps())
+        settle(self.namespace.steps.ledger, publication)
+        free(self.space, publication.freed)
+        settle_cut(self.planner, self.namespace, is_published=True)
 
     def begin_write(self, key: ExpertKey, *, urgency: Urgency = Urgency.WRITE_BACK) -> Move:
         """Begins the write of a dirty record in a worker."""
-        working = self.namespace.working[key]
+        working = self.namespace.residency.working[key]
         assert self.planner.working.begin_write(self.namespace, working, urgency)
         self.start()
         (move,) = (move for move in self.under_way if move.subject is working)
         return move
 
     def write(self, key: ExpertKey) -> None:
-        if self.namespace.working[key].state == "dirty":
+        if self.namespace.residency.working[key].state == "dirty":
             self.begin_write(key)
         self.land_all()
 
     def rollback(self, step: int | None = None) -> None:
         """Goes back to `step` (None: the committed one), in a new epoch. Readers of later steps have lost them."""
-        publication = self.namespace.ledger.plan_rollback(self.namespace.committed_step if step is None else step)
+        publication = self.namespace.steps.ledger.plan_rollback(self.namespace.steps.committed_step if step is None else step)
         self.planner.views.drop_readers(self.namespace, [dropped for _, dropped in publication.drop_steps])
-        self.namespace.ledger.settle(publication)
-        self.namespace.applies, self.namespace.log = publication.namespace.applies, self.namespace.ledger.newest_log
-        self.planner.rollback(self.namespace, freed=publication.freed)
+        settle(self.namespace.steps.ledger, publication)
+        self.namespace.writing.applies, self.namespace.writing.log = (
+            publication.namespace.applies,
+            self.namespace.steps.ledger.newest_log,
+        )
+        begin_epoch(self.planner, self.namespace, publication.freed)
 
     # --- workers
 
@@ -196,7 +199,7 @@ class SmallPlanner(PlannerAlone):
     # --- looking
 
     def copy(self, key: ExpertKey, version: int = 0, epoch: int = 1) -> ParamCopy | None:
-        return self.namespace.find_copy(key, Identity(epoch, version))
+        return self.namespace.residency.find_copy(key, Identity(epoch, version))
 
     def kinds(self, moves: Sequence[Move]) -> list[tuple[MoveKind, ExpertKey]]:
         return [(move.kind, move.subject.key) for move in moves]
@@ -205,15 +208,15 @@ class SmallPlanner(PlannerAlone):
         """Gives every table as plain values: equal pictures mean that nothing changed."""
         namespace, outbox = self.namespace, self.planner.outbox
         copies = {
-            key: [(c.identity, c.state, c.slot, c.leases, c in namespace.prefetched, len(c.waiters)) for c in found]
-            for key, found in namespace.copies.items()
+            key: [(c.identity, c.state, c.slot, c.leases, c in namespace.residency.prefetched, len(c.waiters)) for c in found]
+            for key, found in namespace.residency.copies.items()
         }
         working = {
             key: (
-                w.state, w.slot, w.identity, w.target, w.uncommitted, w.reserved, w.holders, namespace.is_cut(key),
+                w.state, w.slot, w.identity, w.target, w.uncommitted, w.reserved, w.holders, namespace.steps.is_cut(key),
                 len(w.requests),
             )
-            for key, w in namespace.working.items()
+            for key, w in namespace.residency.working.items()
         }
         arenas = [
             (list(arena.waiting), [arena.slots.is_taken(slot) for slot in range(arena.slots.count)])
@@ -221,14 +224,14 @@ class SmallPlanner(PlannerAlone):
         ]
         views = [(sorted(view.leases), {c.place: n for c, n in view.leased.items()}) for view in namespace.views]
         decided = [len(box) for box in (outbox.moves, outbox.promoted, outbox.finished, outbox.woken)]
-        return copies, working, arenas, views, decided, self.space.stats(), sorted(namespace.changed), repr(namespace.stats)
+        return copies, working, arenas, views, decided, self.space.stats(), sorted(namespace.steps.changed), repr(namespace.stats)
 
     def check(self) -> None:
         """Checks that every taken slot and extent has exactly one owner. Nothing may be under way."""
         namespace = self.namespace
         assert not self.under_way
-        copies = [copy.slot for found in namespace.copies.values() for copy in found]
-        resident = [working.slot for working in namespace.resident.values() if working.slot is not None]
+        copies = [copy.slot for found in namespace.residency.copies.values() for copy in found]
+        resident = [working.slot for working in namespace.residency.resident.values() if working.slot is not None]
         if self.param_arena is self.working_arena:
             copies, resident = copies + resident, copies + resident
         assert sorted(copies) == taken(self.param_arena)
@@ -242,9 +245,9 @@ class SmallPlanner(PlannerAlone):
 
 def held_extents(namespace: NamespaceState) -> list[Extent]:
     """Lists the extents that belong to the namespace: those of its rows, and those uncommitted or reserved."""
-    copies = namespace.working.values()
+    copies = namespace.residency.working.values()
     uncommitted = [working.uncommitted.extent for working in copies if working.uncommitted is not None]
-    return [*namespace.ledger.extents(), *uncommitted, *(copy.reserved for copy in copies if copy.reserved is not None)]
+    return [*namespace.steps.ledger.extents(), *uncommitted, *(copy.reserved for copy in copies if copy.reserved is not None)]
 
 
 def taken(arena: Arena) -> list[int]:
@@ -275,6 +278,6 @@ def in_state(state: Working) -> tuple[SmallPlanner, WorkingCopy]:
         small.start()
     elif state is Working.CLEAN:
         small.unhold(small.held(A))
-    working = small.namespace.working[A]
+    working = small.namespace.residency.working[A]
     assert working.state is state
     return small, working

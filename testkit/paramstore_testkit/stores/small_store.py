@@ -130,7 +130,7 @@ async def lease(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_
 async def leased(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout_s: float = 5.0) -> Values:
     """Reads the `param` values of `keys` as `view` sees them."""
     request = await lease(store, view, keys, timeout_s=timeout_s)
-    arena, fields = view.namespace.param_arena, view.namespace.schema.part("param").fields
+    arena, fields = view.namespace.memory.param, view.namespace.schema.part("param").fields
     assert arena is not None
     values = {copy.key: values_in(arena.view(copy.slot), fields) for copy in request.copies}
     store.access.release(view, request.lease_id)
@@ -139,7 +139,7 @@ async def leased(store: Store, view: View, keys: Sequence[ExpertKey], *, timeout
 
 async def first_values(store: Store, view: View, keys: Sequence[ExpertKey] | None = None) -> list[float]:
     """Reads the first `param` of each key, as `view` sees it."""
-    arena, part = view.namespace.param_arena, view.namespace.schema.part("param")
+    arena, part = view.namespace.memory.param, view.namespace.schema.part("param")
     assert arena is not None
     values = []
     for key in keys_of(view) if keys is None else keys:
@@ -168,8 +168,7 @@ def shrink_arenas(
 
     stolen: number of slots taken from each arena so far, which grows.
     """
-    for arena, least in ((namespace.working_arena, working_least), (namespace.param_arena, 3)):
-        assert arena is not None
+    for arena, least in ((namespace.memory.working, working_least), (namespace.memory.param, 3)):
         arena.planned_slots = random.randint(least, most)
         while arena.slots.free_count and arena.slots.count - stolen.setdefault(arena, 0) > arena.planned_slots:
             arena.slots.take()

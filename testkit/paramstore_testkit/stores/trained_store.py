@@ -36,10 +36,9 @@ async def make_writer(store: Store, schema: Schema = SCHEMA, *, commit: bool = T
 
 def shows(namespace: NamespaceState, copies: Sequence[ParamCopy], state: State) -> bool:
     """Whether the bits of all these copies are those of `state`."""
-    assert namespace.param_arena is not None
     fields = namespace.schema.part("param").fields
     for copy in copies:
-        found = values_in(namespace.param_arena.view(copy.slot), fields)
+        found = values_in(namespace.memory.param.view(copy.slot), fields)
         if not all(torch.equal(found[name], value.to(found[name].dtype)) for name, value in state[copy.key].masters.items()):
             return False
     return True

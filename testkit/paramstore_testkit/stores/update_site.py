@@ -8,7 +8,7 @@ from typing import Any
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
-from paramstore.engine.records.access import Loader
+from paramstore.engine.records.access import Access
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore_testkit.disks.machine import Machine
@@ -31,8 +31,8 @@ class Site:
 
         def watched(namespace: NamespaceState, working: Any, claims: Any) -> Any:
             self.updated.append(working.key)
-            self.in_slots.append(len(namespace.resident))
-            self.writing.append(len(namespace.in_state[Working.WRITING]))
+            self.in_slots.append(len(namespace.residency.resident))
+            self.writing.append(len(namespace.residency.in_state[Working.WRITING]))
             return plan_update(namespace, working, claims)
 
         planner.plan_update = watched  # type: ignore[method-assign]
@@ -42,7 +42,7 @@ class Site:
         return self.view.namespace
 
     @property
-    def loader(self) -> Loader:
+    def access(self) -> Access:
         return self.store.access
 
     def pause(self) -> None:
@@ -62,15 +62,14 @@ class Site:
 
     def unhold(self, *keys: ExpertKey) -> None:
         for key in keys:
-            self.store.transfers._planner.working.unhold(self.namespace, self.namespace.working[key])
-            self.store.transfers._planner.after_working(self.namespace, self.namespace.working[key])
+            self.store.transfers._planner.working.unhold(self.namespace, self.namespace.residency.working[key])
+            self.store.transfers._planner.after_working(self.namespace, self.namespace.residency.working[key])
         self.store.transfers.carry_out()
 
     def leave_slots(self, count: int) -> None:
         """Leaves the working arena only so many slots; nothing is resident."""
-        assert self.namespace.working_arena is not None
-        while self.namespace.working_arena.slots.free_count > count:
-            self.namespace.working_arena.slots.take()
+        while self.namespace.memory.working.slots.free_count > count:
+            self.namespace.memory.working.slots.take()
 
     def corrupt(self, key: ExpertKey, field: str) -> None:
         located = self.namespace.on_volume(key)

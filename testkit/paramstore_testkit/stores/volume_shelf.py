@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from paramstore.engine.capacity.prefill import Prefill
 from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.record_reads import VolumeTraffic
@@ -46,9 +47,10 @@ class Shelf:
             self.space.add_volume(index, start_bytes=START, size_bytes=volume.size_bytes, written_bytes=written_bytes)
             rows[index] = VolumeRow(index, bytes(16), volume.size_bytes, written_bytes, bytes_written)
         self.traffic = {index: VolumeTraffic() for index in self.volumes}
+        self.prefill = Prefill(self.volumes, space=self.space, runner=self.runner, pump=self._pump)
         self.set = VolumeSet(
             self.volumes, superblocks=dict.fromkeys(self.volumes, SUPERBLOCK), rows=rows, space=self.space, catalog=self.catalog,
-            runner=self.runner, may_grow=may_grow, pump=self._pump, traffic=self.traffic, endurance_bytes=endurance_bytes,
+            runner=self.runner, may_grow=may_grow, prefill=self.prefill, traffic=self.traffic, endurance_bytes=endurance_bytes,
         )  # fmt: skip
 
     def _pump(self) -> None:

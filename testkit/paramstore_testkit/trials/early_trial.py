@@ -156,7 +156,7 @@ class EarlyTrial(Trial):
 
     async def look(self, before: dict[ExpertKey, torch.Tensor], after: dict[ExpertKey, torch.Tensor]) -> None:
         """Leases any key and checks what it sees; at times checks that an open apply refuses a write-back."""
-        claims = self.views[EARLY][0].namespace.open_apply
+        claims = self.views[EARLY][0].namespace.writing.open_apply
         assert claims is not None
         key = self.random.choice(KEYS)
         expected = after[key] if key in claims.gradients else before[key]
@@ -176,7 +176,7 @@ class EarlyTrial(Trial):
 
     async def give_up(self, way: str) -> None:
         """Drops the apply of the early namespace; both go back to the committed step."""
-        claims = self.views[EARLY][0].namespace.open_apply
+        claims = self.views[EARLY][0].namespace.writing.open_apply
         assert claims is not None
         if way == "abort":
             try:

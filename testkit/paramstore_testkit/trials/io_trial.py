@@ -174,7 +174,7 @@ class Trial:
         return view
 
     def roll_back_life(self, name: str) -> None:
-        step = self.writers[name].namespace.committed_step
+        step = self.writers[name].namespace.steps.committed_step
         assert step is not None
         self.lives[name].applies = self.lives[name].started[step]
 
@@ -191,7 +191,7 @@ class Trial:
 
     async def roll_back(self, name: str) -> None:
         view = self.writers[name]
-        step = view.namespace.committed_step
+        step = view.namespace.steps.committed_step
         assert step is not None
         await self.ask(f"roll back {name}", self.store.rollback(view, step))
         self.roll_back_life(name)
@@ -272,14 +272,14 @@ class Trial:
     async def check_fence(self) -> None:
         """Checks that no commit succeeds, whoever asks, and no new extent is on the volume whose flush failed."""
         fences = self.store.transfers._planner.space.fences
-        step = self.writers["other"].namespace.committed_step
+        step = self.writers["other"].namespace.steps.committed_step
         assert not await self.tries("commit other", self.commit("other")), "a step was committed after a failed flush"
-        assert self.writers["other"].namespace.committed_step == step
+        assert self.writers["other"].namespace.steps.committed_step == step
         if all(map(fences.is_fenced, self.machine.volumes)):
             return
         await self.train("other")
         await self.ask("write back other", self.store.write_back(self.writers["other"], None))
-        for copy in self.writers["other"].namespace.working.values():
+        for copy in self.writers["other"].namespace.residency.working.values():
             assert copy.uncommitted is not None
             assert not fences.is_fenced(copy.uncommitted.extent.volume), "a record was written to a fenced volume"
 
@@ -289,12 +289,12 @@ class Trial:
         self.script.failed.clear()
         await self.open_store()
         for name in self.writers:
-            if self.store.namespaces.get(name) is not None and self.store.namespaces[name].committed_step is not None:
+            if self.store.namespaces.get(name) is not None and self.store.namespaces[name].steps.committed_step is not None:
                 await self.open_writer(name)
 
     async def _is_sound(self, name: str) -> bool:
         """Whether the namespace can be trained on, after a rollback if it was broken."""
-        if self.writers[name].namespace.broken is None:
+        if self.writers[name].namespace.writing.broken is None:
             return True
         return not self.is_stopped and await self.tries(f"roll back {name}", self.roll_back(name))
 
@@ -305,7 +305,7 @@ class Trial:
         if self.is_fenced:
             await self.restart()
         if "moe" in self.writers:
-            if rolls_back or self.writers["moe"].namespace.broken is not None:
+            if rolls_back or self.writers["moe"].namespace.writing.broken is not None:
                 await self.roll_back("moe")
             await self.train("moe")
             await self.commit("moe")
@@ -321,7 +321,7 @@ class Trial:
         await self.open_store()
         for name, life in self.lives.items():
             namespace = self.store.namespaces.get(name)
-            step = namespace.committed_step if namespace is not None else None
+            step = namespace.steps.committed_step if namespace is not None else None
             least = -1 if life.acknowledged is None else life.acknowledged
             most = max(life.started, default=-1)
             assert least <= (-1 if step is None else step) <= most, f"{name} is at {step}; acknowledged {least}, started {most}"
@@ -330,7 +330,7 @@ class Trial:
             for retained in await self._steps(name):
                 reader = await self.open_reader(name, at=retained)
                 await self.check_records(name, reader, life.started[retained])
-                assert reader.namespace.ledger.step(retained).extra == str(retained).encode()
+                assert reader.namespace.steps.ledger.step(retained).extra == str(retained).encode()
             if goes_on:
                 view = await self.open_writer(name)
                 await self.train(name)
@@ -338,4 +338,4 @@ class Trial:
                 await self.check_records(name, view, life.applies)
 
     async def _steps(self, name: str) -> list[int]:
-        return (await self.open_reader(name)).namespace.ledger.steps()
+        return (await self.open_reader(name)).namespace.steps.ledger.steps()

@@ -70,12 +70,12 @@ class RanksTrial(StoreTrial):
         try:
             await super().read(view, key, expected)
         except AssertionError:
-            if view.step is not None or (view.namespace.broken is None and not view.is_fenced and not view.is_closed):
+            if view.step is not None or (view.namespace.writing.broken is None and not view.is_fenced and not view.is_closed):
                 raise
 
     def draw(self, weights: Mapping[str, float]) -> str:
         self.writer = self.writers[self.random.randrange(RANKS)]
-        if self.random.random() < LOSES and self.writer.namespace.committed_step is not None:
+        if self.random.random() < LOSES and self.writer.namespace.steps.committed_step is not None:
             return LOSS
         return super().draw(weights)
 

@@ -35,7 +35,7 @@ class ResidencyActs(ResidencyChecks):
 
     def _begin_dirty(self, key: ExpertKey) -> None:
         """Updates the record; writes those before it if they have to give up their slot."""
-        for other in list(self.namespace.resident):
+        for other in list(self.namespace.residency.resident):
             self.small.write(other)
         self.small.update(key)
         self.model.newest[key] = self.model.target[key] = Identity(1, self.model.newest[key].version + 1)
@@ -111,6 +111,8 @@ class ResidencyActs(ResidencyChecks):
             assert self.small.picture() == before
             return
         request = self.small.lease(owner.view, *keys)
+        if request.is_finished:
+            self.finished.add(request)  # at once: its caller sees that, and nobody is told
         self.model.leases.append(ModelLease(request, owner, tuple(keys)))
 
     def crowd(self, first: ModelView, second: ModelView, *, spare: int) -> None:
@@ -126,7 +128,9 @@ class ResidencyActs(ResidencyChecks):
             self.ask(second, absent[-1:])
 
     def _slots_left(self) -> int:
-        idle = [copy for copies in self.namespace.copies.values() for copy in copies if not copy.leases and not copy.is_moving]
+        idle = [
+            copy for copies in self.namespace.residency.copies.values() for copy in copies if not copy.leases and not copy.is_moving
+        ]
         return self.small.param_arena.slots.free_count + len(idle)
 
     # --- rollbacks
@@ -138,7 +142,7 @@ class ResidencyActs(ResidencyChecks):
     def _roll_back(self, step: int) -> None:
         self.daemon.is_applying, self.daemon.claimed = False, []
         self.model.roll_back(step)
-        before = list(self.namespace.working.values())
+        before = list(self.namespace.residency.working.values())
         self.small.rollback(step)
         self.orphans += [working for working in before if working.slot is not None]
 
@@ -163,5 +167,5 @@ class ResidencyActs(ResidencyChecks):
         assert not self.small.param_arena.waiting
         assert not self.small.working_arena.waiting
         assert not self.small.under_way
-        assert all(not copy.leases for copies in self.namespace.copies.values() for copy in copies)
+        assert all(not copy.leases for copies in self.namespace.residency.copies.values() for copy in copies)
         assert not self.prefetches

@@ -41,14 +41,14 @@ class ResidencyChecks:
         self.check_queues()
         self.check_cut()
         self.check_extents()
-        self.known = {copy for copies in self.namespace.copies.values() for copy in copies}
+        self.known = {copy for copies in self.namespace.residency.copies.values() for copy in copies}
 
     # --- looking
 
     def found(self, owner: ModelView, keys: Sequence[ExpertKey]) -> list[ParamCopy | None]:
         """Finds the existing copies of what the view sees."""
         identities = [self.model.seen_by(owner, key) for key in keys]
-        return [self.namespace.find_copy(key, seen) if seen else None for key, seen in zip(keys, identities, strict=True)]
+        return [self.namespace.residency.find_copy(key, seen) if seen else None for key, seen in zip(keys, identities, strict=True)]
 
     def running(self) -> list[ModelLease]:
         return [lease for lease in self.model.leases if not lease.is_ended]
@@ -62,7 +62,7 @@ class ResidencyChecks:
         found = self.found(owner, request.keys)
         lacking = len({key for key, copy in zip(request.keys, found, strict=True) if copy is None})
         idle = [
-            copy for copies in self.namespace.copies.values() for copy in copies
+            copy for copies in self.namespace.residency.copies.values() for copy in copies
             if copy.state is Copy.READY and not copy.leases and copy not in found
         ]  # fmt: skip
         return self.small.param_arena.slots.free_count + len(idle) - lacking
@@ -89,27 +89,31 @@ class ResidencyChecks:
         self.holds = [hold for hold in self.holds if not hold[0].is_finished or hold[0].error is None]
 
     def check_identities(self) -> None:
-        for key, working in self.namespace.working.items():
+        for key, working in self.namespace.residency.working.items():
             assert (working.identity, working.target) == (self.model.newest[key], self.model.target[key])
-        assert self.namespace.ledger.steps() == sorted(self.model.steps)
+        assert self.namespace.steps.ledger.steps() == sorted(self.model.steps)
         for view in self.model.views:
             assert view.view.is_dropped == view.is_dropped
             assert view.view.step == view.step
-        assert set(self.namespace.changed) == self.model.changed().keys()
+        assert set(self.namespace.steps.changed) == self.model.changed().keys()
 
     def check_slots(self) -> None:
         """Checks that each taken slot has one owner and each free slot none, and that readers of slots are counted."""
-        copies = [copy for found in self.namespace.copies.values() for copy in found]
+        copies = [copy for found in self.namespace.residency.copies.values() for copy in found]
         assert sorted(copy.slot for copy in copies) == taken(self.small.param_arena)
         self.orphans = [working for working in self.orphans if working.is_orphan and working.slot is not None]
-        residents = [*self.namespace.resident.values(), *self.orphans]
-        by_state = {key: state for state, copies in self.namespace.in_state.items() for key in copies}
-        assert by_state == {key: working.state for key, working in self.namespace.resident.items()}
-        assert all(self.namespace.working[key] is copies[key] for copies in self.namespace.in_state.values() for key in copies)
+        residents = [*self.namespace.residency.resident.values(), *self.orphans]
+        by_state = {key: state for state, copies in self.namespace.residency.in_state.items() for key in copies}
+        assert by_state == {key: working.state for key, working in self.namespace.residency.resident.items()}
+        assert all(
+            self.namespace.residency.working[key] is copies[key]
+            for copies in self.namespace.residency.in_state.values()
+            for key in copies
+        )
         assert sorted(working.slot for working in residents if working.slot is not None) == taken(self.small.working_arena)
         for arena in (self.small.param_arena, self.small.working_arena):
             assert arena.slots.free_count + len(taken(arena)) == arena.slots.count
-        assert self.namespace.prefetched <= set(copies)
+        assert self.namespace.residency.prefetched <= set(copies)
         for working in residents:
             readers = sum(held is working and request.is_finished for request, held in self.holds)
             readers += sum(move.source is working for move in self.small.under_way)
@@ -133,12 +137,12 @@ class ResidencyChecks:
             assert [held[0] for held in lease.held] == request.copies
             for copy, identity, slot, place in lease.held:
                 assert (copy.identity, copy.slot, copy.place) == (identity, slot, place)
-                assert copy in self.namespace.copies[copy.key]
+                assert copy in self.namespace.residency.copies[copy.key]
                 counts[copy] = counts.get(copy, 0) + 1
             missing = sum(copy.is_moving or copy.is_waiting for copy, *_ in lease.held)
             assert request.missing == missing
             assert request.is_finished == (bool(lease.held) and not missing)
-        for copies in self.namespace.copies.values():
+        for copies in self.namespace.residency.copies.values():
             assert all(copy.leases == counts.get(copy, 0) for copy in copies)
         for view in self.model.views:
             assert view.view.leased.keys() == self.model.leased(view)
@@ -163,27 +167,27 @@ class ResidencyChecks:
         slots = self.small.working_arena
         if slots.waiting:
             assert not slots.slots.free_count
-            states = [working for working in self.namespace.resident.values() if working.state is not Working.DIRTY]
+            states = [working for working in self.namespace.residency.resident.values() if working.state is not Working.DIRTY]
             assert all(working.state is not Working.CLEAN or working.holders for working in states)
-            head = self.namespace.working[slots.waiting[0].key]
+            head = self.namespace.residency.working[slots.waiting[0].key]
             assert head.state in (Working.ABSENT,)
-            is_stuck = not states and not any(working.holders for working in self.namespace.resident.values())
+            is_stuck = not states and not any(working.holders for working in self.namespace.residency.resident.values())
             assert not is_stuck or self.orphans or not self.may_write()
 
     def may_write(self) -> bool:
-        is_worth_it = any(working.write_failures < 2 for working in self.namespace.resident.values())
+        is_worth_it = any(working.write_failures < 2 for working in self.namespace.residency.resident.values())
         return is_worth_it and self.small.space.missing_bytes(1, self.namespace.schema.record_bytes, owner="moe") == 0
 
     def check_cut(self) -> None:
         """Checks that what was dirty at the cut is not updated before it is written, and is written as it was."""
         if self.cut is None:
-            assert self.namespace.cut is None
+            assert self.namespace.steps.cut is None
             return
         assert self.model.cut is not None
         assert self.cut.unwritten.isdisjoint(self.cut.located)
         assert self.cut.unwritten.union(self.cut.located) == self.model.cut.keys()
         for key in self.cut.unwritten:
-            working = self.namespace.working[key]
+            working = self.namespace.residency.working[key]
             assert working.identity == self.model.cut[key]
             assert working.state in (Working.DIRTY, Working.WRITING)
         for key, located in self.cut.located.items():

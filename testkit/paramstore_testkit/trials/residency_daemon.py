@@ -15,6 +15,7 @@ from paramstore.engine.planner.working_copies import may_update
 from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.requests import SlotRequest, Urgency
 from paramstore.errors import CapacityError, VolumeError, WaitTimeout
+from paramstore_testkit.stores.settling import settle_cut
 from paramstore_testkit.trials.residency_checks import ResidencyChecks
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class ResidencyDaemon:
     # --- slots
 
     def hold(self, key: ExpertKey) -> None:
-        working = self.namespace.working[key]
+        working = self.namespace.residency.working[key]
         self.checks.holds.append((self.small.hold(key), working))
 
     def let_go(self, pick: int) -> None:
@@ -56,7 +57,7 @@ class ResidencyDaemon:
         self.checks.finished.add(request)
 
     def write(self, pick: int) -> None:
-        dirty = [working for working in self.namespace.resident.values() if working.state is Working.DIRTY]
+        dirty = [working for working in self.namespace.residency.resident.values() if working.state is Working.DIRTY]
         if dirty:
             self.planner.working.begin_write(self.namespace, chosen(dirty, pick), Urgency.WRITE_BACK)
 
@@ -68,7 +69,7 @@ class ResidencyDaemon:
     # --- applies
 
     def call_apply(self, keys: set[ExpertKey]) -> None:
-        self.namespace.pending = dict.fromkeys(sorted(keys))  # type: ignore[assignment]
+        self.namespace.writing.pending = dict.fromkeys(sorted(keys))  # type: ignore[assignment]
         self.claimed.append(dict.fromkeys(self.planner.claims.begin(self.namespace)))
         for key in keys:
             self.model.target[key] = Identity(self.model.epoch, self.model.target[key].version + 1)
@@ -90,11 +91,11 @@ class ResidencyDaemon:
                 self._break()
 
     def _hold_of(self, key: ExpertKey) -> tuple[SlotRequest, WorkingCopy] | None:
-        working = self.namespace.working[key]
+        working = self.namespace.residency.working[key]
         return next((hold for hold in self.checks.holds if hold[1] is working and hold[0].is_finished and not hold[0].error), None)
 
     def _update(self, key: ExpertKey) -> None:
-        working = self.namespace.working[key]
+        working = self.namespace.residency.working[key]
         if all(held is not working for _, held in self.checks.holds):
             self.checks.holds.append((self.small.hold(key), working))
             self.small.start()
@@ -141,7 +142,7 @@ class ResidencyDaemon:
         """Writes the records that the commit needs; publishes when all are written. One in twelve fails."""
         assert self.checks.cut is not None
         for key in sorted(self.checks.cut.unwritten):
-            working = self.namespace.working[key]
+            working = self.namespace.residency.working[key]
             if working.state is Working.DIRTY:
                 self.planner.working.begin_write(self.namespace, working, Urgency.DEMAND)
         if pick == 0 or self.model.is_broken:
@@ -154,4 +155,4 @@ class ResidencyDaemon:
 
     def fail_commit(self) -> None:
         self.model.cut = self.checks.cut = None
-        self.planner.cuts.settle(self.namespace, is_published=False)
+        settle_cut(self.planner, self.namespace, is_published=False)

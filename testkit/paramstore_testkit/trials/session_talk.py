@@ -186,7 +186,7 @@ class SessionTalk:
 
     def is_leased(self, keys: Sequence[ExpertKey]) -> bool:
         """Whether anybody leases a copy of one of `keys`, of whatever version."""
-        copies = self.store.namespaces["moe"].copies
+        copies = self.store.namespaces["moe"].residency.copies
         return any(copy.leases for key in keys for copy in copies.get(key, ()))
 
     async def cancelled(self, party: Party, handle: int, keys: Sequence[ExpertKey]) -> m.Message:
@@ -213,7 +213,7 @@ class SessionTalk:
         if self.writer is not None and self.writer[0] is party:
             self.writer, self.pending = None, set()
         party.handles = {handle: mode for handle, mode in party.handles.items() if party.held(handle)}
-        assert self.store.host.upload_bytes_of(party.session) == 0
+        assert self.store.uploads.bytes_of(party.session) == 0
         assert (party.session in self.gone) == (not party.handles)
         if party.handles:
             self.ended.append(party)
@@ -245,14 +245,14 @@ class SessionTalk:
         namespace = self.store.namespaces["moe"]
         for party in (self.good, *self.parties):
             assert party.answered == party.sent
-            assert self.store.host.upload_bytes_of(party.session) == sum(party.uploads.values())
+            assert self.store.uploads.bytes_of(party.session) == sum(party.uploads.values())
         self.run(turns(3))  # one-way messages arrive meanwhile
         assert len(namespace.views) == 1 + self.views_open()
-        assert namespace.pending.keys() == self.pending
+        assert namespace.writing.pending.keys() == self.pending
         held = sum(len(party.held(handle)) for party in (*self.parties, *self.ended) for handle in party.handles)
         assert sum(len(view.leased) for view in namespace.views) == held
         for party in (self.good, *self.parties):
-            assert party.session._leases._granted.keys() == party.leases.keys()
+            assert party.session._leases.granted.keys() == party.leases.keys()
 
     def end(self) -> None:
         """Lets all clients go; checks that nothing is left of any of them."""
@@ -265,7 +265,7 @@ class SessionTalk:
         self.check_counts()
         self.good.raw.close()
         self.run(self.until(lambda: self.good.session.is_ended))
-        assert self.store.host.upload_bytes == 0
+        assert self.store.uploads.used_bytes == 0
         self.loop.run_until_complete(self._crash())
         self.loop.close()
 

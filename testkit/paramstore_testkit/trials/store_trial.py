@@ -85,7 +85,7 @@ class StoreTrial(Trial):
                 while not self.store.transfers.runner.is_idle:  # a cancelled prefetch may still land
                     await asyncio.sleep(0)
                 check_nothing_leaked(self)
-                if self.writer.namespace.prepared_step is None:
+                if self.writer.namespace.steps.prepared_step is None:
                     await self.check_all()
             await self.crash()
 
@@ -224,7 +224,7 @@ class StoreTrial(Trial):
         elif name.startswith("reader ") and self.readers.views:
             self.readers.act(name, keys)
         elif name in ("reader", "read step") and len(self.readers.views) < 3:
-            await self.readers.open(self.random.choice(self.writer.namespace.ledger.steps()) if name == "read step" else None)
+            await self.readers.open(self.random.choice(self.writer.namespace.steps.ledger.steps()) if name == "read step" else None)
         elif name in ("refresh", "close") and self.readers.views:
             self.readers.move(name)
         elif name == "drop snapshot" and self.snapshots:
@@ -266,7 +266,7 @@ class StoreTrial(Trial):
 
     async def act_alone(self, name: str) -> None:
         """Does an act beside which nothing else is under way."""
-        steps = self.writer.namespace.ledger.steps()
+        steps = self.writer.namespace.steps.ledger.steps()
         if name == "rollback":
             await self.rollback(self.random.choice(steps))
         elif name == "prepare":
@@ -297,20 +297,22 @@ class StoreTrial(Trial):
 
     async def check_reopened(self) -> None:
         """Checks that a new writer stands at a step that it may stand at, and goes on from there."""
-        step = self.writer.namespace.committed_step
+        step = self.writer.namespace.steps.committed_step
         assert step is not None
         assert self.acknowledged <= step <= self.started
         self.acknowledged, self.started, self.model.working = step, step, self.model.steps[step]
-        assert self.snapshots == set(self.writer.namespace.ledger.snapshots()) <= set(self.writer.namespace.ledger.steps())
+        assert (
+            self.snapshots == set(self.writer.namespace.steps.ledger.snapshots()) <= set(self.writer.namespace.steps.ledger.steps())
+        )
         await self.check_all()
 
     async def check_all(self) -> None:
         """Checks every record, of the writer and of every step."""
         for key in KEYS:
             await self.read(self.writer, key, self.model.working)
-        for step in self.writer.namespace.ledger.steps():
+        for step in self.writer.namespace.steps.ledger.steps():
             view = await reader(self.store, at=step)
-            assert view.namespace.ledger.step(step).extra == extra_of(step)
+            assert view.namespace.steps.ledger.step(step).extra == extra_of(step)
             for key in KEYS:
                 await self.read(view, key, self.model.steps[step])
                 if view.lease_slots:  # 0 if other open readers were promised all
@@ -362,8 +364,6 @@ class Readers:
 def check_nothing_leaked(trial: StoreTrial) -> None:
     """Checks that every slot, buffer and extent is accounted for once nobody uses anything."""
     namespace = trial.writer.namespace
-    assert namespace.param_arena is not None
-    assert namespace.working_arena is not None
     for view in (trial.writer, *trial.readers.views):
         assert not view.leased
         assert not view.leases
@@ -373,12 +373,12 @@ def check_nothing_leaked(trial: StoreTrial) -> None:
         assert not advances.waiting
         assert not advances.running
         assert len(free) == len(set(map(id, free))) > 0
-    copies = sum(len(found) for found in namespace.copies.values())
-    for arena, used in ((namespace.param_arena, copies), (namespace.working_arena, len(namespace.resident))):
+    copies = sum(len(found) for found in namespace.residency.copies.values())
+    for arena, used in ((namespace.memory.param, copies), (namespace.memory.working, len(namespace.residency.resident))):
         assert arena.slots.count - arena.slots.free_count - trial.stolen[arena] == used
-    assert all(working.holders == 0 and not working.is_moving for working in namespace.working.values())
+    assert all(working.holders == 0 and not working.is_moving for working in namespace.residency.working.values())
     space, used_bytes = trial.store.transfers._planner.space, len(set(held_extents(namespace))) * namespace.schema.record_bytes
-    start_bytes = sum(extents_start_bytes(trial.store.committer._superblocks[index]) for index in trial.machine.disks)
+    start_bytes = sum(extents_start_bytes(trial.store.committer._prover._superblocks[index]) for index in trial.machine.disks)
     taken_bytes = sum(volume.size_bytes - volume.free_bytes - volume.prefilling_bytes for volume in space.stats())
     assert taken_bytes - start_bytes == used_bytes == space.held_bytes(NAME)
 

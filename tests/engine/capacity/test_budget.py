@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramstore.core.schema import Schema
-from paramstore.engine.capacity.host import SLOTS_MIN, Split, least_bytes, split_budget
+from paramstore.engine.capacity.budget import SLOTS_MIN, Split, least_bytes, split_budget
 from paramstore.engine.tables.arena import segment_lengths
 from paramstore_testkit.stores.small_host import (
     LARGE,

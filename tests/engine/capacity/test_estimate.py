@@ -6,9 +6,9 @@ import pytest
 
 from paramstore.config import Config
 from paramstore.core.schema import STATE_DTYPES, Schema
+from paramstore.engine.capacity.budget import split_budget, staging_bytes_of
+from paramstore.engine.capacity.entitlements import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES, entitled_bytes
 from paramstore.engine.capacity.estimate import estimate
-from paramstore.engine.capacity.host import split_budget, staging_bytes_of
-from paramstore.engine.capacity.volumes import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES, entitled_bytes
 
 FIELDS = {"gate_up": (512, 256), "down": (256, 256)}
 KEYS = 64

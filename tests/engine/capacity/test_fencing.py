@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 
 from paramstore.core.residency import Working
+from paramstore.core.schema import Schema
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import CapacityError, StepFailed, VolumeError
 from paramstore.storage.format.structures import Superblock, extents_start_bytes
 from paramstore.testing.volumes import Fault, FaultyVolume
 from paramstore_testkit.disks.machine import Machine
-from paramstore_testkit.stores.small_store import SCHEMA, create, first_values, keys_of, lease, run, train, versions
+from paramstore_testkit.stores.small_store import ONE, SCHEMA, create, first_values, keys_of, lease, run, train, versions
 
 RECORDS_START_BYTES = extents_start_bytes(Superblock(bytes(16), bytes(16), 0))
 MIB = 1 << 20
+LARGE, MANY = Schema.adamw({"w": (256, 128)}, param_dtype="float32"), 6
+"""Schema and keys of a namespace that has slots for fewer, if its host memory is `ONE`."""
 FIRST_VALUES = [-0.5, 0.5, 1.5, 2.5]
 """Of every record, after one apply."""
 
@@ -55,14 +58,15 @@ class Site:
         stats: Any = await self.store.stats()
         return stats["volumes"][str(volume)]["fenced"]
 
-    async def restart(self) -> None:
+    async def restart(self, name: str = "moe") -> None:
+        """Restarts the daemon, and opens this namespace."""
         await self.machine.kill()
         self.store = self.machine.start()
-        self.view = await self.store.admission.open("moe", mode="write", at=None, host_bytes=None)
+        self.view = await self.store.admission.open(name, mode="write", at=None, host_bytes=None)
 
     def written_to(self) -> set[int]:
         """Volumes of the records that no step has published."""
-        located = (copy.uncommitted for copy in self.view.namespace.working.values())
+        located = (copy.uncommitted for copy in self.view.namespace.residency.working.values())
         return {found.extent.volume for found in located if found is not None}
 
 
@@ -91,9 +95,9 @@ def test_after_a_failed_flush_no_step_is_committed_until_a_restart_and_reads_go_
             with pytest.raises(VolumeError, match=r"volume 1 is fenced \(a flush failed: .*restart the daemon after looking at"):
                 await store.committer.commit(view, 1, b"")
         assert [volume.calls["flush"] for volume in site.volumes] == flushes, "no later flush is asked, so none is believed"
-        assert view.namespace.ledger.steps() == [0]
-        assert view.namespace.broken is None
-        assert view.namespace.cut is None
+        assert view.namespace.steps.ledger.steps() == [0]
+        assert view.namespace.writing.broken is None
+        assert view.namespace.steps.cut is None
         reader = await store.admission.open("moe", mode="read", at=None, host_bytes=None)
         assert await versions(store, reader) == [0, 0, 0, 0]
         assert await first_values(store, view) == pytest.approx(FIRST_VALUES)
@@ -105,7 +109,7 @@ def test_after_a_failed_flush_no_step_is_committed_until_a_restart_and_reads_go_
         await site.store.committer.commit(site.view, 1, b"")
         await site.machine.crash()
         site.store = site.machine.start()
-        assert site.store.namespaces["moe"].committed_step == 1
+        assert site.store.namespaces["moe"].steps.committed_step == 1
 
     on_site(scenario)
 
@@ -116,10 +120,10 @@ def test_a_namespace_that_had_nothing_to_do_with_the_failed_flush_commits_no_ste
         site.fail_flush(0)
         with pytest.raises(VolumeError):
             await site.store.committer.commit(site.view, 1, b"")
-        assert other.namespace.broken is None
+        assert other.namespace.writing.broken is None
         with pytest.raises(VolumeError, match="volume 0 is fenced"):
             await site.store.committer.commit(other, 1, b"")
-        assert other.namespace.broken is None, "it may be trained on, and read"
+        assert other.namespace.writing.broken is None, "it may be trained on, and read"
         assert await train(site.store, other) is not None
 
     on_site(scenario, volume_bytes=24 * MIB)
@@ -182,7 +186,7 @@ def test_two_failed_writes_fence_a_volume_and_the_commit_goes_on_with_the_others
 def test_a_record_whose_write_failed_goes_to_another_volume() -> None:
     async def scenario(site: Site) -> None:
         key = keys_of(site.view)[0]
-        working = site.view.namespace.working[key]
+        working = site.view.namespace.residency.working[key]
         assert working.reserved is not None
         bad, good = working.reserved.volume, 1 - working.reserved.volume
         site.volumes[bad].plan = (Fault("write", site.volumes[bad].calls["write"] + 1),)
@@ -196,7 +200,9 @@ def test_a_record_whose_write_failed_goes_to_another_volume() -> None:
 
 def test_an_extent_that_was_reserved_before_its_volume_was_fenced_is_not_written_to() -> None:
     async def scenario(site: Site) -> None:
-        reserved = {working.reserved.volume for working in site.view.namespace.working.values() if working.reserved is not None}
+        reserved = {
+            working.reserved.volume for working in site.view.namespace.residency.working.values() if working.reserved is not None
+        }
         assert reserved == {0, 1}
         for number in range(2):
             site.store.transfers._planner.space.fences.fail_write(0, VolumeError(f"failure {number}"))
@@ -217,8 +223,8 @@ def test_when_every_volume_is_fenced_by_writes_the_commit_fails_and_a_restart_me
             await site.store.committer.commit(site.view, 1, b"")
         with pytest.raises(CapacityError, match="volume 0 is fenced"):
             await site.store.committer.commit(site.view, 1, b"")
-        assert site.view.namespace.ledger.steps() == [0]
-        assert {working.state for working in site.view.namespace.working.values()} == {Working.DIRTY}
+        assert site.view.namespace.steps.ledger.steps() == [0]
+        assert {working.state for working in site.view.namespace.residency.working.values()} == {Working.DIRTY}
         for volume in site.volumes:
             volume.is_bad = False
         await site.restart()
@@ -242,6 +248,44 @@ def test_reads_of_a_fenced_volume_go_on() -> None:
         assert await first_values(site.store, site.view) == pytest.approx(FIRST_VALUES)
 
     on_site(scenario)
+
+
+# --- slots
+
+
+def test_an_apply_that_needs_a_slot_where_no_record_can_be_written_any_more_says_which_volume_is_fenced() -> None:
+    async def scenario(site: Site) -> None:
+        store, view = site.store, await create(site.store, "many", schema=LARGE, experts=MANY, host_bytes=ONE)
+        assert view.namespace.memory.working.slots.count < MANY
+        await train(store, view)
+        for number in range(2):
+            store.transfers.fail_note(0, VolumeError(f"note {number}"))
+        with pytest.raises(StepFailed, match=r"volume 0 is fenced \(2 writes failed, the last: note 1\): restart the daemon"):
+            await train(store, view)
+        assert not view.namespace.memory.working.waiting
+        assert set(view.namespace.residency.in_state[Working.DIRTY]) == set(view.namespace.residency.resident)
+        reader = await store.admission.open("many", mode="read", at=None, host_bytes=None)
+        assert await versions(store, reader) == [0] * MANY
+        await store.rollback(view, 0)
+        assert await versions(store, view) == [0] * MANY
+        await site.restart("many")
+        await train(site.store, site.view)
+        await site.store.committer.commit(site.view, 1, b"")
+        assert await versions(site.store, site.view) == [1] * MANY
+
+    on_site(scenario, volume_count=1, wait_timeout_s=3600.0)
+
+
+def test_an_apply_whose_own_writes_fail_says_which_volume_is_fenced() -> None:
+    async def scenario(site: Site) -> None:
+        view = await create(site.store, "many", schema=LARGE, experts=MANY, host_bytes=ONE)
+        site.volumes[0].is_bad = True
+        with pytest.raises(StepFailed, match=r"volume 0 is fenced .* volume 0: bad surface .*: restart the daemon"):
+            await train(site.store, view)
+        await site.store.rollback(view, 0)
+        assert await versions(site.store, view) == [0] * MANY
+
+    on_site(scenario, volume_count=1, wait_timeout_s=3600.0)
 
 
 # --- notes
@@ -273,7 +317,7 @@ def test_a_volume_that_is_fenced_does_not_grow_and_the_others_make_up_for_it() -
         assert site.volumes[0].size_bytes == sizes[0]
         assert site.volumes[1].size_bytes > sizes[1]
         assert free < 5 * 400 * SCHEMA.record_bytes <= site.store.transfers._planner.space.free_bytes
-        assert view.namespace.committed_step is None
+        assert view.namespace.steps.committed_step is None
 
     on_site(scenario)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paramstore.core.schema import Schema
-from paramstore.engine.capacity import host as host_module
-from paramstore.engine.capacity.host import staging_bytes_of
-from paramstore.engine.tables.arena import SEGMENT_ALIGNMENT_BYTES, Arena
+from paramstore.engine.capacity import budget
+from paramstore.engine.capacity.budget import staging_bytes_of
+from paramstore.engine.tables.arena import Arena
 from paramstore.errors import CapacityError
 from paramstore_testkit.disks.machine import PlainMemory, PlainSegment
 from paramstore_testkit.stores.small_host import (
@@ -41,9 +41,8 @@ def test_what_is_used_is_exactly_what_is_mapped_and_never_above_the_budget(schem
         await host.open_arenas(namespace, None)
         await grow_all(host, namespace)
         assert host.used_bytes == sum(segment.length_bytes for segment in memory.open) <= host.budget_bytes
-        assert namespace.param_arena is not None
-        assert namespace.param_arena.slots.count == namespace.param_arena.planned_slots
-        assert (namespace.working_arena is namespace.param_arena) is (not schema.is_trainable)
+        assert namespace.memory.param.slots.count == namespace.memory.param.planned_slots
+        assert (namespace.memory.working is namespace.memory.param) is (not schema.is_trainable)
 
     run(scenario)
 
@@ -72,7 +71,7 @@ def test_what_does_not_fit_is_refused_with_the_size_needed_and_nothing_is_taken(
             await host.open_arenas(namespace, None)
         assert host.used_bytes == 0
         assert memory.open == []
-        assert namespace.param_arena is None
+        assert not namespace.has_memory
 
     run(scenario)
 
@@ -88,7 +87,7 @@ def test_a_machine_that_runs_out_while_pages_are_touched_gets_everything_back(to
             await host.open_arenas(namespace, None)
         assert host.used_bytes == 0
         assert memory.open == []
-        assert (namespace.param_arena, namespace.working_arena) == (None, None)
+        assert not namespace.has_memory
         with pytest.raises(KeyError):
             host._buffers.of(namespace.name)
         memory.touches_left = 99
@@ -102,8 +101,7 @@ def test_slots_come_up_segment_by_segment_and_the_first_of_each_arena_at_once() 
         host = host_tier(PlainMemory(), budget_bytes=1 << 34)
         namespace = namespace_of(SMALL)
         await host.open_arenas(namespace, None)
-        assert namespace.param_arena is not None
-        arena: Arena = namespace.param_arena
+        arena: Arena = namespace.memory.param
         assert arena.slots.count > 0
         arena.planned_segments.append((77, PlainSegment(2 * MIB), 3))
         count = arena.slots.count
@@ -126,8 +124,7 @@ def test_slots_that_the_machine_has_no_memory_for_are_promised_to_nobody(monkeyp
         host = host_tier(memory)
         namespace = namespace_of(LARGE)
         await host.open_arenas(namespace, None)
-        assert namespace.working_arena is not None
-        arena: Arena = namespace.working_arena
+        arena: Arena = namespace.memory.working
         assert 0 < arena.slots.count < arena.planned_slots
         assert await host.grow(namespace, arena)
         memory.touches_left = 0
@@ -146,8 +143,7 @@ def test_nothing_grows_any_more_once_that_was_asked_for(monkeypatch: pytest.Monk
         host = host_tier(memory)
         namespace = namespace_of(LARGE)
         await host.open_arenas(namespace, None)
-        assert namespace.working_arena is not None
-        growing = asyncio.ensure_future(host.grow(namespace, namespace.working_arena))
+        growing = asyncio.ensure_future(host.grow(namespace, namespace.memory.working))
         await asyncio.sleep(0)
         touches = memory.touches_left
         await host.stop_growing(namespace)
@@ -165,8 +161,7 @@ def test_unmapping_is_waited_for_no_longer_than_one_says() -> None:
         namespace = namespace_of(SMALL)
         await host.until_unmapped(5.0)  # nothing was given up: at once
         await host.open_arenas(namespace, None)
-        assert namespace.param_arena is not None
-        ((segment, _, _),) = namespace.param_arena.segments
+        ((segment, _, _),) = namespace.memory.param.segments
         host.give("alice", [segment])
         await host.until_unmapped(5.0)
         host.close_arenas(namespace)
@@ -197,7 +192,7 @@ def test_a_buffer_for_a_record_that_is_not_cut_holds_its_largest_piece(
 ) -> None:
     schema = Schema.adamw(fields)
     exact = staging_bytes_of(schema, io_threads=64, piece_bytes=piece_bytes)
-    monkeypatch.setattr(host_module, "CUT_BYTES_MAX", 0)
+    monkeypatch.setattr(budget, "CUT_BYTES_MAX", 0)
     assert exact <= staging_bytes_of(schema, io_threads=64, piece_bytes=piece_bytes)
 
 
@@ -228,8 +223,7 @@ def test_a_client_is_given_a_segment_once() -> None:
         host = host_tier(CountingMemory())
         namespace = namespace_of(SMALL)
         await host.open_arenas(namespace, None)
-        assert namespace.param_arena is not None
-        ((segment, memory, _),) = namespace.param_arena.segments
+        ((segment, memory, _),) = namespace.memory.param.segments
         assert host.give("alice", [segment]) == [(segment, memory.length_bytes, 99)]
         assert host.give("alice", [segment]) == []
         assert host.give("bob", [segment]) != []
@@ -243,12 +237,11 @@ def test_a_segment_counts_until_every_client_has_unmapped_it() -> None:
         host = host_tier(memory)
         namespace = namespace_of(SMALL)
         await host.open_arenas(namespace, None)
-        assert namespace.param_arena is not None
-        ((segment, shared, _),) = namespace.param_arena.segments
+        ((segment, shared, _),) = namespace.memory.param.segments
         host.give("alice", [segment])
         host.give("bob", [segment])
         assert host.close_arenas(namespace) == {"alice": [segment], "bob": [segment]}
-        assert namespace.param_arena is None
+        assert not namespace.has_memory
         assert host.used_bytes == shared.length_bytes, "the private ones went at once"
         host.unmapped("alice", [segment])
         host.unmapped("alice", [segment])
@@ -266,8 +259,7 @@ def test_a_client_that_unmaps_a_segment_in_use_frees_nothing() -> None:
         host = host_tier(CountingMemory())
         namespace = namespace_of(SMALL)
         await host.open_arenas(namespace, None)
-        assert namespace.param_arena is not None
-        ((segment, _, _),) = namespace.param_arena.segments
+        ((segment, _, _),) = namespace.memory.param.segments
         used = host.used_bytes
         host.give("alice", [segment])
         host.unmapped("alice", [segment])
@@ -288,46 +280,6 @@ def test_memory_that_no_client_maps_is_free_at_once() -> None:
         assert host.used_bytes > 0
         host.close_arenas(second)
         assert host.used_bytes == 0 < used
-
-    run(scenario)
-
-
-# --- upload areas
-
-
-def test_upload_areas_have_a_limit_of_their_own_that_names_the_size_needed() -> None:
-    async def scenario() -> None:
-        memory = CountingMemory()
-        host = host_tier(memory)
-        limit = 4 * MIB
-        host.open_upload("alice", 1, limit_bytes=limit)
-        assert host.upload_bytes == SEGMENT_ALIGNMENT_BYTES
-        with pytest.raises(CapacityError, match=r"would need 6 MiB, gradient_budget allows 4 MiB .* raise it to 6291456 bytes"):
-            host.open_upload("bob", 3 * MIB, limit_bytes=limit)
-        assert host.upload_bytes == 2 * MIB
-        assert len(memory.open) == 1
-        host.open_upload("bob", 2 * MIB, limit_bytes=limit)
-        assert host.upload_bytes == limit
-        assert host.used_bytes == 0, "not of the host budget"
-        host.unmapped("alice")  # it is gone, but something may still be read there
-        assert host.upload_bytes == limit
-        host.drop_uploads("alice")
-        assert host.upload_bytes == 2 * MIB
-
-    run(scenario)
-
-
-def test_segments_of_arenas_and_uploads_never_share_a_number() -> None:
-    async def scenario() -> None:
-        host = host_tier(PlainMemory())
-        namespace = namespace_of(SMALL)
-        first, _ = host.open_upload("alice", 1, limit_bytes=64 * MIB)
-        await host.open_arenas(namespace, None)
-        second, _ = host.open_upload("alice", 1, limit_bytes=64 * MIB)
-        assert namespace.param_arena is not None
-        assert namespace.working_arena is not None
-        ids = [segment for arena in (namespace.param_arena, namespace.working_arena) for segment, _, _ in arena.segments]
-        assert len({first, second, *ids}) == 2 + len(ids)
 
     run(scenario)
 

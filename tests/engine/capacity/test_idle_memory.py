@@ -25,8 +25,7 @@ class Client:
         self.store = store
         self.answers = answers
         self.asked: list[int] = []
-        arena = view.namespace.param_arena
-        assert arena is not None
+        arena = view.namespace.memory.param
         self.mapped = [segment for segment, _, _ in arena.segments]
         for segment, memory, _ in arena.segments:
             memory.fd = segment
@@ -46,7 +45,7 @@ def test_the_memory_of_a_namespace_that_nobody_has_open_is_given_to_the_next() -
         await store.committer.commit(first, 1, b"")
         store.close_view(first)
         second = await create(store, "b")
-        assert first.namespace.param_arena is None
+        assert not first.namespace.has_memory
         assert store.host.used_bytes <= ONE
         assert await versions(store, second) == [0] * 4
         store.close_view(second)

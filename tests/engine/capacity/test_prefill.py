@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from paramstore.core.location import Extent
-from paramstore.engine.capacity.volumes import PREFILL_PIECE_BYTES
+from paramstore.engine.capacity.prefill import PIECE_BYTES
 from paramstore.engine.transfers.runner import CPU_LANE
 from paramstore.errors import VolumeError
 from paramstore.testing.catalogs import MemoryCatalog
@@ -20,13 +20,13 @@ from paramstore_testkit.stores.volume_shelf import MIB, START, Shelf
 def test_new_space_is_zero_filled_piece_by_piece_and_stays_usable() -> None:
     async def scenario() -> None:
         shelf = Shelf(free_mib=20)
-        shelf.set.start_prefill()
+        shelf.prefill.start()
         await shelf.prefilled()
         disk = shelf.volumes[0]
         assert isinstance(disk, MemoryVolume)
         lengths = [len(write.after) for write in disk.unflushed]
         assert sum(lengths) == 20 * MIB
-        assert max(lengths) == PREFILL_PIECE_BYTES
+        assert max(lengths) == PIECE_BYTES
         assert not any(any(write.after) for write in disk.unflushed)
         assert shelf.space.free_bytes == 20 * MIB
         await shelf.set.close()
@@ -35,14 +35,14 @@ def test_new_space_is_zero_filled_piece_by_piece_and_stays_usable() -> None:
 
 
 def test_nothing_is_zero_filled_while_anything_else_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramstore.engine.capacity.volumes.PREFILL_PAUSE_S", 0.0)
+    monkeypatch.setattr("paramstore.engine.capacity.prefill.PAUSE_S", 0.0)
 
     async def scenario() -> None:
         shelf = Shelf(free_mib=20)
         shelf.workers.pause()
         busy = asyncio.ensure_future(shelf.runner.call(CPU_LANE, lambda: None))
         await turns(2)
-        shelf.set.start_prefill()
+        shelf.prefill.start()
         await turns()
         assert shelf.workers.waiting == 1, "only what is not the zero-fill's"
         assert shelf.space.free_bytes == 20 * MIB
@@ -56,9 +56,9 @@ def test_nothing_is_zero_filled_while_anything_else_moves(monkeypatch: pytest.Mo
 
 def test_a_range_that_is_being_filled_is_given_to_nobody() -> None:
     async def scenario() -> None:
-        shelf = Shelf(free_mib=PREFILL_PIECE_BYTES // MIB)
+        shelf = Shelf(free_mib=PIECE_BYTES // MIB)
         shelf.workers.pause()
-        shelf.set.start_prefill()
+        shelf.prefill.start()
         await turns(5)
         assert shelf.space.reserve(4096) is None
         pumps = shelf.pumps
@@ -74,7 +74,7 @@ def test_a_range_that_is_being_filled_is_given_to_nobody() -> None:
 def test_space_that_comes_with_growth_is_filled_too_even_if_the_fill_had_ended() -> None:
     async def scenario() -> None:
         shelf = Shelf()
-        shelf.set.start_prefill()
+        shelf.prefill.start()
         await shelf.prefilled()
         await turns(5)
         await shelf.make_room(100)
@@ -100,11 +100,11 @@ def test_growth_starts_no_fill_where_none_is_wanted() -> None:
 def test_a_fill_that_fails_gives_up_its_range_and_leaves_the_rest_usable() -> None:
     async def scenario() -> None:
         shelf = Shelf(volumes=[FaultyVolume(MemoryVolume(START + 20 * MIB), [Fault("write", 2)])])
-        shelf.set.start_prefill()
+        shelf.prefill.start()
         await turns(200)
         (stats,) = shelf.space.stats()
-        assert stats.quarantined_bytes == PREFILL_PIECE_BYTES
-        assert stats.free_bytes == 20 * MIB - PREFILL_PIECE_BYTES
+        assert stats.quarantined_bytes == PIECE_BYTES
+        assert stats.free_bytes == 20 * MIB - PIECE_BYTES
         await shelf.set.close()
 
     run(scenario())
@@ -114,12 +114,12 @@ def test_how_far_the_fill_came_is_remembered_at_the_end() -> None:
     async def scenario() -> None:
         catalog = MemoryCatalog()
         shelf = Shelf(free_mib=20, catalog=catalog)
-        shelf.set.start_prefill()
-        while shelf.space.written_bytes(0) < START + PREFILL_PIECE_BYTES:
+        shelf.prefill.start()
+        while shelf.space.written_bytes(0) < START + PIECE_BYTES:
             await asyncio.sleep(0)
         await shelf.set.close()
         (row,) = catalog.crash().load().volumes.values()
-        assert row.written_bytes == shelf.space.written_bytes(0) >= START + PREFILL_PIECE_BYTES
+        assert row.written_bytes == shelf.space.written_bytes(0) >= START + PIECE_BYTES
 
     run(scenario())
 
@@ -129,16 +129,16 @@ def test_a_second_fill_that_fails_fences_the_volume_and_the_others_are_filled() 
         bad = FaultyVolume(MemoryVolume(START + 20 * MIB), [Fault("write", 1, forever=True)])
         shelf = Shelf(volumes=[bad, MemoryVolume(START + 20 * MIB, index=1)])
         for _ in range(2):
-            shelf.set.start_prefill()
+            shelf.prefill.start()
             await turns(200)
         assert shelf.space.fences.is_fenced(0)
-        shelf.set.start_prefill()
+        shelf.prefill.start()
         while shelf.space.written_bytes(1) < shelf.volumes[1].size_bytes:
             await asyncio.sleep(0)
         assert bad.calls["write"] == 2
         await turns(5)
-        assert shelf.set._prefilling is not None
-        assert shelf.set._prefilling.done(), "a fenced volume is not waited for"
+        assert shelf.prefill._task is not None
+        assert shelf.prefill._task.done(), "a fenced volume is not waited for"
         await shelf.set.close()
 
     run(scenario())
@@ -167,7 +167,7 @@ def test_a_volume_is_not_closed_under_a_fill_that_a_worker_has() -> None:
         disk = WatchfulVolume(START + 20 * MIB)
         shelf = Shelf(volumes=[disk], written_bytes=START)
         shelf.workers.pause()
-        shelf.set.start_prefill()
+        shelf.prefill.start()
         await turns(5)
         closing = asyncio.ensure_future(shelf.set.close())
         await turns(5)

@@ -15,7 +15,7 @@ from paramstore.engine.tables.namespace import View
 from paramstore.engine.transfers import arithmetic
 from paramstore.engine.transfers.runner import BACKGROUND_LANE, volume_lane
 from paramstore.engine.transfers.scheduler import Transfer
-from paramstore.errors import CapacityError, ParamStoreError, StepFailed
+from paramstore.errors import CapacityError, ParamStoreError, StepFailed, VolumeError
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import create, keys_of, push, run, train, turns, versions
 
@@ -36,7 +36,7 @@ class Site:
 
     def __init__(self, *, experts: int = 8, **machine: Any) -> None:
         self.experts = experts
-        self.machine = Machine(host_budget_bytes=128 * MIB, wait_timeout_s=2.0, reader_slots=14, **machine)
+        self.machine = Machine(**{"host_budget_bytes": 128 * MIB, "wait_timeout_s": 2.0, "reader_slots": 14, **machine})
         self.store: Store = self.machine.start()
         self.view: View
         self.readers: list[View] = []
@@ -84,7 +84,7 @@ def on_site(scenario: Any, **site: Any) -> None:
         made = Site(**site)
         await made.prepare()
         await scenario(made)
-        assert made.view.namespace.broken is None
+        assert made.view.namespace.writing.broken is None
 
     run(prepared())
 
@@ -115,10 +115,10 @@ def test_an_update_that_waited_for_space_starts_only_when_nobody_else_holds_the_
         commit = asyncio.ensure_future(store.committer.commit(view, 4, b""))
         await turns(1)
         apply = asyncio.ensure_future(store.applies.apply(view, OPTIONS, 1.0))
-        while namespace.cut is None:
+        while namespace.steps.cut is None:
             await turns(1)
         published = asyncio.get_running_loop().create_future()
-        namespace.cut_waiters.append(published)
+        namespace.steps.cut_waiters.append(published)
         await published
         store.refresh(follower)  # in the very moment in which the apply may go on
         lease = store.access.acquire(follower, 999, keys[4:6], "param")
@@ -129,7 +129,7 @@ def test_an_update_that_waited_for_space_starts_only_when_nobody_else_holds_the_
         await store.access.wait_lease(lease, 2.0)
         store.access.release(follower, 999)
         await asyncio.gather(commit, apply)
-        assert all(working.holders == 0 for working in namespace.working.values())
+        assert all(working.holders == 0 for working in namespace.residency.working.values())
         assert await versions(store, view) == [5] * 8
 
     on_site(scenario)
@@ -156,31 +156,37 @@ def test_an_apply_waits_for_extents_that_are_still_being_read() -> None:
     on_site(scenario)
 
 
+async def orphan_writes(site: Site) -> None:
+    """Rolls back while seven records are being written, for which an apply would wait; they are kept from their worker."""
+    store, view = site.store, site.view
+    await train(store, view)
+    first = keys_of(view)[0]
+    keep, kept = store.transfers.runner.submit, site.kept
+
+    def submit(transfer: Transfer) -> None:
+        write = getattr(transfer.run, "__self__", None)
+        if transfer.lane != volume_lane(0) or not hasattr(write, "header"):
+            keep(transfer)
+        elif write.header.key == first:
+            transfer.run = fail
+            keep(transfer)
+        else:
+            kept.append(transfer)
+
+    def fail(piece: object) -> None:
+        raise ParamStoreError("as planned")  # not the volume's fault, which would fence it
+
+    store.transfers.runner.submit = submit  # type: ignore[method-assign]
+    with pytest.raises(StepFailed, match="failed twice"):
+        await store.committer.commit(view, 4, b"")
+    await store.rollback(view, 3)
+    assert store.transfers._planner.working.orphan_writes == len(kept) == 7
+
+
 def test_an_apply_waits_for_writes_that_a_rollback_orphaned() -> None:
     async def scenario(site: Site) -> None:
         store, view = site.store, site.view
-        await train(store, view)
-        first = keys_of(view)[0]
-        keep, kept = store.transfers.runner.submit, site.kept
-
-        def submit(transfer: Transfer) -> None:
-            write = getattr(transfer.run, "__self__", None)
-            if transfer.lane != volume_lane(0) or not hasattr(write, "header"):
-                keep(transfer)
-            elif write.header.key == first:
-                transfer.run = fail
-                keep(transfer)
-            else:
-                kept.append(transfer)
-
-        def fail(piece: object) -> None:
-            raise ParamStoreError("as planned")  # not the volume's fault, which would fence it
-
-        store.transfers.runner.submit = submit  # type: ignore[method-assign]
-        with pytest.raises(StepFailed, match="failed twice"):
-            await store.committer.commit(view, 4, b"")
-        await store.rollback(view, 3)
-        assert store.transfers._planner.working.orphan_writes == len(kept) == 7
+        await orphan_writes(site)
         apply = asyncio.ensure_future(train(store, view))
         await turns(50)
         assert not apply.done()
@@ -192,11 +198,34 @@ def test_an_apply_waits_for_writes_that_a_rollback_orphaned() -> None:
     on_site(scenario)
 
 
+def test_an_apply_that_waits_for_orphaned_writes_learns_at_once_that_they_failed() -> None:
+    """What they were to give back is quarantined, and comes free no more."""
+
+    async def scenario(site: Site) -> None:
+        store, view = site.store, site.view
+        await orphan_writes(site)
+        apply = asyncio.ensure_future(train(store, view))
+        await turns(50)
+        assert not apply.done()
+
+        def fail(piece: object) -> None:
+            raise VolumeError("bad surface")
+
+        for transfer in site.kept:
+            transfer.run = fail
+        site.let_go()
+        with pytest.raises(StepFailed, match=r"volume 0 is fenced \(\d writes failed, the last: bad surface\): restart the daemon"):
+            await apply
+        await store.rollback(view, 3)
+
+    on_site(scenario, wait_timeout_s=3600.0)
+
+
 def test_a_write_waits_for_the_range_that_the_zero_fill_has_just_taken() -> None:
     async def scenario(site: Site) -> None:
         store, view = site.store, site.view
         await train(store, view, keys_of(view)[:1])
-        working = view.namespace.working[keys_of(view)[0]]
+        working = view.namespace.residency.working[keys_of(view)[0]]
         assert working.reserved is not None
         extent, working.reserved = working.reserved, None
         site.space.release(extent)
@@ -294,9 +323,8 @@ def test_a_piece_of_a_shared_record_that_fails_ends_the_record_once_and_a_rollba
         await train(store, view)
         await store.committer.commit(view, 1, b"")
         namespace = view.namespace
-        assert namespace.working_arena is not None
-        slots = namespace.working_arena.slots
-        assert slots.count - slots.free_count == len(namespace.resident)
-        assert all(working.holders == 0 for working in namespace.working.values())
+        slots = namespace.memory.working.slots
+        assert slots.count - slots.free_count == len(namespace.residency.resident)
+        assert all(working.holders == 0 for working in namespace.residency.working.values())
 
     run(scenario())

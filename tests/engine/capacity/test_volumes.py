@@ -10,7 +10,8 @@ import pytest
 
 from paramstore.config import HELD_STEPS, RETAINED_STEPS
 from paramstore.core.schema import Schema
-from paramstore.engine.capacity.volumes import PIPELINE_RECORDS_MIN, RECORDED_BYTES, entitled_bytes
+from paramstore.engine.capacity.entitlements import PIPELINE_RECORDS_MIN, entitled_bytes
+from paramstore.engine.capacity.volumes import RECORDED_BYTES
 from paramstore.engine.transfers.record_reads import VolumeTraffic
 from paramstore.errors import CapacityError, CatalogError, ParamStoreError
 from paramstore.storage.catalog.base import STEP_ROWS_BOUND, Change
@@ -199,7 +200,7 @@ def test_what_was_written_adds_up_over_restarts_with_the_zeros_among_it() -> Non
     async def scenario() -> None:
         catalog = MemoryCatalog()
         shelf = Shelf(free_mib=20, catalog=catalog, bytes_written=1000, endurance_bytes=40 * MIB)
-        shelf.set.start_prefill()
+        shelf.prefill.start()
         await shelf.prefilled()
         await turns(5)
         shelf.traffic[0].bytes_written = 5000

@@ -32,7 +32,7 @@ def test_a_lease_that_joins_a_prefetch_promotes_it_to_demand() -> None:
     assert move.urgency is Urgency.PREFETCH
     lease = small.lease(view, A)
     assert small.planner.outbox.promoted == [move.subject]
-    assert small.namespace.prefetched == set()
+    assert small.namespace.residency.prefetched == set()
     small.land(move)
     assert lease.is_finished
     assert (prefetch.is_finished, prefetch.loaded) == (True, 1)
@@ -201,7 +201,7 @@ def test_a_prefetched_copy_that_was_used_is_no_waste() -> None:
     small.release(small.leased(view, A))
     assert small.planner.evict_param(small.namespace, A)
     assert small.namespace.stats.param.wasted == 0
-    assert small.namespace.prefetched == set()
+    assert small.namespace.residency.prefetched == set()
 
 
 def test_a_prefetch_of_working_copies_loads_what_has_a_slot_and_waits_for_none() -> None:
@@ -211,7 +211,7 @@ def test_a_prefetch_of_working_copies_loads_what_has_a_slot_and_waits_for_none()
     small.land_all()
     assert (request.loaded, request.skipped, request.is_finished) == (2, 1, True)
     assert request.bytes_loaded == 2 * small.namespace.schema.record_bytes
-    assert small.namespace.working[A].state is Working.CLEAN
+    assert small.namespace.residency.working[A].state is Working.CLEAN
     assert small.prefetch(view, B, part="optim").resident == 1
 
 

@@ -37,7 +37,7 @@ def test_a_lease_of_resident_keys_is_finished_at_once() -> None:
 def test_a_lease_that_waits_holds_no_slot() -> None:
     small = desk(param_slots=3)
     first, second = small.reader(), small.reader()
-    small.namespace.param_arena.planned_slots = 8  # type: ignore[union-attr]  # caps above what there is
+    small.namespace.memory.param.planned_slots = 8  # type: ignore[union-attr]  # caps above what there is
     held = small.leased(first, A, B)
     waiting = small.lease(second, C, D)
     assert not waiting.is_finished
@@ -306,10 +306,10 @@ def test_a_closed_view_gives_everything_back_and_leases_nothing() -> None:
 def test_closing_the_writer_drops_its_pending_gradients() -> None:
     small = desk()
     view = small.writer()
-    small.namespace.pending[A] = None  # type: ignore[assignment]
+    small.namespace.writing.pending[A] = None  # type: ignore[assignment]
     small.planner.views.close(view)
-    assert small.namespace.writer is None
-    assert not small.namespace.pending
+    assert small.namespace.writing.writer is None
+    assert not small.namespace.writing.pending
 
 
 def test_a_writer_cannot_lease_a_key_that_has_no_value_yet() -> None:

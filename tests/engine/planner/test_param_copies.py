@@ -30,7 +30,7 @@ def test_a_copy_comes_from_the_extent_while_the_working_copy_is_absent() -> None
     small.lease(small.writer(), A)
     (move,) = small.start()
     assert move.kind is MoveKind.LOAD_PARAM
-    assert move.located == small.namespace.ledger.at(A, 0)
+    assert move.located == small.namespace.steps.ledger.at(A, 0)
 
 
 @pytest.mark.parametrize("is_dirty", [False, True])
@@ -42,7 +42,7 @@ def test_a_copy_comes_from_a_working_slot_that_holds_its_bytes_and_holds_it_agai
         small.planner.evict_param(small.namespace, A)
     else:
         small.unhold(small.held(A))
-    working = small.namespace.working[A]
+    working = small.namespace.residency.working[A]
     small.lease(view, A)
     (move,) = small.start()
     assert (move.kind, move.source) == (MoveKind.MATERIALISE, working)
@@ -75,7 +75,7 @@ def test_a_copy_of_what_an_apply_will_make_waits_for_it() -> None:
     assert small.start() == []
     update = small.begin_update(A)
     copy = update.copy
-    assert copy is request.view.namespace.working[A].current, "the update makes the copy that waits"
+    assert copy is request.view.namespace.residency.working[A].current, "the update makes the copy that waits"
     assert not request.is_finished
     small.settle_update(update)
     assert request.is_finished
@@ -91,8 +91,8 @@ def test_a_copy_of_the_working_state_comes_from_the_newest_extent_not_the_commit
     assert small.planner.evict_working(small.namespace, A)
     small.lease(view, A)
     (move,) = small.start()
-    assert move.located == small.namespace.working[A].uncommitted
-    assert move.located != small.namespace.ledger.at(A, 0)
+    assert move.located == small.namespace.residency.working[A].uncommitted
+    assert move.located != small.namespace.steps.ledger.at(A, 0)
 
 
 def test_a_reader_s_copy_comes_from_the_extent_of_its_step_whatever_the_writer_did() -> None:
@@ -100,10 +100,10 @@ def test_a_reader_s_copy_comes_from_the_extent_of_its_step_whatever_the_writer_d
     small.writer()
     reader = small.reader()
     small.update(A)
-    assert small.namespace.working[A].state is Working.DIRTY
+    assert small.namespace.residency.working[A].state is Working.DIRTY
     request = small.lease(reader, A)
     (move,) = small.start()
-    assert (move.kind, move.located) == (MoveKind.LOAD_PARAM, small.namespace.ledger.at(A, 0))
+    assert (move.kind, move.located) == (MoveKind.LOAD_PARAM, small.namespace.steps.ledger.at(A, 0))
     assert request.copies[0].identity == (1, 0)
 
 
@@ -120,7 +120,7 @@ def test_a_param_schema_is_read_from_its_extent_alone() -> None:
     small.leased(small.writer(), A)
     small.leased(small.reader(), B)
     assert small.namespace.stats.param.misses == 2
-    assert not small.namespace.resident
+    assert not small.namespace.residency.resident
 
 
 # --- landing
@@ -134,7 +134,7 @@ def test_a_materialise_that_fails_frees_the_slot_and_lets_the_working_copy_go() 
     (move,) = small.start()
     small.land(move, VolumeError("out of order"))
     assert isinstance(request.error, VolumeError)
-    assert small.namespace.working[A].holders == 0
+    assert small.namespace.residency.working[A].holders == 0
     small.check()
 
 
@@ -225,9 +225,9 @@ def test_of_two_versions_of_a_key_the_policy_s_victim_is_the_older() -> None:
     small.release(small.leased(reader, A))
     small.update(A)
     small.release(small.leased(writer, A))
-    assert len(small.namespace.copies[A]) == 2
+    assert len(small.namespace.residency.copies[A]) == 2
     small.leased(reader, B)
-    assert [copy.identity.version for copy in small.namespace.copies[A]] == [1]
+    assert [copy.identity.version for copy in small.namespace.residency.copies[A]] == [1]
 
 
 # --- supersede and retire
@@ -301,7 +301,7 @@ def test_a_copy_superseded_while_it_loads_for_a_prefetch_is_freed_as_it_lands() 
     small.land(move)
     assert (request.is_finished, request.loaded) == (True, 1)
     assert small.copy(A) is None
-    assert small.namespace.prefetched == set()
+    assert small.namespace.residency.prefetched == set()
     assert small.param_arena.slots.free_count == 5
 
 
@@ -346,10 +346,10 @@ def test_a_lease_may_take_the_slot_of_an_older_version_of_its_own_key_if_nobody_
     small.commit(1)
     small.release(small.leased(small.reader(1), key))
     small.update(key)
-    assert [copy.identity.version for copy in small.namespace.copies[key]] == [0, 1]
+    assert [copy.identity.version for copy in small.namespace.residency.copies[key]] == [0, 1]
     newest = small.leased(writer, key).copies[0]
     assert newest.identity.version == 2
-    assert newest in small.namespace.copies[key]
+    assert newest in small.namespace.residency.copies[key]
 
 
 def test_what_a_rollback_goes_back_to_and_is_leased_still_is_leased_again() -> None:

@@ -8,6 +8,7 @@ from paramstore.core.residency import Copy, Working
 from paramstore.engine.planner.working_copies import may_update
 from paramstore.engine.tables.requests import Urgency
 from paramstore.errors import CapacityError, StepFailed
+from paramstore_testkit.stores.settling import settle_cut
 from paramstore_testkit.stores.small_planner import A, B, C, SmallPlanner
 from paramstore_testkit.stores.small_planner import cut_desk as desk
 
@@ -19,12 +20,12 @@ def test_an_apply_takes_what_is_pending_and_moves_the_working_view_at_once() -> 
     view = small.writer()
     small.release(small.leased(view, A))
     small.begin_apply(A, B)
-    assert not small.namespace.pending
-    assert [small.namespace.working[key].target for key in (A, B, C)] == [(1, 1), (1, 1), (1, 0)]
-    assert small.namespace.working[A].identity == (1, 0), "the bytes do not exist yet"
-    assert small.namespace.working[A].current is None
+    assert not small.namespace.writing.pending
+    assert [small.namespace.residency.working[key].target for key in (A, B, C)] == [(1, 1), (1, 1), (1, 0)]
+    assert small.namespace.residency.working[A].identity == (1, 0), "the bytes do not exist yet"
+    assert small.namespace.residency.working[A].current is None
     small.begin_apply(A)
-    assert small.namespace.working[A].target == (1, 2)
+    assert small.namespace.residency.working[A].target == (1, 2)
 
 
 def test_extents_are_reserved_for_all_records_or_for_none() -> None:
@@ -46,7 +47,7 @@ def test_a_record_with_an_uncommitted_extent_has_its_share_of_the_volume_already
     free = small.space.free_bytes
     small.planner.reserve_extents(small.namespace, [A])
     assert small.space.free_bytes == free
-    assert small.namespace.working[A].reserved is None
+    assert small.namespace.residency.working[A].reserved is None
 
 
 def test_what_goes_to_a_cut_is_no_share_of_the_next_apply() -> None:
@@ -57,9 +58,9 @@ def test_what_goes_to_a_cut_is_no_share_of_the_next_apply() -> None:
     small.update(C)
     small.cut()
     small.planner.reserve_extents(small.namespace, [A, B, C])
-    assert small.namespace.working[A].reserved is not None, "its extent is the cut's"
-    assert small.namespace.working[B].reserved is not None, "its next write is the cut's"
-    assert small.namespace.working[C].reserved is not None, "its next write is the cut's, and frees the extent before it"
+    assert small.namespace.residency.working[A].reserved is not None, "its extent is the cut's"
+    assert small.namespace.residency.working[B].reserved is not None, "its next write is the cut's"
+    assert small.namespace.residency.working[C].reserved is not None, "its next write is the cut's, and frees the extent before it"
 
 
 def test_an_update_makes_the_param_copy_in_the_same_pass_where_a_slot_is_free() -> None:
@@ -73,7 +74,7 @@ def test_an_update_makes_the_param_copy_in_the_same_pass_where_a_slot_is_free() 
     assert working.current is copy
     small.settle_update(update)
     assert copy.state is Copy.READY
-    assert small.namespace.changed == {A}
+    assert small.namespace.steps.changed == {A}
 
 
 def test_an_update_without_a_param_slot_makes_no_copy_and_the_next_load_materialises_it() -> None:
@@ -138,7 +139,7 @@ def test_a_broken_namespace_keeps_its_first_reason() -> None:
     small = desk()
     small.planner.mark_broken(small.namespace, "first")
     small.planner.mark_broken(small.namespace, "second")
-    assert small.namespace.broken == "first"
+    assert small.namespace.writing.broken == "first"
 
 
 # --- the cut
@@ -152,9 +153,9 @@ def test_a_cut_fixes_what_changed_and_what_of_it_must_still_be_written() -> None
     assert cut.sequence == 2
     assert cut.keys == {A, B}
     assert cut.unwritten == {B}
-    assert cut.located == {A: small.namespace.working[A].uncommitted}
-    assert not small.namespace.changed
-    assert [small.namespace.is_cut(key) for key in (A, B)] == [False, True]
+    assert cut.located == {A: small.namespace.residency.working[A].uncommitted}
+    assert not small.namespace.steps.changed
+    assert [small.namespace.steps.is_cut(key) for key in (A, B)] == [False, True]
 
 
 def test_a_record_dirty_at_the_cut_is_not_updated_before_its_write_has_landed() -> None:
@@ -192,13 +193,14 @@ def test_a_published_cut_gives_its_extents_to_the_ledger_and_keeps_what_came_aft
     cut = small.cut()
     small.update(A)
     small.write(A)
+    fixed = cut.located[A]
     small.publish(cut, 1)
-    ledger, working = small.namespace.ledger, small.namespace.working
-    assert ledger.at(A, 1) == cut.located[A]
+    ledger, working = small.namespace.steps.ledger, small.namespace.residency.working
+    assert ledger.at(A, 1) == fixed
     assert working[B].uncommitted is None
     assert working[A].uncommitted is not None
     assert working[A].uncommitted.identity == (1, 2)
-    assert small.namespace.changed == {A}
+    assert small.namespace.steps.changed == {A}
     small.check()
 
 
@@ -210,16 +212,16 @@ def test_a_failed_cut_leaves_the_newest_records_uncommitted_and_frees_the_others
     small.cut()
     small.update(A)
     small.write(A)
-    small.planner.cuts.settle(small.namespace, is_published=False)
-    working = small.namespace.working
+    settle_cut(small.planner, small.namespace, is_published=False)
+    working = small.namespace.residency.working
     assert working[A].uncommitted is not None
     assert working[B].uncommitted is not None
     assert (working[A].uncommitted.identity, working[B].uncommitted.identity) == ((1, 2), (1, 1))
-    assert small.namespace.changed == {A, B}
-    assert small.namespace.committed_step == 0
+    assert small.namespace.steps.changed == {A, B}
+    assert small.namespace.steps.committed_step == 0
     small.check()
     small.commit(1)
-    assert small.namespace.ledger.changed_at(1).keys() == {A, B}
+    assert small.namespace.steps.ledger.changed_at(1).keys() == {A, B}
     small.check()
 
 
@@ -227,25 +229,25 @@ def test_a_failed_cut_leaves_unwritten_records_free_to_be_updated() -> None:
     small = desk()
     small.update(A)
     small.cut()
-    small.planner.cuts.settle(small.namespace, is_published=False)
+    settle_cut(small.planner, small.namespace, is_published=False)
     assert may_update(small.namespace, small.held(A))
-    assert small.namespace.changed == {A}
+    assert small.namespace.steps.changed == {A}
 
 
 def test_whoever_waits_for_the_cut_is_woken_when_it_is_over() -> None:
     small = desk()
     waiter = object()
     small.cut()
-    small.namespace.cut_waiters.append(waiter)
-    small.planner.cuts.settle(small.namespace, is_published=False)
+    small.namespace.steps.cut_waiters.append(waiter)
+    settle_cut(small.planner, small.namespace, is_published=False)
     assert small.planner.outbox.woken == [waiter]
-    assert not small.namespace.cut_waiters
+    assert not small.namespace.steps.cut_waiters
 
 
 def test_sequences_are_never_used_twice() -> None:
     small = desk()
     first = small.cut()
-    small.planner.cuts.settle(small.namespace, is_published=False)
+    settle_cut(small.planner, small.namespace, is_published=False)
     assert small.cut().sequence == first.sequence + 1
 
 
@@ -260,7 +262,7 @@ def test_readers_of_too_many_old_steps_lose_the_oldest_before_a_commit() -> None
     small.update(A)
     small.commit(4)
     assert [reader.is_dropped for reader in readers] == [True, False, False], "1 and 2 are held now"
-    assert small.namespace.ledger.steps() == [1, 2, 3, 4]
+    assert small.namespace.steps.ledger.steps() == [1, 2, 3, 4]
     small.check()
 
 

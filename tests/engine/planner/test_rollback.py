@@ -7,6 +7,7 @@ import pytest
 from paramstore.core.location import Identity
 from paramstore.core.residency import Copy, Working
 from paramstore.errors import StepFailed
+from paramstore_testkit.stores.settling import begin_epoch
 from paramstore_testkit.stores.small_planner import A, B, C, D, SmallPlanner
 from paramstore_testkit.stores.small_planner import cut_desk as desk
 
@@ -17,15 +18,15 @@ def test_a_rollback_resets_everything_to_the_committed_step() -> None:
     small.update(A, B)
     small.write(A)
     small.begin_apply(C)
-    small.namespace.pending[D] = None  # type: ignore[assignment]
+    small.namespace.writing.pending[D] = None  # type: ignore[assignment]
     small.planner.mark_broken(small.namespace, "an apply failed")
     small.rollback()
     namespace = small.namespace
     assert namespace.epoch == 2
-    assert (namespace.broken, namespace.pending, namespace.changed) == (None, {}, set())
-    assert all(working.state is Working.ABSENT for working in namespace.working.values())
-    assert {working.target for working in namespace.working.values()} == {Identity(1, 0)}
-    assert not namespace.resident
+    assert (namespace.writing.broken, namespace.writing.pending, namespace.steps.changed) == (None, {}, set())
+    assert all(working.state is Working.ABSENT for working in namespace.residency.working.values())
+    assert {working.target for working in namespace.residency.working.values()} == {Identity(1, 0)}
+    assert not namespace.residency.resident
     small.check()
     request = small.leased(view, A)
     assert request.copies[0].identity == (1, 0)
@@ -104,15 +105,15 @@ def test_a_rollback_frees_the_extents_of_steps_that_are_gone() -> None:
     extent = small.space.reserve(small.namespace.schema.record_bytes)
     assert extent is not None
     free = small.space.free_bytes
-    small.planner.rollback(small.namespace, freed=[extent])
+    begin_epoch(small.planner, small.namespace, [extent])
     assert small.space.free_bytes == free + extent.length_bytes
 
 
 def test_a_rollback_before_the_first_commit_leaves_no_value() -> None:
     small = SmallPlanner(is_committed=False)
     small.hold(A, is_fill=True)
-    working = small.namespace.working[A]
+    working = small.namespace.residency.working[A]
     small.planner.working.settle_update(small.namespace, working, Identity(1, 0), None)
     small.rollback()
-    assert small.namespace.working[A].identity is None
+    assert small.namespace.residency.working[A].identity is None
     small.check()

@@ -82,7 +82,7 @@ def test_an_update_makes_no_copy_that_would_go_first(order: list[ExpertKey]) -> 
     world.begin_apply(order)
     for key in order:
         world.update(world.hold(key))
-    assert list(world.namespace.copies) == [(0, 0)], "forward needs layer 0 first, whichever was updated last"
+    assert list(world.namespace.residency.copies) == [(0, 0)], "forward needs layer 0 first, whichever was updated last"
     assert policy.victims(2, lambda name: False) is None, "what was not made is not held"
 
 
@@ -119,8 +119,7 @@ def test_a_scan_larger_than_the_arena_reads_only_what_does_not_fit(policy: str) 
 
     async def scenario() -> None:
         store, view = await opened(Machine(volume_bytes=64 << 20, host_budget_bytes=6 << 20, policy=policy))
-        assert view.namespace.param_arena is not None
-        slots = view.namespace.param_arena.planned_slots
+        slots = view.namespace.memory.param.planned_slots
         assert EXPERTS < slots < len(keys_of(view)), "a share of the experts fits"
         store.declare_schedule(view, ring_visits(range(LAYERS)), ())
         scan = [[(layer, expert) for expert in range(EXPERTS)] for layer in range(LAYERS)]
@@ -141,8 +140,7 @@ def test_a_scan_larger_than_the_arena_reads_only_what_does_not_fit(policy: str) 
 def test_a_step_reads_and_writes_only_the_records_that_do_not_fit() -> None:
     async def scenario() -> None:
         store, view = await opened(Machine(volume_bytes=64 << 20, host_budget_bytes=10 << 20, policy="schedule"))
-        assert view.namespace.working_arena is not None
-        slots = view.namespace.working_arena.planned_slots
+        slots = view.namespace.memory.working.planned_slots
         records = len(keys_of(view))
         assert slots < records
         store.declare_schedule(view, training_visits(range(LAYERS)), apply_visits(range(LAYERS)))
@@ -179,8 +177,7 @@ def test_what_a_dead_writer_declared_ends_with_its_session_though_its_leases_sta
         await store.committer.commit(view, 0, b"")
         store.declare_schedule(view, TRAINING, APPLY)
         await lease(store, view, keys_of(view))
-        arena = view.namespace.param_arena
-        assert arena is not None
+        arena = view.namespace.memory.param
         assert isinstance(arena.policy, Schedule)
         assert arena.policy.visits == TRAINING
         store.end_writing(view, reason="is gone")

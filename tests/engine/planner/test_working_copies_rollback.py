@@ -17,8 +17,8 @@ def test_a_load_under_way_at_a_rollback_is_freed_when_the_worker_returns(error: 
     (move,) = small.start()
     small.rollback()
     assert small.working_arena.slots.free_count == 1
-    assert small.namespace.working[A].state is Working.ABSENT
-    assert not small.namespace.resident
+    assert small.namespace.residency.working[A].state is Working.ABSENT
+    assert not small.namespace.residency.resident
     small.land(move, error)
     assert request.error is not None
     assert small.working_arena.slots.free_count == 2
@@ -44,7 +44,7 @@ def test_a_write_under_way_at_a_rollback_frees_slot_and_extent_when_it_returns(e
     small.rollback()
     assert small.working_arena.slots.free_count == 1
     small.land(write, error)
-    assert small.namespace.working[A].uncommitted is None
+    assert small.namespace.residency.working[A].uncommitted is None
     small.check()
 
 
@@ -53,9 +53,9 @@ def test_an_update_under_way_at_a_rollback_is_discarded_when_it_returns(error: P
     small, working = in_state(Working.UPDATING)
     small.rollback()
     small.settle_update(small.updating[working], error)
-    assert small.namespace.working[A] is not working
-    assert small.namespace.working[A].identity == (1, 0)
-    assert not small.namespace.changed
+    assert small.namespace.residency.working[A] is not working
+    assert small.namespace.residency.working[A].identity == (1, 0)
+    assert not small.namespace.steps.changed
     small.check()
 
 
@@ -79,5 +79,5 @@ def test_the_slot_of_an_orphan_is_not_taken_for_the_key_s_new_one() -> None:
     assert new is not old
     assert new.slot != old.slot
     small.unhold(old)
-    assert small.namespace.resident == {A: new}
+    assert small.namespace.residency.resident == {A: new}
     assert small.working_arena.slots.free_count == 1

@@ -33,8 +33,7 @@ def test_a_lease_that_times_out_says_what_it_waited_for() -> None:
         with pytest.raises(WaitTimeout, match="lease of 2 keys of 'moe': 2 still loading"):
             await lease(site.store, site.view, [A, B], timeout_s=0.0)
         site.resume()
-        assert site.namespace.param_arena is not None
-        arena = site.namespace.param_arena
+        arena = site.namespace.memory.param
         held = await lease(site.store, site.view, [A, B])
         other = await site.store.admission.open("moe", mode="read", at=None, host_bytes=None)
         while arena.slots.free_count:
@@ -94,7 +93,7 @@ def test_a_prefetch_says_what_it_came_to() -> None:
 
 def test_a_prefetch_reports_its_first_error_when_all_its_loads_are_over() -> None:
     async def scenario(site: Site) -> None:
-        located = site.namespace.ledger.at(B, 0)
+        located = site.namespace.steps.ledger.at(B, 0)
         assert located is not None
         site.machine.disks[0].corrupt(located.extent.offset_bytes + SCHEMA.stored.field("master/w").offset_bytes)
         request = site.store.access.prefetch(site.view, [A, B, C], "param", None)
@@ -141,7 +140,7 @@ def test_the_sooner_of_two_deadlines_moves_first() -> None:
 
 def test_a_held_copy_is_in_its_slot_and_stays_until_it_is_let_go() -> None:
     async def scenario(site: Site) -> None:
-        working = await site.loader.hold(site.namespace, A)
+        working = await site.access.hold(site.namespace, A)
         assert (working.state, working.holders) == (Working.CLEAN, 1)
         assert await site.store.evict(site.view, [A], "optim") == {"evicted": 0, "skipped": [[0, 0]]}
         site.unhold(A)
@@ -153,13 +152,12 @@ def test_a_held_copy_is_in_its_slot_and_stays_until_it_is_let_go() -> None:
 def test_who_waits_for_a_slot_too_long_is_told_and_leaves_the_queue() -> None:
     async def scenario(site: Site) -> None:
         site.leave_slots(1)
-        await site.loader.hold(site.namespace, A)
+        await site.access.hold(site.namespace, A)
         with pytest.raises(WaitTimeout, match=r"a slot for \(0, 1\) of 'moe': nothing in the store has moved for 0.01 s"):
-            await site.loader.hold(site.namespace, B)
-        assert site.namespace.working_arena is not None
-        assert not site.namespace.working_arena.waiting
+            await site.access.hold(site.namespace, B)
+        assert not site.namespace.memory.working.waiting
         site.unhold(A)
-        assert (await site.loader.hold(site.namespace, B)).holders == 1
+        assert (await site.access.hold(site.namespace, B)).holders == 1
 
     on_site(scenario, wait_timeout_s=0.01)
 
@@ -167,13 +165,13 @@ def test_who_waits_for_a_slot_too_long_is_told_and_leaves_the_queue() -> None:
 def test_who_stops_waiting_for_a_load_holds_nothing_when_it_lands() -> None:
     async def scenario(site: Site) -> None:
         site.pause()
-        waiting = asyncio.ensure_future(site.loader.hold(site.namespace, A))
+        waiting = asyncio.ensure_future(site.access.hold(site.namespace, A))
         await turns(3)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         site.resume()
         await site.idle()
-        working = site.namespace.working[A]
+        working = site.namespace.residency.working[A]
         assert (working.state, working.holders) == (Working.CLEAN, 0)
 
     on_site(scenario)
@@ -183,36 +181,36 @@ def test_who_stops_waiting_for_a_load_holds_nothing_when_it_lands() -> None:
 def test_who_is_stopped_in_the_moment_in_which_the_slot_comes_lets_it_go(is_fill: bool) -> None:
     async def scenario(site: Site) -> None:
         site.leave_slots(1)
-        await site.loader.hold(site.namespace, A)
-        site.namespace.working[B].target = site.namespace.working[B].identity
-        waiting = asyncio.ensure_future(site.loader.hold(site.namespace, B, is_fill=is_fill))
+        await site.access.hold(site.namespace, A)
+        site.namespace.residency.working[B].target = site.namespace.residency.working[B].identity
+        waiting = asyncio.ensure_future(site.access.hold(site.namespace, B, is_fill=is_fill))
         await turns(3)
         site.unhold(A)
-        while not (site.namespace.working[B].holders or site.namespace.working[B].state is Working.UPDATING):
+        while not (site.namespace.residency.working[B].holders or site.namespace.residency.working[B].state is Working.UPDATING):
             await asyncio.sleep(0)
         waiting.cancel()  # it was told, and has not run yet
         outcome = (await asyncio.gather(waiting, return_exceptions=True))[0]
         assert isinstance(outcome, asyncio.CancelledError)
         await site.idle()
-        assert site.namespace.working[B].holders == 0
-        assert site.namespace.working[B].state in (Working.ABSENT, Working.CLEAN)
+        assert site.namespace.residency.working[B].holders == 0
+        assert site.namespace.residency.working[B].state in (Working.ABSENT, Working.CLEAN)
         await site.store.evict(site.view, None, None)
-        assert (await site.loader.hold(site.namespace, C)).holders == 1
+        assert (await site.access.hold(site.namespace, C)).holders == 1
 
     on_site(scenario)
 
 
 def test_a_change_wakes_who_waits_for_it_and_a_wait_for_none_is_bounded() -> None:
     async def scenario(site: Site) -> None:
-        working = await site.loader.hold(site.namespace, A)
-        await site.loader.hold(site.namespace, A)
-        waiting = asyncio.ensure_future(site.loader.changed(site.namespace, working))
+        working = await site.access.hold(site.namespace, A)
+        await site.access.hold(site.namespace, A)
+        waiting = asyncio.ensure_future(site.access.changed(site.namespace, working))
         await turns(3)
         assert not waiting.done()
         site.unhold(A)
         await waiting
         with pytest.raises(WaitTimeout, match=r"\(0, 0\) of 'moe', clean: nothing in the store has moved for 0.02 s"):
-            await site.loader.changed(site.namespace, working)
+            await site.access.changed(site.namespace, working)
 
     on_site(scenario, wait_timeout_s=0.02)
 

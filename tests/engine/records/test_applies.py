@@ -88,7 +88,7 @@ def test_an_apply_that_claims_nothing_early_is_a_plain_one() -> None:
         begun = begin(site)
         assert await site.store.applies.end(site.view) == {"records": 0, "bytes_read": 0, "bytes_written": 0}
         await begun
-        assert site.namespace.open_apply is None
+        assert site.namespace.writing.open_apply is None
 
     on_site(scenario)
 
@@ -198,6 +198,8 @@ def test_a_wait_for_room_ends_with_its_apply(way: str, monkeypatch: pytest.Monke
             return
         with pytest.raises(StepFailed):
             assert not await waits
+        with pytest.raises(StepFailed):
+            await begun
         if way == "rollback":
             await rolled
 
@@ -374,7 +376,7 @@ def test_abort_before_the_first_claim_leaves_all_as_it_was() -> None:
         assert site.store.applies.abort(site.view) == 1
         with pytest.raises(StepFailed, match="given up: abort"):
             await begun
-        assert site.namespace.broken is None
+        assert site.namespace.writing.broken is None
         assert (await train(site.store, site.view))["records"] == 12
         assert await versions(site.store, site.view) == [1] * 12
 
@@ -409,8 +411,8 @@ def test_rollback_ends_an_open_apply(is_claimed: bool) -> None:
         await site.store.rollback(site.view, 0)
         with pytest.raises(StepFailed):
             await begun
-        assert site.namespace.broken is None
-        assert site.namespace.open_apply is None
+        assert site.namespace.writing.broken is None
+        assert site.namespace.writing.open_apply is None
         assert (await train(site.store, site.view))["records"] == 12
         assert await versions(site.store, site.view) == [1] * 12
 

@@ -41,7 +41,7 @@ class Site:
         return self.view.namespace
 
     def states(self) -> list[Working]:
-        return [working.state for working in self.namespace.working.values()]
+        return [working.state for working in self.namespace.residency.working.values()]
 
     def fail_writes(self, *numbers: int) -> None:
         """The writes of these numbers from now on fail, from 1."""
@@ -74,8 +74,7 @@ def on_site(scenario: Callable[[Site], Coroutine[Any, Any, None]], **machine: An
 
 def test_cleaning_ahead_writes_only_what_eviction_will_need() -> None:
     async def scenario(site: Site) -> None:
-        assert site.namespace.working_arena is not None
-        slots = site.namespace.working_arena.slots
+        slots = site.namespace.memory.working.slots
         while slots.free_count:
             slots.take()
         site.cleaner.clean_ahead(site.namespace, 0)
@@ -113,7 +112,7 @@ def test_a_write_is_joined_by_who_wants_the_same_and_raised_to_their_class() -> 
         site.machine.workers.pause()
         first = asyncio.ensure_future(site.cleaner.write(site.namespace, A, Urgency.WRITE_BACK))
         await turns(1)
-        _, transfer = site.store.transfers._under_way[site.namespace.working[A]]
+        _, transfer = site.store.transfers._under_way[site.namespace.residency.working[A]]
         second = asyncio.ensure_future(site.cleaner.write(site.namespace, A, Urgency.DEMAND))
         await turns(1)
         assert transfer.urgency is Urgency.DEMAND
@@ -131,11 +130,11 @@ def test_a_failed_write_is_tried_once_more_on_another_extent(failures: tuple[int
         site.fail_writes(*failures)
         if survives:
             assert await site.cleaner.write(site.namespace, A, Urgency.DEMAND)
-            assert site.namespace.working[A].state is Working.CLEAN
+            assert site.namespace.residency.working[A].state is Working.CLEAN
         else:
             with pytest.raises(StepFailed, match=r"\(0, 0\) of 'moe': its write-back failed twice, on different extents"):
                 await site.cleaner.write(site.namespace, A, Urgency.DEMAND)
-            assert site.namespace.working[A].state is Working.DIRTY
+            assert site.namespace.residency.working[A].state is Working.DIRTY
         (stats,) = site.store.transfers._planner.space.stats()
         assert stats.quarantined_bytes == len(failures) * SCHEMA.record_bytes
 
@@ -164,7 +163,7 @@ def test_a_write_without_space_or_hope_is_refused_and_names_the_flag() -> None:
         site.leave_extents(0)
         with pytest.raises(CapacityError, match=r"28672 bytes is free for namespace 'moe': add a volume \(--add-volume\)$"):
             await site.cleaner.write(site.namespace, A, Urgency.DEMAND)
-        assert site.namespace.working[A].state is Working.DIRTY
+        assert site.namespace.residency.working[A].state is Working.DIRTY
 
     on_site(scenario)
 
@@ -187,10 +186,10 @@ def test_a_commit_writes_through_few_extents_whichever_records_get_them_first() 
         await site.store.write_back(site.view, None)
         await train(site.store, site.view)
         site.leave_extents(1)
-        site.store.transfers._planner.working.begin_write(site.namespace, site.namespace.working[D], Urgency.WRITE_BACK)
+        site.store.transfers._planner.working.begin_write(site.namespace, site.namespace.residency.working[D], Urgency.WRITE_BACK)
         await site.store.committer.commit(site.view, 1, b"")
         assert await versions(site.store, site.view) == [2] * 4
-        assert site.view.namespace.ledger.steps() == [0, 1]
+        assert site.view.namespace.steps.ledger.steps() == [0, 1]
 
     on_site(scenario)
 
@@ -204,7 +203,7 @@ def test_write_back_writes_what_is_dirty_and_says_how_much() -> None:
         assert site.states() == [Working.DIRTY, Working.CLEAN, Working.DIRTY, Working.DIRTY]
         assert await site.store.write_back(site.view, None) == {"written": 3, "bytes": 3 * SCHEMA.record_bytes}
         assert await site.store.write_back(site.view, None) == {"written": 0, "bytes": 0}
-        assert site.view.namespace.ledger.steps() == [0], "written is not committed"
+        assert site.view.namespace.steps.ledger.steps() == [0], "written is not committed"
         with pytest.raises(UnknownKey):
             await site.store.write_back(site.view, [(9, 9)])
 
@@ -217,11 +216,11 @@ def test_eviction_writes_dirty_records_first_and_names_what_is_in_use() -> None:
         answer = await site.store.evict(site.view, [A, B], None)
         assert answer["skipped"] == [[0, 0]]
         assert site.states() == [Working.ABSENT, Working.ABSENT, Working.DIRTY, Working.DIRTY]
-        assert sorted(site.namespace.copies) == [A, C, D]
+        assert sorted(site.namespace.residency.copies) == [A, C, D]
         site.store.access.release(site.view, held.lease_id)
         assert (await site.store.evict(site.view, None, None))["skipped"] == []
-        assert not site.namespace.copies
-        assert not site.namespace.resident
+        assert not site.namespace.residency.copies
+        assert not site.namespace.residency.resident
         assert await versions(site.store, site.view) == [1] * 4, "nothing was lost"
 
     on_site(scenario)
@@ -232,7 +231,7 @@ def test_one_part_can_be_evicted_alone(part: str, params: int, working: int) -> 
     async def scenario(site: Site) -> None:
         answer = await site.store.evict(site.view, None, part)
         assert answer == {"evicted": 4, "skipped": []}
-        assert (len(site.namespace.copies), len(site.namespace.resident)) == (params, working)
+        assert (len(site.namespace.residency.copies), len(site.namespace.residency.resident)) == (params, working)
 
     on_site(scenario)
 
@@ -244,7 +243,7 @@ def test_eviction_refuses_what_is_not_there_and_changes_nothing() -> None:
         with pytest.raises(SchemaMismatch):
             await site.store.evict(site.view, [A], "gradients")
         assert site.states() == [Working.DIRTY] * 4
-        assert len(site.namespace.copies) == 4
+        assert len(site.namespace.residency.copies) == 4
 
     on_site(scenario)
 
@@ -264,8 +263,7 @@ def test_a_write_back_that_fails_tells_the_caller() -> None:
 
 
 def limit(site: Site, records: int) -> None:
-    assert site.namespace.working_arena is not None
-    site.namespace.working_arena.dirty_limit_bytes = records * SCHEMA.record_bytes
+    site.namespace.memory.working.dirty_limit_bytes = records * SCHEMA.record_bytes
 
 
 def test_without_a_limit_nothing_is_written_before_eviction_or_a_commit_needs_it() -> None:
@@ -284,7 +282,7 @@ def test_what_is_dirty_beyond_the_limit_is_written_in_the_background_those_first
         site.machine.workers.pause()
         site.cleaner.clean_ahead(site.namespace, 0)
         assert site.states() == [Working.DIRTY, Working.DIRTY, Working.DIRTY, Working.WRITING], "D was updated before B"
-        _, transfer = site.store.transfers._under_way[site.namespace.working[D]]
+        _, transfer = site.store.transfers._under_way[site.namespace.residency.working[D]]
         assert transfer.urgency is Urgency.WRITE_BACK
         limit(site, 2)
         site.cleaner.clean_ahead(site.namespace, 0)
@@ -325,7 +323,7 @@ def test_a_limit_on_volumes_without_space_writes_what_it_can_and_fails_nobody() 
     async def scenario(site: Site) -> None:
         await site.store.write_back(site.view, None)
         await train(site.store, site.view)
-        for working in site.namespace.working.values():
+        for working in site.namespace.residency.working.values():
             if working.reserved is not None:
                 site.store.transfers._planner.space.release(working.reserved)
                 working.reserved = None

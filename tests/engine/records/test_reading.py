@@ -72,12 +72,12 @@ def test_the_writer_reads_what_the_dense_optimizer_has(is_resident: bool) -> Non
         key = keys_of(view)[3]
         if not is_resident:
             await store.evict(view, None, None)
-        assert (view.namespace.working[key].slot is not None) == is_resident
+        assert (view.namespace.residency.working[key].slot is not None) == is_resident
         version, found, stored = await read(store, view, key)
         assert (version, stored if not is_resident else 1) == (2, 1)
         assert same(found, dense(3.0, [1.0, 0.0]))
         assert view.namespace.stats.records_advanced == 1
-        assert not view.namespace.changed
+        assert not view.namespace.steps.changed
 
     on_store(scenario)
 
@@ -156,7 +156,7 @@ def test_a_gradient_that_a_broken_apply_never_took_is_no_gradient_of_zeros() -> 
         store = machine.start()
         view = await create(store, schema=EXACT, experts=24)
         await store.evict(view, None, None)
-        damage(machine, view.namespace.ledger.changed_at(0)[0, 23], PART.header_bytes)
+        damage(machine, view.namespace.steps.ledger.changed_at(0)[0, 23], PART.header_bytes)
         with pytest.raises(StepFailed, match="apply on 'moe' failed"):
             await train(store, view, [(0, expert) for expert in range(1, 24)])
         with pytest.raises(StepFailed, match=r"\(0, 1\) of 'moe': an apply failed.*rollback\(\) is the way on"):
@@ -187,12 +187,12 @@ def test_an_open_apply_that_was_given_up_half_way_is_no_step_of_those_it_had_not
 
 def test_a_read_that_waited_while_another_writer_came_is_refused() -> None:
     async def scenario(store: Store, view: View) -> None:
-        await view.namespace.turn.acquire()
+        await view.namespace.writing.turn.acquire()
         late = asyncio.ensure_future(read(store, view, (0, 0)))
         await turns()
         opening = asyncio.ensure_future(store.admission.open("moe", mode="write", at=None, host_bytes=None))
         await turns()
-        view.namespace.turn.release()
+        view.namespace.writing.turn.release()
         await opening
         with pytest.raises(WriterFenced):
             await late

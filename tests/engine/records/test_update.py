@@ -63,7 +63,7 @@ def test_the_volumes_are_busy_before_the_last_resident_record_is_updated() -> No
     async def scenario(site: Site) -> None:
         site.leave_slots(7)
         await train(site.store, site.view)
-        resident, before = set(site.namespace.resident), len(site.updated)
+        resident, before = set(site.namespace.residency.resident), len(site.updated)
         await train(site.store, site.view)
         writing = [site.writing[number] for number in range(before, before + 12) if site.updated[number] in resident]
         assert writing[0] == 0
@@ -76,18 +76,18 @@ def test_an_open_apply_leaves_itself_slots_when_it_is_closed() -> None:
     async def scenario(site: Site) -> None:
         site.leave_slots(9)
         await train(site.store, site.view)
-        absent, *rest = [key for key in keys_of(site.view) if key not in site.namespace.resident]
+        absent, *rest = [key for key in keys_of(site.view) if key not in site.namespace.residency.resident]
         begun = asyncio.ensure_future(site.store.applies.begin(site.view, OPTIONS, 1.0))
         await turns()
-        claims = site.namespace.open_apply
+        claims = site.namespace.writing.open_apply
         assert claims is not None
         site.pause()
-        push(site.store, site.view, [*site.namespace.resident, *rest])
+        push(site.store, site.view, [*site.namespace.residency.resident, *rest])
         site.store.applies.push(site.view, [(absent, PlainSegment(SCHEMA.gradient_bytes), 0)], is_last=True)
         await turns()
         ended = asyncio.ensure_future(site.store.applies.end(site.view))
         await turns(1)
-        assert 0 < len(claims.awaited & site.namespace.resident.keys()) <= 9 - UPDATE_WORKERS - LOOKAHEAD_RECORDS
+        assert 0 < len(claims.awaited & site.namespace.residency.resident.keys()) <= 9 - UPDATE_WORKERS - LOOKAHEAD_RECORDS
         site.resume()
         await ended
         await begun
@@ -112,7 +112,7 @@ def test_no_more_records_are_under_way_than_the_pipeline_is_deep() -> None:
         site.pause()
         training = asyncio.ensure_future(train(site.store, site.view))
         await turns()
-        assert len(site.namespace.resident) == UPDATE_WORKERS + LOOKAHEAD_RECORDS
+        assert len(site.namespace.residency.resident) == UPDATE_WORKERS + LOOKAHEAD_RECORDS
         site.resume()
         await training
 
@@ -201,13 +201,13 @@ def test_the_optimizer_step_of_a_record_counts_its_own_updates_and_the_apply_the
         keys = keys_of(site.view)
         await train(site.store, site.view, keys[:1])
         await train(site.store, site.view, keys[:2])
-        first, second = (site.namespace.working[key] for key in keys[:2])
+        first, second = (site.namespace.residency.working[key] for key in keys[:2])
         assert (first.optimizer_step, first.last_apply) == (2, 2)
         assert (second.optimizer_step, second.last_apply) == (1, 2)
         await site.store.committer.commit(site.view, 1, b"")
         await site.evict()
         await site.store.access.wait_prefetch(site.store.access.prefetch(site.view, keys[:2], "optim", None))
-        again = [site.namespace.working[key] for key in keys[:2]]
+        again = [site.namespace.residency.working[key] for key in keys[:2]]
         assert [(working.optimizer_step, working.last_apply) for working in again] == [(2, 2), (1, 2)], "from the headers"
 
     on_site(scenario)
@@ -305,15 +305,14 @@ def test_an_apply_that_fails_half_way_breaks_the_namespace_and_leaves_no_slot_he
         site.corrupt(keys_of(site.view)[6], "exp_avg/w")
         with pytest.raises(StepFailed, match=r"apply on 'moe' failed: record \(0, 6\)"):
             await train(site.store, site.view)
-        assert site.namespace.broken is not None
-        assert site.namespace.broken.startswith("an apply failed: record (0, 6)")
+        assert site.namespace.writing.broken is not None
+        assert site.namespace.writing.broken.startswith("an apply failed: record (0, 6)")
         while not site.store.transfers.runner.is_idle:
             await asyncio.sleep(0)
-        assert all(working.holders == 0 for working in site.namespace.working.values())
+        assert all(working.holders == 0 for working in site.namespace.residency.working.values())
         await site.store.rollback(site.view, 0)
-        assert not site.namespace.resident
-        assert site.namespace.working_arena is not None
-        assert site.namespace.working_arena.slots.free_count == 4
+        assert not site.namespace.residency.resident
+        assert site.namespace.memory.working.slots.free_count == 4
 
     on_site(scenario, seed=5)
 
@@ -329,7 +328,7 @@ def test_what_is_called_after_a_failed_apply_is_refused_even_if_it_was_called_be
         commit = site.store.committer.commit(site.view, 1, b"")
         outcomes = await asyncio.gather(*map(asyncio.ensure_future, (first, second, commit)), return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [StepFailed] * 3
-        assert site.view.namespace.ledger.steps() == [0]
+        assert site.view.namespace.steps.ledger.steps() == [0]
 
     on_site(scenario)
 
@@ -343,7 +342,7 @@ def test_a_rollback_stops_an_apply_at_its_next_record() -> None:
         with pytest.raises(StepFailed, match="another writer took over"):
             await apply
         assert len(site.updated) < 12
-        assert site.namespace.broken is None
+        assert site.namespace.writing.broken is None
         assert await versions(site.store, site.view) == [0] * 12
 
     on_site(scenario)

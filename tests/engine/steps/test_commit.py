@@ -75,7 +75,7 @@ def test_every_volume_bears_the_note_and_is_flushed_even_if_it_has_no_record_of_
         await site.store.committer.commit(site.view, 5, b"")
         assert {volume for stage, volume in site.events if stage == "record"} < {0, 1}
         assert {volume for stage, volume in site.events if stage == "flush"} == {0, 1}
-        row = site.view.namespace.ledger.step(5)
+        row = site.view.namespace.steps.ledger.step(5)
         for volume in site.volumes.values():
             note = read_note(volume, read_superblock(volume), row.note_slot)
             assert (note.namespace, note.step, note.parent, note.record_count) == ("moe", 5, 1, 1)
@@ -92,8 +92,8 @@ def test_a_commit_without_changes_is_a_step_all_the_same() -> None:
         answer = await site.store.committer.commit(site.view, 2, b"nothing new")
         assert (answer["records"], answer["bytes_written"]) == (0, 0)
         assert [stage for stage, _ in site.events].count("flush") == 2
-        assert site.view.namespace.ledger.steps() == [1, 2]
-        assert site.view.namespace.ledger.step(2).extra == b"nothing new"
+        assert site.view.namespace.steps.ledger.steps() == [1, 2]
+        assert site.view.namespace.steps.ledger.step(2).extra == b"nothing new"
 
     on_site(scenario)
 
@@ -105,7 +105,7 @@ def test_work_called_after_a_commit_is_not_in_it() -> None:
         await turns(1)
         later = asyncio.ensure_future(train_pending(site))
         await asyncio.gather(commit, later)
-        assert (await site.reopened()).namespace.committed_step == 1
+        assert (await site.reopened()).namespace.steps.committed_step == 1
         assert await versions(site.store, site.store.namespaces["moe"].views[0]) == [1, 1, 1, 1]
 
     async def train_pending(site: Site) -> None:
@@ -125,15 +125,15 @@ def test_a_step_that_the_commit_under_way_drops_cannot_be_opened_any_more() -> N
         await site.store.committer.commit(site.view, 1, b"")
         await train(site.store, site.view)
         commit = asyncio.ensure_future(site.store.committer.commit(site.view, 2, b""))
-        while not site.view.namespace.closing_steps:
+        while not site.view.namespace.steps.closing_steps:
             await asyncio.sleep(0)
-        assert site.view.namespace.ledger.steps() == [0, 1], "it is there still"
+        assert site.view.namespace.steps.ledger.steps() == [0, 1], "it is there still"
         with pytest.raises(StepDropped, match="step 0 of 'moe' is being dropped"):
             await site.store.admission.open("moe", mode="read", at=0, host_bytes=None)
         reader = await site.store.admission.open("moe", mode="read", at=1, host_bytes=None)
         await commit
-        assert site.view.namespace.ledger.steps() == [1, 2]
-        assert site.view.namespace.closing_steps == frozenset()
+        assert site.view.namespace.steps.ledger.steps() == [1, 2]
+        assert site.view.namespace.steps.closing_steps == frozenset()
         assert await versions(site.store, reader) == [1, 1, 1, 1]
 
     on_site(scenario)
@@ -161,7 +161,7 @@ def test_one_commit_of_a_namespace_is_under_way_at_a_time_and_they_end_in_call_o
 
         await asyncio.gather(*(commit(step) for step in (3, 5, 8)))
         assert ended == [3, 5, 8]
-        assert site.view.namespace.ledger.steps() == [5, 8]
+        assert site.view.namespace.steps.ledger.steps() == [5, 8]
 
     on_site(scenario)
 
@@ -181,7 +181,7 @@ def test_a_rollback_waits_for_the_commit_under_way() -> None:
 
 def test_a_rollback_that_is_given_up_while_it_waits_stops_no_later_apply() -> None:
     async def scenario(site: Site) -> None:
-        turn = site.view.namespace.turn
+        turn = site.view.namespace.writing.turn
         await turn.acquire()
         waiting = asyncio.ensure_future(site.store.rollback(site.view, 0))
         await turns(3)
@@ -240,14 +240,14 @@ def test_initial_values_are_committed_like_any_others() -> None:
 def test_a_note_that_does_not_fit_fails_the_commit_alone_and_its_slot_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(site: Site) -> None:
         await train(site.store, site.view)
-        free = site.store.committer._note_slots.free_count
+        free = site.store.committer._prover._note_slots.free_count
         with monkeypatch.context() as context:
             context.setattr("paramstore.storage.format.structures.NOTE_SLOT_BYTES", 4096)
             with pytest.raises(CapacityError, match="use less extra"):
                 await site.store.committer.commit(site.view, 1, bytes(8192))
-        assert site.store.committer._note_slots.free_count == free
+        assert site.store.committer._prover._note_slots.free_count == free
         await site.store.committer.commit(site.view, 1, bytes(64 << 10))
-        assert site.view.namespace.ledger.step(1).extra == bytes(64 << 10)
+        assert site.view.namespace.steps.ledger.step(1).extra == bytes(64 << 10)
 
     on_site(scenario)
 

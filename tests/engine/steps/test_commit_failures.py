@@ -25,11 +25,11 @@ def test_a_failure_at_any_stage_leaves_the_committed_step_in_memory_and_on_disk(
         fail(site, stage)
         with pytest.raises(ParamStoreError):
             await site.store.committer.commit(site.view, 1, b"")
-        assert site.view.namespace.ledger.steps() == [0]
-        assert site.view.namespace.cut is None
-        assert not any(site.view.namespace.is_cut(key) for key in site.view.namespace.working)
+        assert site.view.namespace.steps.ledger.steps() == [0]
+        assert site.view.namespace.steps.cut is None
+        assert not any(site.view.namespace.steps.is_cut(key) for key in site.view.namespace.residency.working)
         view = await site.reopened()
-        assert view.namespace.committed_step == 0
+        assert view.namespace.steps.committed_step == 0
         assert await versions(site.store, view) == [0, 0, 0, 0]
 
     on_site(scenario)
@@ -44,7 +44,7 @@ def test_the_same_step_may_be_tried_again_after_a_commit_that_failed(stage: str)
         fail(site, "")
         assert (await site.store.committer.commit(site.view, 1, b""))["records"] == 4
         view = await site.reopened()
-        assert view.namespace.ledger.steps() == [0, 1]
+        assert view.namespace.steps.ledger.steps() == [0, 1]
         assert await versions(site.store, view) == [1, 1, 1, 1]
 
     on_site(scenario)
@@ -93,7 +93,7 @@ def test_a_rollback_gives_no_note_slot_of_a_retained_step_back() -> None:
         free = site.free_note_slots
         await site.store.rollback(site.view, 1)
         assert site.free_note_slots == free
-        assert site.view.namespace.ledger.steps() == [0, 1]
+        assert site.view.namespace.steps.ledger.steps() == [0, 1]
 
     on_site(scenario)
 
@@ -136,11 +136,11 @@ def test_an_unknown_outcome_is_what_the_reopened_catalog_says(
         faulty._fail_at = faulty.applies + 1
         if outcome == "durable":
             assert (await store.committer.commit(view, 1, b""))["records"] == 4
-            assert view.namespace.ledger.steps() == [0, 1]
+            assert view.namespace.steps.ledger.steps() == [0, 1]
         else:
             with pytest.raises(CatalogError, match="outcome is unknown"):
                 await store.committer.commit(view, 1, b"")
-            assert view.namespace.ledger.steps() == [0]
+            assert view.namespace.steps.ledger.steps() == [0]
             assert (await store.committer.commit(view, 1, b""))["records"] == 4
         await train(store, view)
         await store.committer.commit(view, 2, b"")

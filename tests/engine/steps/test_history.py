@@ -18,14 +18,14 @@ def test_a_prepared_step_is_not_committed_and_nobody_opens_it() -> None:
     async def scenario() -> None:
         store, view = await prepared(Machine())
         namespace = view.namespace
-        assert (namespace.committed_step, namespace.prepared_step) == (1, 2)
-        assert view.namespace.ledger.steps() == [0, 1]
+        assert (namespace.steps.committed_step, namespace.steps.prepared_step) == (1, 2)
+        assert view.namespace.steps.ledger.steps() == [0, 1]
         assert store.admission.list_namespaces()[0]["prepared_step"] == 2
         assert await versions(store, await reader(store)) == [1] * 4
         with pytest.raises(StepPrepared, match=r"finalize\(2\)"):
             await reader(store, at=2)
         with pytest.raises(StepPrepared):
-            view.namespace.ledger.step(2)
+            view.namespace.steps.ledger.step(2)
         assert await versions(store, view) == [2] * 4, "the writer goes on from it"
 
     run(scenario())
@@ -43,7 +43,7 @@ def test_records_do_not_change_between_prepare_and_finalize_and_gradients_wait()
         with pytest.raises(StepPrepared):
             await store.committer.commit(view, 3, b"")
         await store.history.finalize(view, 2)
-        assert len(view.namespace.pending) == 4
+        assert len(view.namespace.writing.pending) == 4
         await store.applies.apply(view, OPTIONS, 1.0)
         await store.committer.commit(view, 3, b"")
         assert await versions(store, view) == [3] * 4
@@ -79,8 +79,8 @@ def test_a_prepare_that_fails_leaves_the_namespace_as_before_a_commit_that_fails
         store._transactions._catalog = FaultyCatalog(machine.durable, fail_at=1, outcome="lost")
         with pytest.raises(CatalogError):
             await store.committer.prepare(view, 1, b"")
-        assert view.namespace.prepared_step is None
-        assert len(view.namespace.changed) == 4
+        assert view.namespace.steps.prepared_step is None
+        assert len(view.namespace.steps.changed) == 4
         assert (await store.committer.commit(view, 1, b""))["records"] == 4
 
     run(scenario())
@@ -117,9 +117,9 @@ def test_finalizing_commits_the_step_and_lets_go_what_it_hides() -> None:
         store, view = await prepared(Machine())
         held_before = store.transfers._planner.space.held_bytes("moe")
         await store.history.finalize(view, 2)
-        assert (view.namespace.committed_step, view.namespace.prepared_step) == (2, None)
-        assert view.namespace.ledger.steps() == [1, 2]
-        assert view.namespace.ledger.step(2).extra == b"extra of 2"
+        assert (view.namespace.steps.committed_step, view.namespace.steps.prepared_step) == (2, None)
+        assert view.namespace.steps.ledger.steps() == [1, 2]
+        assert view.namespace.steps.ledger.step(2).extra == b"extra of 2"
         assert store.transfers._planner.space.held_bytes("moe") == held_before * 2 // 3
         assert await versions(store, await reader(store)) == [2] * 4
 
@@ -148,10 +148,10 @@ def test_a_finalize_whose_transaction_raised_is_what_the_disk_says(outcome: Lite
         if outcome == "lost":
             with pytest.raises(CatalogError):
                 await store.history.finalize(view, 2)
-            assert (view.namespace.committed_step, view.namespace.prepared_step) == (1, 2)
-            assert not view.namespace.closing_steps
+            assert (view.namespace.steps.committed_step, view.namespace.steps.prepared_step) == (1, 2)
+            assert not view.namespace.steps.closing_steps
         await store.history.finalize(view, 2)
-        assert (view.namespace.committed_step, view.namespace.prepared_step) == (2, None)
+        assert (view.namespace.steps.committed_step, view.namespace.steps.prepared_step) == (2, None)
 
     run(scenario())
 

@@ -44,7 +44,7 @@ def test_an_initial_value_is_taken_once_and_its_write_is_under_way_on_return() -
         site.view = await begun(site)
         value = initial()
         await site.store.initializer.put(site.view, (0, 1), value)
-        working = site.namespace.working[0, 1]
+        working = site.namespace.residency.working[0, 1]
         assert working.state in (Working.WRITING, Working.CLEAN)
         assert working.identity == (site.namespace.epoch, 0)
         value[:] = bytes(len(value))
@@ -84,7 +84,7 @@ def test_an_initial_value_waits_for_space_that_the_zero_fill_has_just_taken() ->
         filling = asyncio.ensure_future(fill())
         await turns(1)
         await site.store.initializer.put(site.view, (0, 1), initial())
-        assert site.namespace.working[0, 1].identity is not None
+        assert site.namespace.residency.working[0, 1].identity is not None
         await filling
 
     on_two(scenario)
@@ -98,6 +98,6 @@ def test_an_initial_value_that_no_volume_can_hold_is_refused() -> None:
             pass
         with pytest.raises(CapacityError, match=r"add a volume"):
             await site.store.initializer.put(site.view, (0, 1), initial())
-        assert site.namespace.working[0, 1].state is Working.ABSENT
+        assert site.namespace.residency.working[0, 1].state is Working.ABSENT
 
     on_two(scenario)

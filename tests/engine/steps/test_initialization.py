@@ -78,7 +78,7 @@ def test_attempts_may_be_as_many_as_it_takes() -> None:
         assert present == ALL
         await store.initializer.end(view)
         await store.committer.commit(view, 7, b"whole")
-        assert view.namespace.ledger.steps() == [7]
+        assert view.namespace.steps.ledger.steps() == [7]
         assert await versions(store, view) == [0] * EXPERTS
         await train(store, view)
         await store.committer.commit(view, 8, b"")
@@ -114,10 +114,10 @@ def test_nobody_takes_a_half_for_a_whole() -> None:
                 with pytest.raises(StepDropped):
                     await refused
             with pytest.raises(StepDropped):
-                writer.namespace.ledger.step(DRAFT_STEP)
+                writer.namespace.steps.ledger.step(DRAFT_STEP)
             with pytest.raises(StepFailed, match=r"\(0, 1\)"):
                 await store.initializer.end(writer)
-            assert writer.namespace.ledger.steps() == []
+            assert writer.namespace.steps.ledger.steps() == []
 
     run(scenario())
 
@@ -126,7 +126,7 @@ def test_the_first_commit_takes_the_drafts_place_and_its_note_slot_is_free_again
     async def scenario() -> None:
         machine = Machine(seed=4)
         store = machine.start()
-        slots = store.committer._note_slots
+        slots = store.committer._prover._note_slots
         free_before, free_bytes_before = slots.free_count, free_bytes(store)
         view = await drafted(store, step_by_step=True)
         assert slots.free_count == free_before - 1, "one draft at a time has a note"
@@ -134,7 +134,7 @@ def test_the_first_commit_takes_the_drafts_place_and_its_note_slot_is_free_again
         await store.initializer.end(view)
         await store.committer.commit(view, 0, b"")
         assert slots.free_count == free_before - 1
-        assert view.namespace.ledger.draft is None
+        assert view.namespace.steps.ledger.draft is None
         assert free_bytes(store) == free_bytes_before - EXPERTS * SCHEMA.record_bytes, "each record lies on the volume once"
         with pytest.raises(StepOutOfOrder, match="its values are set"):
             await opened_again(store, view)
@@ -273,7 +273,7 @@ def test_what_a_draft_holds_is_verified_like_any_record_and_its_note_too() -> No
         whole = await verify(machine)
         assert (whole["found"], whole["records"]) == (0, 2)
         assert whole["copies"] == 2 + 2, "of the superblock and of the draft's note"
-        located = view.namespace.ledger.at((0, 2), DRAFT_STEP)
+        located = view.namespace.steps.ledger.at((0, 2), DRAFT_STEP)
         assert located is not None
         damage(machine, located, SCHEMA.stored.fields[0].offset_bytes)
         (finding,) = (await verify(machine))["findings"]
@@ -308,7 +308,7 @@ def test_nothing_is_trained_while_first_values_are_given(updates: str) -> None:
         await put(store, view, ALL[:2])
         with pytest.raises(StepFailed, match="'moe' is being initialized: end that first"):
             await train(store, view, ALL[:1])
-        assert list(view.namespace.pending) == ALL[:1]
+        assert list(view.namespace.writing.pending) == ALL[:1]
         await store.committer.save_draft(view, SOURCE)
         store = await restarted(machine)
         view = await store.admission.create("moe", schema.describe(), layers=[0], experts=EXPERTS, host_bytes=None)

@@ -45,7 +45,7 @@ def test_a_new_writer_has_to_say_where_it_goes_on_and_fences_nobody_before() -> 
         store, view = await prepared(Machine())
         with pytest.raises(StepPrepared, match="step 2 is prepared: finalize it, or go back to 1"):
             await writer(store)
-        assert view.namespace.writer is view
+        assert view.namespace.writing.writer is view
         assert not view.is_fenced
         await store.history.finalize(view, 2)
 
@@ -60,7 +60,7 @@ def test_a_new_writer_at_the_prepared_step_commits_it(crashes: bool) -> None:
         if crashes:
             store = await restarted(machine)
         view = await writer(store, at=2)
-        assert (view.namespace.committed_step, view.namespace.prepared_step) == (2, None)
+        assert (view.namespace.steps.committed_step, view.namespace.steps.prepared_step) == (2, None)
         assert await versions(store, view) == [2] * 4
         if not crashes:
             with pytest.raises(WriterFenced):
@@ -84,10 +84,10 @@ def test_opening_at_the_prepared_step_is_one_transaction(outcome: Literal["lost"
         if outcome == "lost":
             with pytest.raises(CatalogError):
                 await writer(store, at=2)
-            assert (namespace.committed_step, namespace.prepared_step, namespace.epoch) == (1, 2, epoch)
+            assert (namespace.steps.committed_step, namespace.steps.prepared_step, namespace.epoch) == (1, 2, epoch)
         view = await writer(store, at=2)
-        assert (namespace.committed_step, namespace.prepared_step, namespace.epoch) == (2, None, epoch + 1)
-        assert not namespace.pending
+        assert (namespace.steps.committed_step, namespace.steps.prepared_step, namespace.epoch) == (2, None, epoch + 1)
+        assert not namespace.writing.pending
         assert await versions(store, view) == [2] * 4
 
     run(scenario())
@@ -102,13 +102,13 @@ def test_a_new_writer_at_an_older_step_drops_the_prepared_one(crashes: bool, at:
         if crashes:
             store = await restarted(machine)
         view = await writer(store, at=at)
-        assert (view.namespace.committed_step, view.namespace.prepared_step) == (at, None)
+        assert (view.namespace.steps.committed_step, view.namespace.steps.prepared_step) == (at, None)
         assert await versions(store, view) == [at] * 4
         await train(store, view)
         await store.committer.commit(view, 2, b"another")
         store = await restarted(machine)
         view = await writer(store)
-        assert view.namespace.ledger.step(2).extra == b"another"
+        assert view.namespace.steps.ledger.step(2).extra == b"another"
         assert await versions(store, view) == [at + 1] * 4
 
     run(scenario())
@@ -118,7 +118,7 @@ def test_a_rollback_drops_the_prepared_step_and_gives_its_space_back() -> None:
     async def scenario() -> None:
         store, view = await prepared(Machine())
         await store.rollback(view, 1)
-        assert view.namespace.prepared_step is None
+        assert view.namespace.steps.prepared_step is None
         record_bytes = view.namespace.schema.record_bytes
         assert store.transfers._planner.space.held_bytes("moe") == 2 * 4 * record_bytes
         assert await versions(store, view) == [1] * 4
@@ -139,7 +139,7 @@ def test_a_writer_without_a_prepared_step_may_go_on_from_any_step_there_is() -> 
         await train(store, view)
         await store.committer.commit(view, 1, b"")
         view = await writer(store, at=0)
-        assert view.namespace.ledger.steps() == [0]
+        assert view.namespace.steps.ledger.steps() == [0]
         assert await first_values(store, view) == [0.0, 1.0, 2.0, 3.0]
         with pytest.raises(StepDropped):
             await writer(store, at=1)
@@ -153,7 +153,7 @@ def test_the_memory_of_a_namespace_that_nobody_has_open_goes_without_its_prepare
         store.close_view(view)
         await store.admission._give_up_memory(view.namespace)
         await turns()
-        assert view.namespace.prepared_step == 2
+        assert view.namespace.steps.prepared_step == 2
         view = await writer(store, at=2)
         assert await versions(store, view) == [2] * 4
 
@@ -165,7 +165,7 @@ def test_a_broken_namespace_can_still_finalize_what_was_prepared_before() -> Non
         store, view = await prepared(Machine())
         store.transfers._planner.mark_broken(view.namespace, "a flush failed")
         await store.history.finalize(view, 2)
-        assert view.namespace.committed_step == 2
+        assert view.namespace.steps.committed_step == 2
         with pytest.raises(StepFailed):
             await store.committer.commit(view, 3, b"")
 
@@ -178,11 +178,11 @@ def test_a_snapshot_and_a_prepared_step_do_not_meet() -> None:
         with pytest.raises(StepPrepared):
             await store.admission.snapshot(view, 2)
         await store.admission.snapshot(view, 1)
-        assert view.namespace.ledger.snapshots() == [1]
-        assert view.namespace.prepared_step == 2
+        assert view.namespace.steps.ledger.snapshots() == [1]
+        assert view.namespace.steps.prepared_step == 2
         await store.admission.drop_snapshot(view, 1)
-        assert view.namespace.ledger.steps() == [0, 1]
+        assert view.namespace.steps.ledger.steps() == [0, 1]
         await store.history.finalize(view, 2)
-        assert view.namespace.ledger.steps() == [1, 2]
+        assert view.namespace.steps.ledger.steps() == [1, 2]
 
     run(scenario())

@@ -31,7 +31,7 @@ async def reopened(machine: Machine) -> tuple[Store, View]:
 
 
 def used_extents(store: Store) -> set[Extent]:
-    return set(store.namespaces["moe"].ledger.extents())
+    return set(store.namespaces["moe"].steps.ledger.extents())
 
 
 # --- how many steps stay
@@ -43,7 +43,7 @@ def test_as_many_of_the_newest_steps_stay_as_are_set(retained_steps: int) -> Non
         machine = Machine(retained_steps=retained_steps)
         store, view = await committed(machine, 6)
         expected = list(range(7 - retained_steps, 7))
-        assert view.namespace.ledger.steps() == expected
+        assert view.namespace.steps.ledger.steps() == expected
         for step in expected:
             one, other = await reader(store, at=step), await reader(store, at=step)
             assert await first_values(store, one) == await first_values(store, other)
@@ -52,7 +52,7 @@ def test_as_many_of_the_newest_steps_stay_as_are_set(retained_steps: int) -> Non
         with pytest.raises(StepDropped):
             await reader(store, at=expected[0] - 1)
         store, view = await reopened(machine)
-        assert view.namespace.ledger.steps() == expected
+        assert view.namespace.steps.ledger.steps() == expected
 
     run(scenario())
 
@@ -70,7 +70,7 @@ def test_readers_hold_as_many_older_steps_as_are_set(held_steps: int) -> None:
             readers.append(await reader(store))
         dropped = [one.step for one in readers if one.is_dropped]
         assert dropped == list(range(5 - held_steps))
-        assert view.namespace.ledger.steps() == list(range(5 - held_steps, 7))
+        assert view.namespace.steps.ledger.steps() == list(range(5 - held_steps, 7))
 
     run(scenario())
 
@@ -85,7 +85,7 @@ def test_a_volume_of_fixed_size_needs_room_for_every_step_that_may_stay() -> Non
         for step in range(1, 8):
             await train(store, view)
             await store.committer.commit(view, step, b"")
-        assert view.namespace.ledger.steps() == [3, 4, 5, 6, 7]
+        assert view.namespace.steps.ledger.steps() == [3, 4, 5, 6, 7]
 
     run(scenario())
 
@@ -104,14 +104,14 @@ def test_a_rollback_goes_back_to_any_step_that_stays_and_later_ones_are_gone(ste
         assert await store.rollback(view, step) == epoch + 1
         assert await first_values(store, view) == wanted
         assert await versions(store, view) == [step] * 4
-        assert view.namespace.ledger.steps() == list(range(3, step + 1))
-        assert view.namespace.applies == step
+        assert view.namespace.steps.ledger.steps() == list(range(3, step + 1))
+        assert view.namespace.writing.applies == step
         await train(store, view)
         await store.committer.commit(view, step + 1, b"again")
-        assert view.namespace.ledger.step(step + 1).extra == b"again"
+        assert view.namespace.steps.ledger.step(step + 1).extra == b"again"
         retrained = await first_values(store, view)
         store, view = await reopened(machine)
-        assert view.namespace.committed_step == step + 1
+        assert view.namespace.steps.committed_step == step + 1
         assert await first_values(store, view) == retrained
 
     run(scenario())
@@ -124,9 +124,9 @@ def test_a_rollback_is_durable_when_it_returns_and_records_of_the_steps_gone_nev
         wanted = await first_values(store, await reader(store, at=1))
         await store.rollback(view, 1)
         store, view = await reopened(machine)
-        assert view.namespace.ledger.steps() == [1]
+        assert view.namespace.steps.ledger.steps() == [1]
         assert await first_values(store, view) == wanted
-        assert dict(view.namespace.ledger.namespace.epoch_bounds)[2] == 2, "sequence 2 was that of step 1"
+        assert dict(view.namespace.steps.ledger.namespace.epoch_bounds)[2] == 2, "sequence 2 was that of step 1"
 
     run(scenario())
 
@@ -167,15 +167,15 @@ async def rolling_back(store: Store, view: View, step: int) -> tuple[asyncio.Tas
     """A rollback whose transaction waits for the event, as it would for its flush."""
     call, event = store.transfers.runner.call, asyncio.Event()
 
-    async def waits(lane: Any, work: Callable[[], Any]) -> Any:
+    async def waits(lane: Any, work: Callable[[], Any], **named: Any) -> Any:
         if lane == CATALOG_LANE:
             await event.wait()
-        return await call(lane, work)
+        return await call(lane, work, **named)
 
     store.transfers.runner.call = waits  # type: ignore[method-assign]
     task = asyncio.ensure_future(store.rollback(view, step))
     await turns()
-    assert view.namespace.closing_steps
+    assert view.namespace.steps.closing_steps
     return task, event
 
 
@@ -183,7 +183,9 @@ async def stands(store: Store, view: View, one: View) -> None:
     """The reader stands on a step that exists, or is told that its step is gone; and no later commit moves it."""
     if one.is_dropped:
         return
-    assert one.step in view.namespace.ledger.steps(), f"the reader stands on {one.step}, there are {view.namespace.ledger.steps()}"
+    assert one.step in view.namespace.steps.ledger.steps(), (
+        f"the reader stands on {one.step}, there are {view.namespace.steps.ledger.steps()}"
+    )
     before = await first_values(store, one)
     await train(store, view)
     await store.committer.commit(view, 3, b"again")
@@ -228,11 +230,11 @@ def test_a_snapshot_stays_over_any_number_of_commits_and_a_crash_until_it_is_dro
         for step in range(3, 7):
             await train(store, view)
             await store.committer.commit(view, step, b"")
-        assert view.namespace.ledger.steps() == [2, 5, 6]
-        assert view.namespace.ledger.snapshots() == [2]
+        assert view.namespace.steps.ledger.steps() == [2, 5, 6]
+        assert view.namespace.steps.ledger.snapshots() == [2]
         store, view = await reopened(machine)
-        assert view.namespace.ledger.snapshots() == [2]
-        assert view.namespace.ledger.step(2).extra == b"extra of 2"
+        assert view.namespace.steps.ledger.snapshots() == [2]
+        assert view.namespace.steps.ledger.step(2).extra == b"extra of 2"
         assert await first_values(store, await reader(store, at=2)) == wanted
         await store.admission.snapshot(view, 2)  # it is one: nothing to do
         extents = used_extents(store)
@@ -240,7 +242,7 @@ def test_a_snapshot_stays_over_any_number_of_commits_and_a_crash_until_it_is_dro
             if one is not view:
                 store.close_view(one)
         await store.admission.drop_snapshot(view, 2)
-        assert view.namespace.ledger.steps() == [5, 6]
+        assert view.namespace.steps.ledger.steps() == [5, 6]
         assert len(used_extents(store)) == len(extents) - 4, "its space came back at once"
         with pytest.raises(StepDropped):
             await reader(store, at=2)
@@ -253,15 +255,15 @@ def test_a_snapshot_that_is_dropped_stays_while_it_is_new_or_somebody_reads_it()
         store, view = await committed(Machine(), 3)
         await store.admission.snapshot(view, 3)
         await store.admission.drop_snapshot(view, 3)
-        assert view.namespace.ledger.steps() == [2, 3]
-        assert view.namespace.ledger.snapshots() == []
+        assert view.namespace.steps.ledger.steps() == [2, 3]
+        assert view.namespace.steps.ledger.snapshots() == []
         await store.admission.snapshot(view, 2)
         old = await reader(store, at=2)
         for step in (4, 5):
             await train(store, view)
             await store.committer.commit(view, step, b"")
         await store.admission.drop_snapshot(view, 2)
-        assert view.namespace.ledger.steps() == [2, 4, 5]
+        assert view.namespace.steps.ledger.steps() == [2, 4, 5]
         await first_values(store, old)
         with pytest.raises(StepDropped, match="step 2 of namespace 'moe' is no snapshot"):
             await store.admission.drop_snapshot(view, 2)
@@ -275,7 +277,7 @@ def test_a_rollback_before_a_snapshot_is_refused_and_changes_nothing() -> None:
         await store.admission.snapshot(view, 3)
         with pytest.raises(StepFailed, match=r"rollback\(2\) of namespace 'moe': step 3 is a snapshot; drop_snapshot\(3\) first"):
             await store.rollback(view, 2)
-        assert view.namespace.ledger.steps() == [1, 2, 3]
+        assert view.namespace.steps.ledger.steps() == [1, 2, 3]
         await store.admission.drop_snapshot(view, 3)
         await store.rollback(view, 2)
         assert await versions(store, view) == [2] * 4
@@ -306,7 +308,7 @@ def test_a_snapshot_takes_room_for_a_step_and_is_refused_where_there_is_none() -
             assert store.transfers._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
         assert "bytes are missing; add a volume (--add-volume)" in str(refusal)
         assert taken, "there was room for some"
-        assert view.namespace.ledger.snapshots() == taken
+        assert view.namespace.steps.ledger.snapshots() == taken
         assert store.transfers._planner.space.entitled_bytes("moe") == entitled + len(taken) * state_bytes
         await train(store, view)
         await store.committer.commit(view, 100, b"")
@@ -323,7 +325,7 @@ def test_a_snapshot_waits_for_the_commit_under_way_that_may_drop_its_step() -> N
         with pytest.raises(StepDropped, match="step 1 of namespace 'moe' is not retained"):
             await store.admission.snapshot(view, 1)
         await commit
-        assert view.namespace.ledger.steps() == [2, 3]
+        assert view.namespace.steps.ledger.steps() == [2, 3]
         assert store.transfers._planner.space.entitled_bytes("moe") == store._volumes._entitled(view.namespace, snapshots=0)
 
     run(scenario())
@@ -340,8 +342,8 @@ def test_what_the_catalog_says_after_a_failed_transaction_is_what_happened(outco
                 await store.admission.snapshot(view, 1)
         else:
             await store.admission.snapshot(view, 1)
-        assert view.namespace.ledger.snapshots() == ([] if outcome == "lost" else [1])
+        assert view.namespace.steps.ledger.snapshots() == ([] if outcome == "lost" else [1])
         store, view = await reopened(machine)
-        assert view.namespace.ledger.snapshots() == ([] if outcome == "lost" else [1])
+        assert view.namespace.steps.ledger.snapshots() == ([] if outcome == "lost" else [1])
 
     run(scenario())

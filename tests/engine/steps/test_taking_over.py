@@ -50,7 +50,7 @@ def test_an_opening_while_a_step_is_being_prepared_is_refused_or_waits_for_it() 
         assert not old.is_fenced
         view = await writer(store, at=2)
         await preparing
-        assert view.namespace.committed_step == 2
+        assert view.namespace.steps.committed_step == 2
         assert await versions(store, view) == [2] * 4
 
     run(scenario())
@@ -66,7 +66,7 @@ def test_a_prepare_behind_a_rollback_that_waits_is_refused() -> None:
         with pytest.raises(StepFailed, match="it was rolled back meanwhile"):
             await preparing
         await rolling_back
-        assert view.namespace.prepared_step is None
+        assert view.namespace.steps.prepared_step is None
         await train(store, view)
         await store.committer.commit(view, 2, b"")
 
@@ -88,9 +88,9 @@ def test_a_transaction_that_happened_counts_whatever_making_room_after_it_meets(
         catalog.reserve = reserve  # type: ignore[method-assign]
         await store.committer.commit(view, 2, b"")
         del catalog.reserve  # type: ignore[attr-defined]
-        assert view.namespace.ledger.steps() == [1, 2]
+        assert view.namespace.steps.ledger.steps() == [1, 2]
         store = await restarted(machine)
-        assert (await writer(store)).namespace.ledger.steps() == [1, 2]
+        assert (await writer(store)).namespace.steps.ledger.steps() == [1, 2]
 
     run(scenario())
 

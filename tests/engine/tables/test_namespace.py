@@ -13,17 +13,17 @@ A, B, C, D = ((0, expert) for expert in range(4))
 def test_the_working_location_is_the_uncommitted_extent_else_the_committed_one() -> None:
     small = SmallPlanner()
     namespace = small.namespace
-    committed = namespace.ledger.at(A, 0)
+    committed = namespace.steps.ledger.at(A, 0)
     assert namespace.on_volume(A) == committed
     newer = Located(Extent(0, 1 << 20, 4096), Identity(1, 1), 5)
-    namespace.working[A].uncommitted = newer
+    namespace.residency.working[A].uncommitted = newer
     assert namespace.on_volume(A) == newer
-    assert namespace.on_volume(B) == namespace.ledger.at(B, 0)
+    assert namespace.on_volume(B) == namespace.steps.ledger.at(B, 0)
 
 
 def test_a_key_without_any_record_has_no_on_volume() -> None:
     small = SmallPlanner(is_committed=False)
-    assert small.namespace.committed_step is None
+    assert small.namespace.steps.committed_step is None
     assert small.namespace.on_volume(A) is None
 
 
@@ -32,7 +32,7 @@ def test_the_writer_sees_what_applies_will_make_and_a_reader_its_step() -> None:
     writer, reader = small.writer(), small.reader()
     small.begin_apply(A)
     assert writer.locate(A) == ((1, 1), None), "no extent: the working copy has it, or will"
-    located = small.namespace.ledger.at(A, 0)
+    located = small.namespace.steps.ledger.at(A, 0)
     assert located is not None
     assert reader.locate(A) == (located.identity, located)
     assert small.reader(step=-1).locate(A) == (None, None)
@@ -78,7 +78,7 @@ def test_the_copy_of_an_identity_is_found_among_all_of_its_key() -> None:
     writer, reader = small.writer(), small.reader()
     small.update(A)
     newer, older = small.leased(writer, A).copies[0], small.leased(reader, A).copies[0]
-    find = small.namespace.find_copy
+    find = small.namespace.residency.find_copy
     assert find(A, Identity(1, 0)) is older
     assert find(A, Identity(1, 1)) is newer
     assert find(A, Identity(2, 1)) is None
@@ -89,22 +89,22 @@ def test_a_writer_whose_connection_ended_writes_no_more_but_keeps_its_leases() -
     small = SmallPlanner()
     view = small.writer()
     held = small.leased(view, A)
-    small.namespace.pending[A] = (GradientRange(PlainSegment(4096), 0, 4096),)
+    small.namespace.writing.pending[A] = (GradientRange(PlainSegment(4096), 0, 4096),)
     small.planner.views.end_writing(view)
     assert view.is_fenced
-    assert small.namespace.writer is None
-    assert not small.namespace.pending
+    assert small.namespace.writing.writer is None
+    assert not small.namespace.writing.pending
     assert held.copies[0].leases == 1
 
 
 def test_the_end_of_a_fenced_writer_takes_nothing_from_the_one_after_it() -> None:
     small = SmallPlanner()
     old, new = small.writer(), small.writer()
-    small.namespace.pending[A] = (GradientRange(PlainSegment(4096), 0, 4096),)
+    small.namespace.writing.pending[A] = (GradientRange(PlainSegment(4096), 0, 4096),)
     small.planner.views.end_writing(old)
     small.planner.views.close(old)
-    assert small.namespace.writer is new
-    assert A in small.namespace.pending
+    assert small.namespace.writing.writer is new
+    assert A in small.namespace.writing.pending
 
 
 def test_a_gradient_range_is_a_window_on_its_upload_area() -> None:

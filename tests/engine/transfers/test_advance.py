@@ -43,7 +43,7 @@ def test_a_record_that_missed_steps_is_advanced_from_its_extent() -> None:
     apply_without_gradients(small, 2)
     request = small.lease(view, A)
     (move,) = small.start()
-    assert (move.kind, move.located, move.source) == (MoveKind.ADVANCE, small.namespace.ledger.at(A, 0), None)
+    assert (move.kind, move.located, move.source) == (MoveKind.ADVANCE, small.namespace.steps.ledger.at(A, 0), None)
     copy = request.copies[0]
     assert (copy.identity, copy.base, len(copy.missed)) == (Identity(1, 2), Identity(1, 0), 2)
 
@@ -53,7 +53,7 @@ def test_a_record_in_its_working_slot_is_advanced_from_there_and_held_meanwhile(
     view = small.writer()
     small.update(A)
     apply_without_gradients(small)
-    working = small.namespace.working[A]
+    working = small.namespace.residency.working[A]
     request = small.lease(view, A)
     (move,) = small.start()
     assert (move.kind, move.located, move.source, working.holders) == (MoveKind.ADVANCE, None, working, 1)
@@ -79,8 +79,8 @@ def test_a_lease_makes_nothing_dirty_and_leaves_nothing_to_commit() -> None:
     view = small.writer()
     apply_without_gradients(small)
     small.leased(view, A, B)
-    assert small.namespace.changed == set()
-    assert all(working.state is Working.ABSENT for working in small.namespace.working.values())
+    assert small.namespace.steps.changed == set()
+    assert all(working.state is Working.ABSENT for working in small.namespace.residency.working.values())
 
 
 def test_every_apply_leaves_the_copies_behind_and_the_next_lease_retires_them() -> None:
@@ -94,7 +94,7 @@ def test_every_apply_leaves_the_copies_behind_and_the_next_lease_retires_them() 
     assert (new.identity, old.state) == (Identity(1, 1), Copy.RETIRED)
     small.release(first)
     small.release(second)
-    assert small.namespace.copies[A] == [new]
+    assert small.namespace.residency.copies[A] == [new]
     small.check()
 
 
@@ -107,7 +107,7 @@ def test_what_was_prefetched_before_an_apply_and_not_used_is_waste_and_does_not_
         assert (request.loaded, request.skipped) == (3, 0)
         apply_without_gradients(small)
     stats = small.namespace.stats.param
-    assert (stats.prefetched, stats.wasted, len(small.namespace.prefetched)) == (6, 6, 0)
+    assert (stats.prefetched, stats.wasted, len(small.namespace.residency.prefetched)) == (6, 6, 0)
     small.check()
 
 
@@ -139,7 +139,7 @@ def test_a_lease_waits_for_an_apply_called_before_it_and_advances_the_later_one(
     small.begin_apply()
     request = small.lease(view, A)
     assert small.start() == []
-    small.namespace.applies += 1
+    small.namespace.writing.applies += 1
     update = small.begin_update(A)
     copy = update.copy
     assert copy is None, "nobody sees the version in between"
@@ -199,12 +199,12 @@ def test_a_copy_made_before_a_rollback_serves_after_it_and_one_from_beyond_does_
     gone = small.leased(view, B).copies[0]
     small.rollback(1)
     view = small.writer()
-    assert small.namespace.log.last == 1
+    assert small.namespace.writing.log.last == 1
     assert small.leased(view, A).copies == [kept]
     assert gone.state is Copy.RETIRED
     assert small.leased(view, B).copies[0].identity == Identity(1, 1), "of the epoch in which the apply was made"
     apply_without_gradients(small)
-    assert small.namespace.wanted(small.namespace.working[B]) == Identity(2, 2)
+    assert small.namespace.wanted(small.namespace.residency.working[B]) == Identity(2, 2)
 
 
 # --- carried out
@@ -264,7 +264,7 @@ def test_a_lease_has_what_the_dense_optimizer_has_and_the_record_is_as_it_was(is
         if is_resident:
             await site.store.access.wait_prefetch(site.store.access.prefetch(site.view, keys, "optim", None))
         assert await first_values(site.store, site.view) == dense(range(6), 3)
-        assert site.namespace.changed == set()
+        assert site.namespace.steps.changed == set()
         stats = site.namespace.stats
         assert (stats.records_advanced, stats.missed_steps_made, stats.records_caught_up) == (6, 18, 0)
         assert await first_values(site.store, site.view) == dense(range(6), 3)
@@ -279,8 +279,8 @@ def test_an_update_makes_the_missed_steps_first_and_its_param_with_them() -> Non
         keys = keys_of(site.view)
         await train(site.store, site.view, keys[:2])
         assert site.namespace.stats.missed_steps_made == 4
-        assert [site.namespace.working[key].identity for key in keys[:2]] == [Identity(site.namespace.epoch, 4)] * 2
-        assert [site.namespace.working[key].optimizer_step for key in keys[:2]] == [4, 4]
+        assert [site.namespace.residency.working[key].identity for key in keys[:2]] == [Identity(site.namespace.epoch, 4)] * 2
+        assert [site.namespace.residency.working[key].optimizer_step for key in keys[:2]] == [4, 4]
         assert site.namespace.stats.records_advanced == 0
         await first_values(site.store, site.view, keys[:2])
         assert site.namespace.stats.records_advanced == 0
@@ -340,7 +340,7 @@ def test_a_damaged_record_fails_who_asked_for_it_and_nobody_else() -> None:
         with pytest.raises(CorruptRecord, match="exp_avg/w"):
             await lease(site.store, site.view, [keys[1]])
         assert await first_values(site.store, site.view, [keys[0], keys[2]]) == [dense(range(6), 1)[at] for at in (0, 2)]
-        assert site.namespace.broken is None
+        assert site.namespace.writing.broken is None
         assert not site.store.transfers.advancer.of("moe").running
 
     on_site(scenario)
@@ -362,7 +362,7 @@ def test_a_lease_given_up_and_a_view_closed_leave_no_buffer_behind() -> None:
         assert not advances.waiting
         assert not advances.running
         assert all(isinstance(buffer, memoryview) for buffer in site.store.transfers._buffers.of("moe").advance)
-        assert all(copy.leases == 0 for copies in site.namespace.copies.values() for copy in copies)
+        assert all(copy.leases == 0 for copies in site.namespace.residency.copies.values() for copy in copies)
 
     on_site(scenario)
 

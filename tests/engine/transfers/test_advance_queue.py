@@ -26,7 +26,7 @@ def test_an_apply_that_took_what_a_rollback_dropped_never_runs(schema: Schema) -
         view = await create(store, schema=schema)
         push(store, view, keys_of(view))
         back = asyncio.ensure_future(store.rollback(view, 0))
-        while not view.namespace.turn.locked():
+        while not view.namespace.writing.turn.locked():
             await asyncio.sleep(0)
         late = asyncio.ensure_future(store.applies.apply(view, OPTIONS, 1.0))
         await back
@@ -40,7 +40,7 @@ def test_an_apply_that_took_what_a_rollback_dropped_never_runs(schema: Schema) -
         store = machine.start()
         view = await store.admission.open("moe", mode="write", at=None, host_bytes=None)
         assert await first_values(store, view) == trained
-        assert view.namespace.applies == 1
+        assert view.namespace.writing.applies == 1
 
     run(scenario())
 
@@ -58,7 +58,7 @@ def test_a_cancelled_prefetch_gives_up_the_advances_that_have_no_buffer() -> Non
         request = store.access.acquire(view, 7, [keys[1]], "param")
         store.transfers.cancel_prefetch(given_up)
         assert [waiting.copy.key for waiting in advances.waiting] == keys[1:], "what nobody else waits for"
-        assert keys[0] not in view.namespace.copies
+        assert keys[0] not in view.namespace.residency.copies
         buffers.extend(free)
         transfers.advancer._give_buffers(view.namespace)
         transfers.carry_out()

@@ -18,6 +18,7 @@ from paramstore.errors import CorruptRecord, TicketCancelled, VolumeError
 from paramstore.storage.format.structures import unpack_header
 from paramstore.testing.volumes import Fault, FaultyVolume, page_aligned
 from paramstore_testkit.disks.machine import Machine, PlainSegment
+from paramstore_testkit.stores.settling import cut_of
 from paramstore_testkit.stores.small_store import SCHEMA, create, first_values, keys_of, lease, run, train, turns, versions
 
 A, B, C, D = ((0, expert) for expert in range(4))
@@ -60,7 +61,7 @@ class Site:
             await asyncio.sleep(0)
 
     def corrupt(self, key: tuple[int, int], offset_bytes: int) -> None:
-        located = self.namespace.ledger.at(key, 0)
+        located = self.namespace.steps.ledger.at(key, 0)
         assert located is not None
         self.machine.disks[0].corrupt(located.extent.offset_bytes + offset_bytes)
 
@@ -103,7 +104,7 @@ def test_a_header_that_is_not_the_record_s_fails_the_load(offset: int) -> None:
         with pytest.raises(CorruptRecord, match=r"record \(0, 0\) of namespace 'moe', version 0 of epoch \d+, at volume 0, offset"):
             await lease(site.store, site.view, [A])
         assert (site.traffic.reads, site.traffic.failures) == (1, 1)
-        assert not site.namespace.copies
+        assert not site.namespace.residency.copies
         assert await first_values(site.store, site.view, [B, C, D]) == [1, 2, 3]
 
     on_site(scenario)
@@ -112,7 +113,7 @@ def test_a_header_that_is_not_the_record_s_fails_the_load(offset: int) -> None:
 def test_a_record_in_the_place_of_another_is_found_out() -> None:
     async def scenario(site: Site) -> None:
         disk = site.machine.disks[0]
-        one, other = site.namespace.ledger.at(A, 0), site.namespace.ledger.at(B, 0)
+        one, other = site.namespace.steps.ledger.at(A, 0), site.namespace.steps.ledger.at(B, 0)
         assert one is not None
         assert other is not None
         image = page_aligned(SCHEMA.record_bytes)
@@ -130,7 +131,7 @@ def test_moments_are_verified_when_the_working_copy_is_loaded_and_not_before() -
         assert await first_values(site.store, site.view, [A]) == [0]
         with pytest.raises(CorruptRecord, match="field 'exp_avg_sq/v'"):
             await site.store.access.wait_prefetch(site.store.access.prefetch(site.view, [A], "optim", None))
-        assert site.namespace.working[A].state is Working.ABSENT
+        assert site.namespace.residency.working[A].state is Working.ABSENT
 
     on_site(scenario)
 
@@ -141,8 +142,7 @@ def test_a_failed_read_is_told_counted_and_frees_the_slot() -> None:
         with pytest.raises(VolumeError, match="read number"):
             await lease(site.store, site.view, [A])
         assert site.traffic == VolumeTraffic(failures=1)
-        assert site.namespace.param_arena is not None
-        assert site.namespace.param_arena.slots.free_count == site.namespace.param_arena.slots.count
+        assert site.namespace.memory.param.slots.free_count == site.namespace.memory.param.slots.count
         assert await first_values(site.store, site.view) == [0, 1, 2, 3]
 
     on_site(scenario)
@@ -153,7 +153,7 @@ def test_an_extent_is_given_to_nobody_while_it_is_read() -> None:
         reader = await site.store.admission.open("moe", mode="read", at=0, host_bytes=None)
         site.pause()
         site.store.access.acquire(reader, 1, [A], "param")
-        located = site.namespace.ledger.at(A, 0)
+        located = site.namespace.steps.ledger.at(A, 0)
         assert located is not None
         space = site.store.transfers._planner.space
         free = space.free_bytes
@@ -168,7 +168,7 @@ def test_an_extent_is_given_to_nobody_while_it_is_read() -> None:
 def test_reading_back_fills_the_target_with_a_verified_record() -> None:
     async def scenario(site: Site) -> None:
         target = PlainSegment(SCHEMA.record_bytes).view(0, SCHEMA.record_bytes)
-        assert await site.store.reading.read(site.view, C, target) == (site.namespace.working[C].identity)
+        assert await site.store.reading.read(site.view, C, target) == (site.namespace.residency.working[C].identity)
         header = unpack_header(target[: SCHEMA.stored.header_bytes], SCHEMA.stored)
         assert (header.key, header.namespace, header.optimizer_step) == (C, "moe", 0)
         site.corrupt(C, SCHEMA.stored.field("exp_avg/w").offset_bytes)
@@ -203,7 +203,7 @@ def test_a_written_record_says_what_it_is() -> None:
         await train(site.store, site.view, [A])
         await train(site.store, site.view, [A])
         await site.store.write_back(site.view, None)
-        located = site.namespace.working[A].uncommitted
+        located = site.namespace.residency.working[A].uncommitted
         assert located is not None
         image = page_aligned(SCHEMA.record_bytes)
         site.machine.disks[0].read(located.extent.offset_bytes, [image])
@@ -211,7 +211,7 @@ def test_a_written_record_says_what_it_is() -> None:
         assert (header.store_uuid, header.namespace, header.key) == (site.store.store_uuid, "moe", A)
         assert header.identity == located.identity == (site.namespace.epoch, 2)
         assert (header.optimizer_step, header.last_apply) == (2, 2)
-        assert header.sequence == site.namespace.sequence + 1, "of the cut that will include it"
+        assert header.sequence == site.namespace.steps.sequence + 1, "of the cut that will include it"
         assert (site.traffic.writes, site.traffic.bytes_written) == (1, SCHEMA.record_bytes)
 
     on_site(scenario)
@@ -221,12 +221,12 @@ def test_a_record_written_for_a_cut_bears_the_sequence_of_that_cut_and_a_later_o
     async def scenario(site: Site) -> None:
         await train(site.store, site.view, [A, B])
         planner, namespace = site.store.transfers._planner, site.namespace
-        cut = planner.cuts.cut(namespace)
+        cut = cut_of(planner, namespace)
         cut.unwritten.discard(B)  # as if it had been updated after the cut
         for key, sequence in ((A, cut.sequence), (B, cut.sequence + 1)):
-            assert planner.working.begin_write(namespace, namespace.working[key], Urgency.DEMAND)
+            assert planner.working.begin_write(namespace, namespace.residency.working[key], Urgency.DEMAND)
             site.store.transfers.carry_out()
-            _, transfer = site.store.transfers._under_way[namespace.working[key]]
+            _, transfer = site.store.transfers._under_way[namespace.residency.working[key]]
             assert transfer.run.__self__.header.sequence == sequence  # type: ignore[attr-defined]
 
     on_site(scenario)
@@ -258,12 +258,11 @@ def test_a_prefetch_that_is_cancelled_gives_up_what_has_not_started() -> None:
         site.store.transfers.cancel_prefetch(request)
         with pytest.raises(TicketCancelled, match="the prefetch was cancelled"):
             await waiting
-        states = {key: [copy.state for copy in copies] for key, copies in site.namespace.copies.items()}
+        states = {key: [copy.state for copy in copies] for key, copies in site.namespace.residency.copies.items()}
         assert states == {A: [Copy.LOADING], B: [Copy.LOADING]}, "two workers had theirs already"
         await site.resume()
         assert site.traffic == VolumeTraffic(bytes_read=site.traffic.bytes_read, reads=2), "given up is no failure"
-        assert site.namespace.param_arena is not None
-        assert site.namespace.param_arena.slots.count - site.namespace.param_arena.slots.free_count == 2
+        assert site.namespace.memory.param.slots.count - site.namespace.memory.param.slots.free_count == 2
 
     on_site(scenario)
 
@@ -294,7 +293,7 @@ def test_a_cancelled_prefetch_of_working_copies_leaves_those_that_an_update_want
         await site.resume()
         await training
         assert (await versions(site.store, site.view)) == [0, 0, 0, 1]
-        assert C not in site.namespace.resident
+        assert C not in site.namespace.residency.resident
 
     on_site(scenario)
 
@@ -308,7 +307,7 @@ def test_a_cancelled_prefetch_of_a_working_copy_leaves_one_that_a_lease_waits_fo
         site.store.transfers.cancel_prefetch(prefetch)
         await site.resume()
         assert (await leased).copies[0].key == D
-        assert list(site.namespace.resident) == [A, B, D], "two had started, one was wanted"
+        assert list(site.namespace.residency.resident) == [A, B, D], "two had started, one was wanted"
 
     on_site(scenario)
 

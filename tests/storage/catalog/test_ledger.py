@@ -12,6 +12,7 @@ from paramstore.errors import StepDropped, StepFailed
 from paramstore.storage.catalog.base import DRAFT_STEP, Change, NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.catalog.publication import Publication
+from paramstore_testkit.stores.settling import settle
 
 A, B, C = (0, 0), (0, 1), (2, 0)
 
@@ -33,7 +34,7 @@ def commit(ledger: Ledger, step: int, held: tuple[int, ...] = (), **changed: int
     keys = {"a": A, "b": B, "c": C}
     records = {keys[name]: located(number, ledger.namespace.epoch) for name, number in changed.items()}
     publication = ledger.plan_publish(step_row(step), records, held)
-    ledger.settle(publication)
+    settle(ledger, publication)
     return publication
 
 
@@ -129,7 +130,7 @@ def test_a_commit_of_nothing_is_a_step() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1)
     publication = commit(ledger, 2)
-    assert publication.put_rows == ()
+    assert publication.put_rows == []
     assert ledger.steps() == [1, 2]
     assert ledger.at(A, 2) == located(1)
 
@@ -170,12 +171,12 @@ def test_a_rollback_drops_what_came_after_the_step_and_nothing_else() -> None:
     commit(ledger, 1, a=1, b=2)
     commit(ledger, 2, a=3)
     publication = ledger.plan_rollback(1)
-    assert publication.put_rows == ()
-    assert publication.drop_rows == (("moe", A, 2),)
+    assert publication.put_rows == []
+    assert publication.drop_rows == [("moe", A, 2)]
     assert publication.drop_steps == (("moe", 2),)
     assert freed(publication) == {3}
     assert publication.freed_note_slots == (2,)
-    ledger.settle(publication)
+    settle(ledger, publication)
     assert ledger.committed_step == 1
     assert ledger.at(A, 99) == located(1)
 
@@ -184,8 +185,8 @@ def test_a_rollback_to_the_committed_step_makes_a_new_epoch_only() -> None:
     ledger = new_ledger()
     commit(ledger, 4, a=1)
     publication = ledger.plan_rollback(4)
-    ledger.settle(publication)
-    assert publication.freed == ()
+    settle(ledger, publication)
+    assert publication.freed == []
     assert ledger.namespace == NamespaceRow("moe", {}, (0, 2), 2, epoch=2, sequence=4, epoch_bounds=((1, 4),))
     assert ledger.steps() == [4]
 
@@ -195,7 +196,7 @@ def test_a_rollback_to_nothing_drops_everything() -> None:
     commit(ledger, 1, a=1, b=2)
     commit(ledger, 2, a=3)
     publication = ledger.plan_rollback(None)
-    ledger.settle(publication)
+    settle(ledger, publication)
     assert freed(publication) == {1, 2, 3}
     assert ledger.committed_step is None
     assert list(ledger.extents()) == []
@@ -213,11 +214,11 @@ def test_bounds_disown_later_cuts_of_every_earlier_epoch() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1, b=2)
     commit(ledger, 2, a=3)
-    ledger.settle(ledger.plan_rollback(2))
+    settle(ledger, ledger.plan_rollback(2))
     commit(ledger, 3, b=4)
-    ledger.settle(ledger.plan_rollback(3))
+    settle(ledger, ledger.plan_rollback(3))
     assert ledger.namespace.epoch_bounds == ((1, 2), (2, 3))
-    ledger.settle(ledger.plan_rollback(2))
+    settle(ledger, ledger.plan_rollback(2))
     assert ledger.namespace.epoch_bounds == ((1, 2),), "epoch 2 has no record left, so none of its records counts"
     assert (ledger.namespace.epoch, ledger.namespace.sequence) == (4, 3)
 
@@ -226,8 +227,8 @@ def test_an_earlier_epoch_s_bound_falls_to_the_step_rolled_back_to() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1)
     commit(ledger, 2, a=2)
-    ledger.settle(ledger.plan_rollback(2))
-    ledger.settle(ledger.plan_rollback(1))
+    settle(ledger, ledger.plan_rollback(2))
+    settle(ledger, ledger.plan_rollback(1))
     assert ledger.namespace.epoch_bounds == ((1, 1),)
 
 
@@ -235,7 +236,7 @@ def test_what_a_rollback_left_is_still_dropped_by_later_commits() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1)
     commit(ledger, 2, a=2)
-    ledger.settle(ledger.plan_rollback(2))
+    settle(ledger, ledger.plan_rollback(2))
     assert freed(commit(ledger, 3)) == {1}
 
 
@@ -243,8 +244,8 @@ def test_committing_goes_on_after_a_rollback() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1)
     commit(ledger, 2, a=2)
-    ledger.settle(ledger.plan_rollback(1))
-    ledger.settle(ledger.plan_publish(step_row(2, sequence=3), {A: located(9)}, ()))
+    settle(ledger, ledger.plan_rollback(1))
+    settle(ledger, ledger.plan_publish(step_row(2, sequence=3), {A: located(9)}, ()))
     assert ledger.at(A, 2) == located(9)
     assert ledger.steps() == [1, 2]
 
@@ -262,7 +263,7 @@ def test_as_many_steps_stay_as_the_ledger_is_told_to_retain() -> None:
 def test_a_snapshot_keeps_exactly_what_its_step_sees() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1, b=2)
-    ledger.settle(ledger.plan_snapshot(1))
+    settle(ledger, ledger.plan_snapshot(1))
     commit(ledger, 2, a=3)
     assert freed(commit(ledger, 3, a=4)) == set()
     assert freed(commit(ledger, 4, a=5)) == {3}
@@ -273,13 +274,13 @@ def test_a_snapshot_keeps_exactly_what_its_step_sees() -> None:
 def test_a_snapshot_that_is_dropped_takes_with_it_what_only_it_saw() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1, b=2)
-    ledger.settle(ledger.plan_snapshot(1))
+    settle(ledger, ledger.plan_snapshot(1))
     for step in (2, 3, 4):
         commit(ledger, step, a=step + 1)
     publication = ledger.plan_drop_snapshot(1, ())
     assert freed(publication) == {1}
     assert publication.freed_note_slots == (1,)
-    ledger.settle(publication)
+    settle(ledger, publication)
     assert ledger.steps() == [3, 4]
     assert ledger.at(B, 3) == located(2)
 
@@ -288,10 +289,10 @@ def test_a_dropped_snapshot_that_is_new_or_held_stays_a_step() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1)
     for held in ((), (1,)):
-        ledger.settle(ledger.plan_snapshot(1))
+        settle(ledger, ledger.plan_snapshot(1))
         publication = ledger.plan_drop_snapshot(1, held)
-        assert (publication.freed, publication.drop_steps) == ((), ())
-        ledger.settle(publication)
+        assert (publication.freed, publication.drop_steps) == ([], ())
+        settle(ledger, publication)
         assert (ledger.steps(), ledger.snapshots()) == ([1], [])
 
 
@@ -299,18 +300,18 @@ def test_nothing_goes_back_before_a_snapshot() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1)
     commit(ledger, 2, a=2)
-    ledger.settle(ledger.plan_snapshot(2))
+    settle(ledger, ledger.plan_snapshot(2))
     for step in (1, None):
         with pytest.raises(StepFailed, match=r"step 2 is a snapshot; drop_snapshot\(2\) first"):
             ledger.plan_rollback(step)
-    assert ledger.plan_rollback(2).freed == ()
+    assert ledger.plan_rollback(2).freed == []
 
 
 def test_a_rollback_takes_the_count_of_applies_of_its_step() -> None:
     ledger = new_ledger()
     for step, applies in ((1, 10), (2, 20)):
         row = replace(step_row(step), applies=applies)
-        ledger.settle(ledger.plan_publish(row, {A: located(step)}, ()))
+        settle(ledger, ledger.plan_publish(row, {A: located(step)}, ()))
     assert ledger.namespace.applies == 20
     assert ledger.plan_rollback(1).namespace.applies == 10
     assert ledger.plan_rollback(None).namespace.applies == 0
@@ -325,7 +326,7 @@ def draft_row(sequence: int) -> StepRow:
 
 def test_a_draft_is_no_step_and_the_working_state_starts_from_it() -> None:
     ledger = new_ledger()
-    ledger.settle(ledger.plan_draft(draft_row(1), {A: located(1)}))
+    settle(ledger, ledger.plan_draft(draft_row(1), {A: located(1)}))
     assert (ledger.committed_step, ledger.steps(), ledger.snapshots(), ledger.prepared_step) == (None, [], [], None)
     assert ledger.newest == ledger.draft == draft_row(1)
     assert (ledger.at(A, DRAFT_STEP), ledger.at(B, DRAFT_STEP)) == (located(1), None)
@@ -337,10 +338,10 @@ def test_a_draft_is_no_step_and_the_working_state_starts_from_it() -> None:
 
 def test_the_next_draft_takes_the_place_of_the_last_and_frees_its_note_slot() -> None:
     ledger = new_ledger()
-    ledger.settle(ledger.plan_draft(draft_row(1), {A: located(1)}))
+    settle(ledger, ledger.plan_draft(draft_row(1), {A: located(1)}))
     second = ledger.plan_draft(draft_row(2), {B: located(2)})
-    assert (second.freed_note_slots, second.freed) == ((1,), ())
-    ledger.settle(second)
+    assert (second.freed_note_slots, second.freed) == ((1,), [])
+    settle(ledger, second)
     assert ledger.draft == draft_row(2)
     assert (ledger.at(A, DRAFT_STEP), ledger.at(B, DRAFT_STEP)) == (located(1), located(2))
     assert list(ledger.note_slots()) == [2]
@@ -348,10 +349,10 @@ def test_the_next_draft_takes_the_place_of_the_last_and_frees_its_note_slot() ->
 
 def test_the_first_commit_ends_the_draft_and_its_records_stay_in_force() -> None:
     ledger = new_ledger()
-    ledger.settle(ledger.plan_draft(draft_row(1), {A: located(1), B: located(2)}))
+    settle(ledger, ledger.plan_draft(draft_row(1), {A: located(1), B: located(2)}))
     publication = ledger.plan_publish(step_row(0, 2), {C: located(3)}, ())
-    assert (publication.drop_steps, publication.freed_note_slots, publication.freed) == ((("moe", DRAFT_STEP),), (1,), ())
-    ledger.settle(publication)
+    assert (publication.drop_steps, publication.freed_note_slots, publication.freed) == ((("moe", DRAFT_STEP),), (1,), [])
+    settle(ledger, publication)
     assert (ledger.draft, ledger.steps()) == (None, [0])
     assert [ledger.at(key, 0) for key in (A, B, C)] == [located(1), located(2), located(3)]
     assert ledger.changed_at(0) == {C: located(3)}
@@ -363,9 +364,9 @@ def test_the_first_commit_ends_the_draft_and_its_records_stay_in_force() -> None
 def test_going_back_keeps_the_draft_or_drops_it() -> None:
     for step, left in ((DRAFT_STEP, located(1)), (None, None)):
         ledger = new_ledger()
-        ledger.settle(ledger.plan_draft(draft_row(1), {A: located(1)}))
+        settle(ledger, ledger.plan_draft(draft_row(1), {A: located(1)}))
         publication = ledger.plan_rollback(step)
-        ledger.settle(publication)
+        settle(ledger, publication)
         assert (ledger.at(A, DRAFT_STEP), ledger.draft is None) == (left, left is None)
         assert ledger.namespace.epoch == 2
         assert ledger.namespace.epoch_bounds == (((1, 1),) if left else ())

@@ -239,11 +239,11 @@ def lives_on_a_full_disk(catalog: LmdbCatalog, *, experts: int, share: float, ex
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("experts", [pytest.param(1000, id="1000 of 3000 experts"), pytest.param(3000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("share", "extra_bytes"), [(1.0, 0), (0.3, 0), (0.5, 64 << 10)])
 def test_a_long_life_needs_no_more_room_than_was_reserved_for_the_rows_it_keeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, extra_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, extra_bytes: int, experts: int
 ) -> None:
-    experts = 3000
     catalog = LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID)
     catalog.load()
     monkeypatch.setattr(lmdb_catalog, "FIXED_BYTES_BOUND", 0)  # what is kept has its room without that

@@ -52,7 +52,7 @@ def test_a_store_reopens_at_the_last_step_that_was_told_to_be_acknowledged(tmp_p
 
 def test_a_byte_that_no_step_has_is_found(tmp_path: Path) -> None:
     life, _ = lived(tmp_path, "train", "commit")
-    first = next(iter(life.view.namespace.ledger.extents()))
+    first = next(iter(life.view.namespace.steps.ledger.extents()))
     path = tmp_path / "mounted1" / "volume" / "volume-000.data"
     with path.open("r+b") as file:
         file.seek(first.offset_bytes + first.length_bytes - 4096)
