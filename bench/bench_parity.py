@@ -82,7 +82,7 @@ def main() -> int:
     date, progress = machine.now(), Console(stderr=True)
     out = arguments.out or HERE / "results" / f"parity-{date[:10]}.json"
     check_out(out)
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the library's
     torch.set_num_threads(THREADS)
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {

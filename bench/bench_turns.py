@@ -17,7 +17,7 @@ from paramstore.bench.context import Bench
 from paramstore.bench.plan import Plan
 from paramstore.bench.report import machine, table
 from paramstore.bench.report.rows import Report, encode
-from paramstore.daemon.garbage import spare_tables
+from paramstore.daemon.garbage import tables_spared
 from paramstore_bench.turns import KEYS, measure_turns
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,10 +31,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/turns-<date>.json")
     arguments = parser.parse_args()
 
-    spare_tables()
     progress = Console(stderr=True)
     date = machine.now()
-    with progress.status("bench turns") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.dir) as folder:
+    with (
+        progress.status("bench turns") as status,
+        tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.dir) as folder,
+        tables_spared(),
+    ):
         bench = Bench(Plan(), Path(folder), tell=status.update)
         started_s = bench.clock.now_s()
         rows = measure_turns(bench, keys=arguments.keys)

@@ -46,7 +46,7 @@ def leased_memory(length_bytes: int) -> Iterator[Mapping]:
 
 def measure_pinning(plan: Plan, device: torch.device, clock: Clock) -> list[Row]:
     """Measures whether a process can pin memory that it may only read."""
-    cudart: Any = torch.cuda.cudart()
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # the library's
     rows = []
     for case, flags in (("cudaHostRegisterReadOnly", REGISTER_READ_ONLY), ("cudaHostRegisterDefault", REGISTER_DEFAULT)):
         with leased_memory(plan.copy_bytes) as memory:
@@ -71,7 +71,7 @@ def measure_pinning(plan: Plan, device: torch.device, clock: Clock) -> list[Row]
 
 def timed(work: float, launch: Callable[[], object], *, beside: Callable[[], object] | None = None) -> Sample:
     """Times `launch` on the current stream, by the device's clock. beside: gives work to another stream, just before."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # the library's
     torch.cuda.synchronize()
     if beside is not None:
         beside()
@@ -88,7 +88,7 @@ def measure_overlap(plan: Plan, device: torch.device) -> list[Row]:
     slots = torch.empty(plan.copy_bytes, dtype=torch.uint8, device=device)
     factor = torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device=device)
     product = torch.empty_like(factor)
-    other_stream = torch.cuda.Stream(device)
+    other_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # the library's
 
     def compute() -> None:
         for _ in range(MATMUL_COUNT):
@@ -110,8 +110,8 @@ def measure_overlap(plan: Plan, device: torch.device) -> list[Row]:
     ):
         pairs = sample_pairs(
             plan.rounds,
-            lambda _, copy=copy: timed(plan.copy_bytes, copy, beside=compute_beside),
-            lambda _, copy=copy: timed(plan.copy_bytes, copy),
+            lambda _, copy=copy: timed(plan.copy_bytes, copy, beside=compute_beside),  # type: ignore[misc]  # a default in a lambda
+            lambda _, copy=copy: timed(plan.copy_bytes, copy),  # type: ignore[misc]  # a default in a lambda
         )
         rows.append(
             row_of_pairs(
@@ -136,12 +136,12 @@ def measure_tier_copies(plan: Plan, device: torch.device, clock: Clock) -> list[
     slots = torch.empty(plan.copy_bytes, dtype=torch.uint8, device=device)
     rows = []
     with leased_memory(plan.copy_bytes) as memory:
-        experts = torch.frombuffer(memory.buffer, dtype=torch.uint8).split(PIECE_BYTES)
+        experts = torch.frombuffer(memory.buffer, dtype=torch.uint8).split(PIECE_BYTES)  # type: ignore[no-untyped-call]  # the library's
         for may_register in (True, False):
             copier = CudaCopier(device, bounce_bytes=PIECE_BYTES, may_register=may_register)
             pairs = sample_pairs(
                 plan.rounds,
-                lambda _, copier=copier: copy_experts(copier, slots.split(PIECE_BYTES), experts, clock),
+                lambda _, copier=copier: copy_experts(copier, slots.split(PIECE_BYTES), experts, clock),  # type: ignore[misc,no-untyped-call]  # a default in a lambda
                 lambda _: timed(plan.copy_bytes, lambda: slots.copy_(pinned, non_blocking=True)),
             )
             how = copier.describe()

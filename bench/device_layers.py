@@ -105,7 +105,7 @@ def decode_rows(plan: Plan, device: torch.device, clock: Clock, reader: ps.Names
             layers = [ps.nn.StoredExperts(source, layer) for layer in range(plan.layers)]
             pairs = sample_pairs(
                 plan.rounds,
-                lambda _, case=case, layers=layers: decode(case, layers),
+                lambda _, case=case, layers=layers: decode(case, layers),  # type: ignore[misc]  # a default in a lambda
                 lambda _: decode("resident", resident),
             )
             counts = {name: float(value) for name, value in asdict(source.stats).items()}
@@ -124,7 +124,7 @@ def sources(plan: Plan, device: torch.device, reader: ps.Namespace) -> Iterator[
     """Yields the sources of experts, each as its name and a function that makes it."""
     count = plan.layers * plan.experts
     for slots in (count, count // 2):
-        yield f"DeviceTier, {slots} of {count} experts", lambda slots=slots: ps.DeviceTier(reader, slots, device=device)
+        yield f"DeviceTier, {slots} of {count} experts", lambda slots=slots: ps.DeviceTier(reader, slots, device=device)  # type: ignore[misc]  # a default in a lambda
     yield (
         f"RingMemory, {plan.ring_layers} of {plan.layers} layers",
         lambda: ps.RingMemory(reader, slots=plan.ring_layers, device=device, experts_ahead=plan.experts),

@@ -89,7 +89,7 @@ def train(run: Run, settings: DemoSettings, corpus: Corpus, source: TraceRecorde
     for step in range(1, run.steps + 1):
         for _ in range(run.micro_batches):
             loss, balance = _losses(model, sampler.draw())
-            (loss + settings.balance_weight * balance).backward()
+            (loss + settings.balance_weight * balance).backward()  # type: ignore[no-untyped-call]  # the library's
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         source.apply(adamw_options(settings, step, lr=settings.expert_learning_rate))

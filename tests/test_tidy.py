@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -145,3 +146,8 @@ def _members(name: str, by_name: dict[str, ast.ClassDef]) -> tuple[set[str], set
             inherited = _members(origin, by_name)
             methods, attributes = methods | inherited[0], attributes | inherited[1]
     return methods, attributes
+
+
+def test_the_types_of_every_script_of_the_benches_are_checked() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert settings["modules"] == sorted(path.stem for path in (ROOT / "bench").glob("*.py"))
