@@ -12,10 +12,17 @@ SLICE = 128
 """Items of one slice: at 5 to 30 us each, the dearest of them hold the loop for 4 ms."""
 
 
-def slices(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yields `items` in lists of at most SLICE. What `items` reads must not change meanwhile."""
+class Tally:
+    """Counts the items that have gone through `slices` in this process."""
+
+    items = 0
+
+
+def slices(items: Iterable[T], length: int | None = None) -> Iterator[list[T]]:
+    """Yields `items` in lists of at most `length`, by default SLICE. What `items` reads must not change meanwhile."""
     rest = iter(items)
-    while part := list(islice(rest, SLICE)):
+    while part := list(islice(rest, length or SLICE)):
+        Tally.items += len(part)
         yield part
 
 

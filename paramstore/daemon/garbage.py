@@ -2,8 +2,9 @@
 
 A full collection looks at every object there is. The tables of 131,072 records are some millions of them, which would hold the loop
 for a second and more, in the middle of a commit. So whatever survives a full collection is frozen, and later ones look at what came
-since, more often. A frozen object goes when nobody refers to it any more, like any other; only cycles of frozen ones stay. Those
-are sessions for the most part: whoever counts them has everything looked at when many have ended and none is open, or very many.
+since, more often. What comes in thousands, as the rows of a large commit do, is frozen unseen. A frozen object goes when nobody
+refers to it any more, like any other; only cycles of frozen ones stay. Those are sessions for the most part: whoever counts them
+has everything looked at when many have ended and none is open, or very many.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-THRESHOLDS = (700, 5, 3)
-"""Python's own are 700, 10 and 10. A full collection finds 10,000 new objects, in 1 ms, where it would find 70,000."""
-BURST = 8192
-"""So many new objects are no garbage but rows of a large commit: its allocations come with as many frees, so Python counts none."""
+from paramstore.core.slices import Tally
+
+THRESHOLDS = (500, 2, 1)
+"""Python's own are 700, 10 and 10. A full collection finds 4,000 new objects where it would find 70,000; at 1 to 2 us each, since
+most of what they refer to is in no cache."""
+BURST = 256
+"""So many items done in slices have left objects that no collection has looked at, some for each: their allocations come with as
+many frees, so Python counts none, and only then begins a collection, which would look at all of them."""
+MIDDLING_MAX = 8
+"""After so many collections of the middle generation a full one would find 15,000 objects. Python puts it off as long as it would
+look at less than a quarter of what the last one has, which may have looked at millions."""
 ENDED_SESSIONS = 64
 """Number of ended sessions, of some 50 KB each, after which everything is looked at once no session is open."""
 ENDED_SESSIONS_MAX = 4096
@@ -36,10 +44,32 @@ def tables_spared() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _freeze(phase: str, info: dict[str, int]) -> None:
-    is_burst = phase == "start" and len(gc.get_objects(0)) > BURST
-    if is_burst or (phase == "stop" and info["generation"] == 2):
+class _Freezing:
+    """Python calls it before and after every collection."""
+
+    def __init__(self) -> None:
+        self._tallied = 0
+        """Items that had gone through slices when a collection began last."""
+        self._middling = 0
+        """Number of collections of the middle generation since objects were frozen."""
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            is_burst = Tally.items - self._tallied > BURST
+            self._tallied = Tally.items
+            if is_burst or (info["generation"] == 2 and self._middling > MIDDLING_MAX):
+                self._freeze()
+        elif info["generation"] == 2:
+            self._freeze()
+        else:
+            self._middling += info["generation"]
+
+    def _freeze(self) -> None:
         gc.freeze()
+        self._middling = 0
+
+
+_freeze = _Freezing()
 
 
 def look_at_everything() -> None:

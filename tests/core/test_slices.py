@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramstore.core import slices as module
-from paramstore.core.slices import emptied, slices
+from paramstore.core.slices import Tally, emptied, slices
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
@@ -15,6 +15,12 @@ def test_slices_hold_everything_in_order_and_none_is_larger_than_the_limit(count
     assert [item for part in parts for item in part] == list(range(count))
     assert all(1 <= len(part) <= 3 for part in parts)
     assert len(parts) == -(-count // 3)
+
+
+def test_a_length_of_its_own_and_what_went_through_in_all() -> None:
+    before = Tally.items
+    assert [len(part) for part in slices(range(10), 4)] == [4, 4, 2]
+    assert Tally.items - before == 10
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 9])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from paramstore.core.slices import slices
 from paramstore.daemon import garbage
 
 
@@ -53,22 +54,46 @@ def test_garbage_that_came_since_is_freed_and_so_is_what_nobody_refers_to() -> N
     assert [ref() for ref in refs] == [None] * 3, "a frozen object goes with its last reference"
 
 
-def test_a_burst_of_new_objects_is_looked_at_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "BURST", 1000)
+def _is_frozen_with(work: Callable[[], object]) -> bool:
+    """Whether a knot tied before `work` outlives the next young collection."""
     gc.collect()
     knot = Knot()
     seen = weakref.ref(knot)
     del knot
-    gc.disable()  # else the rows below would be collected before they are so many
+    work()
+    gc.collect(0)
+    return seen() is not None
+
+
+def test_what_comes_with_much_work_in_slices_is_looked_at_by_nobody() -> None:
+    gc.disable()
     try:
-        rows = [[number] for number in range(2000)]
+        assert _is_frozen_with(lambda: list(slices(range(garbage.BURST + 1))))
+        assert not _is_frozen_with(lambda: list(slices(range(garbage.BURST)))), "too little to matter"
     finally:
         gc.enable()
-    gc.collect(0)
-    assert seen() is not None, "it was frozen with them"
-    assert len(rows) == 2000
+    assert gc.get_freeze_count() > 0
     garbage.look_at_everything()
-    assert seen() is None
+    assert gc.get_freeze_count() == 0, "nothing is frozen in passing"
+
+
+def test_a_full_collection_that_python_has_put_off_for_long_looks_at_nothing() -> None:
+    gc.disable()
+    try:
+        assert not _is_frozen_with(lambda: [gc.collect(1) for _ in range(3)])
+        frozen = gc.get_freeze_count()
+        kept = [Knot()]
+        for _ in range(garbage.MIDDLING_MAX + 1):
+            gc.collect(1)
+        knot = Knot()
+        seen = weakref.ref(knot)
+        del knot
+        gc.collect()
+    finally:
+        gc.enable()
+    assert seen() is not None
+    assert gc.get_freeze_count() > frozen
+    assert len(kept) == 1
 
 
 def test_a_process_whose_tables_are_not_spared_needs_no_look() -> None:

@@ -65,15 +65,18 @@ class CutPlanner:
         self._outbox.woken.extend(namespace.steps.cut_waiters)
         namespace.steps.cut_waiters.clear()
 
-    def write(self, namespace: NamespaceState, key: ExpertKey) -> None:
-        """Begins the write of a record that the cut waits for, or makes it urgent; where it has landed, does nothing."""
+    def write(self, namespace: NamespaceState, key: ExpertKey) -> bool:
+        """Begins the write of a record that the cut waits for, or makes it urgent; where it has landed, does nothing. Returns False
+        where it can be written only later."""
         cut, working = namespace.steps.cut, namespace.residency.working[key]
         if cut is None or key not in cut.unwritten:
-            return  # it has landed meanwhile, and may be dirty with a later version by now
+            return True  # it has landed meanwhile, and may be dirty with a later version by now
         if working.state is Working.DIRTY:
-            self._working.begin_write(namespace, working, Urgency.DEMAND)
-        elif working.state is Working.WRITING:
-            self._outbox.promoted.append(working)
+            return self._working.begin_write(namespace, working, Urgency.DEMAND)
+        if working.state is not Working.WRITING:
+            return False
+        self._outbox.promoted.append(working)
+        return True
 
     def settle(self, namespace: NamespaceState, keys: Iterable[ExpertKey], *, is_published: bool) -> None:
         """Lets go of these of the cut's records. If its step was published, its extents are the ledger's now; else the newest of

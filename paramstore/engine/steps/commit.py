@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import Any
 
 from paramstore.clock import Clock
-from paramstore.core.residency import Working
 from paramstore.core.slices import slices
 from paramstore.engine.planner.permission import check_changing, check_unclaimed, check_writer, prepared_error
 from paramstore.engine.records.cleaner import Cleaner
@@ -212,17 +211,16 @@ class Committer:
     async def _write_unwritten(self, namespace: NamespaceState, cut: Cut) -> None:
         """Writes the records that were dirty at the cut, at DEMAND: all are queued, then waited for together. Those that found no
         space, or failed, are then written one by one."""
-        unwritten = list(cut.unwritten)
-        for start in range(0, len(unwritten), QUEUED_AT_ONCE):
-            if start:  # workers that are done get something new to do meanwhile
+        written, are_under_way = asyncio.get_running_loop().create_future(), True
+        with self._transfers.deciding() as planner:
+            planner.cuts.await_written(cut, written)
+        for number, keys in enumerate(slices(list(cut.unwritten), QUEUED_AT_ONCE)):
+            if number:  # workers that are done get something new to do meanwhile
                 await asyncio.sleep(0)
             with self._transfers.deciding() as planner:
-                for key in unwritten[start : start + QUEUED_AT_ONCE]:
-                    planner.cuts.write(namespace, key)
-        if cut.unwritten and cut.unwritten <= namespace.residency.in_state[Working.WRITING].keys():
-            written = asyncio.get_running_loop().create_future()
-            with self._transfers.deciding() as planner:
-                planner.cuts.await_written(cut, written)
+                for key in keys:
+                    are_under_way &= planner.cuts.write(namespace, key)
+        if cut.unwritten and are_under_way:
             what = f"the writes of a commit of {namespace.name!r}"
             await until_woken(written, self._runner, stall_s=self._stall_s, what=what)
         for key in sorted(cut.unwritten):  # a copy: the set shrinks as writes land

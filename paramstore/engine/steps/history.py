@@ -196,6 +196,7 @@ class History:
         with self._transfers.deciding() as planner:
             planner.views.refuse_writer(namespace)
         yield from self._transactions.settling_ledger(namespace, publication)
+        yield
         self._open_steps(namespace)  # not before: the steps that go are in the ledger up to here
         yield from self._rolling_back(namespace, freed=publication.freed)
         for slot in publication.freed_note_slots:
@@ -206,9 +207,8 @@ class History:
         """Takes the planner's tables to the epoch in which the ledger stands already, in slices."""
         with self._transfers.deciding() as planner:
             planner.begin_rollback(namespace)
-        for number, keys in enumerate(slices(namespace.keys)):
-            if number:
-                yield
+        for keys in slices(namespace.keys):
+            yield
             with self._transfers.deciding() as planner:
                 planner.roll_back(namespace, keys)
         yield from self._freeing(freed)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
 
 from paramstore.engine.tables.requests import Urgency
+from paramstore.engine.transfers import runner as module
 from paramstore.engine.transfers.runner import BACKGROUND_LANE, Runner, call, until_woken, volume_lane, wake
 from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.errors import StoreUnavailable, TicketCancelled, VolumeError, WaitTimeout
@@ -103,6 +105,25 @@ def test_the_next_transfer_starts_before_the_one_that_is_over_is_settled() -> No
         bench.submit(2)
         await bench.finish()
         assert seen == [1], "a worker had the second one already"
+
+    run(scenario)
+
+
+def test_what_all_workers_finish_at_once_is_settled_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(module, "SETTLED_AT_ONCE", 3)
+        bench = Bench(disk=8)
+        transfers = [bench.submit(number) for number in range(8)]
+        counts = [0]
+        while not bench.runner.is_idle:
+            await asyncio.sleep(0)
+            counts.append(len(bench.settled))
+        assert bench.settled == transfers, "in the order in which they ended"
+        assert max(after - before for before, after in pairwise(counts)) == 3
+        assert bench.ran == list(range(8))
+        last = bench.submit("last")
+        await bench.finish()
+        assert bench.settled[-1] is last
 
     run(scenario)
 
