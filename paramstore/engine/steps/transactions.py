@@ -7,12 +7,15 @@ cannot be read either, the store accepts no more changes until a restart.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from paramstore.engine.tables.namespace import NamespaceState
-from paramstore.engine.transfers.runner import CATALOG_LANE, Runner
+from paramstore.engine.tables.requests import Urgency
+from paramstore.engine.transfers.runner import CATALOG_LANE, Runner, call
+from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import CatalogError, ParamStoreError
 from paramstore.storage.catalog.base import Catalog, Change, Contents
@@ -36,7 +39,9 @@ class Transactions:
         self._planned_elsewhere: Counter[str] = Counter()
         """How many plans of each namespace, by name, another thread makes now."""
         self._room_rows = 0
-        """Rows for which the last transaction made room ahead: a commit of no more rows need not ask for room."""
+        """Rows for which room was made after the last transaction: a commit of no more rows need not ask for room."""
+        self._begun = 0
+        """Number of transactions begun."""
 
     def check_accepting(self) -> None:
         if self.stopped is not None:
@@ -73,44 +78,48 @@ class Transactions:
             return planned[0].change()
 
         with self.planned_elsewhere(namespace):
-            await self._transact(change, room_rows=room_rows)
+            await self._transact(change)
+        if room_rows:
+            self._make_room(room_rows)
         return planned[0]
 
     async def apply_change(self, change: Change) -> None:
         """Runs one transaction. If it fails, what the reopened catalog holds is the truth. Raises CatalogError."""
         await self._transact(lambda: change)
 
-    async def _transact(self, plan: Callable[[], Change], *, room_rows: int = 0) -> None:
-        """Plans, applies the change, and makes room for the next `room_rows`, all in one call on the catalog's thread."""
+    async def _transact(self, plan: Callable[[], Change]) -> None:
+        """Plans and applies the change, in one call on the catalog's thread."""
         self.check_accepting()
         planned: list[Change] = []
-
         room_before, self._room_rows = self._room_rows, 0
+        self._begun += 1
 
-        def run() -> int:
+        def run() -> None:
             change = plan()
             if change.row_count > room_before:
                 self._catalog.reserve(change.row_count)
             planned.append(change)
             self._catalog.apply(change)
-            return self._make_room(room_rows)
 
         try:
-            self._room_rows = await self._runner.call(CATALOG_LANE, run)
+            await self._runner.call(CATALOG_LANE, run)
         except ParamStoreError as error:
             if not planned or not await self._happened(planned[0], error):
                 raise  # nothing was begun, or it did not happen
 
-    def _make_room(self, row_count: int) -> int:
-        """Makes room for the next commit's rows, so that it need not ask. Returns for how many rows there is room; 0 if unknown."""
-        if not row_count:
-            return 0
-        try:
-            self._catalog.reserve(row_count)
-        except Exception as error:  # noqa: BLE001 - the transaction before it has happened, whatever this is
-            logger.warning("no room could be made in the catalog for the next commit: %s", error)
-            return 0
-        return row_count
+    def _make_room(self, row_count: int) -> None:
+        """Begins to make room for the next commit's rows, so that it need not ask. Nobody waits for it: the transaction before it
+        has happened, whatever comes of this."""
+        begun = self._begun
+
+        def settle(transfer: Transfer) -> None:
+            if transfer.error is not None:
+                logger.warning("no room could be made in the catalog for the next commit: %s", transfer.error)
+            elif self._begun == begun:  # no later transaction may have used it
+                self._room_rows = row_count
+
+        reserve = partial(self._catalog.reserve, row_count)
+        self._runner.submit(Transfer(CATALOG_LANE, Urgency.WRITE_BACK, run=call, pieces=deque([reserve]), settle=settle))
 
     async def _happened(self, change: Change, error: ParamStoreError) -> bool:
         """Reads from disk whether `change` happened. Raises CatalogError, and stops all writes, if that fails too."""

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from paramstore.errors import CapacityError, CatalogError, StepDropped, StepFailed, VolumeError
+from paramstore.storage.catalog.base import Change
 from paramstore.storage.format.notes import read_note, read_superblock
 from paramstore.storage.format.structures import NotedStep, combine_roots, pack_description
 from paramstore_testkit.disks.machine import Machine
@@ -23,7 +24,9 @@ def test_records_come_before_notes_notes_before_flushes_and_all_of_them_before_t
         assert stages.count("record") == 4
         assert stages.count("flush") == 2
         assert stages.count("apply") == 1
-        assert stages[-2:] == ["apply", "reserve"]
+        assert stages[-1] == "apply", "the room for the next commit is made when this one has returned"
+        await turns()
+        assert site.events[-1][0] == "reserve"
         last_record = max(at for at, stage in enumerate(stages) if stage == "record")
         assert stages.index("note") > last_record
         for index in (0, 1):
@@ -53,6 +56,7 @@ def test_the_catalog_has_room_before_any_data_is_written() -> None:
 def test_a_commit_asks_for_room_anew_when_it_could_not_be_made_ahead() -> None:
     async def scenario(site: Site) -> None:
         await site.store.committer.commit(site.view, 1, b"")
+        await turns()
         site.catalog.failing = "reserve"
         await train(site.store, site.view)
         await site.store.committer.commit(site.view, 2, b"")  # there was room for this one, there is none for the next
@@ -63,6 +67,20 @@ def test_a_commit_asks_for_room_anew_when_it_could_not_be_made_ahead() -> None:
         assert not site.events, "nothing was written"
         site.catalog.failing = None
         assert (await site.store.committer.commit(site.view, 3, b""))["records"] == 4
+
+    on_site(scenario)
+
+
+def test_room_made_ahead_that_another_transaction_may_have_used_is_not_counted_on() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.committer.commit(site.view, 1, b"")
+        assert site.events[-1][0] == "apply", "the room for the next commit is not made yet, and nobody waits for it"
+        await site.store._transactions.apply_change(Change())
+        await train(site.store, site.view)
+        assert "reserve" in dict(site.events[1:]), "it was made meanwhile"
+        site.events.clear()
+        await site.store.committer.commit(site.view, 2, b"")
+        assert site.events[0][0] == "reserve"
 
     on_site(scenario)
 
