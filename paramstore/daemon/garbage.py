@@ -18,7 +18,7 @@ from paramstore.core.slices import Tally
 THRESHOLDS = (500, 2, 1)
 """Python's own are 700, 10 and 10. A full collection finds 4,000 new objects where it would find 70,000; at 1 to 2 us each, since
 most of what they refer to is in no cache."""
-BURST = 256
+BURST = 1024
 """So many items done in slices have left objects that no collection has looked at, some for each: their allocations come with as
 many frees, so Python counts none, and only then begins a collection, which would look at all of them."""
 MIDDLING_MAX = 8

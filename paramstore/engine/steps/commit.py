@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -38,9 +39,9 @@ FIXED_ROWS = 16
 """Rows of the catalog that a commit changes at most beside those of its records: steps, the namespace."""
 NO_SLOT = -1
 STEP_END = 1 << 62
-QUEUED_AT_ONCE = 4
-"""Writes of a commit that are begun before the event loop turns again. The loop holds the interpreter meanwhile, which the workers
-need to begin: with 16 at once the first byte moves a millisecond later."""
+QUEUED_FIRST, QUEUED_AT_ONCE = 4, 16
+"""Writes of a commit that are begun before the event loop turns again, at first and from then on. The loop holds the interpreter
+meanwhile, which the workers need to begin: with 16 at first, the first byte moves a millisecond later."""
 
 
 class Committer:
@@ -215,7 +216,8 @@ class Committer:
         written, are_under_way = asyncio.get_running_loop().create_future(), True
         with self._transfers.deciding() as planner:
             planner.cuts.await_written(cut, written)
-        for number, keys in enumerate(slices(list(cut.unwritten), QUEUED_AT_ONCE)):
+        unwritten = list(cut.unwritten)
+        for number, keys in enumerate(chain([unwritten[:QUEUED_FIRST]], slices(unwritten[QUEUED_FIRST:], QUEUED_AT_ONCE))):
             if number:  # workers that are done get something new to do meanwhile
                 await asyncio.sleep(0)
             with self._transfers.deciding() as planner:

@@ -196,7 +196,6 @@ class History:
         with self._transfers.deciding() as planner:
             planner.views.refuse_writer(namespace)
         yield from self._transactions.settling_ledger(namespace, publication)
-        yield
         self._open_steps(namespace)  # not before: the steps that go are in the ledger up to here
         yield from self._rolling_back(namespace, freed=publication.freed)
         for slot in publication.freed_note_slots:

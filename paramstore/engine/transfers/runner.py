@@ -85,22 +85,22 @@ class Runner:
         transfer = Transfer(lane=lane, urgency=urgency, run=call, pieces=deque([work]), settle=lambda _: wake(future))
         self.submit(transfer)
         if timeout_s is not None:
-            await self._in_time(future, started_s, timeout_s)
+            await self._in_time(transfer, future, started_s, timeout_s)
         await asyncio.shield(future)
         if transfer.error is not None:
             raise transfer.error
         return transfer.results[0]
 
-    async def _in_time(self, future: asyncio.Future[None], started_s: list[float], timeout_s: float) -> None:
-        """Waits until `future` is done. Raises WaitTimeout when the job has run for `timeout_s`, or waits for its turn while no
-        worker has finished anything for that long: on a busy store it may wait for its turn as long as it takes."""
-        while not future.done():
+    async def _in_time(self, transfer: Transfer, future: asyncio.Future[None], started_s: list[float], timeout_s: float) -> None:
+        """Waits until `future` is done, or soon will be. Raises WaitTimeout when the job has run for `timeout_s`, or waits for its
+        turn while no worker has finished anything for that long: on a busy store it may wait for its turn as long as it takes."""
+        while not (future.done() or transfer.is_settled):  # once it is over, only its turn to be settled is to come
             finished, left_s = self.finished, timeout_s
             if started_s:
                 left_s += started_s[0] - asyncio.get_running_loop().time()
             if left_s > 0:
                 await asyncio.wait([future], timeout=left_s)
-            if not future.done() and (left_s <= 0 or (not started_s and self.finished == finished)):
+            if not (future.done() or transfer.is_settled) and (left_s <= 0 or (not started_s and self.finished == finished)):
                 raise WaitTimeout(f"it has not returned in {timeout_s} s")
 
     async def behind(self, lane: Hashable) -> None:

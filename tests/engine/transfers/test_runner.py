@@ -128,6 +128,18 @@ def test_what_all_workers_finish_at_once_is_settled_in_several_turns(monkeypatch
     run(scenario)
 
 
+def test_a_call_that_is_over_in_time_is_not_late_because_others_are_settled_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(module, "SETTLED_AT_ONCE", 1)
+        bench = Bench(disk=51)
+        for number in range(50):
+            bench.submit(number)
+        assert await bench.runner.call("disk", lambda: "done", timeout_s=1e-9) == "done"
+        assert len(bench.settled) == 50
+
+    run(scenario)
+
+
 def test_a_cancelled_transfer_settles_at_once_with_the_reason() -> None:
     async def scenario() -> None:
         bench = Bench(disk=1)
