@@ -4,7 +4,6 @@ A *stored* part's image is exactly what lies in its extent and in its slot: `hea
 aligned to 4 KiB. A *derived* part (`param` of a training schema) has no header and is never on a volume: it is made from
 the `master` fields. Checksums are one per CHUNK_BYTES; chunks restart at each field, so `master` can be read and
 verified without the moments. The header's size is fixed by the schema.
-
 dtypes are the names torch uses ("float32", "bfloat16"): this file imports no torch.
 """
 
@@ -116,8 +115,7 @@ class Part:
         """The part's checksummed ranges in order of offset."""
         return tuple(
             Chunk(field.offset_bytes + start, min(CHUNK_BYTES, field.length_bytes - start))
-            for field in self.fields
-            for start in range(0, field.length_bytes, CHUNK_BYTES)
+            for field in self.fields for start in range(0, field.length_bytes, CHUNK_BYTES)
         )
 
 
@@ -374,8 +372,7 @@ def _optim_specs(kind: str, specs: FieldSpecs, state_dtype: str) -> list[tuple[s
     if state_dtype == BLOCKWISE:
         stored += [
             (f"{state}_scale/{name}", (-(-prod(shape) // STATE_BLOCK_ELEMENTS),), SCALE_DTYPE)
-            for state in states
-            for name, shape, _ in specs
+            for state in states for name, shape, _ in specs
         ]
     return stored
 
