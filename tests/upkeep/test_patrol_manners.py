@@ -101,6 +101,7 @@ def test_no_two_pieces_are_ever_under_way() -> None:
         await create(store)
         patrolled = Patrolled(machine, scrub_days=1e-9)
         assert machine.workers is not None
+        await turns()  # the room for the next commit is made
         machine.workers.pause()
         patrolled.patrol.start()
         await turns()
@@ -259,6 +260,7 @@ def test_the_end_of_the_store_waits_for_no_device() -> None:
         await create(store)
         patrolled = Patrolled(machine)
         assert machine.workers is not None
+        await turns()  # the room for the next commit is made
         machine.workers.pause()
         patrolled.patrol.start()
         await turns()

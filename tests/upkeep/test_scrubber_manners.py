@@ -138,6 +138,7 @@ def test_it_takes_the_lowest_class_and_one_worker() -> None:
         store = machine.start()
         await create(store)
         assert machine.workers is not None
+        await turns()  # the room for the next commit is made
         machine.workers.pause()
         scrub = machine.service.scrubber.start(None, None, None)
         await turns()
@@ -278,6 +279,7 @@ def test_a_hanging_device_delays_no_cancel_and_the_next_scrub_waits_for_it() -> 
         store = machine.start()
         await create(store)
         assert machine.workers is not None
+        await turns()  # the room for the next commit is made
         machine.workers.pause()
         scrub = machine.service.scrubber.start(None, None, None)
         await turns()
@@ -301,6 +303,7 @@ def test_a_piece_that_no_worker_has_begun_is_given_up() -> None:
         store = machine.start()
         await create(store)
         assert machine.workers is not None
+        await turns()  # the room for the next commit is made
         machine.workers.pause()
         busy = [asyncio.ensure_future(store.transfers.runner.call(("volume", 0), lambda: None)) for _ in range(2)]
         await turns()
