@@ -109,7 +109,7 @@ async def _train(store: Store, view: View) -> None:
 
 
 def measure_turns(bench: Bench, *, keys: int = KEYS) -> list[Row]:
-    """Measures the longest turns. Where the service runs in a process of its own it also calls `garbage.spare_tables`, and so
+    """Measures the longest turns. Where the service runs in a process of its own it runs within `garbage.tables_spared`, and so
     should the caller."""
     with bench.folder("turns") as directory:
         found = asyncio.run(longest_turns(directory, keys=keys, tell=bench.tell))

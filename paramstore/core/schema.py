@@ -98,7 +98,7 @@ class Part:
     image_bytes: int
 
     def __hash__(self) -> int:
-        """Of what mostly tells parts apart: to hash all fields takes 5 us, and a part is looked up for each record that moves."""
+        """Hashes what mostly tells parts apart: all fields take 5 us, and a part is looked up for each record that moves."""
         return hash((self.name, self.image_bytes))
 
     @property

@@ -64,10 +64,6 @@ class Prover:
         else:
             with self._transactions.planned_elsewhere(namespace):
                 note = await self._runner.call(CATALOG_LANE, lambda: _note(namespace, cut, row, kept))
-        if len(self._volumes) == 1:  # no task for it, which would take two more turns of the loop
-            (index,) = self._volumes
-            await self._note_one(index, note, row.note_slot)
-            return
         outcomes = await asyncio.gather(
             *(self._note_one(index, note, row.note_slot) for index in self._volumes), return_exceptions=True
         )

@@ -26,7 +26,8 @@ BURST_PIECES = 2
 LIGHT_BURST_BYTES = 4 << 20
 """Bytes of the light transfers that one worker takes at once, at most: a millisecond of a fast disk."""
 LIGHT_BURST_TRANSFERS = 64
-"""Light transfers that one worker takes at once, at most: they are settled in one turn of the loop, in 3 to 5 ms."""
+"""Light transfers that one worker takes at once, at most, of however few bytes: 5 ms of calls to a fast disk, for which an urgent
+one may have to wait."""
 
 
 @dataclass(slots=True, eq=False)
