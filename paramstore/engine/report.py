@@ -70,10 +70,10 @@ def commit_progress(namespace: NamespaceState, now_s: float) -> dict[str, object
     if cut is None or cut.progress is None:
         return None
     seconds = now_s - cut.progress.started_s
-    bytes_left = len(cut.unwritten) * namespace.schema.record_bytes
+    bytes_left = cut.unwritten * namespace.schema.record_bytes
     written = namespace.stats.bytes_written - cut.progress.bytes_written
     return {
-        "step": cut.progress.step, "records": len(cut.keys), "records_left": len(cut.unwritten), "bytes_left": bytes_left,
+        "step": cut.progress.step, "records": len(cut.records), "records_left": cut.unwritten, "bytes_left": bytes_left,
         "seconds": seconds, "eta_s": bytes_left * seconds / written if written else None,
     }  # fmt: skip
 

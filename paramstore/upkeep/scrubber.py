@@ -338,10 +338,9 @@ def _read_piece(
 def _records_of(namespace: NamespaceState, key: ExpertKey) -> list[Located]:
     """Lists every whole record of `key` that a step (committed, prepared or a draft) names, that the commit under way will publish,
     or that is the newest one written; each once, oldest first."""
-    ledger, cut = namespace.steps.ledger, namespace.steps.cut
+    ledger, working = namespace.steps.ledger, namespace.residency.working[key]
     named = [ledger.at(key, step) for step in ledger.steps()]
     newest = ledger.newest  # a prepared step or a draft may be above or below all of them
     named.append(ledger.at(key, newest.step) if newest is not None else None)
-    named.append(cut.located.get(key) if cut is not None else None)
-    named.append(namespace.residency.working[key].uncommitted)
+    named += [working.cut_record, working.uncommitted]
     return list(dict.fromkeys(located for located in named if located is not None))

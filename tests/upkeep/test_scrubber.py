@@ -172,12 +172,13 @@ def test_what_the_commit_under_way_will_publish_is_covered_though_a_newer_write_
         cut = cut_of(store.transfers._planner, namespace)
         await train(store, view, [KEY])
         await store.write_back(view, [KEY])
-        assert namespace.residency.working[KEY].uncommitted != cut.located[KEY]
-        damage(machine, cut.located[KEY], 0)
+        (in_cut,) = cut.located().values()
+        assert namespace.residency.working[KEY].uncommitted != in_cut
+        damage(machine, in_cut, 0)
         result = await verify(machine, keys=[KEY], namespace="moe")
         (finding,) = result["findings"]
         assert result["records"] == 3
-        assert (finding["steps"], finding["version"]) == ((), cut.located[KEY].identity.version)
+        assert (finding["steps"], finding["version"]) == ((), in_cut.identity.version)
         settle_cut(store.transfers._planner, namespace, is_published=False)
         assert (await verify(machine))["found"] == 0
 

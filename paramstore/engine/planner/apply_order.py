@@ -68,10 +68,8 @@ def slots_to_clean(namespace: NamespaceState, wanted_slots: int, spared: Collect
     missing = wanted_slots - arena.slots.free_count
     for state in (Working.WRITING, Working.CLEAN):
         if missing > 0:
-            ready = (
-                key for key in reversed(namespace.residency.in_state[state]) if key not in spared
-            )  # the newest are likely not spared
-            missing -= sum(1 for _ in islice(ready, missing))
+            newest = reversed(namespace.residency.in_state[state])  # these are likely not spared
+            missing -= sum(1 for _ in islice((working for working in newest if working.key not in spared), missing))
     return max(0, missing)
 
 

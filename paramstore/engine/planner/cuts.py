@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paramstore.core.apply_log import ApplyLog
-from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
 from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.working_copies import WorkingPlanner
-from paramstore.engine.tables.copies import Cut
+from paramstore.engine.tables.copies import Cut, WorkingCopy
 from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import Urgency
@@ -35,25 +34,25 @@ class CutPlanner:
         """
         self._space.fences.check_provable()
         namespace.steps.sequence += 1
-        keys, namespace.steps.changed = namespace.steps.changed, set()
+        records, namespace.steps.changed = namespace.steps.changed, []
         writing = namespace.writing
         log = writing.log.window(writing.applies) if namespace.is_exact else ApplyLog()
-        cut = namespace.steps.cut = Cut(namespace.steps.sequence, writing.applies, keys, log=log, is_whole=not keys)
+        cut = namespace.steps.cut = Cut(namespace.steps.sequence, writing.applies, records, log=log)
         return cut
 
-    def take(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
-        """Takes these of the cut's records into it: what is whole on a volume is pinned there, the others are to be written."""
+    def take(self, namespace: NamespaceState, records: Iterable[WorkingCopy]) -> None:
+        """Takes these of the cut's records into it: what is whole on a volume is kept there, the others are to be written."""
         cut = namespace.steps.cut
         assert cut is not None
-        for key in keys:
-            working = namespace.residency.working[key]
+        for working in records:
+            working.publish_in = None
             found = working.uncommitted  # never a committed step's extent, which would be given back where the commit fails
             if found is not None and found.identity == working.identity:
-                cut.located[key] = found
-                self._space.pin(found.extent)
+                working.cut_record = found
             else:
-                cut.unwritten.add(key)
-        cut.is_whole = len(cut.located) + len(cut.unwritten) == len(cut.keys)
+                working.is_unwritten = True
+                cut.unwritten += 1
+            cut.taken += 1
 
     @staticmethod
     def await_written(cut: Cut, future: object) -> None:
@@ -65,11 +64,10 @@ class CutPlanner:
         self._outbox.woken.extend(namespace.steps.cut_waiters)
         namespace.steps.cut_waiters.clear()
 
-    def write(self, namespace: NamespaceState, key: ExpertKey) -> bool:
+    def write(self, namespace: NamespaceState, working: WorkingCopy) -> bool:
         """Begins the write of a record that the cut waits for, or makes it urgent; where it has landed, does nothing. Returns False
         where it can be written only later."""
-        cut, working = namespace.steps.cut, namespace.residency.working[key]
-        if cut is None or key not in cut.unwritten:
+        if not working.is_unwritten:
             return True  # it has landed meanwhile, and may be dirty with a later version by now
         if working.state is Working.DIRTY:
             return self._working.begin_write(namespace, working, Urgency.DEMAND)
@@ -78,29 +76,29 @@ class CutPlanner:
         self._outbox.promoted.append(working)
         return True
 
-    def settle(self, namespace: NamespaceState, keys: Iterable[ExpertKey], *, is_published: bool) -> None:
+    def settle(self, namespace: NamespaceState, records: Iterable[WorkingCopy], *, is_published: bool) -> None:
         """Lets go of these of the cut's records. If its step was published, its extents are the ledger's now; else the newest of
         them stay uncommitted. To be called for all of them, then `end`."""
         cut = namespace.steps.cut
         assert cut is not None
-        for key in keys:
-            working, located = namespace.residency.working[key], cut.located.pop(key, None)
-            cut.unwritten.discard(key)  # a write that lands from now on is not the cut's any more
+        for working in records:
+            located, working.cut_record = working.cut_record, None
+            cut.unwritten -= working.is_unwritten
+            working.is_unwritten = False  # a write that lands from now on is not the cut's any more
+            if not is_published:
+                self._working.note_change(namespace, working)
             if located is None:
                 self._working.wake(working)
                 continue
-            self._space.unpin(located.extent)
             is_newest = working.uncommitted == located
             if is_published and is_newest:
                 working.uncommitted = None
             elif not is_published and not is_newest:
                 self._space.release(located.extent)
 
-    def end(self, namespace: NamespaceState, *, is_published: bool) -> None:
+    def end(self, namespace: NamespaceState) -> None:
         """Ends the cut, of which everything is settled."""
         cut, namespace.steps.cut = namespace.steps.cut, None
         assert cut is not None
-        if not is_published:
-            namespace.steps.changed |= cut.keys
         self.wake_waiting(namespace)
         self._leases.pump(namespace)

@@ -254,7 +254,7 @@ class Planner:
             writing.log = namespace.steps.ledger.newest_log
         self.drop_apply(namespace, "the namespace was rolled back")
         writing.pending.clear()
-        namespace.steps.changed.clear()
+        namespace.steps.changed = []
         writing.broken = None
         writing.is_initializing = False
         namespace.steps.preparing = None
@@ -270,7 +270,6 @@ class Planner:
         residency.working.update(fresh_working(namespace.steps.ledger, keys))
         for working in discarded:
             self.working.discard(namespace, working)
-        namespace.steps.changed.difference_update(keys)  # updates that were under way may have settled since the rollback began
         self._fail_unmade(namespace, keys, error)
         self.copies.retire_unseen(namespace, keys)
         for key in keys:
@@ -283,6 +282,7 @@ class Planner:
     def end_rollback(self, namespace: NamespaceState) -> None:
         """Ends the rollback, when all keys stand where the ledger says."""
         namespace.writing.is_rolling_back = False
+        namespace.steps.changed = []  # updates that were under way may have settled since the rollback began
         namespace.writing.broken = None  # what a flush that failed meanwhile has lost is rolled back
         self.leases.pump(namespace)
 
@@ -378,7 +378,7 @@ def _needs_pipeline(namespace: NamespaceState) -> bool:
     cut = namespace.steps.cut
     if cut is None:
         return False
-    return not cut.is_whole or any(namespace.residency.working[key].reserved is None for key in cut.unwritten)
+    return not cut.is_whole or any(working.reserved is None for working in cut.to_write())
 
 
 def _has_share(namespace: NamespaceState, working: WorkingCopy) -> bool:
@@ -386,8 +386,8 @@ def _has_share(namespace: NamespaceState, working: WorkingCopy) -> bool:
     if working.reserved is not None:
         return True
     cut = namespace.steps.cut
-    if cut is not None and cut.awaits(working.key):
+    if cut is not None and cut.awaits(working):
         return False  # what it has goes to the cut
     if working.uncommitted is not None:
-        return cut is None or cut.located.get(working.key) != working.uncommitted
+        return working.cut_record != working.uncommitted
     return working.state is Working.WRITING

@@ -161,7 +161,7 @@ class WorkingPlanner:
         if not requests:
             return
         needed, urgency, spared = len(requests), min(request.urgency for request in requests), requests[0].spared
-        for working in namespace.residency.in_state[Working.WRITING].values():
+        for working in namespace.residency.in_state[Working.WRITING]:
             if urgency is Urgency.DEMAND:
                 self._outbox.promoted.append(working)
             needed -= working.key not in spared
@@ -236,7 +236,7 @@ class WorkingPlanner:
             working.write_error, working.failed_volume = error, located.extent.volume
             if working.write_failures >= WRITE_TRIES:
                 self.requests.fail_waiting(namespace, failed_twice(namespace, working, self._space.fences))
-            if namespace.steps.is_cut(working.key):
+            if working.is_unwritten:
                 self._wake_cut(namespace)
         else:
             _change(namespace, working, WorkingEvent.WRITTEN)
@@ -249,17 +249,15 @@ class WorkingPlanner:
 
     def _replace_uncommitted(self, namespace: NamespaceState, working: WorkingCopy, located: Located) -> None:
         older, working.uncommitted = working.uncommitted, located
-        cut = namespace.steps.cut
-        if cut is not None and working.key in cut.unwritten:
-            cut.unwritten.discard(working.key)
-            cut.located[working.key] = located
-            self._space.pin(located.extent)
+        if working.is_unwritten:
+            cut = namespace.steps.cut
+            assert cut is not None
+            working.is_unwritten, working.cut_record = False, located
+            cut.unwritten -= 1
             if not cut.unwritten:
                 self._wake_cut(namespace)
-        if older is not None:
-            is_held = cut is not None and cut.located.get(working.key) == older
-            if not is_held:
-                self._space.release(older.extent)
+        if older is not None and working.cut_record != older:  # the cut's is released when that is settled, if ever
+            self._space.release(older.extent)
 
     def _wake_cut(self, namespace: NamespaceState) -> None:
         """Wakes the commit under way, since all its writes have landed or one has failed."""
@@ -303,7 +301,7 @@ class WorkingPlanner:
 
     def begin_update(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Turns the caller's hold into an update: from here on only the update's worker touches the slot."""
-        assert may_update(namespace, working)
+        assert may_update(working)
         working.holders = 0
         _change(namespace, working, WorkingEvent.UPDATE)
         working.is_moving = True
@@ -315,8 +313,16 @@ class WorkingPlanner:
         if self._is_whole(namespace, working, error, well=WorkingEvent.UPDATED, badly=WorkingEvent.UPDATE_FAILED):
             working.identity = identity
             working.write_failures, working.write_error, working.failed_volume = 0, None, None
-            namespace.steps.changed.add(working.key)
+            self.note_change(namespace, working)
             self._land(namespace, working)
+
+    @staticmethod
+    def note_change(namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Notes that the next commit is to publish its newest identity."""
+        steps = namespace.steps
+        if working.publish_in != steps.sequence + 1:
+            working.publish_in = steps.sequence + 1
+            steps.changed.append(working)
 
     def unhold(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Ends the hold of one reader of the slot."""
@@ -364,14 +370,14 @@ def _change(namespace: NamespaceState, working: WorkingCopy, event: WorkingEvent
     """Changes a working copy's state; nothing else does."""
     before, working.state = working.state, next_working(working.state, event)
     if before is not Working.ABSENT:
-        del namespace.residency.in_state[before][working.key]
+        namespace.residency.in_state[before].let_out(working)
     if working.state is not Working.ABSENT:
-        namespace.residency.in_state[working.state][working.key] = working
+        namespace.residency.in_state[working.state].take_in(working)
 
 
-def may_update(namespace: NamespaceState, working: WorkingCopy) -> bool:
+def may_update(working: WorkingCopy) -> bool:
     """Whether an update may start: the caller is the only holder, and no write that a cut waits for is due."""
-    return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not namespace.steps.is_cut(working.key)
+    return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not working.is_unwritten
 
 
 def failed_twice(namespace: NamespaceState, working: WorkingCopy, fences: Fences) -> StepFailed:
@@ -388,5 +394,5 @@ def _is_evictable(working: WorkingCopy) -> bool:
 
 def _cleanable(namespace: NamespaceState) -> Iterator[WorkingCopy]:
     """Dirty records that may be written, the longest dirty first; without those that are held or whose write keeps failing."""
-    dirty = namespace.residency.in_state[Working.DIRTY].values()
+    dirty = namespace.residency.in_state[Working.DIRTY]
     return (working for working in dirty if not working.holders and working.write_failures < WRITE_TRIES)

@@ -65,16 +65,22 @@ class Cleaner:
     async def _until_written(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Waits until another write of the namespace is over, which may have freed an extent, or until space may have come free.
         Raises CapacityError if neither is to be expected."""
-        writing = next(iter(namespace.residency.in_state[Working.WRITING].values()), None)
+        writing = next(iter(namespace.residency.in_state[Working.WRITING]), None)
         if writing is not None:
             await self._access.changed(namespace, writing)
-        elif not await self.until_space(namespace, for_cut=namespace.steps.is_cut(working.key)):
+        elif not await self.until_space(namespace, for_cut=working.is_unwritten):
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(
                 self._transfers.space.fences.first(
                     f"no extent of {record_bytes} bytes is free for namespace {namespace.name!r}: add a volume (--add-volume)"
                 )
             )
+
+    async def until_writing(self, namespace: NamespaceState, most: int) -> None:
+        """Waits until at most so many records of the namespace are being written. Raises WaitTimeout."""
+        writing = namespace.residency.in_state[Working.WRITING]
+        while len(writing) > most:
+            await self._access.changed(namespace, next(iter(writing)))
 
     async def until_space(self, namespace: NamespaceState, *, for_cut: bool = False) -> bool:
         """Waits until space that is about to come free (a commit's, a zero-fill's, that of reads and writes under way) may have

@@ -9,10 +9,10 @@ of an initialization that is not over. A failed write is never repeated on the s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -42,6 +42,9 @@ STEP_END = 1 << 62
 QUEUED_FIRST, QUEUED_AT_ONCE = 4, 16
 """Writes of a commit that are begun before the event loop turns again, at first and from then on. The loop holds the interpreter
 meanwhile, which the workers need to begin: with 16 at first, the first byte moves a millisecond later."""
+WRITING_MAX = 2048
+"""Most records that a commit has on their way to the volumes: bursts for all workers, and as many that wait. Each takes some KB of
+memory until it is written."""
 
 
 class Committer:
@@ -101,10 +104,11 @@ class Committer:
                 return {"step": step, "records": 0, "bytes_written": 0, "seconds": 0.0}
             cut = await self._cut(namespace, step)
         row = StepRow(
-            step, cut.sequence, NO_SLOT, len(cut.keys), extra, cut.applies, is_prepared=is_prepared, log=_packed_log(namespace, cut)
-        )
+            step, cut.sequence, NO_SLOT, len(cut.records), extra, cut.applies, is_prepared=is_prepared,
+            log=_packed_log(namespace, cut),
+        )  # fmt: skip
         written = await self._make_durable(namespace, cut, row)
-        return {"step": step, "records": len(cut.keys), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
+        return {"step": step, "records": len(cut.records), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
 
     async def save_draft(self, view: View, extra: bytes) -> dict[str, object]:
         """Makes the initial values taken up to its turn durable, as the namespace's draft: an initialization that resumes finds
@@ -121,9 +125,9 @@ class Committer:
             if not namespace.writing.is_initializing:
                 raise StepOutOfOrder(f"namespace {namespace.name!r} is not being initialized: begin that first")
             cut = await self._cut(namespace, DRAFT_STEP)
-        row = StepRow(DRAFT_STEP, cut.sequence, NO_SLOT, len(cut.keys), extra, cut.applies, log=_packed_log(namespace, cut))
+        row = StepRow(DRAFT_STEP, cut.sequence, NO_SLOT, len(cut.records), extra, cut.applies, log=_packed_log(namespace, cut))
         written = await self._make_durable(namespace, cut, row)
-        return {"records": len(cut.keys), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
+        return {"records": len(cut.records), "bytes_written": written, "seconds": self._clock.now_s() - started_s}
 
     async def _cut(self, namespace: NamespaceState, step: int) -> Cut:
         """Fixes which records `step` consists of. The caller has the turn, and no commit is under way."""
@@ -138,11 +142,11 @@ class Committer:
         return cut
 
     def _taking(self, namespace: NamespaceState, cut: Cut) -> Iterator[None]:
-        for number, keys in enumerate(slices(cut.keys)):
+        for number, records in enumerate(slices(cut.records)):
             if number:
                 yield
             with self._transfers.deciding() as planner:
-                planner.cuts.take(namespace, keys)
+                planner.cuts.take(namespace, records)
 
     async def _make_durable(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> int:
         """Writes, notes and publishes what `cut` fixed. row: the step's, without its note slot. Returns the bytes that the
@@ -164,7 +168,7 @@ class Committer:
             raise
         await in_slices(self._settling(namespace, cut, publication))
         namespace.stats.commits += 1
-        namespace.stats.bytes_committed += len(cut.keys) * namespace.schema.record_bytes
+        namespace.stats.bytes_committed += len(cut.records) * namespace.schema.record_bytes
         return namespace.stats.bytes_written - cut.progress.bytes_written
 
     def _settling(self, namespace: NamespaceState, cut: Cut, publication: Publication) -> Iterator[None]:
@@ -179,11 +183,11 @@ class Committer:
         yield from self._letting_go(namespace, cut, is_published=False)
 
     def _letting_go(self, namespace: NamespaceState, cut: Cut, *, is_published: bool) -> Iterator[None]:
-        for number, keys in enumerate(slices(cut.keys)):
+        for number, records in enumerate(slices(cut.records)):
             if number:
                 yield
             with self._transfers.deciding() as planner:
-                planner.cuts.settle(namespace, keys, is_published=is_published)
+                planner.cuts.settle(namespace, records, is_published=is_published)
         if any(view.step is not None for view in namespace.views):  # copies that only the writer saw have retired already
             for number, keys in enumerate(slices(list(namespace.residency.copies))):
                 if number:
@@ -191,7 +195,7 @@ class Committer:
                 with self._transfers.deciding() as planner:
                     planner.copies.retire_unseen(namespace, keys)
         with self._transfers.deciding() as planner:
-            planner.cuts.end(namespace, is_published=is_published)
+            planner.cuts.end(namespace)
 
     async def _write_and_prove(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> None:
         """Makes everything that the step needs durable on every volume, with its commit note; what remains is the transaction."""
@@ -202,34 +206,44 @@ class Committer:
     async def _publish_cut(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> Publication:
         if namespace.writing.broken is not None:  # another commit's flush failed meanwhile, and ours may have hidden behind it
             raise StepFailed(f"namespace {namespace.name!r}: {namespace.writing.broken}; rollback() is the way on")
+        ledger = namespace.steps.ledger
         if row.step == DRAFT_STEP:
-            draft = partial(namespace.steps.ledger.plan_draft, row, cut.located)
-            return await self._transactions.publish(namespace, draft, room_rows=_changed_rows(cut))
-        plan = partial(namespace.steps.ledger.plan_publish, row, cut.located)
+            return await self._transactions.publish(
+                namespace, lambda: ledger.plan_draft(row, cut.located()), room_rows=_changed_rows(cut)
+            )
+
+        def plan(held_steps: Iterable[int]) -> Publication:
+            return ledger.plan_publish(row, cut.located(), held_steps)
+
         if row.is_prepared:
             return await self._transactions.publish(namespace, partial(plan, ()), room_rows=_changed_rows(cut))
         return await self._history.publish_newest(namespace, row.step, plan, room_rows=_changed_rows(cut))
 
     async def _write_unwritten(self, namespace: NamespaceState, cut: Cut) -> None:
-        """Writes the records that were dirty at the cut, at DEMAND: all are queued, then waited for together. Those that found no
+        """Writes the records that were dirty at the cut, at DEMAND: WRITING_MAX at a time, waited for together. Those that found no
         space, or failed, are then written one by one."""
         written, are_under_way = asyncio.get_running_loop().create_future(), True
         with self._transfers.deciding() as planner:
             planner.cuts.await_written(cut, written)
-        unwritten = list(cut.unwritten)
-        for number, keys in enumerate(chain([unwritten[:QUEUED_FIRST]], slices(unwritten[QUEUED_FIRST:], QUEUED_AT_ONCE))):
+        to_write = cut.to_write()
+        for number, records in enumerate(chain(slices(islice(to_write, QUEUED_FIRST)), slices(to_write, QUEUED_AT_ONCE))):
             if number:  # workers that are done get something new to do meanwhile
                 await asyncio.sleep(0)
+            if are_under_way:
+                await self._cleaner.until_writing(namespace, WRITING_MAX)
             with self._transfers.deciding() as planner:
-                for key in keys:
-                    are_under_way &= planner.cuts.write(namespace, key)
+                for working in records:
+                    are_under_way &= planner.cuts.write(namespace, working)
         if cut.unwritten and are_under_way:
             what = f"the writes of a commit of {namespace.name!r}"
             await until_woken(written, self._runner, stall_s=self._stall_s, what=what)
-        for key in sorted(cut.unwritten):  # a copy: the set shrinks as writes land
-            while key in cut.unwritten:
-                if not await self._cleaner.write(namespace, key, Urgency.DEMAND) and key in cut.unwritten:
-                    raise StepFailed(f"{key} of {namespace.name!r} is in the cut of a commit, and has nothing to write")
+        if not cut.unwritten:
+            return
+        for working in sorted(cut.to_write(), key=lambda working: working.is_moving):  # first those whose write is still to begin
+            while working.is_unwritten:
+                if not await self._cleaner.write(namespace, working.key, Urgency.DEMAND) and working.is_unwritten:
+                    raise StepFailed(f"{working.key} of {namespace.name!r} is in the cut of a commit, and has nothing to write")
+
 
 def is_made(namespace: NamespaceState, step: int, *, is_prepared: bool) -> bool:
     """Whether `step` is committed already and nothing has changed since. Raises StepOutOfOrder, StepFailed, StepPrepared where it
@@ -277,4 +291,4 @@ def _packed_log(namespace: NamespaceState, cut: Cut) -> bytes:
 
 def _changed_rows(cut: Cut) -> int:
     """How many rows of the catalog the commit of `cut` changes at most."""
-    return 2 * len(cut.keys) + FIXED_ROWS
+    return 2 * len(cut.records) + FIXED_ROWS

@@ -59,7 +59,7 @@ class Prover:
     async def prove(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> None:
         """Notes the step on every volume, and makes durable all that was written before. What remains is the transaction."""
         kept = namespace.steps.ledger.visible_steps(namespace.held_steps(), published=row.step)
-        if len(cut.keys) <= NOTED_ON_LOOP_MAX:
+        if len(cut.records) <= NOTED_ON_LOOP_MAX:
             note = _note(namespace, cut, row, kept)
         else:
             with self._transactions.planned_elsewhere(namespace):
@@ -110,7 +110,7 @@ class Prover:
                 lost = list(_unpublished_on(namespace, volume))
                 for extent in lost:
                     space.quarantine(extent)
-                written = namespace.residency.in_state[Working.WRITING].values()
+                written = namespace.residency.in_state[Working.WRITING]
                 is_moving = namespace.steps.cut is not None or any(
                     self._transfers.is_writing(working, volume) for working in written
                 )
@@ -124,10 +124,10 @@ def _note(namespace: NamespaceState, cut: Cut, row: StepRow, kept: frozenset[int
     steps that stay with this one."""
     ledger, parent = namespace.steps.ledger, namespace.steps.committed_step
     older = (ledger.step(step) for step in ledger.steps() if step in kept)
-    roots = [(key, located.root) for key, located in cut.located.items()]
+    roots = [(key, located.root) for key, located in cut.located().items()]
     return CommitNote(
         namespace=namespace.name, epoch=namespace.epoch, sequence=cut.sequence, step=row.step, parent=parent,
-        record_count=len(cut.keys), combined_root=combine_roots(roots), state_root=ledger.state_root(cut.sequence, roots),
+        record_count=len(cut.records), combined_root=combine_roots(roots), state_root=ledger.state_root(cut.sequence, roots),
         applies=cut.applies, epoch_bounds=ledger.namespace.epoch_bounds,
         steps=tuple(NotedStep(other.step, other.sequence, other.note_slot, other.is_snapshot) for other in older),
         description=pack_description(namespace.schema, namespace.keys), extra=row.extra, log=row.log,

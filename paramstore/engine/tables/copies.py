@@ -5,7 +5,7 @@ Plain data. The planner is the only writer; everybody else reads.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,9 +43,9 @@ class WorkingCopy:
     """One key's working copy of the stored part. State changes go through `core.residency` only."""
 
     __slots__ = (
-        "current", "failed_volume", "holders", "identity", "is_moving", "is_orphan", "key", "last_apply",
-        "optimizer_step", "prefetches", "requests", "reserved", "slot", "state", "target", "uncommitted", "waiters", "write_error",
-        "write_failures",
+        "current", "cut_record", "failed_volume", "holders", "identity", "is_moving", "is_orphan", "is_unwritten", "key",
+        "last_apply", "newer", "older", "optimizer_step", "prefetches", "publish_in", "requests", "reserved", "slot", "state",
+        "target", "uncommitted", "waiters", "write_error", "write_failures",
     )  # fmt: skip
 
     def __init__(self, key: ExpertKey, identity: Identity | None) -> None:
@@ -58,6 +58,12 @@ class WorkingCopy:
         """Identity of the bytes once every apply called so far has run; in an exact namespace, every one that claimed this key."""
         self.uncommitted: Located | None = None
         """The newest whole record on a volume that no step has published."""
+        self.publish_in: int | None = None
+        """Sequence of the commit that is to publish its newest identity; None where one has, or has it in its cut."""
+        self.is_unwritten = False
+        """Whether the cut under way waits for its write."""
+        self.cut_record: Located | None = None
+        """Its record in the cut under way, whose extent stays until that is settled; None while it is unwritten, or in no cut."""
         self.reserved: Extent | None = None
         """The extent that the next write-back goes to."""
         self.optimizer_step = 0
@@ -82,6 +88,9 @@ class WorkingCopy:
         """Error of the last failed write of these bytes."""
         self.failed_volume: int | None = None
         """Volume on which that write failed: the next goes to another volume, if there is one with space."""
+        self.older: WorkingCopy | None = None
+        self.newer: WorkingCopy | None = None
+        """Its neighbours in the queue of its state."""
 
 
 class ParamCopy:
@@ -125,24 +134,84 @@ class ParamCopy:
 
 @dataclass(slots=True)
 class Cut:
-    """The records that one commit publishes, fixed at the cut. `located` fills up as the dirty records are written."""
+    """The records that one commit publishes, fixed at the cut. Which it takes as they are, and which it has to write, stands with
+    each record: no table grows with their number, which would hold the loop."""
 
     sequence: int
     applies: int
-    keys: Set[ExpertKey]
-    unwritten: set[ExpertKey] = field(default_factory=set)
-    located: dict[ExpertKey, Located] = field(default_factory=dict)
+    records: list[WorkingCopy]
+    taken: int = 0
+    """How many of the records were taken into it: each has its record on a volume from then on, or is unwritten."""
+    unwritten: int = 0
+    """How many of them it waits for."""
     log: ApplyLog = field(default_factory=ApplyLog)
     """Apply log of the step: which steps its records may have missed."""
-    is_whole: bool = False
-    """Whether all of `keys` were taken into it: each is then in `unwritten` or `located` until it is settled."""
     progress: CommitProgress | None = None
     written: object | None = None
-    """Future of the commit, which waits until `unwritten` is empty or one of its writes has failed; opaque to the planner."""
+    """Future of the commit, which waits until nothing is unwritten or one of its writes has failed; opaque to the planner."""
 
-    def awaits(self, key: ExpertKey) -> bool:
-        """Whether what is written of `key` next belongs to the cut, or may: it is not taken yet, or taken and not written."""
-        return key in self.unwritten or (not self.is_whole and key in self.keys and key not in self.located)
+    def awaits(self, working: WorkingCopy) -> bool:
+        """Whether what is written of it next belongs to the cut, or may: it is not taken yet, or taken and not written."""
+        return working.is_unwritten or working.publish_in == self.sequence
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all records were taken into it."""
+        return self.taken == len(self.records)
+
+    def to_write(self) -> Iterator[WorkingCopy]:
+        """Those of its records that are unwritten when their turn comes."""
+        return (working for working in self.records if working.is_unwritten)
+
+    def located(self) -> dict[ExpertKey, Located]:
+        """Where those of its records are that are on a volume."""
+        return {working.key: working.cut_record for working in self.records if working.cut_record is not None}
+
+
+class Queue:
+    """Working copies in the order in which they came, each in one queue at most. They are linked to each other: any of them leaves
+    at once, and no table grows with their number."""
+
+    def __init__(self) -> None:
+        self._oldest: WorkingCopy | None = None
+        self._newest: WorkingCopy | None = None
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[WorkingCopy]:
+        working = self._oldest
+        while working is not None:
+            yield working
+            working = working.newer
+
+    def __reversed__(self) -> Iterator[WorkingCopy]:
+        working = self._newest
+        while working is not None:
+            yield working
+            working = working.older
+
+    def take_in(self, working: WorkingCopy) -> None:
+        working.older, self._newest = self._newest, working
+        if working.older is None:
+            self._oldest = working
+        else:
+            working.older.newer = working
+        self._count += 1
+
+    def let_out(self, working: WorkingCopy) -> None:
+        older, newer = working.older, working.newer
+        working.older = working.newer = None
+        if older is None:
+            self._oldest = newer
+        else:
+            older.newer = newer
+        if newer is None:
+            self._newest = older
+        else:
+            newer.older = older
+        self._count -= 1
 
 
 class ResidencyTable:
@@ -152,7 +221,7 @@ class ResidencyTable:
         self.working: dict[ExpertKey, WorkingCopy] = {}
         self.resident: dict[ExpertKey, WorkingCopy] = {}
         """Working copies that have a slot; the one that has had it longest is first."""
-        self.in_state: dict[Working, dict[ExpertKey, WorkingCopy]] = {state: {} for state in Working if state is not Working.ABSENT}
+        self.in_state = {state: Queue() for state in Working if state is not Working.ABSENT}
         """Working copies that have a slot, by state; in each state the one that has been in it longest is first."""
         self.copies: dict[ExpertKey, list[ParamCopy]] = {}
         self.prefetched: set[ParamCopy] = set()

@@ -163,7 +163,7 @@ class Transfers:
         cut = namespace.steps.cut
         header = Header(
             store_uuid=self._store_uuid, namespace=namespace.name, key=working.key, identity=located.identity,
-            sequence=cut.sequence if cut is not None and cut.awaits(working.key) else namespace.steps.sequence + 1,
+            sequence=cut.sequence if cut is not None and cut.awaits(working) else namespace.steps.sequence + 1,
             optimizer_step=working.optimizer_step, last_apply=working.last_apply, checksums=(),
         )  # fmt: skip
         part = namespace.schema.stored

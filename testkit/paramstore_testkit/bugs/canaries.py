@@ -205,7 +205,7 @@ def _disown_nothing() -> list[Patch]:
 
 
 def _update_past_the_cut() -> list[Patch]:
-    def may_update(_: NamespaceState, working: Any) -> bool:
+    def may_update(working: Any) -> bool:
         return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1
 
     return [(module, "may_update", may_update) for module in (working_copies, records_update)]

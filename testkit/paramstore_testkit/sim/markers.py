@@ -55,7 +55,7 @@ def _probes(mark: Mark) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (Scheduler, "promote", _of_promote(mark)),
         (
             Updater, "_until_mine",
-            _before(lambda _, ns, working, epoch: ns.steps.is_cut(working.key) and mark("update waited for a cut")),
+            _before(lambda _, ns, working, epoch: working.is_unwritten and mark("update waited for a cut")),
         ),
         (WorkingPlanner, "settle_write", _of_settle_write(mark)),
         (WorkingPlanner, "discard", _before(lambda _, ns, working: working.state is Working.WRITING and mark("orphaned write"))),

@@ -26,16 +26,16 @@ def free(space: Space, extents: Iterable[Extent]) -> None:
 def cut_of(planner: Planner, namespace: NamespaceState) -> Cut:
     """Fixes what a commit of the namespace publishes."""
     cut = planner.cuts.begin(namespace)
-    planner.cuts.take(namespace, cut.keys)
+    planner.cuts.take(namespace, cut.records)
     return cut
 
 
 def settle_cut(planner: Planner, namespace: NamespaceState, *, is_published: bool) -> None:
     """Ends the namespace's cut."""
     assert namespace.steps.cut is not None
-    planner.cuts.settle(namespace, namespace.steps.cut.keys, is_published=is_published)
+    planner.cuts.settle(namespace, namespace.steps.cut.records, is_published=is_published)
     planner.copies.retire_unseen(namespace, list(namespace.residency.copies))
-    planner.cuts.end(namespace, is_published=is_published)
+    planner.cuts.end(namespace)
 
 
 def begin_epoch(planner: Planner, namespace: NamespaceState, freed: Iterable[Extent] = ()) -> None:

@@ -139,11 +139,11 @@ class SmallPlanner(PlannerAlone):
         self.publish(self.cut(), step)
 
     def publish(self, cut: Cut, step: int) -> None:
-        for key in sorted(cut.unwritten):
-            self.write(key)
-        row = StepRow(step, cut.sequence, step, len(cut.keys), b"", cut.applies, log=pack_log(cut.log))
+        for working in list(cut.to_write()):
+            self.write(working.key)
+        row = StepRow(step, cut.sequence, step, len(cut.records), b"", cut.applies, log=pack_log(cut.log))
         self.planner.views.drop_oldest_readers(self.namespace, step)
-        publication = self.namespace.steps.ledger.plan_publish(row, cut.located, self.namespace.held_steps())
+        publication = self.namespace.steps.ledger.plan_publish(row, cut.located(), self.namespace.held_steps())
         settle(self.namespace.steps.ledger, publication)
         free(self.space, publication.freed)
         settle_cut(self.planner, self.namespace, is_published=True)
@@ -213,7 +213,7 @@ class SmallPlanner(PlannerAlone):
         }
         working = {
             key: (
-                w.state, w.slot, w.identity, w.target, w.uncommitted, w.reserved, w.holders, namespace.steps.is_cut(key),
+                w.state, w.slot, w.identity, w.target, w.uncommitted, w.reserved, w.holders, w.is_unwritten,
                 len(w.requests),
             )
             for key, w in namespace.residency.working.items()
@@ -224,7 +224,7 @@ class SmallPlanner(PlannerAlone):
         ]
         views = [(sorted(view.leases), {c.place: n for c, n in view.leased.items()}) for view in namespace.views]
         decided = [len(box) for box in (outbox.moves, outbox.promoted, outbox.finished, outbox.woken)]
-        return copies, working, arenas, views, decided, self.space.stats(), sorted(namespace.steps.changed), repr(namespace.stats)
+        return copies, working, arenas, views, decided, self.space.stats(), changed_keys(namespace), repr(namespace.stats)
 
     def check(self) -> None:
         """Checks that every taken slot and extent has exactly one owner. Nothing may be under way."""
@@ -261,6 +261,11 @@ working_desk = partial(SmallPlanner, param_slots=4)
 """Makes a planner with fewer working slots than keys: for tests of working copies."""
 cut_desk = partial(SmallPlanner, param_slots=6, working_slots=3)
 """Makes a planner with slots to spare: for tests of cuts and rollbacks."""
+
+
+def changed_keys(namespace: NamespaceState) -> list[ExpertKey]:
+    """The keys that the next commit publishes, sorted."""
+    return sorted(working.key for working in namespace.steps.changed)
 
 
 def in_state(state: Working) -> tuple[SmallPlanner, WorkingCopy]:

@@ -95,7 +95,9 @@ class ResidencyChecks:
         for view in self.model.views:
             assert view.view.is_dropped == view.is_dropped
             assert view.view.step == view.step
-        assert set(self.namespace.steps.changed) == self.model.changed().keys()
+        changed = [working.key for working in self.namespace.steps.changed]
+        assert sorted(changed) == sorted(self.model.changed())
+        assert all(self.namespace.residency.working[working.key] is working for working in self.namespace.steps.changed)
 
     def check_slots(self) -> None:
         """Checks that each taken slot has one owner and each free slot none, and that readers of slots are counted."""
@@ -103,13 +105,9 @@ class ResidencyChecks:
         assert sorted(copy.slot for copy in copies) == taken(self.small.param_arena)
         self.orphans = [working for working in self.orphans if working.is_orphan and working.slot is not None]
         residents = [*self.namespace.residency.resident.values(), *self.orphans]
-        by_state = {key: state for state, copies in self.namespace.residency.in_state.items() for key in copies}
-        assert by_state == {key: working.state for key, working in self.namespace.residency.resident.items()}
-        assert all(
-            self.namespace.residency.working[key] is copies[key]
-            for copies in self.namespace.residency.in_state.values()
-            for key in copies
-        )
+        queued = [(working, state) for state, queue in self.namespace.residency.in_state.items() for working in queue]
+        assert dict(queued) == {working: working.state for working in self.namespace.residency.resident.values()}
+        assert len(queued) == sum(len(queue) for queue in self.namespace.residency.in_state.values())
         assert sorted(working.slot for working in residents if working.slot is not None) == taken(self.small.working_arena)
         for arena in (self.small.param_arena, self.small.working_arena):
             assert arena.slots.free_count + len(taken(arena)) == arena.slots.count
@@ -184,13 +182,13 @@ class ResidencyChecks:
             assert self.namespace.steps.cut is None
             return
         assert self.model.cut is not None
-        assert self.cut.unwritten.isdisjoint(self.cut.located)
-        assert self.cut.unwritten.union(self.cut.located) == self.model.cut.keys()
-        for key in self.cut.unwritten:
-            working = self.namespace.residency.working[key]
-            assert working.identity == self.model.cut[key]
+        unwritten, located_at = list(self.cut.to_write()), self.cut.located()
+        assert self.cut.unwritten == len(unwritten)
+        assert sorted([*(working.key for working in unwritten), *located_at]) == sorted(self.model.cut)
+        for working in unwritten:
+            assert working.identity == self.model.cut[working.key]
             assert working.state in (Working.DIRTY, Working.WRITING)
-        for key, located in self.cut.located.items():
+        for key, located in located_at.items():
             assert located.identity == self.model.cut[key]
 
     def check_extents(self) -> None:
@@ -201,7 +199,7 @@ class ResidencyChecks:
         assert len(set(writes)) == len(writes)
         assert set(writes).isdisjoint(own)
         held = {*own, *writes, *(move.located.extent for move in self.small.under_way if move.located)}
-        held |= {located.extent for located in self.cut.located.values()} if self.cut is not None else set()
+        held |= {located.extent for located in self.cut.located().values()} if self.cut is not None else set()
         (stats,) = self.small.space.stats()
         record_bytes = self.namespace.schema.record_bytes
         assert stats.quarantined_bytes == len(self.quarantined) * record_bytes

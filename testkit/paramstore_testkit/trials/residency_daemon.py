@@ -104,7 +104,7 @@ class ResidencyDaemon:
         mine = self._hold_of(key)
         if mine is None:
             return  # the request waits for a slot
-        if not may_update(self.namespace, working):
+        if not may_update(working):
             return
         self.planner.reserve_extents(self.namespace, [key])
         self.checks.holds.remove(mine)
@@ -133,7 +133,7 @@ class ResidencyDaemon:
         changed = self.model.changed()
         self.checks.cut = self.small.cut()
         self.model.cut = changed
-        assert self.checks.cut.keys == changed.keys()
+        assert {working.key for working in self.checks.cut.records} == changed.keys()
 
     def is_updating(self) -> bool:
         return any(not update.working.is_orphan for update in self.updating)
@@ -141,8 +141,7 @@ class ResidencyDaemon:
     def go_on_with_the_commit(self, pick: int) -> None:
         """Writes the records that the commit needs; publishes when all are written. One in twelve fails."""
         assert self.checks.cut is not None
-        for key in sorted(self.checks.cut.unwritten):
-            working = self.namespace.residency.working[key]
+        for working in list(self.checks.cut.to_write()):
             if working.state is Working.DIRTY:
                 self.planner.working.begin_write(self.namespace, working, Urgency.DEMAND)
         if pick == 0 or self.model.is_broken:

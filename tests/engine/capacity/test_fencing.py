@@ -263,7 +263,7 @@ def test_an_apply_that_needs_a_slot_where_no_record_can_be_written_any_more_says
         with pytest.raises(StepFailed, match=r"volume 0 is fenced \(2 writes failed, the last: note 1\): restart the daemon"):
             await train(store, view)
         assert not view.namespace.memory.working.waiting
-        assert set(view.namespace.residency.in_state[Working.DIRTY]) == set(view.namespace.residency.resident)
+        assert set(view.namespace.residency.in_state[Working.DIRTY]) == set(view.namespace.residency.resident.values())
         reader = await store.admission.open("many", mode="read", at=None, host_bytes=None)
         assert await versions(store, reader) == [0] * MANY
         await store.rollback(view, 0)

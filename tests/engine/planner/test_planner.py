@@ -9,7 +9,7 @@ from paramstore.engine.planner.working_copies import may_update
 from paramstore.engine.tables.requests import Urgency
 from paramstore.errors import CapacityError, StepFailed
 from paramstore_testkit.stores.settling import settle_cut
-from paramstore_testkit.stores.small_planner import A, B, C, SmallPlanner
+from paramstore_testkit.stores.small_planner import A, B, C, SmallPlanner, changed_keys
 from paramstore_testkit.stores.small_planner import cut_desk as desk
 
 # --- an apply's claim
@@ -74,7 +74,7 @@ def test_an_update_makes_the_param_copy_in_the_same_pass_where_a_slot_is_free() 
     assert working.current is copy
     small.settle_update(update)
     assert copy.state is Copy.READY
-    assert small.namespace.steps.changed == {A}
+    assert changed_keys(small.namespace) == [A]
 
 
 def test_an_update_without_a_param_slot_makes_no_copy_and_the_next_load_materialises_it() -> None:
@@ -151,11 +151,11 @@ def test_a_cut_fixes_what_changed_and_what_of_it_must_still_be_written() -> None
     small.write(A)
     cut = small.cut()
     assert cut.sequence == 2
-    assert cut.keys == {A, B}
-    assert cut.unwritten == {B}
-    assert cut.located == {A: small.namespace.residency.working[A].uncommitted}
+    assert [working.key for working in cut.records] == [A, B]
+    assert [working.key for working in cut.to_write()] == [B]
+    assert cut.located() == {A: small.namespace.residency.working[A].uncommitted}
     assert not small.namespace.steps.changed
-    assert [small.namespace.steps.is_cut(key) for key in (A, B)] == [False, True]
+    assert (cut.unwritten, cut.is_whole) == (1, True)
 
 
 def test_a_record_dirty_at_the_cut_is_not_updated_before_its_write_has_landed() -> None:
@@ -163,13 +163,13 @@ def test_a_record_dirty_at_the_cut_is_not_updated_before_its_write_has_landed() 
     small.update(A)
     cut = small.cut()
     working = small.held(A)
-    assert not may_update(small.namespace, working)
+    assert not may_update(working)
     write = small.begin_write(A, urgency=Urgency.DEMAND)
-    assert not may_update(small.namespace, working)
+    assert not may_update(working)
     small.land(write)
-    assert may_update(small.namespace, working)
+    assert may_update(working)
     assert not cut.unwritten
-    assert cut.located[A] == working.uncommitted
+    assert cut.located()[A] == working.uncommitted
 
 
 def test_a_write_that_lands_for_the_cut_frees_the_uncommitted_extent_before_it() -> None:
@@ -182,7 +182,7 @@ def test_a_write_that_lands_for_the_cut_frees_the_uncommitted_extent_before_it()
     small.begin_write(A)
     small.land_all()
     assert small.space.free_bytes == free
-    assert cut.located[A].identity == (1, 2)
+    assert cut.located()[A].identity == (1, 2)
 
 
 def test_a_published_cut_gives_its_extents_to_the_ledger_and_keeps_what_came_after_uncommitted() -> None:
@@ -193,14 +193,14 @@ def test_a_published_cut_gives_its_extents_to_the_ledger_and_keeps_what_came_aft
     cut = small.cut()
     small.update(A)
     small.write(A)
-    fixed = cut.located[A]
+    fixed = cut.located()[A]
     small.publish(cut, 1)
     ledger, working = small.namespace.steps.ledger, small.namespace.residency.working
     assert ledger.at(A, 1) == fixed
     assert working[B].uncommitted is None
     assert working[A].uncommitted is not None
     assert working[A].uncommitted.identity == (1, 2)
-    assert small.namespace.steps.changed == {A}
+    assert changed_keys(small.namespace) == [A]
     small.check()
 
 
@@ -217,7 +217,7 @@ def test_a_failed_cut_leaves_the_newest_records_uncommitted_and_frees_the_others
     assert working[A].uncommitted is not None
     assert working[B].uncommitted is not None
     assert (working[A].uncommitted.identity, working[B].uncommitted.identity) == ((1, 2), (1, 1))
-    assert small.namespace.steps.changed == {A, B}
+    assert changed_keys(small.namespace) == [A, B]
     assert small.namespace.steps.committed_step == 0
     small.check()
     small.commit(1)
@@ -230,8 +230,8 @@ def test_a_failed_cut_leaves_unwritten_records_free_to_be_updated() -> None:
     small.update(A)
     small.cut()
     settle_cut(small.planner, small.namespace, is_published=False)
-    assert may_update(small.namespace, small.held(A))
-    assert small.namespace.steps.changed == {A}
+    assert may_update(small.held(A))
+    assert changed_keys(small.namespace) == [A]
 
 
 def test_whoever_waits_for_the_cut_is_woken_when_it_is_over() -> None:

@@ -23,7 +23,7 @@ def test_a_rollback_resets_everything_to_the_committed_step() -> None:
     small.rollback()
     namespace = small.namespace
     assert namespace.epoch == 2
-    assert (namespace.writing.broken, namespace.writing.pending, namespace.steps.changed) == (None, {}, set())
+    assert (namespace.writing.broken, namespace.writing.pending, namespace.steps.changed) == (None, {}, [])
     assert all(working.state is Working.ABSENT for working in namespace.residency.working.values())
     assert {working.target for working in namespace.residency.working.values()} == {Identity(1, 0)}
     assert not namespace.residency.resident

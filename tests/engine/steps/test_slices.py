@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any
 
 import pytest
 
 from paramstore.core import slices
 from paramstore.core.key import ExpertKey
+from paramstore.core.residency import Working
 from paramstore.engine.planner.cuts import CutPlanner
 from paramstore.engine.planner.planner import Planner
+from paramstore.engine.steps import commit
 from paramstore.engine.store import Store
-from paramstore.engine.tables.namespace import View
+from paramstore.engine.tables.namespace import NamespaceState, View
+from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.errors import CatalogError, StepFailed
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.space.extents import Space
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore_testkit.disks.machine import Machine
+from paramstore_testkit.stores.small_planner import changed_keys
 from paramstore_testkit.stores.small_store import (
     OPTIONS,
     create,
@@ -93,6 +97,56 @@ def test_no_turn_of_a_commit_or_rollback_of_everything_is_longer_than_two_slices
         assert sum(turns.handled) >= 5 * EXPERTS
         assert max(turns.handled) <= 2 * SLICE, "a slice may end in the turn in which the next thing begins"
         assert await versions(store, view) == [3] * EXPERTS
+
+    run(scenario())
+
+
+def test_a_commit_has_few_of_its_records_on_their_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        machine = Machine()
+        store, view = await trained(machine)
+        await train(store, view)
+        written, under_way, submit = view.namespace.residency.in_state[Working.WRITING], [], store.transfers.runner.submit
+
+        def watched(transfer: Transfer) -> None:
+            under_way.append(len(written))
+            submit(transfer)
+
+        store.transfers.runner.submit = watched  # type: ignore[method-assign]
+        monkeypatch.setattr(commit, "QUEUED_AT_ONCE", 1)
+        monkeypatch.setattr(commit, "WRITING_MAX", 3)
+        assert machine.workers is not None
+        machine.workers.pause()
+        committed = asyncio.ensure_future(store.committer.commit(view, 3, b""))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert max(under_way) == len(written) == commit.QUEUED_FIRST == 4, "no more before one of the first has landed"
+        machine.workers.resume()
+        await committed
+        assert max(under_way) == 4
+        assert await versions(store, view) == [3] * EXPERTS
+
+    run(scenario())
+
+
+def test_an_apply_of_everything_reserves_its_extents_in_slices_and_says_what_all_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        store, view = await trained(Machine())
+        asked, reserve = [], Planner.reserve_extents
+
+        def watched(planner: Planner, namespace: NamespaceState, keys: Collection[ExpertKey]) -> None:
+            asked.append(len(keys))
+            reserve(planner, namespace, keys)
+
+        monkeypatch.setattr(Planner, "reserve_extents", watched)
+        await train(store, view)
+        assert (max(asked), sum(asked) >= EXPERTS) == (SLICE, True)
+        await store.committer.commit(view, 3, b"")
+        space = store.transfers.space
+        while space.free_bytes > (SLICE + 2) * view.namespace.schema.record_bytes:
+            assert space.reserve(view.namespace.schema.record_bytes, owner="moe") is not None
+        with pytest.raises(StepFailed, match=f"needs {EXPERTS - SLICE} more extents"):
+            await train(store, view)
 
     run(scenario())
 
@@ -197,7 +251,7 @@ def test_a_commit_that_fails_lets_go_of_everything_in_slices(monkeypatch: pytest
         with pytest.raises(CatalogError):
             await turns.watch(store.committer.commit(view, 3, b""))
         assert max(turns.handled) <= 2 * SLICE
-        assert view.namespace.steps.changed == set(keys_of(view))
+        assert changed_keys(view.namespace) == sorted(keys_of(view))
         store._transactions._catalog = catalog
         store = await again(machine)
         assert await versions(store, await writer(store)) == [2] * EXPERTS
@@ -250,7 +304,7 @@ def test_an_update_that_settles_while_a_rollback_is_half_way_leaves_nothing_to_c
         await middle.wait()
         late[0]()
         await rollback
-        assert view.namespace.steps.changed == set()
+        assert not view.namespace.steps.changed
         await train(store, view, keys_of(view)[:1])
         await store.committer.commit(view, 3, b"")
         assert await versions(store, view) == [3, *[2] * (EXPERTS - 1)]
@@ -294,9 +348,9 @@ def test_a_write_that_lands_while_a_failed_commit_is_let_go_belongs_to_nobody_el
         middle = in_the_middle(CutPlanner, "settle", monkeypatch)
         commit = asyncio.ensure_future(store.committer.commit(view, 3, b""))
         await middle.wait()
-        first = next(iter(view.namespace.steps.cut.keys)) if view.namespace.steps.cut is not None else keys_of(view)[0]
         assert view.namespace.steps.cut is not None
-        assert first not in view.namespace.steps.cut.located
+        first = view.namespace.steps.cut.records[0]
+        assert first.cut_record is None
         with pytest.raises(CatalogError):
             await commit
         store._transactions._catalog = catalog

@@ -79,7 +79,7 @@ def test_a_lease_makes_nothing_dirty_and_leaves_nothing_to_commit() -> None:
     view = small.writer()
     apply_without_gradients(small)
     small.leased(view, A, B)
-    assert small.namespace.steps.changed == set()
+    assert small.namespace.steps.changed == []
     assert all(working.state is Working.ABSENT for working in small.namespace.residency.working.values())
 
 
@@ -264,7 +264,7 @@ def test_a_lease_has_what_the_dense_optimizer_has_and_the_record_is_as_it_was(is
         if is_resident:
             await site.store.access.wait_prefetch(site.store.access.prefetch(site.view, keys, "optim", None))
         assert await first_values(site.store, site.view) == dense(range(6), 3)
-        assert site.namespace.steps.changed == set()
+        assert site.namespace.steps.changed == []
         stats = site.namespace.stats
         assert (stats.records_advanced, stats.missed_steps_made, stats.records_caught_up) == (6, 18, 0)
         assert await first_values(site.store, site.view) == dense(range(6), 3)
