@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.residency import Working
+from paramstore.engine.planner.changes import keep_in_cut, note_change
 from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.tables.copies import Cut, WorkingCopy
@@ -28,7 +29,7 @@ class CutPlanner:
 
     def begin(self, namespace: NamespaceState) -> Cut:
         """Fixes which records a commit publishes: all that have changed, as they are until the caller gives the turn back, before
-        which it has `take`n every key of the cut. The commit has to write those that are not written.
+        which it has `take`n every record of the cut. The commit has to write those that are not written.
 
         Raises VolumeError while a volume is fenced by a failed flush; nothing has changed then.
         """
@@ -37,7 +38,7 @@ class CutPlanner:
         records, namespace.steps.changed = namespace.steps.changed, []
         writing = namespace.writing
         log = writing.log.window(writing.applies) if namespace.is_exact else ApplyLog()
-        cut = namespace.steps.cut = Cut(namespace.steps.sequence, writing.applies, records, log=log)
+        cut = namespace.steps.cut = Cut(namespace.steps.sequence, writing.applies, records, len(records), log=log)
         return cut
 
     def take(self, namespace: NamespaceState, records: Iterable[WorkingCopy]) -> None:
@@ -45,14 +46,9 @@ class CutPlanner:
         cut = namespace.steps.cut
         assert cut is not None
         for working in records:
-            working.publish_in = None
             found = working.uncommitted  # never a committed step's extent, which would be given back where the commit fails
-            if found is not None and found.identity == working.identity:
-                working.cut_record = found
-            else:
-                working.is_unwritten = True
-                cut.unwritten += 1
-            cut.taken += 1
+            if cut.awaits(working) and found is not None and found.identity == working.identity:
+                keep_in_cut(cut, working, found)
 
     @staticmethod
     def await_written(cut: Cut, future: object) -> None:
@@ -67,7 +63,7 @@ class CutPlanner:
     def write(self, namespace: NamespaceState, working: WorkingCopy) -> bool:
         """Begins the write of a record that the cut waits for, or makes it urgent; where it has landed, does nothing. Returns False
         where it can be written only later."""
-        if not working.is_unwritten:
+        if not namespace.steps.is_cut(working):
             return True  # it has landed meanwhile, and may be dirty with a later version by now
         if working.state is Working.DIRTY:
             return self._working.begin_write(namespace, working, Urgency.DEMAND)
@@ -83,10 +79,9 @@ class CutPlanner:
         assert cut is not None
         for working in records:
             located, working.cut_record = working.cut_record, None
-            cut.unwritten -= working.is_unwritten
-            working.is_unwritten = False  # a write that lands from now on is not the cut's any more
-            if not is_published:
-                self._working.note_change(namespace, working)
+            if not is_published:  # a write that lands from now on is not the cut's any more
+                cut.unwritten -= cut.awaits(working)
+                note_change(namespace, working)
             if located is None:
                 self._working.wake(working)
                 continue

@@ -378,7 +378,7 @@ def _needs_pipeline(namespace: NamespaceState) -> bool:
     cut = namespace.steps.cut
     if cut is None:
         return False
-    return not cut.is_whole or any(working.reserved is None for working in cut.to_write())
+    return any(working.reserved is None for working in cut.awaited())
 
 
 def _has_share(namespace: NamespaceState, working: WorkingCopy) -> bool:

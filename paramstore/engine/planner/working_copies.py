@@ -16,8 +16,9 @@ from itertools import islice
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.residency import MAY_MATERIALISE, Working, WorkingEvent, next_working
+from paramstore.engine.planner.changes import keep_in_cut, note_change
 from paramstore.engine.planner.waiting import WaitingRequests
-from paramstore.engine.tables.copies import WorkingCopy
+from paramstore.engine.tables.copies import NO_FAILURES, WorkingCopy, WriteFailures
 from paramstore.engine.tables.moves import Move, MoveKind, Outbox
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest, Urgency
@@ -206,7 +207,7 @@ class WorkingPlanner:
         """Starts writing a dirty record to a fresh extent. Returns False, and it stays dirty, if no space is free now."""
         extent, working.reserved = self._space.unless_fenced(working.reserved), None
         if extent is None:
-            extent = self._space.reserve(namespace.schema.record_bytes, owner=namespace.name, avoid=working.failed_volume)
+            extent = self._space.reserve(namespace.schema.record_bytes, owner=namespace.name, avoid=working.write_failures.volume)
         if extent is None:
             return False
         assert working.identity is not None
@@ -232,15 +233,14 @@ class WorkingPlanner:
             return
         if error is not None:
             _change(namespace, working, WorkingEvent.WRITE_FAILED)
-            working.write_failures += 1
-            working.write_error, working.failed_volume = error, located.extent.volume
-            if working.write_failures >= WRITE_TRIES:
+            working.write_failures = WriteFailures(working.write_failures.tries + 1, error, located.extent.volume)
+            if working.write_failures.tries >= WRITE_TRIES:
                 self.requests.fail_waiting(namespace, failed_twice(namespace, working, self._space.fences))
-            if working.is_unwritten:
+            if namespace.steps.is_cut(working):
                 self._wake_cut(namespace)
         else:
             _change(namespace, working, WorkingEvent.WRITTEN)
-            working.write_failures, working.write_error, working.failed_volume = 0, None, None
+            working.write_failures = NO_FAILURES
             namespace.stats.records_written += 1
             self._replace_uncommitted(namespace, working, located)
             if not namespace.is_trainable():  # a param schema's working copies only pass through its one arena
@@ -249,11 +249,9 @@ class WorkingPlanner:
 
     def _replace_uncommitted(self, namespace: NamespaceState, working: WorkingCopy, located: Located) -> None:
         older, working.uncommitted = working.uncommitted, located
-        if working.is_unwritten:
-            cut = namespace.steps.cut
-            assert cut is not None
-            working.is_unwritten, working.cut_record = False, located
-            cut.unwritten -= 1
+        cut = namespace.steps.cut
+        if cut is not None and cut.awaits(working):
+            keep_in_cut(cut, working, located)
             if not cut.unwritten:
                 self._wake_cut(namespace)
         if older is not None and working.cut_record != older:  # the cut's is released when that is settled, if ever
@@ -301,7 +299,7 @@ class WorkingPlanner:
 
     def begin_update(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Turns the caller's hold into an update: from here on only the update's worker touches the slot."""
-        assert may_update(working)
+        assert may_update(namespace, working)
         working.holders = 0
         _change(namespace, working, WorkingEvent.UPDATE)
         working.is_moving = True
@@ -311,18 +309,9 @@ class WorkingPlanner:
     ) -> None:
         """Settles an update: the slot holds `identity`; or it failed, and the slot with its torn bytes is free."""
         if self._is_whole(namespace, working, error, well=WorkingEvent.UPDATED, badly=WorkingEvent.UPDATE_FAILED):
-            working.identity = identity
-            working.write_failures, working.write_error, working.failed_volume = 0, None, None
-            self.note_change(namespace, working)
+            working.identity, working.write_failures = identity, NO_FAILURES
+            note_change(namespace, working)
             self._land(namespace, working)
-
-    @staticmethod
-    def note_change(namespace: NamespaceState, working: WorkingCopy) -> None:
-        """Notes that the next commit is to publish its newest identity."""
-        steps = namespace.steps
-        if working.publish_in != steps.sequence + 1:
-            working.publish_in = steps.sequence + 1
-            steps.changed.append(working)
 
     def unhold(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Ends the hold of one reader of the slot."""
@@ -375,15 +364,15 @@ def _change(namespace: NamespaceState, working: WorkingCopy, event: WorkingEvent
         namespace.residency.in_state[working.state].take_in(working)
 
 
-def may_update(working: WorkingCopy) -> bool:
+def may_update(namespace: NamespaceState, working: WorkingCopy) -> bool:
     """Whether an update may start: the caller is the only holder, and no write that a cut waits for is due."""
-    return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not working.is_unwritten
+    return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1 and not namespace.steps.is_cut(working)
 
 
 def failed_twice(namespace: NamespaceState, working: WorkingCopy, fences: Fences) -> StepFailed:
     """The error of whoever needs a record written, when that has failed as often as it is tried."""
     return StepFailed(
-        f"{working.key} of {namespace.name!r}: its write-back failed twice, on different extents: {working.write_error}"
+        f"{working.key} of {namespace.name!r}: its write-back failed twice, on different extents: {working.write_failures.error}"
         f"{fences.hint()}"
     )
 
@@ -395,4 +384,4 @@ def _is_evictable(working: WorkingCopy) -> bool:
 def _cleanable(namespace: NamespaceState) -> Iterator[WorkingCopy]:
     """Dirty records that may be written, the longest dirty first; without those that are held or whose write keeps failing."""
     dirty = namespace.residency.in_state[Working.DIRTY]
-    return (working for working in dirty if not working.holders and working.write_failures < WRITE_TRIES)
+    return (working for working in dirty if not working.holders and working.write_failures.tries < WRITE_TRIES)

@@ -49,7 +49,7 @@ class Cleaner:
             if working.is_orphan:
                 raise StepFailed(f"{key} of {namespace.name!r} was discarded by a rollback")
             if working.state is Working.DIRTY:
-                if is_written and working.write_failures % WRITE_TRIES == 0:
+                if is_written and working.write_failures.tries % WRITE_TRIES == 0:
                     raise failed_twice(namespace, working, self._transfers.space.fences)
                 with self._transfers.deciding() as planner:
                     has_begun = planner.working.begin_write(namespace, working, urgency)
@@ -68,7 +68,7 @@ class Cleaner:
         writing = next(iter(namespace.residency.in_state[Working.WRITING]), None)
         if writing is not None:
             await self._access.changed(namespace, writing)
-        elif not await self.until_space(namespace, for_cut=working.is_unwritten):
+        elif not await self.until_space(namespace, for_cut=namespace.steps.is_cut(working)):
             record_bytes = namespace.schema.record_bytes
             raise CapacityError(
                 self._transfers.space.fences.first(
@@ -76,11 +76,10 @@ class Cleaner:
                 )
             )
 
-    async def until_writing(self, namespace: NamespaceState, most: int) -> None:
-        """Waits until at most so many records of the namespace are being written. Raises WaitTimeout."""
-        writing = namespace.residency.in_state[Working.WRITING]
-        while len(writing) > most:
-            await self._access.changed(namespace, next(iter(writing)))
+    async def until_settled(self, namespace: NamespaceState, working: WorkingCopy) -> None:
+        """Waits until the write under way of a record that a cut waits for, if there is one, is over. Raises WaitTimeout."""
+        while working.state is Working.WRITING and namespace.steps.is_cut(working):
+            await self._access.changed(namespace, working)
 
     async def until_space(self, namespace: NamespaceState, *, for_cut: bool = False) -> bool:
         """Waits until space that is about to come free (a commit's, a zero-fill's, that of reads and writes under way) may have

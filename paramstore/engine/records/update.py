@@ -8,14 +8,13 @@ place in its working slot; the new `param` version is made in the same pass wher
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from math import fsum, sqrt
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.core.residency import Working
-from paramstore.core.slices import slices
 from paramstore.engine.planner.apply_order import absent_ahead
 from paramstore.engine.planner.planner import Update
 from paramstore.engine.planner.waiting import await_change
@@ -150,24 +149,16 @@ class Updater:
                 planner.drop_apply(namespace, reason)
 
     async def _reserve(self, namespace: NamespaceState, keys: Collection[ExpertKey]) -> None:
-        """Reserves an extent for every record, in slices; waits while space is about to come free. Where it raises, some may have
-        theirs."""
-        for number, part in enumerate(slices(keys)):
-            if number:
-                await asyncio.sleep(0)
-            while not self._has_reserved(namespace, part):
+        """Reserves an extent for every record; waits while space is about to come free."""
+        while True:
+            try:
+                with self._transfers.deciding() as planner:
+                    planner.reserve_extents(namespace, keys)
+            except CapacityError:
                 if not await self._cleaner.until_space(namespace):
-                    with self._transfers.deciding() as planner:
-                        planner.reserve_extents(namespace, keys)  # says what is missing for all of them
-
-    def _has_reserved(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> bool:
-        """Reserves an extent for every record. False, and nothing has changed, where space is short."""
-        try:
-            with self._transfers.deciding() as planner:
-                planner.reserve_extents(namespace, keys)
-        except CapacityError:
-            return False
-        return True
+                    raise
+            else:
+                return
 
     async def _update_some(self, namespace: NamespaceState, epoch: int, claims: Claims) -> None:
         while (key := await self._next(namespace, epoch, claims)) is not None:
@@ -200,12 +191,12 @@ class Updater:
             while not self._may_start(namespace, working):
                 if working.is_orphan or namespace.epoch != epoch:
                     raise StepFailed("the namespace was rolled back")
-                if may_update(working):
+                if may_update(namespace, working):
                     if not await self._cleaner.until_space(namespace):
                         with self._transfers.deciding() as planner:
                             planner.reserve_extents(namespace, [working.key])  # says what is missing
                     continue  # somebody else may hold the slot after that wait
-                if working.is_unwritten and working.state is Working.DIRTY:
+                if namespace.steps.is_cut(working) and working.state is Working.DIRTY:
                     with self._transfers.deciding() as planner:
                         planner.working.begin_write(namespace, working, Urgency.DEMAND)
                 await self._access.changed(namespace, working)
@@ -216,7 +207,14 @@ class Updater:
 
     def _may_start(self, namespace: NamespaceState, working: WorkingCopy) -> bool:
         """Whether the update may begin now; if so the record has an extent again, as a write for a cut may have taken its first."""
-        return may_update(working) and self._has_reserved(namespace, [working.key])
+        if not may_update(namespace, working):
+            return False
+        try:
+            with self._transfers.deciding() as planner:
+                planner.reserve_extents(namespace, [working.key])
+        except CapacityError:
+            return False
+        return True
 
     async def _update_one(
         self, namespace: NamespaceState, working: WorkingCopy, claims: Claims, *, is_shared: bool

@@ -9,6 +9,7 @@ of an initialization that is not over. A failed write is never repeated on the s
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,13 +18,16 @@ from operator import attrgetter
 from typing import Any
 
 from paramstore.clock import Clock
+from paramstore.core.key import ExpertKey
+from paramstore.core.location import Located
+from paramstore.core.residency import Working
 from paramstore.core.slices import slices
 from paramstore.engine.planner.permission import check_changing, check_unclaimed, check_writer, prepared_error
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.steps.history import History, check_uncommitted
 from paramstore.engine.steps.proof import Prover
 from paramstore.engine.steps.transactions import Transactions
-from paramstore.engine.tables.copies import Cut
+from paramstore.engine.tables.copies import Cut, WorkingCopy
 from paramstore.engine.tables.counters import CommitProgress
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.tables.requests import Urgency
@@ -43,8 +47,8 @@ QUEUED_FIRST, QUEUED_AT_ONCE = 4, 16
 """Writes of a commit that are begun before the event loop turns again, at first and from then on. The loop holds the interpreter
 meanwhile, which the workers need to begin: with 16 at first, the first byte moves a millisecond later."""
 WRITING_MAX = 2048
-"""Most records that a commit has on their way to the volumes: bursts for all workers, and as many that wait. Each takes some KB of
-memory until it is written."""
+"""Most records whose writes a commit has begun and not waited for: bursts for all workers, and as many that wait. Each takes some
+KB of memory until it is written."""
 
 
 class Committer:
@@ -209,11 +213,11 @@ class Committer:
         ledger = namespace.steps.ledger
         if row.step == DRAFT_STEP:
             return await self._transactions.publish(
-                namespace, lambda: ledger.plan_draft(row, cut.located()), room_rows=_changed_rows(cut)
+                namespace, lambda: ledger.plan_draft(row, _written(cut)), room_rows=_changed_rows(cut)
             )
 
         def plan(held_steps: Iterable[int]) -> Publication:
-            return ledger.plan_publish(row, cut.located(), held_steps)
+            return ledger.plan_publish(row, _written(cut), held_steps)
 
         if row.is_prepared:
             return await self._transactions.publish(namespace, partial(plan, ()), room_rows=_changed_rows(cut))
@@ -225,12 +229,13 @@ class Committer:
         written, are_under_way = asyncio.get_running_loop().create_future(), True
         with self._transfers.deciding() as planner:
             planner.cuts.await_written(cut, written)
-        to_write = cut.to_write()
-        for number, records in enumerate(chain(slices(islice(to_write, QUEUED_FIRST)), slices(to_write, QUEUED_AT_ONCE))):
+        awaited, begun = cut.awaited(), deque[WorkingCopy]()
+        for number, records in enumerate(chain(slices(islice(awaited, QUEUED_FIRST)), slices(awaited, QUEUED_AT_ONCE))):
             if number:  # workers that are done get something new to do meanwhile
                 await asyncio.sleep(0)
-            if are_under_way:
-                await self._cleaner.until_writing(namespace, WRITING_MAX)
+            begun.extend(working for working in records if working.state is Working.DIRTY)
+            while len(begun) > WRITING_MAX:
+                await self._cleaner.until_settled(namespace, begun.popleft())
             with self._transfers.deciding() as planner:
                 for working in records:
                     are_under_way &= planner.cuts.write(namespace, working)
@@ -239,9 +244,9 @@ class Committer:
             await until_woken(written, self._runner, stall_s=self._stall_s, what=what)
         if not cut.unwritten:
             return
-        for working in sorted(cut.to_write(), key=lambda working: working.is_moving):  # first those whose write is still to begin
-            while working.is_unwritten:
-                if not await self._cleaner.write(namespace, working.key, Urgency.DEMAND) and working.is_unwritten:
+        for working in sorted(cut.awaited(), key=lambda working: working.is_moving):  # first those whose write is still to begin
+            while cut.awaits(working):
+                if not await self._cleaner.write(namespace, working.key, Urgency.DEMAND) and cut.awaits(working):
                     raise StepFailed(f"{working.key} of {namespace.name!r} is in the cut of a commit, and has nothing to write")
 
 
@@ -287,6 +292,14 @@ def _has_stepped(namespace: NamespaceState) -> bool:
 def _packed_log(namespace: NamespaceState, cut: Cut) -> bytes:
     """The apply log that is kept with the step of `cut`; nothing where an apply changes its own records alone."""
     return pack_log(cut.log) if namespace.is_exact else b""
+
+
+def _written(cut: Cut) -> dict[ExpertKey, Located]:
+    """Where all records of `cut` are. Raises StepFailed where the commit was given up while this waited for its thread."""
+    written = cut.located()
+    if len(written) != len(cut.records):
+        raise StepFailed(f"the commit with sequence {cut.sequence} was given up")
+    return written
 
 
 def _changed_rows(cut: Cut) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
@@ -39,13 +39,25 @@ class Waiter(Protocol):
         ...
 
 
+class WriteFailures(NamedTuple):
+    """Writes that have failed of a record as it is now, each on another extent. volume: that of the last; the next write goes to
+    another one, if there is one with space."""
+
+    tries: int
+    error: Exception | None
+    volume: int | None
+
+
+NO_FAILURES = WriteFailures(0, None, None)
+
+
 class WorkingCopy:
     """One key's working copy of the stored part. State changes go through `core.residency` only."""
 
     __slots__ = (
-        "current", "cut_record", "failed_volume", "holders", "identity", "is_moving", "is_orphan", "is_unwritten", "key",
-        "last_apply", "newer", "older", "optimizer_step", "prefetches", "publish_in", "requests", "reserved", "slot", "state",
-        "target", "uncommitted", "waiters", "write_error", "write_failures",
+        "current", "cut_record", "holders", "identity", "is_moving", "is_orphan", "key", "last_apply", "optimizer_step",
+        "prefetches", "publish_in", "queued", "requests", "reserved", "slot", "state", "target", "uncommitted", "waiters",
+        "write_failures",
     )  # fmt: skip
 
     def __init__(self, key: ExpertKey, identity: Identity | None) -> None:
@@ -59,11 +71,10 @@ class WorkingCopy:
         self.uncommitted: Located | None = None
         """The newest whole record on a volume that no step has published."""
         self.publish_in: int | None = None
-        """Sequence of the commit that is to publish its newest identity; None where one has, or has it in its cut."""
-        self.is_unwritten = False
-        """Whether the cut under way waits for its write."""
+        """Sequence of the commit that is to publish its newest identity, and waits for its write; None where that is published,
+        or is the cut's."""
         self.cut_record: Located | None = None
-        """Its record in the cut under way, whose extent stays until that is settled; None while it is unwritten, or in no cut."""
+        """Its record in the cut under way, whose extent stays until that is settled."""
         self.reserved: Extent | None = None
         """The extent that the next write-back goes to."""
         self.optimizer_step = 0
@@ -82,15 +93,9 @@ class WorkingCopy:
         """Requests that wait for it to land, and hold nothing."""
         self.waiters: list[object] = []
         """Futures of those who wait for any change of this copy; opaque to the planner."""
-        self.write_failures = 0
-        """Number of failed writes of these bytes, each on another extent."""
-        self.write_error: Exception | None = None
-        """Error of the last failed write of these bytes."""
-        self.failed_volume: int | None = None
-        """Volume on which that write failed: the next goes to another volume, if there is one with space."""
-        self.older: WorkingCopy | None = None
-        self.newer: WorkingCopy | None = None
-        """Its neighbours in the queue of its state."""
+        self.write_failures = NO_FAILURES
+        self.queued: Queued | None = None
+        """Its place in the queue of its state; None while it is ABSENT."""
 
 
 class ParamCopy:
@@ -134,16 +139,16 @@ class ParamCopy:
 
 @dataclass(slots=True)
 class Cut:
-    """The records that one commit publishes, fixed at the cut. Which it takes as they are, and which it has to write, stands with
-    each record: no table grows with their number, which would hold the loop."""
+    """The records that one commit publishes, fixed at the cut. Which of them it waits for stands with each record: no table grows
+    with their number, which would hold the loop."""
 
     sequence: int
     applies: int
     records: list[WorkingCopy]
-    taken: int = 0
-    """How many of the records were taken into it: each has its record on a volume from then on, or is unwritten."""
-    unwritten: int = 0
+    unwritten: int
     """How many of them it waits for."""
+    passed: int = 0
+    """It waits for none of the first so many."""
     log: ApplyLog = field(default_factory=ApplyLog)
     """Apply log of the step: which steps its records may have missed."""
     progress: CommitProgress | None = None
@@ -151,66 +156,63 @@ class Cut:
     """Future of the commit, which waits until nothing is unwritten or one of its writes has failed; opaque to the planner."""
 
     def awaits(self, working: WorkingCopy) -> bool:
-        """Whether what is written of it next belongs to the cut, or may: it is not taken yet, or taken and not written."""
-        return working.is_unwritten or working.publish_in == self.sequence
+        """Whether what is written of it next belongs to the cut: it has not been written since it changed."""
+        return working.publish_in == self.sequence
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all records were taken into it."""
-        return self.taken == len(self.records)
-
-    def to_write(self) -> Iterator[WorkingCopy]:
-        """Those of its records that are unwritten when their turn comes."""
-        return (working for working in self.records if working.is_unwritten)
+    def awaited(self) -> Iterator[WorkingCopy]:
+        """Those of its records that it waits for when their turn comes."""
+        rest = (self.records[number] for number in range(self.passed, len(self.records)))
+        return (working for working in rest if self.awaits(working))
 
     def located(self) -> dict[ExpertKey, Located]:
         """Where those of its records are that are on a volume."""
-        return {working.key: working.cut_record for working in self.records if working.cut_record is not None}
+        return {working.key: record for working in self.records if (record := working.cut_record) is not None}
+
+
+class Queued:
+    """A working copy's place in a queue, between two others."""
+
+    __slots__ = ("newer", "older", "working")
+
+    def __init__(self, working: WorkingCopy | None = None) -> None:
+        self.working = working
+        self.older = self.newer = self
 
 
 class Queue:
     """Working copies in the order in which they came, each in one queue at most. They are linked to each other: any of them leaves
-    at once, and no table grows with their number."""
+    at once, and no table grows with their number. Not to be changed while it is iterated."""
 
     def __init__(self) -> None:
-        self._oldest: WorkingCopy | None = None
-        self._newest: WorkingCopy | None = None
+        self._ends = Queued()
+        """Stands before the oldest and behind the newest."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[WorkingCopy]:
-        working = self._oldest
-        while working is not None:
-            yield working
-            working = working.newer
+        place = self._ends.newer
+        while place.working is not None:
+            yield place.working
+            place = place.newer
 
     def __reversed__(self) -> Iterator[WorkingCopy]:
-        working = self._newest
-        while working is not None:
-            yield working
-            working = working.older
+        place = self._ends.older
+        while place.working is not None:
+            yield place.working
+            place = place.older
 
     def take_in(self, working: WorkingCopy) -> None:
-        working.older, self._newest = self._newest, working
-        if working.older is None:
-            self._oldest = working
-        else:
-            working.older.newer = working
+        place = working.queued = Queued(working)
+        place.older, place.newer = self._ends.older, self._ends
+        place.older.newer = place.newer.older = place
         self._count += 1
 
     def let_out(self, working: WorkingCopy) -> None:
-        older, newer = working.older, working.newer
-        working.older = working.newer = None
-        if older is None:
-            self._oldest = newer
-        else:
-            older.newer = newer
-        if newer is None:
-            self._newest = older
-        else:
-            newer.older = older
+        place, working.queued = working.queued, None
+        assert place is not None
+        place.older.newer, place.newer.older = place.newer, place.older
         self._count -= 1
 
 

@@ -191,7 +191,7 @@ class StepTable:
         self.sequence = ledger.namespace.sequence
         """Number of the newest commit or prepare, whether or not it was published."""
         self.changed: list[WorkingCopy] = []
-        """Those whose newest identity no step has published, and no cut has: the next commit's."""
+        """Those whose newest identity no step has published, and which are in no cut: the next commit's."""
         self.cut: Cut | None = None
         self.cut_waiters: list[object] = []
         """Futures of those who wait for the commit under way to end."""
@@ -213,6 +213,10 @@ class StepTable:
     def standing_step(self) -> int | None:
         """The newest step that a reader may open: not one that a transaction under way drops."""
         return max((step for step in self.ledger.steps() if step not in self.closing_steps), default=None)
+
+    def is_cut(self, working: WorkingCopy) -> bool:
+        """Whether a commit waits for this record's write: it was dirty at the cut, and is not updated before it is written."""
+        return self.cut is not None and self.cut.awaits(working)
 
 
 class WritingTable:

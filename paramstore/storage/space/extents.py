@@ -198,7 +198,7 @@ class Space:
         return extent
 
     def pin(self, extent: Extent) -> None:
-        """Keeps the extent's bytes, which a read or a cut needs, until `unpin`; pins are counted."""
+        """Keeps the extent's bytes, which a transfer under way needs, until `unpin`; pins are counted."""
         assert self._is_held(extent), f"{describe(extent)} is not held"
         self._pins[extent] = self._pins.get(extent, 0) + 1
 

@@ -21,10 +21,11 @@ import paramstore.storage.format.structures
 from paramstore.config import BUG_VARIABLE
 from paramstore.core.residency import Working
 from paramstore.daemon.peer import Peer
-from paramstore.engine.planner import working_copies
+from paramstore.engine.planner import changes, working_copies
 from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records import update as records_update
+from paramstore.engine.steps import commit
 from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import History
 from paramstore.engine.steps.proof import Prover
@@ -133,7 +134,7 @@ def _publish_before_written() -> list[Patch]:
     async def write_nothing(self: Committer, *_: object) -> None:
         """Leaves the records that were dirty at the cut as they are."""
 
-    return [(Committer, "_write_unwritten", write_nothing)]
+    return [(Committer, "_write_unwritten", write_nothing), (commit, "_written", lambda cut: cut.located())]
 
 
 def _ignore_failed_write() -> list[Patch]:
@@ -205,10 +206,15 @@ def _disown_nothing() -> list[Patch]:
 
 
 def _update_past_the_cut() -> list[Patch]:
-    def may_update(working: Any) -> bool:
+    def may_update(_: NamespaceState, working: Any) -> bool:
         return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1
 
-    return [(module, "may_update", may_update) for module in (working_copies, records_update)]
+    def note_change(namespace: NamespaceState, working: Any) -> None:
+        if not namespace.steps.is_cut(working):  # the cut gets what comes of the update
+            changes.note_change(namespace, working)
+
+    modules = (working_copies, records_update)
+    return [(working_copies, "note_change", note_change), *((module, "may_update", may_update) for module in modules)]
 
 
 def _apply_twice() -> list[Patch]:

@@ -21,6 +21,8 @@ from paramstore_testkit.disks.crash_disk import FULL, SMALL, CrashDisk, Depth, N
 from paramstore_testkit.disks.journal import Event, Noted
 from paramstore_testkit.trial import one_thread, telling
 
+AFTER_RECOVERY = "after recovery: "
+"""Begins the kinds of states that a daemon left which recovered from a crash."""
 LIMIT_S = 600.0
 RESUMED_ACTS = ("train few", "commit", "train few", "commit")
 
@@ -161,7 +163,7 @@ class Enumeration:
 
     def _crash(self, life: Life, disk: CrashDisk, promise: Promise, state: State, *, level: int) -> Verdict:
         catalog = disk.catalog if state.is_applied else disk.before
-        kind = state.kind if level == 0 else f"after recovery: {state.kind}"
+        kind = state.kind if level == 0 else f"{AFTER_RECOVERY}{state.kind}"
         effect = disk.edit(state.edits)
         try:
             verdict = self.checker.check(disk, catalog, kind, effect, life.model.steps)

@@ -55,7 +55,7 @@ def _probes(mark: Mark) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (Scheduler, "promote", _of_promote(mark)),
         (
             Updater, "_until_mine",
-            _before(lambda _, ns, working, epoch: working.is_unwritten and mark("update waited for a cut")),
+            _before(lambda _, ns, working, epoch: ns.steps.is_cut(working) and mark("update waited for a cut")),
         ),
         (WorkingPlanner, "settle_write", _of_settle_write(mark)),
         (WorkingPlanner, "discard", _before(lambda _, ns, working: working.state is Working.WRITING and mark("orphaned write"))),
@@ -88,7 +88,7 @@ def _of_promote(mark: Mark) -> Callable[[Any], Any]:
 
 def _of_settle_write(mark: Mark) -> Callable[[Any], Any]:
     def look(_: Any, namespace: Any, working: Any, located: Any, error: Any) -> None:
-        if error is None and working.write_failures and not working.is_orphan:
+        if error is None and working.write_failures.tries and not working.is_orphan:
             mark("failed write repeated elsewhere")
 
     return _before(look)

@@ -139,7 +139,7 @@ class SmallPlanner(PlannerAlone):
         self.publish(self.cut(), step)
 
     def publish(self, cut: Cut, step: int) -> None:
-        for working in list(cut.to_write()):
+        for working in list(cut.awaited()):
             self.write(working.key)
         row = StepRow(step, cut.sequence, step, len(cut.records), b"", cut.applies, log=pack_log(cut.log))
         self.planner.views.drop_oldest_readers(self.namespace, step)
@@ -213,7 +213,7 @@ class SmallPlanner(PlannerAlone):
         }
         working = {
             key: (
-                w.state, w.slot, w.identity, w.target, w.uncommitted, w.reserved, w.holders, w.is_unwritten,
+                w.state, w.slot, w.identity, w.target, w.uncommitted, w.reserved, w.holders, namespace.steps.is_cut(w),
                 len(w.requests),
             )
             for key, w in namespace.residency.working.items()

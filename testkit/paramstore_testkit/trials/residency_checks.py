@@ -173,16 +173,20 @@ class ResidencyChecks:
             assert not is_stuck or self.orphans or not self.may_write()
 
     def may_write(self) -> bool:
-        is_worth_it = any(working.write_failures < 2 for working in self.namespace.residency.resident.values())
+        is_worth_it = any(working.write_failures.tries < 2 for working in self.namespace.residency.resident.values())
         return is_worth_it and self.small.space.missing_bytes(1, self.namespace.schema.record_bytes, owner="moe") == 0
 
     def check_cut(self) -> None:
         """Checks that what was dirty at the cut is not updated before it is written, and is written as it was."""
+        working_copies = self.namespace.residency.working.values()
+        sequence = self.namespace.steps.sequence
+        assert {working for working in working_copies if working.publish_in == sequence + 1} == {*self.namespace.steps.changed}
         if self.cut is None:
             assert self.namespace.steps.cut is None
+            assert all(working.publish_in in (None, sequence + 1) and working.cut_record is None for working in working_copies)
             return
         assert self.model.cut is not None
-        unwritten, located_at = list(self.cut.to_write()), self.cut.located()
+        unwritten, located_at = list(self.cut.awaited()), self.cut.located()
         assert self.cut.unwritten == len(unwritten)
         assert sorted([*(working.key for working in unwritten), *located_at]) == sorted(self.model.cut)
         for working in unwritten:

@@ -104,7 +104,7 @@ class ResidencyDaemon:
         mine = self._hold_of(key)
         if mine is None:
             return  # the request waits for a slot
-        if not may_update(working):
+        if not may_update(self.namespace, working):
             return
         self.planner.reserve_extents(self.namespace, [key])
         self.checks.holds.remove(mine)
@@ -141,7 +141,7 @@ class ResidencyDaemon:
     def go_on_with_the_commit(self, pick: int) -> None:
         """Writes the records that the commit needs; publishes when all are written. One in twelve fails."""
         assert self.checks.cut is not None
-        for working in list(self.checks.cut.to_write()):
+        for working in list(self.checks.cut.awaited()):
             if working.state is Working.DIRTY:
                 self.planner.working.begin_write(self.namespace, working, Urgency.DEMAND)
         if pick == 0 or self.model.is_broken:

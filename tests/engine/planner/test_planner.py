@@ -152,10 +152,10 @@ def test_a_cut_fixes_what_changed_and_what_of_it_must_still_be_written() -> None
     cut = small.cut()
     assert cut.sequence == 2
     assert [working.key for working in cut.records] == [A, B]
-    assert [working.key for working in cut.to_write()] == [B]
+    assert [working.key for working in cut.awaited()] == [B]
     assert cut.located() == {A: small.namespace.residency.working[A].uncommitted}
     assert not small.namespace.steps.changed
-    assert (cut.unwritten, cut.is_whole) == (1, True)
+    assert (cut.unwritten, cut.passed) == (1, 1)
 
 
 def test_a_record_dirty_at_the_cut_is_not_updated_before_its_write_has_landed() -> None:
@@ -163,11 +163,11 @@ def test_a_record_dirty_at_the_cut_is_not_updated_before_its_write_has_landed() 
     small.update(A)
     cut = small.cut()
     working = small.held(A)
-    assert not may_update(working)
+    assert not may_update(small.namespace, working)
     write = small.begin_write(A, urgency=Urgency.DEMAND)
-    assert not may_update(working)
+    assert not may_update(small.namespace, working)
     small.land(write)
-    assert may_update(working)
+    assert may_update(small.namespace, working)
     assert not cut.unwritten
     assert cut.located()[A] == working.uncommitted
 
@@ -230,7 +230,7 @@ def test_a_failed_cut_leaves_unwritten_records_free_to_be_updated() -> None:
     small.update(A)
     small.cut()
     settle_cut(small.planner, small.namespace, is_published=False)
-    assert may_update(small.held(A))
+    assert may_update(small.namespace, small.held(A))
     assert changed_keys(small.namespace) == [A]
 
 

@@ -292,7 +292,7 @@ def test_an_update_needs_the_only_hold_no_write_under_way_and_no_write_that_a_cu
     working.holders = holders
     if is_cut:
         small.cut()
-    assert may_update(working) is may
+    assert may_update(small.namespace, working) is may
 
 
 def test_who_wants_a_copy_that_is_updated_gets_it_when_the_update_lands() -> None:

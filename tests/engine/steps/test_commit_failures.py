@@ -27,7 +27,7 @@ def test_a_failure_at_any_stage_leaves_the_committed_step_in_memory_and_on_disk(
             await site.store.committer.commit(site.view, 1, b"")
         assert site.view.namespace.steps.ledger.steps() == [0]
         assert site.view.namespace.steps.cut is None
-        assert not any(working.is_unwritten or working.cut_record for working in site.view.namespace.residency.working.values())
+        assert not any(working.cut_record for working in site.view.namespace.residency.working.values())
         view = await site.reopened()
         assert view.namespace.steps.committed_step == 0
         assert await versions(site.store, view) == [0, 0, 0, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from paramstore.engine.planner.cuts import CutPlanner
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.steps import commit
 from paramstore.engine.store import Store
-from paramstore.engine.tables.namespace import NamespaceState, View
+from paramstore.engine.tables.namespace import View
 from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.errors import CatalogError, StepFailed
 from paramstore.storage.catalog.ledger import Ledger
@@ -120,33 +120,11 @@ def test_a_commit_has_few_of_its_records_on_their_way_at_a_time(monkeypatch: pyt
         committed = asyncio.ensure_future(store.committer.commit(view, 3, b""))
         for _ in range(100):
             await asyncio.sleep(0)
-        assert max(under_way) == len(written) == commit.QUEUED_FIRST == 4, "no more before one of the first has landed"
+        assert len(written) == commit.QUEUED_FIRST == 4, "no more before one of the first has landed"
         machine.workers.resume()
         await committed
-        assert max(under_way) == 4
+        assert max(under_way) == 4, "that one is on its way itself by then"
         assert await versions(store, view) == [3] * EXPERTS
-
-    run(scenario())
-
-
-def test_an_apply_of_everything_reserves_its_extents_in_slices_and_says_what_all_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        store, view = await trained(Machine())
-        asked, reserve = [], Planner.reserve_extents
-
-        def watched(planner: Planner, namespace: NamespaceState, keys: Collection[ExpertKey]) -> None:
-            asked.append(len(keys))
-            reserve(planner, namespace, keys)
-
-        monkeypatch.setattr(Planner, "reserve_extents", watched)
-        await train(store, view)
-        assert (max(asked), sum(asked) >= EXPERTS) == (SLICE, True)
-        await store.committer.commit(view, 3, b"")
-        space = store.transfers.space
-        while space.free_bytes > (SLICE + 2) * view.namespace.schema.record_bytes:
-            assert space.reserve(view.namespace.schema.record_bytes, owner="moe") is not None
-        with pytest.raises(StepFailed, match=f"needs {EXPERTS - SLICE} more extents"):
-            await train(store, view)
 
     run(scenario())
 

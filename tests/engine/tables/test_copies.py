@@ -7,6 +7,7 @@ import random
 import pytest
 
 from paramstore.core.location import Extent, Identity, Located
+from paramstore.engine.planner.changes import keep_in_cut
 from paramstore.engine.tables.copies import Cut, Queue, WorkingCopy
 
 IDENTITY = Identity(1, 1)
@@ -29,22 +30,31 @@ def test_a_queue_keeps_the_order_of_coming_whoever_leaves(seed: int) -> None:
             working = expected.pop(chance.randrange(len(expected)))
             queue.let_out(working)
             outside.append(working)
-            assert working.older is None, "it belongs to no queue any more"
-            assert working.newer is None
+            assert working.queued is None
         assert list(queue) == expected
         assert list(reversed(queue)) == expected[::-1]
         assert len(queue) == len(expected)
 
 
-def test_a_cut_awaits_what_it_has_not_taken_and_what_it_has_not_written() -> None:
-    untaken, unwritten, written, later = records = copies(4)
-    cut = Cut(sequence=7, applies=3, records=records[:3])
-    untaken.publish_in, later.publish_in = 7, 8
-    unwritten.is_unwritten = True
+def test_a_cut_awaits_what_has_not_been_written_since_it_changed() -> None:
+    unwritten, written, other, later = records = copies(4)
+    cut = Cut(7, 3, records[:3], unwritten=2)
+    unwritten.publish_in = other.publish_in = 7
+    later.publish_in = 8
     written.cut_record = Located(Extent(0, 0, 4096), IDENTITY, 5)
-    assert [cut.awaits(working) for working in records] == [True, True, False, False]
-    assert list(cut.to_write()) == [unwritten]
+    assert [cut.awaits(working) for working in records] == [True, False, True, False]
+    assert list(cut.awaited()) == [unwritten, other]
     assert cut.located() == {written.key: written.cut_record}
-    assert not cut.is_whole
-    cut.taken = 3
-    assert cut.is_whole
+
+
+def test_who_asks_a_cut_for_what_it_awaits_sees_what_lands_meanwhile_and_nothing_twice() -> None:
+    records = copies(4)
+    cut = Cut(7, 3, records, unwritten=4)
+    for working in records:
+        working.publish_in = 7
+    awaited = cut.awaited()
+    assert next(awaited) is records[0]
+    for working in records[:3]:
+        keep_in_cut(cut, working, Located(Extent(0, 0, 4096), IDENTITY, 5))
+    assert list(awaited) == records[3:]
+    assert (cut.passed, cut.unwritten, list(cut.awaited())) == (3, 1, records[3:])

@@ -222,7 +222,7 @@ def test_a_record_written_for_a_cut_bears_the_sequence_of_that_cut_and_a_later_o
         await train(site.store, site.view, [A, B])
         planner, namespace = site.store.transfers._planner, site.namespace
         cut = cut_of(planner, namespace)
-        namespace.residency.working[B].is_unwritten = False  # as if it had been updated after the cut
+        namespace.residency.working[B].publish_in = cut.sequence + 1  # as if it had been updated after the cut
         for key, sequence in ((A, cut.sequence), (B, cut.sequence + 1)):
             assert planner.working.begin_write(namespace, namespace.residency.working[key], Urgency.DEMAND)
             site.store.transfers.carry_out()
