@@ -24,7 +24,7 @@ from paramstore.cli.main import app
 from paramstore_client.connection.inbox import Inbox
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
-TRIES = int(os.environ.get("PARAMSTORE_SIGNAL_TRIES", "5"))
+TRIES = int(os.environ.get("PARAMSTORE_SIGNAL_TRIES", "3"))
 SEED = int(os.environ.get("PARAMSTORE_SIGNAL_SEED", "1"))
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 FIRST_LINE = b" paramstore.cli\n"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "examples" / "torture.py"
 SEED = 5
-KILLS, BUG_KILLS = 5, 20
+KILLS, BUG_KILLS = 3, 20
 LIMIT_S = 150.0
 PLANT = """
 import sys
