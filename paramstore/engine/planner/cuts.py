@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.residency import Working
-from paramstore.engine.planner.changes import keep_in_cut, note_change
 from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.tables.copies import Cut, WorkingCopy
@@ -48,7 +47,7 @@ class CutPlanner:
         for working in records:
             found = working.uncommitted  # never a committed step's extent, which would be given back where the commit fails
             if cut.awaits(working) and found is not None and found.identity == working.identity:
-                keep_in_cut(cut, working, found)
+                cut.keep(working, found)
 
     @staticmethod
     def await_written(cut: Cut, future: object) -> None:
@@ -81,7 +80,7 @@ class CutPlanner:
             located, working.cut_record = working.cut_record, None
             if not is_published:  # a write that lands from now on is not the cut's any more
                 cut.unwritten -= cut.awaits(working)
-                note_change(namespace, working)
+                namespace.steps.note_change(working)
             if located is None:
                 self._working.wake(working)
                 continue

@@ -16,7 +16,6 @@ from itertools import islice
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.residency import MAY_MATERIALISE, Working, WorkingEvent, next_working
-from paramstore.engine.planner.changes import keep_in_cut, note_change
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.tables.copies import NO_FAILURES, WorkingCopy, WriteFailures
 from paramstore.engine.tables.moves import Move, MoveKind, Outbox
@@ -251,7 +250,7 @@ class WorkingPlanner:
         older, working.uncommitted = working.uncommitted, located
         cut = namespace.steps.cut
         if cut is not None and cut.awaits(working):
-            keep_in_cut(cut, working, located)
+            cut.keep(working, located)
             if not cut.unwritten:
                 self._wake_cut(namespace)
         if older is not None and working.cut_record != older:  # the cut's is released when that is settled, if ever
@@ -310,7 +309,7 @@ class WorkingPlanner:
         """Settles an update: the slot holds `identity`; or it failed, and the slot with its torn bytes is free."""
         if self._is_whole(namespace, working, error, well=WorkingEvent.UPDATED, badly=WorkingEvent.UPDATE_FAILED):
             working.identity, working.write_failures = identity, NO_FAILURES
-            note_change(namespace, working)
+            namespace.steps.note_change(working)
             self._land(namespace, working)
 
     def unhold(self, namespace: NamespaceState, working: WorkingCopy) -> None:

@@ -159,6 +159,13 @@ class Cut:
         """Whether what is written of it next belongs to the cut: it has not been written since it changed."""
         return working.publish_in == self.sequence
 
+    def keep(self, working: WorkingCopy, located: Located) -> None:
+        """Keeps what it has awaited: the record is whole in `located`, whose extent stays until the cut is settled."""
+        working.publish_in, working.cut_record = None, located
+        self.unwritten -= 1
+        while self.passed < len(self.records) and not self.awaits(self.records[self.passed]):
+            self.passed += 1
+
     def awaited(self) -> Iterator[WorkingCopy]:
         """Those of its records that it waits for when their turn comes."""
         rest = (self.records[number] for number in range(self.passed, len(self.records)))

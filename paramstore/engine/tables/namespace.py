@@ -214,6 +214,12 @@ class StepTable:
         """The newest step that a reader may open: not one that a transaction under way drops."""
         return max((step for step in self.ledger.steps() if step not in self.closing_steps), default=None)
 
+    def note_change(self, working: WorkingCopy) -> None:
+        """Notes that the next commit is to publish its newest identity."""
+        if working.publish_in != self.sequence + 1:
+            working.publish_in = self.sequence + 1
+            self.changed.append(working)
+
     def is_cut(self, working: WorkingCopy) -> bool:
         """Whether a commit waits for this record's write: it was dirty at the cut, and is not updated before it is written."""
         return self.cut is not None and self.cut.awaits(working)

@@ -21,7 +21,7 @@ import paramstore.storage.format.structures
 from paramstore.config import BUG_VARIABLE
 from paramstore.core.residency import Working
 from paramstore.daemon.peer import Peer
-from paramstore.engine.planner import changes, working_copies
+from paramstore.engine.planner import working_copies
 from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records import update as records_update
@@ -30,7 +30,7 @@ from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import History
 from paramstore.engine.steps.proof import Prover
 from paramstore.engine.steps.transactions import Transactions
-from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.tables.namespace import NamespaceState, StepTable
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
 from paramstore.storage.catalog.ledger import Ledger
@@ -209,12 +209,13 @@ def _update_past_the_cut() -> list[Patch]:
     def may_update(_: NamespaceState, working: Any) -> bool:
         return working.state in (Working.CLEAN, Working.DIRTY) and working.holders == 1
 
-    def note_change(namespace: NamespaceState, working: Any) -> None:
-        if not namespace.steps.is_cut(working):  # the cut gets what comes of the update
-            changes.note_change(namespace, working)
+    note_change = StepTable.note_change
 
-    modules = (working_copies, records_update)
-    return [(working_copies, "note_change", note_change), *((module, "may_update", may_update) for module in modules)]
+    def note(steps: StepTable, working: Any) -> None:
+        if not steps.is_cut(working):  # the cut gets what comes of the update
+            note_change(steps, working)
+
+    return [(StepTable, "note_change", note), *((module, "may_update", may_update) for module in (working_copies, records_update))]
 
 
 def _apply_twice() -> list[Patch]:

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from paramstore.core.location import Extent, Identity, Located
-from paramstore.engine.planner.changes import keep_in_cut
 from paramstore.engine.tables.copies import Cut, Queue, WorkingCopy
 
 IDENTITY = Identity(1, 1)
@@ -55,6 +54,6 @@ def test_who_asks_a_cut_for_what_it_awaits_sees_what_lands_meanwhile_and_nothing
     awaited = cut.awaited()
     assert next(awaited) is records[0]
     for working in records[:3]:
-        keep_in_cut(cut, working, Located(Extent(0, 0, 4096), IDENTITY, 5))
+        cut.keep(working, Located(Extent(0, 0, 4096), IDENTITY, 5))
     assert list(awaited) == records[3:]
     assert (cut.passed, cut.unwritten, list(cut.awaited())) == (3, 1, records[3:])
