@@ -6,7 +6,8 @@ Whatever it finds wrong is an AssertionError; a daemon that died is StoreUnavail
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -193,11 +194,23 @@ class Trainer:
         self._flying.append(self.namespace.prefetch(operation.keys))
 
     def _lease(self, operation: Operation) -> None:
-        self._check_params(self.namespace, operation.keys)
+        with self._unless_refused(operation):
+            self._check_params(self.namespace, operation.keys)
 
     def _read(self, operation: Operation) -> None:
         key = operation.keys[0]
-        check_record(self.namespace, key, self._chain.working[key], step="working")
+        with self._unless_refused(operation):
+            check_record(self.namespace, key, self._chain.working[key], step="working")
+
+    @contextmanager
+    def _unless_refused(self, operation: Operation) -> Iterator[None]:
+        """A context in which records must be as the model has them, unless an apply under way was refused, which it raises: a
+        namespace may break between a push and its apply."""
+        try:
+            yield
+        except AssertionError:
+            self._settle(operation)
+            raise
 
     def _reader(self, operation: Operation) -> None:
         """Reads beside the writer, in another view: it sees a committed step, never the working state."""
