@@ -79,6 +79,7 @@ class Cleaner:
     async def until_settled(self, namespace: NamespaceState, working: WorkingCopy) -> None:
         """Waits until the write under way of a record that a cut waits for, if there is one, is over. Raises WaitTimeout."""
         while working.state is Working.WRITING and namespace.steps.is_cut(working):
+            self._transfers.promote(working, Urgency.DEMAND)  # it may be another one than the commit began
             await self._access.changed(namespace, working)
 
     async def until_space(self, namespace: NamespaceState, *, for_cut: bool = False) -> bool:

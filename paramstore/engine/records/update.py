@@ -14,7 +14,6 @@ from math import fsum, sqrt
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
-from paramstore.core.residency import Working
 from paramstore.engine.planner.apply_order import absent_ahead
 from paramstore.engine.planner.planner import Update
 from paramstore.engine.planner.waiting import await_change
@@ -196,9 +195,9 @@ class Updater:
                         with self._transfers.deciding() as planner:
                             planner.reserve_extents(namespace, [working.key])  # says what is missing
                     continue  # somebody else may hold the slot after that wait
-                if namespace.steps.is_cut(working) and working.state is Working.DIRTY:
+                if namespace.steps.is_cut(working):
                     with self._transfers.deciding() as planner:
-                        planner.working.begin_write(namespace, working, Urgency.DEMAND)
+                        planner.cuts.write(namespace, working)
                 await self._access.changed(namespace, working)
         except BaseException:
             with self._transfers.deciding() as planner:

@@ -229,15 +229,18 @@ class Committer:
         written, are_under_way = asyncio.get_running_loop().create_future(), True
         with self._transfers.deciding() as planner:
             planner.cuts.await_written(cut, written)
-        awaited, begun = cut.awaited(), deque[WorkingCopy]()
-        for number, records in enumerate(chain(slices(islice(awaited, QUEUED_FIRST)), slices(awaited, QUEUED_AT_ONCE))):
+        records, begun = iter(cut.records), deque[WorkingCopy]()
+        for number, some in enumerate(chain(slices(islice(records, QUEUED_FIRST)), slices(records, QUEUED_AT_ONCE))):
+            if not cut.unwritten:
+                return
             if number:  # workers that are done get something new to do meanwhile
                 await asyncio.sleep(0)
-            begun.extend(working for working in records if working.state is Working.DIRTY)
+            awaited = [working for working in some if cut.awaits(working)]
+            begun.extend(working for working in awaited if working.state is Working.DIRTY)
             while len(begun) > WRITING_MAX:
                 await self._cleaner.until_settled(namespace, begun.popleft())
             with self._transfers.deciding() as planner:
-                for working in records:
+                for working in awaited:
                     are_under_way &= planner.cuts.write(namespace, working)
         if cut.unwritten and are_under_way:
             what = f"the writes of a commit of {namespace.name!r}"

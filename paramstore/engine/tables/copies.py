@@ -14,6 +14,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.optimizers import Options
 from paramstore.core.residency import Copy, Working
+from paramstore.core.slices import SLICE
 from paramstore.engine.tables.counters import CommitProgress
 from paramstore.errors import ParamStoreError
 
@@ -71,8 +72,7 @@ class WorkingCopy:
         self.uncommitted: Located | None = None
         """The newest whole record on a volume that no step has published."""
         self.publish_in: int | None = None
-        """Sequence of the commit that is to publish its newest identity, and waits for its write; None where that is published,
-        or is the cut's."""
+        """Sequence of the commit that is to publish its newest identity; None where one has, or where its cut has the record."""
         self.cut_record: Located | None = None
         """Its record in the cut under way, whose extent stays until that is settled."""
         self.reserved: Extent | None = None
@@ -148,7 +148,7 @@ class Cut:
     unwritten: int
     """How many of them it waits for."""
     passed: int = 0
-    """It waits for none of the first so many."""
+    """It waits for none of the first so many, and perhaps of some more."""
     log: ApplyLog = field(default_factory=ApplyLog)
     """Apply log of the step: which steps its records may have missed."""
     progress: CommitProgress | None = None
@@ -156,14 +156,15 @@ class Cut:
     """Future of the commit, which waits until nothing is unwritten or one of its writes has failed; opaque to the planner."""
 
     def awaits(self, working: WorkingCopy) -> bool:
-        """Whether what is written of it next belongs to the cut: it has not been written since it changed."""
+        """Whether the cut is to have its newest identity, and has not: what is written of it next belongs to the cut."""
         return working.publish_in == self.sequence
 
     def keep(self, working: WorkingCopy, located: Located) -> None:
         """Keeps what it has awaited: the record is whole in `located`, whose extent stays until the cut is settled."""
         working.publish_in, working.cut_record = None, located
         self.unwritten -= 1
-        while self.passed < len(self.records) and not self.awaits(self.records[self.passed]):
+        end = min(self.passed + SLICE, len(self.records))  # no more in one turn of the loop
+        while self.passed < end and not self.awaits(self.records[self.passed]):
             self.passed += 1
 
     def awaited(self) -> Iterator[WorkingCopy]:
@@ -211,12 +212,14 @@ class Queue:
             place = place.older
 
     def take_in(self, working: WorkingCopy) -> None:
+        """Puts it, which is in no queue, behind all others."""
         place = working.queued = Queued(working)
         place.older, place.newer = self._ends.older, self._ends
         place.older.newer = place.newer.older = place
         self._count += 1
 
     def let_out(self, working: WorkingCopy) -> None:
+        """Takes it, which is in this queue, from wherever it stands."""
         place, working.queued = working.queued, None
         assert place is not None
         place.older.newer, place.newer.older = place.newer, place.older

@@ -221,7 +221,7 @@ class StepTable:
             self.changed.append(working)
 
     def is_cut(self, working: WorkingCopy) -> bool:
-        """Whether a commit waits for this record's write: it was dirty at the cut, and is not updated before it is written."""
+        """Whether a commit waits for this record: it is not updated before the cut has it, by its write or as it is."""
         return self.cut is not None and self.cut.awaits(working)
 
 

@@ -107,7 +107,7 @@ class ResidencyChecks:
         residents = [*self.namespace.residency.resident.values(), *self.orphans]
         queued = [(working, state) for state, queue in self.namespace.residency.in_state.items() for working in queue]
         assert dict(queued) == {working: working.state for working in self.namespace.residency.resident.values()}
-        assert len(queued) == sum(len(queue) for queue in self.namespace.residency.in_state.values())
+        assert len(queued) == len(self.namespace.residency.resident), "no copy is in two queues"
         assert sorted(working.slot for working in residents if working.slot is not None) == taken(self.small.working_arena)
         for arena in (self.small.param_arena, self.small.working_arena):
             assert arena.slots.free_count + len(taken(arena)) == arena.slots.count
