@@ -17,7 +17,7 @@ from paramstore.engine.steps import commit
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.engine.transfers.scheduler import Transfer
-from paramstore.errors import CatalogError, StepFailed
+from paramstore.errors import CatalogError, ParamStoreError, StepFailed
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.space.extents import Space
 from paramstore.testing.catalogs import FaultyCatalog
@@ -33,6 +33,7 @@ from paramstore_testkit.stores.small_store import (
     reader,
     run,
     train,
+    turns,
     versions,
     writer,
 )
@@ -316,24 +317,47 @@ def test_no_reader_gets_a_step_that_a_rollback_has_durably_dropped(monkeypatch: 
     run(scenario())
 
 
-def test_a_write_that_lands_while_a_failed_commit_is_let_go_belongs_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_lands_while_a_failed_commit_is_let_go_belongs_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         machine = Machine()
         store, view = await trained(machine)
         await train(store, view)
-        space, catalog = store.transfers.space, store._transactions._catalog
-        store._transactions._catalog = FaultyCatalog(machine.durable, fail_at=1, outcome="lost")
+        first, kept, submit = keys_of(view)[0], [], store.transfers.runner.submit
+
+        def fail(piece: object) -> None:
+            raise ParamStoreError("as planned")
+
+        def hold_back(transfer: Transfer) -> None:
+            """Lets the first record's writes fail, and keeps all others from their worker."""
+            write = getattr(transfer.run, "__self__", None)
+            if not hasattr(write, "header"):
+                submit(transfer)
+            elif write.header.key == first:
+                transfer.run = fail
+                submit(transfer)
+            else:
+                kept.append(transfer)
+
+        store.transfers.runner.submit = hold_back  # type: ignore[method-assign]
         middle = in_the_middle(CutPlanner, "settle", monkeypatch)
-        commit = asyncio.ensure_future(store.committer.commit(view, 3, b""))
+        committed = asyncio.ensure_future(store.committer.commit(view, 3, b""))
         await middle.wait()
-        assert view.namespace.steps.cut is not None
-        first = view.namespace.steps.cut.records[0]
-        assert first.cut_record is None
-        with pytest.raises(CatalogError):
-            await commit
-        store._transactions._catalog = catalog
-        assert not space._pins
-        assert not space.has_leaving
+        cut = view.namespace.steps.cut
+        assert cut is not None
+        for transfer in kept:
+            submit(transfer)
+        with pytest.raises(StepFailed, match="failed twice"):
+            await committed
+        await turns()
+        store.transfers.runner.submit = submit  # type: ignore[method-assign]
+        working = view.namespace.residency.working
+        assert sum(working[key].uncommitted is not None for key in keys_of(view)) == EXPERTS - 1
+        assert not any(copy.cut_record for copy in working.values())
+        assert (cut.unwritten, changed_keys(view.namespace)) == (0, sorted(keys_of(view)))
+        await train(store, view, [first])
+        await store.committer.commit(view, 3, b"")
+        await machine.crash()
+        assert await versions(machine.start(), await reader(machine.store)) == [4, *[3] * (EXPERTS - 1)]
 
     run(scenario())
 
