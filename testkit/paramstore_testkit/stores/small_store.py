@@ -20,6 +20,9 @@ from paramstore.core.schema import Schema
 from paramstore.engine.store import Store
 from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View
+from paramstore.engine.transfers.routes import ImageWrite
+from paramstore.engine.transfers.scheduler import Transfer
+from paramstore.errors import ParamStoreError
 from paramstore.optim.tensors import field_tensor
 from paramstore_testkit.disks.machine import MIB, Machine, PlainSegment
 from paramstore_testkit.oracles.experts import Tensors
@@ -179,3 +182,26 @@ async def turns(number: int = 50) -> None:
     """Lets everybody else go on for a while."""
     for _ in range(number):
         await asyncio.sleep(0)
+
+
+def hold_writes_back(store: Store, *, failing: ExpertKey) -> list[Transfer]:
+    """From now on writes of the record `failing` fail, for a reason that fences no volume, and those of others are kept from their
+    worker. Returns the list in which these stand."""
+    kept: list[Transfer] = []
+    submit = store.transfers.runner.submit
+
+    def fail(piece: object) -> None:
+        raise ParamStoreError("as planned")
+
+    def hold_back(transfer: Transfer) -> None:
+        write = getattr(transfer.run, "__self__", None)
+        if not isinstance(write, ImageWrite):
+            submit(transfer)
+        elif write.header.key == failing:
+            transfer.run = fail
+            submit(transfer)
+        else:
+            kept.append(transfer)
+
+    store.transfers.runner.submit = hold_back  # type: ignore[method-assign]
+    return kept

@@ -17,7 +17,7 @@ from paramstore.engine.transfers.runner import BACKGROUND_LANE, volume_lane
 from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.errors import CapacityError, ParamStoreError, StepFailed, VolumeError
 from paramstore_testkit.disks.machine import Machine
-from paramstore_testkit.stores.small_store import create, keys_of, push, run, train, turns, versions
+from paramstore_testkit.stores.small_store import create, hold_writes_back, keys_of, push, run, train, turns, versions
 
 WIDE = Schema.adamw({"w": (16, 1024)})
 RECORD_BYTES = WIDE.record_bytes
@@ -160,23 +160,7 @@ async def orphan_writes(site: Site) -> None:
     """Rolls back while seven records are being written, for which an apply would wait; they are kept from their worker."""
     store, view = site.store, site.view
     await train(store, view)
-    first = keys_of(view)[0]
-    keep, kept = store.transfers.runner.submit, site.kept
-
-    def submit(transfer: Transfer) -> None:
-        write = getattr(transfer.run, "__self__", None)
-        if transfer.lane != volume_lane(0) or not hasattr(write, "header"):
-            keep(transfer)
-        elif write.header.key == first:
-            transfer.run = fail
-            keep(transfer)
-        else:
-            kept.append(transfer)
-
-    def fail(piece: object) -> None:
-        raise ParamStoreError("as planned")  # not the volume's fault, which would fence it
-
-    store.transfers.runner.submit = submit  # type: ignore[method-assign]
+    kept = site.kept = hold_writes_back(store, failing=keys_of(view)[0])
     with pytest.raises(StepFailed, match="failed twice"):
         await store.committer.commit(view, 4, b"")
     await store.rollback(view, 3)

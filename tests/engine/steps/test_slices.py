@@ -17,7 +17,7 @@ from paramstore.engine.steps import commit
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.engine.transfers.scheduler import Transfer
-from paramstore.errors import CatalogError, ParamStoreError, StepFailed
+from paramstore.errors import CatalogError, StepFailed
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.space.extents import Space
 from paramstore.testing.catalogs import FaultyCatalog
@@ -27,6 +27,7 @@ from paramstore_testkit.stores.small_store import (
     OPTIONS,
     create,
     first_values,
+    hold_writes_back,
     keys_of,
     lease,
     push,
@@ -322,23 +323,8 @@ def test_a_write_that_lands_while_a_failed_commit_is_let_go_belongs_to_the_next(
         machine = Machine()
         store, view = await trained(machine)
         await train(store, view)
-        first, kept, submit = keys_of(view)[0], [], store.transfers.runner.submit
-
-        def fail(piece: object) -> None:
-            raise ParamStoreError("as planned")
-
-        def hold_back(transfer: Transfer) -> None:
-            """Lets the first record's writes fail, and keeps all others from their worker."""
-            write = getattr(transfer.run, "__self__", None)
-            if not hasattr(write, "header"):
-                submit(transfer)
-            elif write.header.key == first:
-                transfer.run = fail
-                submit(transfer)
-            else:
-                kept.append(transfer)
-
-        store.transfers.runner.submit = hold_back  # type: ignore[method-assign]
+        first, submit = keys_of(view)[0], store.transfers.runner.submit
+        kept = hold_writes_back(store, failing=first)
         middle = in_the_middle(CutPlanner, "settle", monkeypatch)
         committed = asyncio.ensure_future(store.committer.commit(view, 3, b""))
         await middle.wait()
