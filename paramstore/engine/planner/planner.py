@@ -254,7 +254,7 @@ class Planner:
             writing.log = namespace.steps.ledger.newest_log
         self.drop_apply(namespace, "the namespace was rolled back")
         writing.pending.clear()
-        namespace.steps.changed = []
+        namespace.steps.changed = []  # at its end it would let go of all discarded copies in one turn
         writing.broken = None
         writing.is_initializing = False
         namespace.steps.preparing = None
