@@ -33,7 +33,10 @@ from paramstore.errors import ParamStoreError
 
 HERE = Path(__file__).resolve().parents[1]
 BENCHES = ("tiers", "commits", "update", "training")
-WITHOUT_QUICK = frozenset({"commits"})
+SHORT = {"commits": ["bench/bench_commits.py"], "training": [str(HERE / "bench/quarter_training.py")]}
+"""What is run of either checkout in place of a bench's `--quick`: `commits` has none, and a quick training holds no quarter."""
+STOP_S = 120.0
+"""How long a bench that is interrupted may take to end what it has started."""
 WORSE_BY_MOST = 0.03
 """Most that a median may lose, unless half the range between the quartiles of its pairs is more."""
 
@@ -108,11 +111,18 @@ def run(bench: str, checkout: Path, directory: Path, *, is_full: bool) -> dict[F
     """Runs a bench once, from its own checkout. Raises CalledProcessError where it wrote no report."""
     with tempfile.TemporaryDirectory(prefix="versions-", dir=directory) as folder:
         out = Path(folder) / "report.json"
-        quick = [] if is_full or bench in WITHOUT_QUICK else ["--quick"]
-        command = [str(checkout / ".venv/bin/python"), f"bench/bench_{bench}.py", *quick, "--dir", folder, "--out", str(out)]
-        ended = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+        whole = f"bench/bench_{bench}.py"
+        script = [whole] if is_full else SHORT.get(bench, [whole, "--quick"])
+        command = [str(checkout / ".venv/bin/python"), *script, "--dir", folder, "--out", str(out)]
+        with subprocess.Popen(command, cwd=checkout, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
+            try:
+                _, told = child.communicate()
+            except BaseException:
+                child.terminate()  # it ends the daemon that it has started
+                child.wait(STOP_S)
+                raise
         if not out.exists():  # a bench that misses a target ends with 1 as well
-            raise subprocess.CalledProcessError(ended.returncode, command, stderr=ended.stderr)
+            raise subprocess.CalledProcessError(child.returncode, command, stderr=told)
         report = decode(out.read_bytes())
     return {(row.name, row.case, row.record_bytes, row.against): row for row in report.rows if row.subject == SUBJECT}
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import paramstore as ps
 from paramstore.bench.report.rows import Row, Target, decode
 
 
@@ -86,3 +90,49 @@ def test_a_run_that_fails_keeps_the_pairs_before(versions: Any, tmp_path: Path, 
     (row,) = decode((tmp_path / "versions.json").read_bytes()).rows
     assert row.parts["pairs"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["versions.json"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_waits_until_the_bench_has_ended_what_it_started(tmp_path: Path) -> None:
+    base, here = tmp_path / "base", Path(__file__).parents[2]
+    (base / ".venv/bin").mkdir(parents=True)
+    (base / ".venv/bin/python").symlink_to(sys.executable)
+    (base / "bench").mkdir()
+    (base / "bench/bench_commits.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "def end(*_):\n    time.sleep(1)\n    pathlib.Path('ended').touch()\n    sys.exit(130)\n"
+        "signal.signal(signal.SIGTERM, end)\npathlib.Path('begun').touch()\ntime.sleep(60)\n"
+    )
+    call = f"run('commits', pathlib.Path({str(base)!r}), pathlib.Path({str(tmp_path)!r}), is_full=False)"
+    script = f"import bench_versions, pathlib; bench_versions.{call}"
+    child = subprocess.Popen([sys.executable, "-c", script], cwd=here / "bench", stderr=subprocess.DEVNULL)
+    while not (base / "begun").exists():
+        assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    assert child.wait(60) != 0
+    assert (base / "ended").exists()
+
+
+def test_a_quarter_of_the_states_is_what_short_training_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The script runs the checkout's own bench, with a model whose quarter is more than the least host budget."""
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    (bench / "training_models.py").write_text("QUICK, Shape = None, dict\n")
+    told = "(sys.argv[1:], training_models.QUICK['experts'])"
+    imports = "import sys, pathlib, training_models"
+    (bench / "bench_training.py").write_text(f"{imports}\npathlib.Path('seen').write_text(repr({told}))\n")
+    script = Path(__file__).parents[2] / "bench/quarter_training.py"
+    subprocess.run([sys.executable, str(script), "--out", "x.json"], cwd=tmp_path, check=True)
+    assert (tmp_path / "seen").read_text() == repr((["--quick", "--budgets", "0.25", "--rules", "exact", "--out", "x.json"], 32))
+
+
+@pytest.mark.slow
+def test_the_model_of_short_training_holds_a_quarter_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    models, training = importlib.import_module("training_models"), importlib.import_module("bench_training")
+    shape = models.Shape(**importlib.import_module("quarter_training").SHAPE)
+    fields = {"gate_up_proj": (2 * shape.inner, shape.hidden), "down_proj": (shape.hidden, shape.inner)}
+    quarter_bytes = shape.states_bytes // 4
+    schema = ps.adamw_schema(fields, updates="exact", param_dtype="bfloat16")
+    assert training.budget_of(quarter_bytes, schema).size_bytes == quarter_bytes
