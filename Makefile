@@ -31,8 +31,11 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports --no-cache
 
+# Processes that tests start find the package compiled, wherever Python was told to keep nothing.
+unexport PYTHONDONTWRITEBYTECODE
+
 unit: setup
-	$(BIN)/pytest -m "not slow and not soak"
+	$(BIN)/pytest -m "not slow and not soak" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: lint types contracts unit
 

@@ -76,6 +76,7 @@ def constants() -> dict[str, object]:
     return found
 
 
+@cache
 def members() -> dict[str, set[str]]:
     """Per class (or alias) of the source its methods and attributes, those of its bases in the source too."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -106,9 +107,6 @@ def _members_of(node: ast.ClassDef) -> set[str]:
         elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
             names.add(inner.id)
     return names
-
-
-MEMBERS = members()
 
 
 def found_by_import(name: str) -> object:
@@ -149,7 +147,7 @@ def defined_in(path: str) -> set[str]:
 
 def _names_of(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.ClassDef):
-        inherited = [MEMBERS[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in MEMBERS]
+        inherited = [members()[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in members()]
         yield from (f"{node.name}.{name}" for name in _members_of(node).union(*inherited))
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name
@@ -241,8 +239,8 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_class_and_method_that_a_page_names_exists(page: Path) -> None:
     for name, member in re.findall(r"`(?:ps\.)?([A-Z][a-z]\w*)(?:\.(\w+))?(?:\(|`)", prose(page)):
-        assert name in MEMBERS, f"{page_id(page)} names {name}"
-        assert not member or member in MEMBERS[name], f"{page_id(page)} names {name}.{member}"
+        assert name in members(), f"{page_id(page)} names {name}"
+        assert not member or member in members()[name], f"{page_id(page)} names {name}.{member}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

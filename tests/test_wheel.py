@@ -28,6 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_of_the_benches_only_what_the_command_runs_is_installed() -> None:
     files = dict(modules())
     reached, todo = set(), ["paramstore.cli.bench"]

@@ -58,6 +58,7 @@ def test_people_read_what_fits_and_what_does_not(paramstore: Run, capsys: pytest
     assert json.loads(capsys.readouterr().out)["split"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("volumes", [1, 3])
 @pytest.mark.parametrize("optimizer", ["adamw", "none"])
 def test_a_store_that_is_made_as_the_plan_says_takes_the_namespace(

@@ -204,6 +204,7 @@ def test_an_interrupt_that_a_callback_swallows_comes_again() -> None:
     assert reference() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name"), [(socket.socket, "send"), (Inbox, "read")])
 def test_an_interrupt_breaks_no_connection(store: Path, owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     act = getattr(owner, name)

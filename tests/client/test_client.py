@@ -40,6 +40,7 @@ def test_other_protocol_version_is_a_version_mismatch(daemon: FakeDaemon) -> Non
         ps.connect(daemon.path)
 
 
+@pytest.mark.slow
 def test_daemon_that_does_not_answer_the_hello_is_not_waited_for_without_end(
     daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -64,6 +65,7 @@ def test_interrupted_hello_is_not_logged_as_one_that_nobody_waited_for(
     assert "nobody waited" not in caplog.text
 
 
+@pytest.mark.slow
 def test_what_an_error_in_the_with_block_ends_is_not_logged_beside_it(
     daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:

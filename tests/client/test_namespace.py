@@ -52,6 +52,7 @@ def test_acquire_of_an_unknown_part_is_refused(namespace: ps.Namespace) -> None:
         namespace.acquire(KEYS, "moments")
 
 
+@pytest.mark.slow
 def test_lease_that_comes_after_its_wait_was_given_up_is_released(
     daemon: FakeDaemon, namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

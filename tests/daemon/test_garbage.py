@@ -11,6 +11,8 @@ import pytest
 from paramstore.core.slices import slices
 from paramstore.daemon import garbage
 
+pytestmark = pytest.mark.slow
+
 
 class Knot:
     """Refers to itself."""

@@ -24,6 +24,8 @@ from paramstore.storage.volume.backing_file import volume_path
 from paramstore.storage.volume.file_volume import FileVolume
 from paramstore_testkit.stores.assembled import MIB, config, with_store
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = Schema.adamw({"w": (8, 8)}, param_dtype="float32")
 
 

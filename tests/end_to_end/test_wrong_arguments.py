@@ -29,6 +29,8 @@ from paramstore.core.visits import Visit, VisitKind
 from paramstore_client.handle.initialization import Initialization
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (64, 64)
 HELD, PENDING, NAME = (1, 3), (0, 0), "wrong"
 GRADIENT = {"w": torch.ones(SHAPE)}

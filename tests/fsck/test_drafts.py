@@ -58,6 +58,7 @@ def test_a_draft_is_clean(experts: Iterable[int], more: Iterable[int]) -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lives", [1, 3])
 @pytest.mark.parametrize("experts", [(0, 2, 3), ALL])
 @pytest.mark.parametrize("with_catalog", [False, True])

@@ -43,6 +43,7 @@ def test_an_unaligned_reservation_still_gives_an_aligned_mapping(monkeypatch: py
     memoryview(mapping.array).cast("B")[-1] = 1
 
 
+@pytest.mark.slow
 def test_nothing_of_the_reservation_is_left_over() -> None:
     private().drop()
     before = len(mapped_lines())

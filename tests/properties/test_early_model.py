@@ -10,13 +10,14 @@ import pytest
 
 from paramstore_testkit.trials.early_trial import run_seed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", range(12))
 def test_early_applies_leave_the_records_of_plain_ones(seed: int) -> None:
     run_seed(seed)
 
 
-@pytest.mark.slow
 def test_early_applies_leave_the_records_of_plain_ones_over_many_seeds() -> None:
     figures = sum((run_seed(seed, steps=10).figures for seed in range(100, 140)), Counter[str]())
     assert min(figures[name] for name in ("claimed seen", "unclaimed seen", "abort refused", "rollback", "reopen", "refused")) > 10

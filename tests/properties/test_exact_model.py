@@ -11,6 +11,8 @@ import pytest
 from paramstore_testkit.trials.ranks_trial import RanksTrial
 from paramstore_testkit.trials.store_trial import ACTS, run_seed
 
+pytestmark = pytest.mark.slow
+
 FEW = 6
 """Missed steps of a record at most: few, so that records catch up and logs are cut in every run."""
 
@@ -26,7 +28,6 @@ def test_an_exact_namespace_is_torchs_dense_optimizer(seed: int) -> None:
     assert run_seed(seed, updates="exact", rounds=2, acts=30).figures["checked"] > 50
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "count", [pytest.param(25, id="25 of 150 seeds"), pytest.param(150, marks=pytest.mark.soak, id="all 150 seeds")]
 )
@@ -43,7 +44,6 @@ def test_it_is_with_ranks_that_get_lost(seed: int) -> None:
     assert run_seed(seed, updates="exact", rounds=2, acts=30, kind=RanksTrial).figures["checked"] > 50
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "count", [pytest.param(20, id="20 of 50 seeds"), pytest.param(50, marks=pytest.mark.soak, id="all 50 seeds")]
 )
@@ -55,7 +55,6 @@ def test_it_is_with_ranks_that_get_lost_over_many_seeds(count: int) -> None:
     assert figures["records_caught_up"] > 5 * count
 
 
-@pytest.mark.slow
 def test_records_may_miss_as_many_steps_as_the_log_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paramstore.core.apply_log.MISSED_MAX", 128)
     monkeypatch.setattr("paramstore.engine.planner.apply_order.LATE_AFTER", 64)

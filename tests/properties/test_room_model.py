@@ -23,6 +23,8 @@ from paramstore_testkit.stores.small_ranks import NAME, call, open_ranks, record
 from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, initialize, turns
 from paramstore_testkit.trial import telling
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 5.0
 
 
@@ -128,7 +130,6 @@ def test_every_schedule_of_ranks_with_room_for_two_layers_ends_with_the_records_
     assert torch.equal(run(seed, is_early=True), run(seed, is_early=False))
 
 
-@pytest.mark.slow
 def test_every_schedule_of_ranks_ends_over_many_seeds() -> None:
     for seed in range(1000, 1150):
         run(seed, is_early=True)

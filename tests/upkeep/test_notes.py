@@ -275,6 +275,7 @@ def test_a_note_whose_step_goes_while_it_is_read_is_no_finding(monkeypatch: pyte
     run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_beside_random_commits_rollbacks_and_snapshots_no_note_is_found_damaged(seed: int) -> None:
     async def scenario() -> None:

@@ -67,10 +67,12 @@ def format_volume(volume: Volume, superblock: Superblock) -> None:
 def _check_blank(volume: Volume, start_bytes: int) -> None:
     """Raises VolumeError if the volume has a commit note: it is then in use by some store, and both its superblocks are damaged.
     (Without notes it may be what a crash left of a volume that was being made.)"""
-    buffer = _buffer(ZERO_BYTES)
+    buffer, zeros = _buffer(ZERO_BYTES), bytes(ZERO_BYTES)
     for offset_bytes in range(NOTES_START_BYTES, start_bytes, ZERO_BYTES):
         piece = buffer[: start_bytes - offset_bytes]
         volume.read(offset_bytes, [piece])
+        if bytes(piece) == zeros[: len(piece)]:
+            continue  # a new file: told at once, and not page by page
         for at in range(0, len(piece), PAGE_BYTES):
             if _is_note(piece[at:]):
                 raise VolumeError(

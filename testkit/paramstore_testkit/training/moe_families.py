@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "Generation", "Diffusion",
 """Endings of the names of modeling classes: the first one that a family has is built."""
 
 
+@cache
 def families() -> dict[str, Path]:
     """Finds the modeling file of each family, by its name, without importing transformers; none where that is not installed."""
     spec = importlib.util.find_spec("transformers")

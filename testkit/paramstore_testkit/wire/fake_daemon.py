@@ -121,13 +121,14 @@ class FakeDaemon:
         self.script(kind, lambda session, request: session.held.append(request))
 
     def let_go(self, kind: type[m.Message]) -> None:
-        """Handles the held requests, in order, and holds no more."""
+        """Handles the held requests, in order, and holds no more. Those of a client that has gone go with it."""
         with self._changed:
             self._scripts.pop(kind, None)
             for session in self.sessions:
                 held, session.held = session.held, []
-                for request in held:
-                    self._handle(session, request)
+                with contextlib.suppress(BrokenPipeError):
+                    for request in held:
+                        self._handle(session, request)
 
     def fail(self, kind: type[m.Message], error: ParamStoreError) -> None:
         """Refuses the next request of `kind` with `error`."""

@@ -180,6 +180,7 @@ def test_dropped_lease_without_tensors_is_released(daemon: FakeDaemon, namespace
     daemon.wait_until(lambda: daemon.lease_count == 0)
 
 
+@pytest.mark.slow
 def test_dropped_lease_with_tensors_is_kept_and_logged(
     daemon: FakeDaemon, namespace: ps.Namespace, caplog: pytest.LogCaptureFixture
 ) -> None:

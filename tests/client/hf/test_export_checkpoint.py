@@ -29,6 +29,8 @@ from paramstore_testkit.training.saved_models import (
     tensors_of,
 )
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "qwen3_vl_moe")
 
 
@@ -45,7 +47,6 @@ def stripped(path: Path) -> Any:
     return stripped_class(class_of(path)).from_pretrained(path, dtype="auto")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_is_what_the_unmodified_model_saves(store: ps.Store, tmp_path: Path, family: str) -> None:
     path = save_stock(family, tmp_path / "hub")

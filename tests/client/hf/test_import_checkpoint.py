@@ -19,6 +19,8 @@ from paramstore_client.hf.import_checkpoint import import_checkpoint
 from paramstore_client.hf.model.layout import find_layout
 from paramstore_testkit.training.saved_models import expert_values, load_stock, save_stock, weight_map
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "qwen3_vl_moe")
 
 
@@ -53,7 +55,6 @@ def damaged(checkpoint: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_imported_experts_are_those_of_the_checkpoint(store: ps.Store, tmp_path: Path, family: str, dtype: torch.dtype) -> None:

@@ -14,6 +14,8 @@ import paramstore_client as ps
 from paramstore_client.training import Experts, bind
 from paramstore_testkit.training.toy_moe import ToyMoE, adamw, batch, make_stored, plain_loop
 
+pytestmark = pytest.mark.slow
+
 
 def make(namespace: ps.Namespace) -> tuple[ToyMoE, Experts, torch.optim.Optimizer]:
     model = make_stored(namespace)

@@ -98,6 +98,7 @@ def test_a_volume_whose_superblocks_are_both_damaged_is_not_taken_for_a_blank_on
     assert read_note(volume, SUPERBLOCK, 2) == NOTE
 
 
+@pytest.mark.slow
 def test_a_crash_while_a_volume_is_formatted_anew_leaves_one_that_can_be(volume: MemoryVolume) -> None:
     for seed in range(50):
         twin = blank()
