@@ -1,5 +1,5 @@
 """Measures hit rates: replays recorded routing traces through the planner with each policy at each size of the arenas, beside
-Belady's optimum in the same planner.
+Belady's optimum in the same planner; and those of readers through a client's slots, with each policy that slots have.
 
 `python bench/bench_hits.py [--out FILE]`. No figure depends on the machine's speed or load. Writes
 bench/results/hits-<date>.json and a picture beside it.
@@ -21,12 +21,18 @@ from paramstore.bench.report import machine
 from paramstore.config import PolicyConfig
 from paramstore.core.trace import Trace, unpack_trace
 from paramstore.core.visits import apply_visits, ring_visits, training_visits
-from paramstore.policy.make import make_policy
-from paramstore.sim.replay import Outcome, Policies, belady_policies, replay
+from paramstore.policy.base import Policy
+from paramstore.policy.make import SLOT_POLICIES, make_policy, make_slot_policy
+from paramstore.policy.slot_plan import SlotPlan
+from paramstore.sim.algorithm2 import Algorithm2
+from paramstore.sim.replay import Outcome, Policies, belady_policies, replay, slots_of
+from paramstore.sim.slot_replay import belady_of, replay_visits, visits_of
 
 HERE = Path(__file__).parent
 SHARES = (0.10, 0.25, 0.50, 0.75)
 POLICIES = ("lru", "decayed_lfu", "schedule", "belady")
+BESIDE = ("algorithm2",)
+"""Policies that are measured for comparison alone: no user can choose them, and no figure is drawn of them."""
 MICRO_BATCHES = {"train-accumulate": 4}
 TARGET = 0.95
 """Least share of Belady's hits that `schedule` must have in training."""
@@ -39,14 +45,18 @@ def main() -> int:
     arguments = parser.parse_args()
     date, progress = machine.now(), Console(stderr=True)
     rows: list[dict[str, Any]] = []
+    slots: list[dict[str, Any]] = []
     with progress.status("bench hits") as status:
         for file in sorted((HERE / "traces").glob("*.trace")):
             trace = unpack_trace(file.read_bytes())
             for share in SHARES:
                 status.update(f"{trace.header.name}, {share:.0%}")
                 rows.append(row_of(trace, share))
+                if not trace.has_applies:
+                    slots.append(slots_row_of(trace, share))
     report = {
         "machine": machine.describe(Path()), "commit": machine.commit(), "command": "python bench/bench_hits.py", "date": date,
+        "slots": slots,
         "traces": {file.stem: unpack_trace(file.read_bytes()).header.how for file in sorted((HERE / "traces").glob("*.trace"))},
         "rows": rows,
     }  # fmt: skip
@@ -54,13 +64,14 @@ def main() -> int:
     out.write_text(json.dumps(report, indent=1) + "\n")
     draw(rows, out.with_suffix(".png"))
     render(rows, Console())
+    render_slots(slots, Console())
     progress.print(f"written: {out}")
     return 0 if all(row["holds"] for row in rows) else 1
 
 
 def row_of(trace: Trace, share: float) -> dict[str, Any]:
     """Replays one trace at one size with every policy; judges whether `schedule` is near enough to the optimum."""
-    outcomes = {name: replay(trace, share, policies_of(name, trace, share)) for name in POLICIES}
+    outcomes = {name: replay(trace, share, policies_of(name, trace, share)) for name in (*POLICIES, *BESIDE)}
     schedule, belady = outcomes["schedule"], outcomes["belady"]
     is_training = trace.has_applies
     best_other = max(outcomes[name].hits for name in ("lru", "decayed_lfu"))
@@ -70,6 +81,15 @@ def row_of(trace: Trace, share: float) -> dict[str, Any]:
         "best_other": best_other / belady.hits, "holds": schedule.hits >= best_other and (ratio >= TARGET or not is_training),
         "policies": {name: asdict(outcome) | figures(outcome) for name, outcome in outcomes.items()},
     }  # fmt: skip
+
+
+def slots_row_of(trace: Trace, share: float) -> dict[str, Any]:
+    """Hits of a client's cache of slots on a reader's visits, by policy; what does not fit passes by."""
+    visits, slots = visits_of(trace), slots_of(trace, share)
+    policies: dict[str, Policy] = {name: make_slot_policy(name, slots, trace.header.layers) for name in SLOT_POLICIES}
+    policies["belady"] = belady_of(visits)
+    counts = {name: asdict(replay_visits(visits, SlotPlan(slots, policy))) for name, policy in policies.items()}
+    return {"trace": trace.header.name, "share": share, "slots": slots, "uses": sum(map(len, visits)), "policies": counts}
 
 
 def figures(outcome: Outcome) -> dict[str, float]:
@@ -86,7 +106,12 @@ def policies_of(name: str, trace: Trace, share: float) -> Policies:
         return belady_policies(trace, share)
     layers = trace.header.layers
 
-    def make(slots: int) -> Any:
+    def make(slots: int) -> Policy:
+        if name == "algorithm2":
+            config = PolicyConfig()
+            return Algorithm2(
+                threshold=config.threshold, beta=config.beta, decay_steps=config.decay_steps, capacity=max(1, slots)
+            )
         return make_policy(PolicyConfig(name=name), slots)
 
     if trace.has_applies:
@@ -105,6 +130,16 @@ def render(rows: list[dict[str, Any]], console: Console) -> None:
         moved = [found[name]["bytes_moved"] / found["belady"]["bytes_moved"] for name in POLICIES[:3]]
         marks = "" if row["holds"] else "short"
         table.add_row(row["trace"], f"{row['share']:.0%}", *(f"{value:.3f}" for value in (*hits, *moved)), marks)
+    console.print(table)
+
+
+def render_slots(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="Hits of a client's slots, as shares of all uses")
+    for column in ("trace", "slots", *SLOT_POLICIES, "belady"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        rates = [row["policies"][name]["hits"] / row["uses"] for name in (*SLOT_POLICIES, "belady")]
+        table.add_row(row["trace"], f"{row['share']:.0%}", *(f"{rate:.3f}" for rate in rates))
     console.print(table)
 
 

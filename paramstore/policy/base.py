@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Protocol, runtime_checkable
 
 
 class Policy(Protocol):
@@ -43,4 +43,13 @@ class Policy(Protocol):
 
     def heat(self, name: Hashable) -> float:
         """How much `name` is used, for people: 0 is cold; comparable within one arena."""
+        ...
+
+
+@runtime_checkable
+class VisitPolicy(Policy, Protocol):
+    """A policy that wants to know which names are used together."""
+
+    def begin_visit(self, names: Collection[Hashable]) -> None:
+        """Begins a visit that uses `names`, held or not; `record` of each follows."""
         ...

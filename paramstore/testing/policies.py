@@ -1,4 +1,7 @@
-"""The contract of every policy, as tests: a policy's test class inherits them and gives `make`."""
+"""The contract of every policy, as tests: a policy's test class inherits them and gives `make`.
+
+`HoldingContract` is what all keep; `PolicyContract` adds what those keep that rank by use.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ def nothing(name: Hashable) -> bool:
     return False
 
 
-class PolicyContract(ABC):
+class HoldingContract(ABC):
     """Subclass it as `TestX`, with `make`; the names below stand for (layer, expert) keys."""
 
     @abstractmethod
@@ -73,19 +76,6 @@ class PolicyContract(ABC):
         policy.forget("stranger")
         assert set(policy.victims(2, nothing) or ()) == {0, 1}
 
-    def test_what_is_used_once_and_long_ago_goes_before_what_is_used_often_and_now(self) -> None:
-        policy = self.filled(4)
-        for _ in range(3):
-            for name in (0, 1, 3):
-                policy.record(name)
-        assert policy.victims(1, nothing) == [2]
-
-    def test_among_equals_the_least_recently_used_goes_first(self) -> None:
-        policy = self.filled(4)
-        for name in (2, 0, 3, 1):
-            policy.record(name)
-        assert policy.victims(4, nothing) == [2, 0, 3, 1]
-
     def test_a_name_held_ahead_of_its_use_is_held(self) -> None:
         policy = self.filled(3)
         policy.hold("ahead")
@@ -98,6 +88,26 @@ class PolicyContract(ABC):
         policy.expect([1, "stranger"])
         assert set(policy.victims(3, nothing) or ()) == {0, 1, 2}
         assert policy.victims(4, nothing) is None
+
+    def test_a_stranger_is_cold(self) -> None:
+        assert self.filled(2).heat("stranger") == 0.0
+
+
+class PolicyContract(HoldingContract):
+    """The contract of a policy that ranks by use: `rank` is its definition."""
+
+    def test_what_is_used_once_and_long_ago_goes_before_what_is_used_often_and_now(self) -> None:
+        policy = self.filled(4)
+        for _ in range(3):
+            for name in (0, 1, 3):
+                policy.record(name)
+        assert policy.victims(1, nothing) == [2]
+
+    def test_among_equals_the_least_recently_used_goes_first(self) -> None:
+        policy = self.filled(4)
+        for name in (2, 0, 3, 1):
+            policy.record(name)
+        assert policy.victims(4, nothing) == [2, 0, 3, 1]
 
     def test_heat_is_higher_for_what_is_used_and_zero_for_strangers(self) -> None:
         policy = self.filled(2)

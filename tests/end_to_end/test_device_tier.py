@@ -63,7 +63,7 @@ def test_slots_hold_the_stores_bytes_and_are_evicted_for_others(writer: ps.Names
         for _ in range(2):
             assert_serves(tier, expected)
         assert tier.stats.evictions > 0
-        assert len(tier.slots.keys) == 4
+        assert len(tier.keys) == 4
         with pytest.raises(ps.CapacityError, match="5 keys asked of a device tier of 4 slots"):
             tier.fetch(KEYS[:5])
 

@@ -160,9 +160,10 @@ class Scene:
             result = settled(result)
         if inspect.isroutine(result):
             result()  # what ends a registration
-        for name in ("release", "close"):
-            if hasattr(result, name) and not isinstance(result, type):
-                getattr(result, name)()
+        for each in result if isinstance(result, list) else [result]:
+            for name in ("release", "close"):
+                if hasattr(each, name) and not isinstance(each, type):
+                    getattr(each, name)()
         try:
             self.check()
         except (AssertionError, ps.ParamStoreError):
@@ -187,6 +188,7 @@ class Scene:
             "device": "cpu", "experts_ahead": 1, "clock": None, "policy": "lru", "layer": 0, "expert_fn": None,
             "min_lease_slots": 0, "param_schema.fields": {"w": ((2,), "float32")}, "Schema.param.fields": {"w": ((2,), "float32")},
             "Schema.check_options.options": ps.AdamW(), "RingMemory.layers": None, "RingMemory.experts": [1],
+            "DeviceTier.layers": None,
             "RingMemory.namespace": self.ns, "DeviceTier.namespace": self.ns, "StoredExperts.namespace": self.ns,
             "StoredExperts.group": None, "bind.namespace": self.ns, "model": torch.nn.Linear(1, 1), "kind": "adamw",
             "description": ps.adamw_schema(fields).describe(), "settled_within.timeout_s": 0.0, "dir": self.directory / "new",
@@ -221,6 +223,7 @@ MADE_BY_US = {
 FOR_US = {
     "ExpertSchedule.begin_forward", "ExpertSchedule.begin_backward", "Experts.expect_micro_batches", "Lease.make_view",
     "RingMemory.end_visit", "ServeOptions.arguments", "Ticket.settle", "Ticket.settle_error", "ServeOptions.environment",
+    "DeviceTier.end_visit",
 }  # fmt: skip
 """Methods that only other parts of the client call."""
 NOT_LOOKED_AT = {("RingMemory", "clock"), ("launched", "environment")} | {

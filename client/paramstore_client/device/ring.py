@@ -151,7 +151,7 @@ class RingMemory:
         if device_of(device).type != "cpu":
             room = slots * (self.experts if experts_ahead is None else experts_ahead)
             host = cast(HostSource, namespace)  # a device makes sense only in front of a namespace
-            self._source = self._closing.enter_context(DeviceTier(host, room, device=device))
+            self._source = self._closing.enter_context(DeviceTier(host, room, device=device, policy="ring", layers=order))
         fitting = max(1, self._source.lease_slots // slots)
         self._experts_ahead = min(self.experts, fitting if experts_ahead is None else experts_ahead)
         self._clock: Clock = MonotonicClock() if clock is None else clock
@@ -327,6 +327,19 @@ class RingMemory:
         return list(self._activity.likely(layer, self._experts_ahead))
 
     def _is_loaded(self, turn: int, keys: Sequence[ExpertKey]) -> bool:
-        """Whether the load ahead of `turn` has brought `keys`."""
+        """Whether the bytes of `keys` are there now: in slots on a device, or on the host, if the load ahead has brought them."""
+        if isinstance(self._source, DeviceTier):
+            return self._source.has(keys)
         slot = self._slots[turn % self._slot_count]
-        return slot.turn == turn and slot.ticket is not None and slot.keys.issuperset(keys) and slot.ticket.done()
+        return slot.turn == turn and slot.ticket is not None and slot.keys.issuperset(keys) and _brought_all(slot.ticket)
+
+
+def _brought_all(ticket: AheadTicket) -> bool:
+    """Whether a load ahead is done, and nothing of it is known to have been skipped for want of room."""
+    if not ticket.done():
+        return False
+    outcome = getattr(ticket, "wait", None)  # a prefetch into host memory tells what it skipped
+    try:
+        return outcome is None or not outcome()["skipped"]
+    except ParamStoreError:  # demand asks again, and raises it where it matters
+        return False

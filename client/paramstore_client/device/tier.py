@@ -1,10 +1,11 @@
 """The HBM tier: a cache of experts in device memory, owned by the process that computes.
 
+- `SlotPlan` decides what stands and what goes; here bytes are copied, and identities compared.
 - A copy is served only if its identity (epoch, version) is the one that the session sees now: after an update the stale
-  copy is superseded and the key fetched again.
-- Eviction never takes what the request under way needs, nor what is leased; victims come from `paramstore.policy`.
+  copy is dropped and the key fetched again.
 - Host leases end as soon as the copies from them are done; at most `namespace.lease_slots` keys are held meanwhile, and
   half of them are asked for at once, so that copies and loads overlap.
+- Loading ahead copies what is on the host by now, and waits for nothing else.
 
 With `device="cpu"` the same class runs on host tensors without streams: the twin that every test runs on.
 """
@@ -13,20 +14,20 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from paramstore.config import PolicyConfig
-from paramstore.core.arguments import text, whole_number, wrong
+from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch, UnknownKey
-from paramstore.policy.make import make_policy
+from paramstore.policy.make import make_slot_policy
+from paramstore.policy.slot_plan import Held, SlotPlan, SlotVisit
 from paramstore_client.device.copier import REACHED, Mark, make_copier
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
 from paramstore_client.handle.base import plain_keys
@@ -40,28 +41,32 @@ PREFETCHES_MAX = 16
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class DeviceStats:
-    """Counts of keys since the tier was made. A refetch is a miss where a stale copy was here; prefetched keys are misses too."""
+    """Counts of keys since the tier was made. hits: there when the visit began; late: on their way then. prefetched: copied ahead;
+    useful, wasted: of these, used then, or gone before. refetches: stale copies that were dropped, of whatever use."""
 
-    hits: int = 0
-    misses: int = 0
-    refetches: int = 0
-    evictions: int = 0
-    prefetched: int = 0
-    bytes_copied: int = 0
+    hits: int
+    late: int
+    misses: int
+    refetches: int
+    evictions: int
+    prefetched: int
+    useful: int
+    wasted: int
+    bytes_copied: int
 
 
 class DeviceLease:
     """Copies held in their slots until released. Views are ordered after the copies on the stream that acquired them."""
 
-    def __init__(self, tier: DeviceTier, copies: Sequence[DeviceCopy]) -> None:
+    def __init__(self, tier: DeviceTier, visit: SlotVisit, copies: Sequence[DeviceCopy]) -> None:
         self._tier = tier
+        self._visit = visit
         self._copies = {copy.key: copy for copy in copies}
-        self._is_released = False
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
-        if self._is_released:
+        if self._visit.is_over:
             raise LeaseError(f"the lease of {key} on {self._tier.device} was released: acquire it again")
         return self._tier.slots.views(self._copy(key))
 
@@ -72,10 +77,8 @@ class DeviceLease:
         return list(self._copies)
 
     def release(self) -> None:
-        if not self._is_released:
-            self._is_released = True
-            self._tier.slots.end_lease(self._copies.values())
-            self._tier.settle()
+        if not self._visit.is_over:
+            self._tier.end_visit(self._visit, self._copies.values())
 
     def __enter__(self) -> DeviceLease:
         return self
@@ -121,33 +124,36 @@ def device_of(device: torch.device | str) -> torch.device:
 class DeviceTier:
     """An `ExpertSource` in front of a namespace: `StoredExperts(tier, layer)` computes on the device.
 
-    slots: experts it has room for. policy: see `paramstore.policy`. Used by one thread at a time (the autograd thread
-    of a backward counts as its caller's). Owner of the slots, the prefetches and the host leases under way.
+    slots: experts it has room for. policy: one of `paramstore.policy.make.SLOT_POLICIES`. layers: the order in which they are
+    visited, for those policies that know one; default the namespace's. Used by one thread at a time (the autograd thread
+    of a backward counts as its caller's). Owner of the plan, the slots, the prefetches and the host leases under way.
 
     A hit costs no round trip while `namespace.view_change_count` stands still; when it has grown, each key is leased from the
     host once to compare identities, and copied again only if they differ. Host memory is registered with CUDA until the
     namespace says that it goes (`before_unmap`). What is resident and used is reported every REPORT_EVERY acquires.
     """
 
-    def __init__(self, namespace: HostSource, slots: int, *, device: torch.device | str, policy: str = "decayed_lfu") -> None:
+    def __init__(
+        self, namespace: HostSource, slots: int, *, device: torch.device | str, policy: str = "decayed_lfu",
+        layers: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(namespace, HostSource):
             raise wrong("namespace", namespace, "an open namespace")
         slots = whole_number("slots", slots, least=1)
+        order = indices("layers", namespace.layers if layers is None else layers)
+        self.plan = SlotPlan(slots, make_slot_policy(text("policy", policy), slots, order))
         self.device = device_of(device)
-        self.stats = DeviceStats()
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
         self.experts: int = namespace.experts
         self.namespace = namespace
         self._part = self.schema.part("param")
         self._copier = make_copier(self.device, bounce_bytes=self._part.image_bytes)
-        self.slots = DeviceSlots(
-            self._part,
-            slots,
-            device=self.device,
-            policy=make_policy(PolicyConfig(name=text("policy", policy)), slots),
-            copier=self._copier,
-        )
+        self.slots = DeviceSlots(self._part, slots, device=self.device, copier=self._copier)
+        self._copies: dict[Held, DeviceCopy] = {}
+        self._arriving: deque[Held] = deque()
+        """What was copied and is not known to be there, in the order of the copies."""
+        self._bytes_copied = 0
         self._host_leases: deque[tuple[Mark, WeightLease, int]] = deque()
         self._prefetches: deque[DeviceTicket] = deque()
         self._touched: dict[ExpertKey, None] = {}
@@ -159,16 +165,26 @@ class DeviceTier:
         """How many keys one caller may hold leased at once: as many as there are slots."""
         return self.slots.count
 
+    @property
+    def keys(self) -> list[ExpertKey]:
+        """The keys that stand here, or are on their way."""
+        return [copy.key for held, copy in self._copies.items() if not held.is_gone]
+
+    @property
+    def stats(self) -> DeviceStats:
+        """The counts so far."""
+        counts = self.plan.counts
+        return DeviceStats(
+            hits=counts.hits, late=counts.late, misses=counts.misses, refetches=counts.dropped, evictions=counts.evicted,
+            prefetched=counts.ahead, useful=counts.useful, wasted=counts.wasted, bytes_copied=self._bytes_copied,
+        )  # fmt: skip
+
     def describe(self) -> dict[str, object]:
         """For people: device, sizes, how host memory is copied, and the counts."""
         return {
-            "device": str(self.device),
-            "slots": self.slots.count,
-            "free_slots": self.slots.free_count,
-            "bytes": sum(field.nbytes for field in self.slots.fields.values()),
-            "host_memory": self._copier.describe(),
-            **asdict(self.stats),
-        }
+            "device": str(self.device), "slots": self.slots.count, "free_slots": self.slots.free_count,
+            "bytes": self.slots.bytes, "host_memory": self._copier.describe(), **asdict(self.stats),
+        }  # fmt: skip
 
     # --- the source's calls ---
 
@@ -179,21 +195,41 @@ class DeviceTier:
         namespace's `acquire` raises; then nothing is leased, and what was copied before the error stays cached.
         """
         wanted = self._check(keys, part)
-        self._load(wanted, timeout_s=timeout_s)
-        copies = [copy for key in wanted if (copy := self.slots.find(key)) is not None]
-        assert len(copies) == len(wanted), "a key was evicted by the request that needs it"
-        self.slots.begin_lease(copies)
+        self._note_arrivals()
+        self._recheck(wanted, timeout_s)
+        visit = self.plan.visit(wanted)
+        try:
+            self._fill(visit.loads, timeout_s)
+            copies = [self._copies[held] for held in visit.held]
+            self.slots.begin_use(copies)
+        except BaseException:
+            self.plan.end_visit(visit)
+            raise
         self._touch(wanted)
         self._take_prefetched()
-        return DeviceLease(self, copies)
+        return DeviceLease(self, visit, copies)
+
+    def has(self, keys: Sequence[ExpertKey]) -> bool:
+        """Whether the current bytes of all `keys` are in their slots now."""
+        self.settle()
+        found = [self.plan.find(key) for key in plain_keys(keys)]
+        view = self.namespace.view_change_count
+        return all(held is not None and held.is_ready and self._copies[held].checked_at == view for held in found)
 
     def fetch(self, keys: Sequence[ExpertKey]) -> DeviceLease:
         """Acquires `keys`: in `with tier.fetch(keys) as held:`, `held[layer, expert]["gate_up"]` is a view of the slot."""
         return self.acquire(keys)
 
+    def end_visit(self, visit: SlotVisit, copies: Collection[DeviceCopy]) -> None:
+        """Ends the visit of a DeviceLease, whose last kernel has been given to the current stream."""
+        self.slots.end_use(copies)
+        self.plan.end_visit(visit)
+        self._free_gone()
+        self.settle()
+
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> DeviceTicket:
         """Asks the host for the keys that are not here; each later call of the tier copies those that have arrived since."""
-        missing = tuple(key for key in plain_keys(keys) if self.slots.find(key) is None)[: self.slots.count]
+        missing = tuple(key for key in plain_keys(keys) if self.plan.find(key) is None)[: self.slots.count]
         ticket = DeviceTicket(self, missing, self.namespace.prefetch(missing, part=part))
         self._prefetches.append(ticket)
         if len(self._prefetches) > PREFETCHES_MAX:
@@ -207,12 +243,12 @@ class DeviceTier:
 
     def settle(self) -> None:
         """Ends host leases whose copies are done, and copies prefetched keys that have reached the host."""
-        self._release_host_leases()
+        self._note_arrivals()
         self._take_prefetched()
 
     def report(self) -> None:
         """Tells the service which keys are here and which were used since the last report."""
-        keys = self.slots.keys
+        keys = self.keys
         self.namespace.report_device(
             resident=keys, touched=list(self._touched), bytes_resident=len(keys) * self._part.image_bytes
         )
@@ -224,7 +260,8 @@ class DeviceTier:
         self._reserve_host_leases(self.namespace.lease_slots)
         self._copier.close()
         self._stop_watching()
-        self.slots.clear()
+        self.plan.clear()
+        self._free_gone()
         self.report()
 
     def __enter__(self) -> DeviceTier:
@@ -246,29 +283,88 @@ class DeviceTier:
             )
         return wanted
 
-    def _load(self, wanted: Sequence[ExpertKey], *, timeout_s: float | None = None) -> None:
-        """Brings current copies of `wanted` into slots; none of them is evicted meanwhile."""
+    def _recheck(self, wanted: Sequence[ExpertKey], timeout_s: float | None) -> None:
+        """Drops those of `wanted` that stand here with other bytes than the session sees now."""
         view = self.namespace.view_change_count
-        unchecked = [key for key in wanted if self._checked_at(key) != view]
-        self.stats.hits += len(wanted) - len(unchecked)
-        kept = frozenset(wanted)
-        while unchecked:
-            chunk = unchecked[: max(1, self.namespace.lease_slots // 2)]
-            host = self._lease_from_host(chunk, timeout_s)
-            del unchecked[: len(chunk)]
-            mark: Mark = REACHED
+        held = [held for key in wanted if (held := self.plan.find(key)) is not None]
+        unchecked = [one for one in held if self._copies[one].checked_at != view]
+        for start in range(0, len(unchecked), self._chunk):
+            chunk = unchecked[start : start + self._chunk]
+            with self._lease_from_host([self._copies[one].key for one in chunk], timeout_s) as host:
+                for one in chunk:
+                    copy = self._copies[one]
+                    if copy.identity == host.identity(copy.key):
+                        copy.checked_at = view
+                    else:
+                        self.plan.drop(one)
+        self._free_gone()
+
+    def _fill(self, loads: Sequence[Held], timeout_s: float | None) -> None:
+        """Copies what was decided to load. Where it fails, what was copied stays, and the rest is given up."""
+        self._free_gone()
+        view = self.namespace.view_change_count
+        try:
+            for start in range(0, len(loads), self._chunk):
+                chunk = loads[start : start + self._chunk]
+                host = self._lease_from_host([held.key for held in chunk], timeout_s)  # type: ignore[misc]
+                mark: Mark = REACHED
+                try:
+                    for held in chunk:
+                        mark = self._place(held, host, view)
+                finally:
+                    self._host_leases.append((mark, host, len(chunk)))
+                    self._note_arrivals()
+        except BaseException:
+            for held in loads:
+                if held not in self._copies:
+                    self.plan.fail(held)
+            raise
+
+    @property
+    def _chunk(self) -> int:
+        """Keys that are leased from the host at once."""
+        return max(1, self.namespace.lease_slots // 2)
+
+    def _place(self, held: Held, host: WeightLease, view: int) -> Mark:
+        key: ExpertKey = held.key  # type: ignore[assignment]
+        fields = host[key]
+        copy = self._copies[held] = self.slots.place(key, fields, host.identity(key), checked_at=view)
+        self._arriving.append(held)
+        self._bytes_copied += sum(tensor.nbytes for tensor in fields.values())
+        return copy.ready
+
+    def _note_arrivals(self) -> None:
+        """Tells the plan which bytes are there by now, and ends the host leases that they came from."""
+        while self._arriving and ((copy := self._copies.get(self._arriving[0])) is None or copy.ready.is_reached()):
+            self.plan.arrive(self._arriving.popleft())
+        while self._host_leases and self._host_leases[0][0].is_reached():
+            self._host_leases.popleft()[1].release()
+
+    def _free_gone(self) -> None:
+        """Frees the slots of what was evicted or dropped, and is in nobody's use."""
+        for held in [held for held in self._copies if held.is_gone and not held.users]:
+            self.slots.free(self._copies.pop(held))
+
+    def _take_prefetched(self) -> None:
+        """Copies what prefetches have brought to the host, into slots that loads ahead may have."""
+        while self._prefetches and (self._prefetches[0].is_settled or self._prefetches[0].host.done()):
+            ticket = self._prefetches.popleft()
+            if ticket.is_settled:
+                continue
+            ticket.is_settled = True
             try:
-                changed = self._drop_stale(chunk, host)
-                self.stats.evictions += self.slots.make_room(len(changed), kept=kept)
-                for key in changed:
-                    mark = self._place(key, host)
-            finally:
-                self._host_leases.append((mark, host, len(chunk)))
-                self._release_host_leases()
-            for key in chunk:
-                copy = self.slots.find(key)
-                assert copy is not None
-                copy.checked_at = view
+                loads, _ = self.plan.ahead(self._arrived(ticket))
+                self._fill(loads, timeout_s=0.0)
+            except ParamStoreError as error:  # demand will ask again and raise the error where it matters
+                _log.warning("prefetch of %d keys to %s given up: %s", len(ticket.keys), self.device, error)
+
+    @staticmethod
+    def _arrived(ticket: DeviceTicket) -> Sequence[ExpertKey]:
+        """The keys that the host had room for. It takes them in order, so what it skipped is at the end; asking for those
+        here would wait for the volume."""
+        return ticket.keys[: len(ticket.keys) - ticket.host.wait()["skipped"]]
+
+    # --- host leases and reports ---
 
     def _lease_from_host(self, keys: Sequence[ExpertKey], timeout_s: float | None) -> WeightLease:
         self._reserve_host_leases(len(keys))
@@ -279,58 +375,6 @@ class DeviceTier:
                 raise
             self._reserve_host_leases(self.namespace.lease_slots)
             return self.namespace.acquire(keys, timeout_s=timeout_s)
-
-    def _checked_at(self, key: ExpertKey) -> int | None:
-        copy = self.slots.find(key)
-        return None if copy is None else copy.checked_at
-
-    def _drop_stale(self, chunk: Sequence[ExpertKey], host: WeightLease) -> list[ExpertKey]:
-        """Drops stale copies; returns the keys of `chunk` that have no copy of the bytes that `host` holds."""
-        changed = []
-        for key in chunk:
-            copy = self.slots.find(key)
-            if copy is not None and copy.identity == host.identity(key):
-                self.stats.hits += 1
-                continue
-            self.stats.misses += 1
-            changed.append(key)
-            if copy is not None:
-                self.stats.refetches += 1
-                self.slots.drop(key)
-        return changed
-
-    def _place(self, key: ExpertKey, host: WeightLease) -> Mark:
-        fields = host[key]
-        self.stats.bytes_copied += sum(tensor.nbytes for tensor in fields.values())
-        return self.slots.place(key, fields, host.identity(key)).ready
-
-    def _take_prefetched(self) -> None:
-        """Copies what prefetches have brought to the host, into as many slots as are not leased."""
-        while self._prefetches and (self._prefetches[0].is_settled or self._prefetches[0].host.done()):
-            ticket = self._prefetches.popleft()
-            if ticket.is_settled:
-                continue
-            ticket.is_settled = True
-            try:
-                missing = [key for key in self._arrived(ticket) if self.slots.find(key) is None]
-                fitting = missing[: self.slots.unleased_count]
-                self._load(fitting)
-            except ParamStoreError as error:  # demand will ask again and raise the error where it matters
-                _log.warning("prefetch of %d keys to %s given up: %s", len(ticket.keys), self.device, error)
-                continue
-            self.stats.prefetched += len(fitting)
-
-    @staticmethod
-    def _arrived(ticket: DeviceTicket) -> Sequence[ExpertKey]:
-        """The keys that the host had room for. It takes them in order, so what it skipped is at the end; asking for those
-        here would wait for the volume."""
-        return ticket.keys[: len(ticket.keys) - ticket.host.wait()["skipped"]]
-
-    # --- host leases and reports ---
-
-    def _release_host_leases(self) -> None:
-        while self._host_leases and self._host_leases[0][0].is_reached():
-            self._host_leases.popleft()[1].release()
 
     def _reserve_host_leases(self, key_count: int) -> None:
         """Waits for the oldest copies until `key_count` more keys may be leased from the host."""
@@ -347,7 +391,6 @@ class DeviceTier:
         self._copier.forget_memory(address, length_bytes)
 
     def _touch(self, keys: Sequence[ExpertKey]) -> None:
-        self.slots.record_use(keys)
         self._touched.update(dict.fromkeys(keys))
         self._acquire_count += 1
         if self._acquire_count % REPORT_EVERY == 0:

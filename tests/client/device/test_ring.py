@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paramstore.errors import CapacityError, ConfigError, LeaseError, UnknownKey, WaitTimeout
 from paramstore.testing.clock import ManualClock
-from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore.testing.memory_namespace import MemoryNamespace, MemoryTicket
 from paramstore_client.device.ring import RingMemory
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.nn import ResidentExperts, StoredExperts
@@ -451,3 +451,28 @@ def test_a_ring_over_device_slots_gives_the_same_weights() -> None:
                     assert_weights(ns, layer, experts)
         assert tier.stats.bytes_copied > 0
     assert ns.leased == []
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("policy", ["ring", "decayed_lfu", "lifo_inactive"])
+def test_what_a_ring_has_loaded_ahead_is_there_when_its_visit_begins_and_was_copied_once(slots: int, policy: str) -> None:
+    ns, turns = make_namespace(), 40 * 5
+    with DeviceTier(ns, slots * EXPERTS, device="cpu", policy=policy) as tier, RingMemory(tier, slots) as ring:
+        for turn in range(turns):
+            with ring.layer(turn % 5) as experts:
+                assert_weights(ns, turn % 5, experts)
+        assert (ring.stats.hits, ring.stats.waits) == (turns, 0)
+        stats = tier.stats
+        assert (stats.hits, stats.late, stats.misses) == (turns * EXPERTS, 0, 0)
+        copied = stats.bytes_copied / sum(field.length_bytes for field in ns.schema.part("param").fields)
+        assert copied == sum(len(leased) for _, leased in ns.happened("acquire")), "a copy is one host lease of its key"
+        assert copied <= 1.06 * turns * EXPERTS
+
+
+def test_a_visit_whose_load_ahead_was_skipped_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns = make_namespace()
+    monkeypatch.setattr(MemoryTicket, "wait", lambda ticket: {"loaded": 0, "resident": 0, "skipped": 1, "bytes": 0})
+    with RingMemory(ns, 2) as ring:
+        with ring.layer(0):
+            pass
+        assert (ring.stats.hits, ring.stats.waits) == (0, 1)

@@ -1,0 +1,64 @@
+"""Expert buffering ("Towards MoE Deployment", arXiv 2303.06182, section VI-B): what the last visit did not use goes first, then
+what came last.
+
+The paper evicts an expert that is inactive in the current batch, and where all are active the one that was loaded last: in a scan
+the next use of what came first is the nearest. It does not say which of several inactive ones goes; here it is the one loaded last
+too. Its buffer belongs to one layer. Here layers share one, and a key counts as active while the last visit of *its* layer used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable
+from heapq import nsmallest
+
+
+class LifoInactive:
+    """A policy that keeps when each held name came, and which names each layer's last visit used. Names are (layer, expert) keys;
+    other names are one layer."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[Hashable, int] = {}
+        self._arrivals = 0
+        self._active: dict[object, frozenset[Hashable]] = {}
+
+    def begin_visit(self, names: Collection[Hashable]) -> None:
+        layers: dict[object, list[Hashable]] = {}
+        for name in names:
+            layers.setdefault(_layer_of(name), []).append(name)
+        self._active.update((layer, frozenset(active)) for layer, active in layers.items())
+
+    def record(self, name: Hashable) -> None:
+        if name not in self._arrived:
+            self.hold(name)
+
+    def record_all(self, names: Iterable[Hashable]) -> None:
+        for name in names:
+            self.record(name)
+
+    def hold(self, name: Hashable) -> None:
+        self._arrivals += 1
+        self._arrived[name] = self._arrivals
+
+    def expect(self, names: Iterable[Hashable]) -> None:
+        """Does nothing, since only visits count."""
+
+    def forget(self, name: Hashable) -> None:
+        self._arrived.pop(name, None)
+
+    def victims(self, count: int, protected: Callable[[Hashable], bool]) -> list[Hashable] | None:
+        found = nsmallest(count, (name for name in self._arrived if not protected(name)), key=self._rank)
+        return found if len(found) == count else None
+
+    def heat(self, name: Hashable) -> float:
+        """1 for a held name that its layer's last visit used, 1/2 for another held one, 0 for one that is not held."""
+        return 0.0 if name not in self._arrived else 1.0 if self._is_active(name) else 0.5
+
+    def _rank(self, name: Hashable) -> tuple[bool, int]:
+        return self._is_active(name), -self._arrived[name]
+
+    def _is_active(self, name: Hashable) -> bool:
+        return name in self._active.get(_layer_of(name), ())
+
+
+def _layer_of(name: Hashable) -> object:
+    return name[0] if isinstance(name, tuple) else None

@@ -1,0 +1,318 @@
+"""Which keys stand in the slots of a cache: what a visit finds there, what is loaded for it or ahead of it, and what goes.
+
+A *visit* is one dispatch of a layer: its keys are all known, since the router has run, and in use until it ends. A key may also
+be *loaded ahead* of its visit. The plan decides and counts; whoever carries it out copies, and tells when bytes have come.
+
+- A hit is a key whose bytes were there when its visit began. One that is still under way then is *late*.
+- What a visit uses is never evicted. What was loaded ahead and not used since, or is still under way, is spared: it gives room
+  to a visit that finds nothing else, and never to another load ahead.
+- A visit of more keys than may stand at once passes by: it takes free slots, evicts nobody for more than the few slots that the
+  rest runs through, and so leaves what is there for the visits after it.
+- Loads ahead evict at most `churn` keys between the beginnings of two visits.
+
+A policy ranks what stands: buffering of experts ("Towards MoE Deployment", arXiv 2303.06182, section VI) has `LifoInactive`, ring
+memory (SE-MoE, arXiv 2205.10034, section 3.3.2) `RingOrder`. Both papers give each layer slots of its own; here all share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from paramstore.errors import CapacityError, LeaseError
+from paramstore.policy.base import Policy, VisitPolicy
+
+UNTOLD_MAX = 64
+"""Visits of which the policy is told together: a decision tells it first, so that only time is saved."""
+
+
+@dataclass(slots=True)
+class SlotCounts:
+    """Keys since the plan was made. hits + late + misses + passed = keys of all visits; each miss, each passing and each key of
+    `ahead` is one load. useful: loaded ahead and visited then, late ones too; wasted: gone before any visit."""
+
+    hits: int = 0
+    late: int = 0
+    misses: int = 0
+    passed: int = 0
+    ahead: int = 0
+    useful: int = 0
+    wasted: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+    @property
+    def loads(self) -> int:
+        """Loads that were decided, those that failed among them."""
+        return self.misses + self.passed + self.ahead
+
+
+class Held:
+    """A key that stands in a slot, or is on its way there. One object for each load: a key that comes again gets another."""
+
+    __slots__ = ("__weakref__", "is_ahead", "is_gone", "is_ready", "key", "users")
+
+    def __init__(self, key: Hashable, *, is_ahead: bool) -> None:
+        self.key = key
+        self.is_ahead = is_ahead
+        self.is_ready = False
+        self.is_gone = False
+        self.users = 0
+        """Visits under way that use it."""
+
+    def __repr__(self) -> str:
+        state = "gone" if self.is_gone else "ready" if self.is_ready else "under way"
+        return f"<Held {self.key!r}, {state}, {self.users} users>"
+
+
+@dataclass(slots=True, eq=False)
+class SlotVisit:
+    """What one visit finds and needs; its `held` are in use, and `passing_slots` slots kept free for it, until `end_visit`.
+
+    held: in the order of the visit's keys, without those that pass. loads: those of `held` that are to be loaded now. late: those
+    that are still on their way. passing: keys to be run through `passing_slots` slots, as many at a time. evicted: what gave room.
+    """
+
+    held: Sequence[Held]
+    loads: tuple[Held, ...] = ()
+    late: tuple[Held, ...] = ()
+    passing: tuple[Hashable, ...] = ()
+    passing_slots: int = 0
+    evicted: tuple[Held, ...] = ()
+    is_over: bool = False
+
+
+class SlotPlan:
+    """Owner of what stands in `slots` slots, of who uses it, and of the counts. Pure: it copies nothing and never waits.
+
+    passing_slots: most slots that a visit which does not fit runs its rest through. churn: None for no bound.
+    """
+
+    def __init__(self, slots: int, policy: Policy, *, passing_slots: int = 1, churn: int | None = None) -> None:
+        self.slots = slots
+        self.counts = SlotCounts()
+        self._policy = policy
+        self._visits = policy if isinstance(policy, VisitPolicy) else None
+        self._passing_slots = passing_slots
+        self._churn = slots if churn is None else churn
+        self._churned = 0
+        self._held: dict[Hashable, Held] = {}
+        self._fast: dict[Hashable, Held] = {}
+        """Those of `_held` that are ready and not ahead: a visit of such alone decides nothing."""
+        self._lingering = 0
+        """Slots of what is gone and still used."""
+        self._kept_free = 0
+        """Slots that visits under way run the rest of their keys through."""
+        self._untold: list[Sequence[Held]] = []
+
+    @property
+    def free(self) -> int:
+        """Slots that nothing stands in and no visit needs."""
+        return self.slots - len(self._held) - self._lingering - self._kept_free
+
+    @property
+    def held(self) -> list[Held]:
+        """What stands, or is on its way, in the order of arrival."""
+        return list(self._held.values())
+
+    def find(self, key: Hashable) -> Held | None:
+        """What stands for `key`, ready or not."""
+        return self._held.get(key)
+
+    # --- visits ---
+
+    def visit(self, keys: Sequence[Hashable], *, may_pass: bool = False) -> SlotVisit:
+        """Begins a visit of `keys`, which differ. may_pass: keys that find no slot may pass by; else all stand at once.
+
+        Raises CapacityError on more keys than slots that may not pass, LeaseError where visits under way use too many of the
+        slots; then nothing has changed.
+        """
+        visit = self.visit_ready(keys)
+        return self._decide(keys, may_pass=may_pass) if visit is None else visit
+
+    def visit_ready(self, keys: Sequence[Hashable]) -> SlotVisit | None:
+        """Begins a visit of `keys`, which differ, if the bytes of all of them stand already; else changes nothing."""
+        fast = self._fast
+        try:
+            held = [fast[key] for key in keys]
+        except (KeyError, TypeError):  # the latter: what is no key at all
+            return None
+        for one in held:
+            one.users += 1
+        self.counts.hits += len(held)
+        self._churned = 0
+        self._untold.append(held)
+        if len(self._untold) >= UNTOLD_MAX:
+            self._tell()
+        return SlotVisit(held)
+
+    def end_visit(self, visit: SlotVisit) -> bool:
+        """Ends a visit; a second call does nothing. Says whether something that was gone is in use no more by that."""
+        if visit.is_over:
+            return False
+        visit.is_over = True
+        self._kept_free -= visit.passing_slots
+        lingering = self._lingering
+        for held in visit.held:
+            held.users -= 1
+            if held.is_gone and not held.users:
+                self._lingering -= 1
+        return self._lingering < lingering
+
+    def _decide(self, keys: Sequence[Hashable], *, may_pass: bool) -> SlotVisit:
+        self._tell()
+        found = {key: held for key in keys if (held := self._held.get(key)) is not None}
+        missing = [key for key in keys if key not in found]
+        idle = sum(not held.users for held in self._held.values())
+        others = idle - sum(not held.users for held in found.values())
+        passing_slots, given = 0, list[Hashable]()
+        if len(missing) > self.free + others:
+            if not may_pass:
+                raise self._no_room(len(keys), len(missing), others)
+            passing_slots = min(self._passing_slots, self.free + idle)
+            if not passing_slots:
+                raise self._no_room(len(keys), len(missing), others)
+            given = self._choose(passing_slots - self.free - others, lambda key: key not in found or found[key].users > 0)
+            loaded = missing[: max(0, self.free - passing_slots)]
+            needed = passing_slots - self.free - len(given)
+        else:
+            loaded, needed = missing, len(missing) - self.free
+        victims = self._choose(needed, lambda key: key in found or self._held[key].users > 0, spares_ahead=True)
+        evicted = tuple(self._evict(key) for key in (*given, *victims))
+        there = {key: held for key, held in found.items() if not held.is_gone}
+        return self._begin(keys, there, set(loaded), passing_slots, evicted)
+
+    def _begin(
+        self, keys: Sequence[Hashable], found: dict[Hashable, Held], loaded: set[Hashable], passing_slots: int,
+        evicted: tuple[Held, ...],
+    ) -> SlotVisit:  # fmt: skip
+        counts = self.counts
+        held, loads, late, passing = list[Held](), list[Held](), list[Held](), list[Hashable]()
+        for key in keys:
+            one = found.get(key)
+            if one is None and key not in loaded:
+                passing.append(key)
+                continue
+            if one is None:
+                one = self._held[key] = Held(key, is_ahead=False)
+                loads.append(one)
+            elif one.is_ready:
+                counts.hits += 1
+                self._fast[key] = one
+            else:
+                late.append(one)
+            counts.useful += one.is_ahead
+            one.is_ahead = False
+            one.users += 1
+            held.append(one)
+        counts.late += len(late)
+        counts.misses += len(loads)
+        counts.passed += len(passing)
+        self._kept_free += passing_slots
+        self._churned = 0
+        self._note_use(keys)
+        for key in passing:
+            self._policy.forget(key)
+        return SlotVisit(held, tuple(loads), tuple(late), tuple(passing), passing_slots, evicted)
+
+    # --- loads ---
+
+    def ahead(self, keys: Iterable[Hashable]) -> tuple[list[Held], list[Held]]:
+        """Decides which of `keys` are loaded ahead now, the first ones first. Returns them, and what was evicted for them."""
+        self._tell()
+        wanted = list(dict.fromkeys(keys))
+        new = [key for key in wanted if key not in self._held]
+        spared = {held.key for held in self._held.values() if held.users or _is_spared(held)} | set(wanted)
+        idle = sum(key not in spared for key in self._held)
+        new = new[: self.free + min(idle, self._churn - self._churned)]
+        victims = self._choose(len(new) - self.free, spared.__contains__)
+        evicted = [self._evict(key) for key in victims]
+        self._churned += len(evicted)
+        loads = []
+        for key in new:
+            held = self._held[key] = Held(key, is_ahead=True)
+            self._policy.hold(key)
+            loads.append(held)
+        self.counts.ahead += len(loads)
+        return loads, evicted
+
+    def arrive(self, held: Held) -> None:
+        """The bytes of `held` are in its slot."""
+        held.is_ready = True
+        if not held.is_gone and not held.is_ahead:
+            self._fast[held.key] = held
+
+    def fail(self, held: Held) -> None:
+        """The load of `held` has failed: its slot is free, once no visit uses it. Nothing to do where it is gone already."""
+        if not held.is_gone:
+            self.counts.failed += 1
+            self._remove(held)
+
+    def drop(self, held: Held) -> None:
+        """What stands there is stale: it is found no more, and its slot is free once no visit uses it."""
+        if not held.is_gone:
+            self.counts.dropped += 1
+            self._remove(held)
+
+    def clear(self) -> None:
+        """Forgets all that stands, as if it had never been there: the counts stay."""
+        for held in list(self._held.values()):
+            held.is_ahead = False  # nobody can say that it was wasted
+            self._remove(held)
+
+    # --- what goes ---
+
+    def _choose(self, count: int, protected: Callable[[Hashable], bool], *, spares_ahead: bool = False) -> list[Hashable]:
+        """`count` victims; the caller knows that there are so many. spares_ahead: what is spared goes last, and not never."""
+        if count <= 0:
+            return []
+        if spares_ahead:
+            spared = {key for key, held in self._held.items() if _is_spared(held) and not protected(key)}
+            others = sum(not protected(key) for key in self._held) - len(spared)
+            first = self._choose(min(count, others), lambda key: key in spared or protected(key))
+            return first + self._choose(count - len(first), lambda key: key not in spared or protected(key))
+        victims = self._policy.victims(count, protected)
+        if victims is None:
+            raise LeaseError(f"the policy has no {count} victims among {len(self._held)} keys")
+        return victims
+
+    def _evict(self, key: Hashable) -> Held:
+        held = self._held[key]
+        self.counts.evicted += 1
+        self._remove(held)
+        return held
+
+    def _remove(self, held: Held) -> None:
+        self.counts.wasted += held.is_ahead
+        held.is_gone = True
+        del self._held[held.key]
+        self._fast.pop(held.key, None)
+        self._policy.forget(held.key)
+        self._lingering += held.users > 0
+
+    def _tell(self) -> None:
+        """Tells the policy of the visits that decided nothing."""
+        untold, self._untold = self._untold, []
+        for visit in untold:
+            self._note_use([held.key for held in visit])
+            for held in visit:
+                if held.is_gone:
+                    self._policy.forget(held.key)
+
+    def _note_use(self, keys: Sequence[Hashable]) -> None:
+        if self._visits is not None:
+            self._visits.begin_visit(keys)
+        self._policy.record_all(keys)
+
+    def _no_room(self, asked: int, missing: int, others: int) -> CapacityError | LeaseError:
+        if asked > self.slots:
+            return CapacityError(f"{asked} keys asked of {self.slots} slots: ask in parts, or give more slots")
+        return LeaseError(
+            f"{missing} of {asked} keys need a slot: {self.free + others} of {self.slots} can be had, and what is in use or on its "
+            "way holds the others; release leases first, or give more slots"
+        )
+
+
+def _is_spared(held: Held) -> bool:
+    return held.is_ahead or not held.is_ready

@@ -1,0 +1,413 @@
+"""SlotPlan: what a visit finds, what it evicts, what passes by, and that every counter is what a plain model counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from paramstore.core.visits import ring_visits
+from paramstore.errors import CapacityError, LeaseError
+from paramstore.policy.base import Policy
+from paramstore.policy.decayed_lfu import DecayedLfu
+from paramstore.policy.lifo_inactive import LifoInactive
+from paramstore.policy.lru import Lru
+from paramstore.policy.ring_order import RingOrder
+from paramstore.policy.schedule import Schedule
+from paramstore.policy.slot_plan import Held, SlotPlan, SlotVisit
+
+LAYERS, EXPERTS = 4, 6
+
+
+def scheduled() -> Schedule:
+    policy = Schedule(Lru)
+    policy.declare(ring_visits(range(LAYERS)))
+    return policy
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "lru": Lru, "lifo_inactive": LifoInactive, "ring": lambda: RingOrder(range(LAYERS)), "schedule": scheduled,
+    "decayed_lfu": lambda: DecayedLfu(threshold=0.0, beta=0.5, decay_steps=8, capacity=8),
+}  # fmt: skip
+
+
+def loaded(plan: SlotPlan, keys: Sequence[Hashable], *, may_pass: bool = False) -> SlotVisit:
+    """A visit whose bytes have come."""
+    visit = plan.visit(keys, may_pass=may_pass)
+    for held in (*visit.loads, *visit.late):
+        plan.arrive(held)
+    return visit
+
+
+def used(plan: SlotPlan, *visits: Sequence[Hashable], may_pass: bool = False) -> None:
+    for keys in visits:
+        plan.end_visit(loaded(plan, keys, may_pass=may_pass))
+
+
+def keys_of(held: Sequence[Held]) -> list[Hashable]:
+    return [one.key for one in held]
+
+
+# --- demand
+
+
+def test_a_hit_is_a_key_that_was_there_when_the_visit_began() -> None:
+    plan = SlotPlan(4, Lru())
+    first = plan.visit("ab")
+    assert keys_of(first.loads) == ["a", "b"]
+    second = plan.visit("bc")  # b is still under way
+    assert keys_of(second.late) == ["b"]
+    assert keys_of(second.loads) == ["c"]
+    for held in (*first.loads, *second.loads):
+        plan.arrive(held)
+    third = plan.visit("abc")
+    assert (third.loads, third.late, keys_of(third.held)) == ((), (), ["a", "b", "c"])
+    assert (plan.counts.hits, plan.counts.late, plan.counts.misses) == (3, 1, 3)
+
+
+def test_the_policys_victim_gives_room_and_nothing_that_is_used() -> None:
+    plan = SlotPlan(3, Lru())
+    used(plan, "a", "b", "c")
+    held = plan.visit("a")
+    assert keys_of(plan.visit("d").evicted) == ["b"]
+    plan.end_visit(held)
+    assert plan.find("a") is not None
+    assert plan.find("b") is None
+
+
+def test_hits_are_uses_to_the_policy_before_it_chooses() -> None:
+    plan = SlotPlan(3, Lru())
+    used(plan, "a", "b", "c", "a", "a", "a")
+    assert keys_of(plan.visit("d").evicted) == ["b"]
+
+
+def test_a_visit_that_finds_all_slots_in_use_is_refused_and_nothing_changes() -> None:
+    plan = SlotPlan(2, Lru())
+    visit = loaded(plan, "ab")
+    before = replace(plan.counts)
+    with pytest.raises(LeaseError, match=r"1 of 2 keys need a slot: 0 of 2 can be had"):
+        plan.visit("bc")
+    with pytest.raises(LeaseError, match="0 of 2 can be had"):
+        plan.visit("bc", may_pass=True)
+    assert plan.counts == before
+    plan.end_visit(visit)
+    assert keys_of(plan.visit("bc").loads) == ["c"]
+
+
+def test_more_keys_than_slots_are_refused_where_none_may_pass() -> None:
+    plan = SlotPlan(2, Lru())
+    with pytest.raises(CapacityError, match="3 keys asked of 2 slots"):
+        plan.visit("abc")
+
+
+def test_a_visit_is_over_once() -> None:
+    plan = SlotPlan(2, Lru())
+    visit, other = loaded(plan, "ab"), loaded(plan, "a")
+    plan.end_visit(visit)
+    plan.end_visit(visit)
+    assert other.held[0].users == 1
+
+
+# --- what fails, what is stale
+
+
+def test_a_failed_load_frees_its_slot_when_its_visit_is_over() -> None:
+    plan = SlotPlan(1, Lru())
+    visit = plan.visit("a")
+    plan.fail(visit.loads[0])
+    plan.fail(visit.loads[0])
+    assert (plan.free, plan.find("a"), plan.counts.failed) == (0, None, 1)
+    plan.end_visit(visit)
+    assert plan.free == 1
+    assert keys_of(plan.visit("a").loads) == ["a"]
+
+
+def test_what_is_dropped_in_use_keeps_its_slot_until_then_and_comes_anew() -> None:
+    plan = SlotPlan(2, Lru())
+    visit = loaded(plan, "a")
+    stale = visit.held[0]
+    plan.drop(stale)
+    fresh = plan.visit("a")
+    assert keys_of(fresh.loads) == ["a"]
+    assert fresh.loads[0] is not stale
+    assert plan.free == 0
+    plan.arrive(stale)  # late news of the old load make nothing of the new one ready
+    assert not fresh.loads[0].is_ready
+    plan.end_visit(visit)
+    assert plan.free == 1
+    assert plan.counts.dropped == 1
+
+
+def test_a_use_of_what_was_dropped_since_does_not_make_the_policy_hold_it() -> None:
+    plan = SlotPlan(2, Lru())
+    used(plan, "a", "b", "a")  # the last of them is not told yet
+    held = plan.find("a")
+    assert held is not None
+    plan.drop(held)
+    used(plan, "c")
+    assert keys_of(plan.visit("d").evicted) == ["b"]
+
+
+def test_clearing_counts_nothing() -> None:
+    plan = SlotPlan(3, Lru())
+    used(plan, "a")
+    visit = loaded(plan, "b")
+    plan.ahead("c")
+    before = replace(plan.counts)
+    plan.clear()
+    assert (plan.held, plan.free, plan.counts) == ([], 2, before)
+    plan.end_visit(visit)
+    assert plan.free == 3
+
+
+# --- ahead
+
+
+def test_what_was_loaded_ahead_is_spared_until_it_was_used() -> None:
+    plan = SlotPlan(3, Lru())
+    loads, _ = plan.ahead("ab")
+    for held in loads:
+        plan.arrive(held)
+    used(plan, "x")
+    assert keys_of(plan.visit("y").evicted) == ["x"]  # used later than `a` and `b` came
+    used(plan, "a")
+    assert keys_of(plan.visit("z").evicted) == ["a"]
+    assert (plan.counts.ahead, plan.counts.useful, plan.counts.wasted) == (2, 1, 0)
+
+
+def test_demand_that_finds_nothing_else_takes_what_was_loaded_ahead_and_it_counts_as_wasted() -> None:
+    plan = SlotPlan(2, Lru())
+    loads, _ = plan.ahead("ab")
+    plan.arrive(loads[0])
+    assert sorted(map(str, keys_of(plan.visit("cd").evicted))) == ["a", "b"]  # one of them still under way
+    assert plan.counts.wasted == 2
+    assert plan.counts.misses == 2
+
+
+def test_loads_ahead_give_room_to_no_load_ahead() -> None:
+    plan = SlotPlan(2, Lru())
+    first, _ = plan.ahead("ab")
+    assert plan.ahead("cd") == ([], [])
+    plan.arrive(first[0])
+    assert plan.ahead("cd") == ([], [])
+
+
+def test_what_stands_is_not_loaded_ahead_again_and_is_not_evicted_for_the_rest_of_the_call() -> None:
+    plan = SlotPlan(2, Lru())
+    used(plan, "a", "b")
+    loads, evicted = plan.ahead("ac")
+    assert (keys_of(loads), keys_of(evicted)) == (["c"], ["b"])
+
+
+def test_loads_ahead_evict_at_most_churn_keys_between_two_visits() -> None:
+    plan = SlotPlan(4, Lru(), churn=1)
+    used(plan, "a", "b", "c", "d")
+    assert [len(plan.ahead([name])[0]) for name in "xyz"] == [1, 0, 0]
+    used(plan, "d")
+    assert [len(plan.ahead([name])[0]) for name in "yz"] == [1, 0]
+    assert plan.counts.evicted == 2
+
+
+def test_what_comes_ahead_too_late_is_late_and_useful() -> None:
+    plan = SlotPlan(2, Lru())
+    plan.ahead("a")
+    visit = plan.visit("a")
+    assert keys_of(visit.late) == ["a"]
+    assert (plan.counts.hits, plan.counts.late, plan.counts.misses, plan.counts.useful) == (0, 1, 0, 1)
+
+
+def test_a_visit_uses_what_it_evicted_nobody_for_while_others_load_ahead() -> None:
+    plan = SlotPlan(2, Lru())
+    visit = loaded(plan, "ab")
+    assert plan.ahead("cd") == ([], [])
+    plan.end_visit(visit)
+    assert keys_of(plan.ahead("c")[1]) == ["a"]
+
+
+# --- visits that do not fit
+
+
+def test_a_visit_that_does_not_fit_takes_free_slots_and_lets_the_rest_pass() -> None:
+    plan = SlotPlan(4, Lru(), passing_slots=2)
+    visit = loaded(plan, "abcdef", may_pass=True)
+    assert (keys_of(visit.loads), visit.passing, visit.passing_slots) == (["a", "b"], tuple("cdef"), 2)
+    assert plan.free == 0
+    plan.end_visit(visit)
+    assert plan.free == 2
+
+
+def test_it_evicts_nobody_but_for_the_slots_that_the_rest_runs_through() -> None:
+    plan = SlotPlan(4, Lru(), passing_slots=1)
+    used(plan, "w", "x", "y", "z")
+    visit = plan.visit("abcdef", may_pass=True)
+    assert (visit.loads, visit.passing, keys_of(visit.evicted)) == ((), tuple("abcdef"), ["w"])
+    plan.end_visit(visit)
+    assert keys_of(plan.visit("xyz").loads) == []
+
+
+def test_where_all_slots_hold_keys_of_the_visit_one_of_them_passes_too() -> None:
+    plan = SlotPlan(2, Lru())
+    used(plan, "a", "b")
+    visit = plan.visit("abc", may_pass=True)
+    assert (keys_of(visit.held), visit.passing, visit.passing_slots) == (["b"], ("a", "c"), 1)
+    assert (plan.counts.hits, plan.counts.passed) == (1, 2)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_through_however_few_slots_a_visit_goes(slots: int) -> None:
+    plan = SlotPlan(slots, Lru())
+    for _ in range(3):
+        visit = loaded(plan, "abcde", may_pass=True)
+        assert {*keys_of(visit.held), *visit.passing} == set("abcde")
+        assert len(visit.held) + visit.passing_slots <= slots
+        plan.end_visit(visit)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_dispatch_of_twice_the_slots_again_and_again_has_nine_tenths_of_the_most_hits(name: str) -> None:
+    plan = SlotPlan(32, POLICIES[name](), passing_slots=4)
+    keys = [(0, expert) for expert in range(64)]
+    for _ in range(20):
+        used(plan, keys, may_pass=True)
+    bound = (32 - 4) / 64
+    assert plan.counts.hits / (20 * 64) >= 0.9 * bound
+
+
+def test_layers_that_do_not_fit_do_not_drive_each_other_out() -> None:
+    plan = SlotPlan(8, Lru())
+    for _ in range(10):
+        for layer in range(2):
+            used(plan, [(layer, expert) for expert in range(12)], may_pass=True)
+    assert plan.counts.hits == 7 * 9
+
+
+# --- all of it, at random
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_counter_is_what_a_plain_model_of_the_slots_counts(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    slots = rng.randint(1, 12)
+    plan = SlotPlan(slots, POLICIES[name](), passing_slots=rng.randint(1, 3), churn=rng.choice([None, 0, 2]))
+    model = Slots(slots)
+    visits: list[SlotVisit] = []
+    for turn in range(600):
+        layer = rng.randrange(LAYERS)
+        keys = [(layer, expert) for expert in rng.sample(range(EXPERTS), rng.randint(1, EXPERTS))]
+        if rng.random() < 0.1:  # of two layers
+            keys += [((layer + 1) % LAYERS, expert) for expert in range(rng.randint(1, 3))]
+        action = rng.random()
+        if action < 0.5:
+            try:
+                visits.append(plan.visit(keys, may_pass=rng.random() < 0.5))
+                model.visit(keys, visits[-1])
+            except (LeaseError, CapacityError):
+                model.refuse(keys)
+        elif action < 0.6:
+            model.ahead(*plan.ahead(keys))
+        elif action < 0.8 and visits:
+            visit = visits.pop(rng.randrange(len(visits)))
+            plan.end_visit(visit)
+            model.end(visit)
+        elif model.under_way:
+            held = rng.choice(model.under_way)
+            if rng.random() < 0.8:
+                plan.arrive(held)
+                model.ready.add(held)
+            else:
+                plan.fail(held)
+                model.remove(held)
+        elif model.standing:
+            held = rng.choice(list(model.standing.values()))
+            plan.drop(held)
+            model.remove(held)
+        model.check(plan, f"{name}, seed {seed}, turn {turn}")
+
+
+class Slots:
+    """The slots one by one: what stands, who uses it, and what was counted."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.standing: dict[Hashable, Held] = {}
+        self.ready: set[Held] = set()
+        self.fresh: set[Held] = set()
+        """Loaded ahead and not visited since."""
+        self.users: dict[Held, int] = {}
+        self.passing = 0
+        self.hits = self.late = self.misses = self.passed = self.wasted = self.useful = 0
+
+    @property
+    def under_way(self) -> list[Held]:
+        return [held for held in self.standing.values() if held not in self.ready]
+
+    def visit(self, keys: Sequence[Hashable], visit: SlotVisit) -> None:
+        there = {key: held for key, held in self.standing.items() if key in keys}
+        for held in visit.evicted:
+            assert not self.users.get(held), "it was in use"
+            self.remove(held)
+        given = {held.key for held in visit.evicted} & set(keys)
+        assert given <= set(visit.passing)
+        expected = [key for key in keys if key not in visit.passing]
+        assert [held.key for held in visit.held] == expected
+        self.passed += len(visit.passing)
+        self.passing += visit.passing_slots
+        assert bool(visit.passing) == bool(visit.passing_slots)
+        loads = []
+        for held in visit.held:
+            if there.get(held.key) is not held:
+                assert held.key not in self.standing
+                self.standing[held.key] = held
+                loads.append(held)
+                self.misses += 1
+            elif held in self.ready:
+                self.hits += 1
+            else:
+                self.late += 1
+            self.useful += held in self.fresh
+            self.fresh.discard(held)
+            self.users[held] = self.users.get(held, 0) + 1
+        assert list(visit.loads) == loads
+
+    def refuse(self, keys: Sequence[Hashable]) -> None:
+        missing = [key for key in keys if key not in self.standing]
+        idle = [held for held in self.standing.values() if not self.users.get(held)]
+        mine = [held for held in idle if held.key in keys]
+        assert len(missing) > self.free + len(idle) - len(mine), "there was room"
+
+    def ahead(self, loads: Sequence[Held], evicted: Sequence[Held]) -> None:
+        for held in evicted:
+            assert held in self.ready
+            assert held not in self.fresh
+            assert not self.users.get(held)
+            self.remove(held)
+        for held in loads:
+            assert held.key not in self.standing
+            self.standing[held.key] = held
+            self.fresh.add(held)
+
+    def end(self, visit: SlotVisit) -> None:
+        self.passing -= visit.passing_slots
+        for held in visit.held:
+            self.users[held] -= 1
+
+    def remove(self, held: Held) -> None:
+        if self.standing.get(held.key) is held:
+            del self.standing[held.key]
+            self.wasted += held in self.fresh
+            self.fresh.discard(held)
+
+    @property
+    def free(self) -> int:
+        lingering = sum(count > 0 and self.standing.get(held.key) is not held for held, count in self.users.items())
+        return self.slots - len(self.standing) - lingering - self.passing
+
+    def check(self, plan: SlotPlan, where: str) -> None:
+        assert plan.held == list(self.standing.values()), where
+        assert plan.free == self.free >= 0, where
+        counts = plan.counts
+        assert (counts.hits, counts.late, counts.misses, counts.passed) == (self.hits, self.late, self.misses, self.passed), where
+        assert (counts.wasted, counts.useful) == (self.wasted, self.useful), where
