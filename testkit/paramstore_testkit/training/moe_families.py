@@ -59,6 +59,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": _ROPE,
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hy_v4_vl": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": _HYBRID,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},

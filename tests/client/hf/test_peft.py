@@ -25,7 +25,12 @@ TARGETS = ["q_proj", "v_proj"]
 
 
 def add_adapter(model: Any) -> Any:
-    model.add_adapter(peft.LoraConfig(target_modules=TARGETS))
+    try:
+        model.add_adapter(peft.LoraConfig(target_modules=TARGETS))
+    except ValueError as error:  # a release of transformers may ask for a later one of peft than there is
+        if "version of PEFT" in str(error):
+            pytest.skip(str(error))
+        raise
     return model
 
 
