@@ -19,7 +19,8 @@ EXPERTS = 8
 
 # With three experts a token, a wrong order of summation shows; with two it would not.
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": VOCABULARY, "unpadded_vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "max_position_embeddings": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "swa_head_dim": 8, "global_head_dim": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "kv_lora_rank": 16, "q_lora_rank": 16, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 16,

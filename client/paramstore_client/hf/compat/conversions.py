@@ -2,12 +2,12 @@
 
 | name | status | seen the same in |
 |---|---|---|
-| `conversion_mapping.get_model_conversion_mapping(model, add_legacy=)` | semi-public, used by PEFT | 5.7 - 5.23 |
-| `core_model_loading.rename_source_key(key, renamings, converters, prefix, targets)`, by position | semi-public | 5.7 - 5.23 |
-| `WeightRenaming`, `WeightConverter`: `source_patterns`, `add_tensor`, `convert`, `was_used` | semi-public | 5.7 - 5.23 |
-| `core_model_loading.PrefixChange`, `dot_natural_key` | semi-public | 5.7 - 5.23 |
-| `core_model_loading.revert_weight_conversion`; it reads `_weight_conversions`, `config` of the model | semi-public | 5.7 - 5.23 |
-| `modeling_utils.remove_tied_weights_from_state_dict` | internal, called by `save_pretrained` | 5.7 - 5.23 |
+| `conversion_mapping.get_model_conversion_mapping(model, add_legacy=)` | semi-public, used by PEFT | 5.7 - 5.24 |
+| `core_model_loading.rename_source_key(key, renamings, converters, prefix, targets)`, by position | semi-public | 5.7 - 5.24 |
+| `WeightRenaming`, `WeightConverter`: `source_patterns`, `add_tensor`, `convert`, `was_used` | semi-public | 5.7 - 5.24 |
+| `core_model_loading.PrefixChange`, `dot_natural_key` | semi-public | 5.7 - 5.24 |
+| `core_model_loading.revert_weight_conversion`; it reads `_weight_conversions`, `config` of the model | semi-public | 5.7 - 5.24 |
+| `modeling_utils.remove_tied_weights_from_state_dict` | internal, called by `save_pretrained` | 5.7 - 5.24 |
 | `huggingface_hub.split_state_dict_into_shards_factory`, `huggingface_hub.snapshot_download` | documented | 1.x, 2.x |
 """
 

@@ -2,15 +2,15 @@
 
 | name | status | seen the same in |
 |---|---|---|
-| `ALL_EXPERTS_FUNCTIONS.register`, `experts_implementation=` | documented; custom names are taken since 5.7 | 5.7 - 5.23 |
-| the experts module: `num_experts`, `has_bias`, `is_transposed`, forward(x, top_k_index, top_k_weights) | de facto | 5.7 - 5.23 |
-| `forward.__wrapped__`, the module's own loop ("eager") | functools.wraps in the decorator | 5.7 - 5.23 |
-| `PreTrainedModel.get_correct_experts_implementation` | internal | 5.7 - 5.23 |
-| `PreTrainedModel._from_config`, `._initialize_weights`, `._init_weights` | internal, called for every model | 5.7 - 5.23 |
-| `PreTrainedModel._keys_to_ignore_on_load_unexpected` | internal; a list, later a set | 5.7 - 5.23 |
-| `PreTrainedModel.all_tied_weights_keys` | internal, read by PEFT and accelerate; made by `post_init` | 5.7 - 5.23 |
-| `auto_factory._get_model_class` | internal, called by AutoModel | 5.7 - 5.23 |
-| `TrainerCallback`, `TrainerState.stateful_callbacks`, `.best_model_checkpoint`, `trainer_state.json` | documented | 5.23 |
+| `ALL_EXPERTS_FUNCTIONS.register`, `experts_implementation=` | documented; custom names are taken since 5.7 | 5.7 - 5.24 |
+| the experts module: `num_experts`, `has_bias`, `is_transposed`, forward(x, top_k_index, top_k_weights) | de facto | 5.7 - 5.24 |
+| `forward.__wrapped__`, the module's own loop ("eager") | functools.wraps in the decorator | 5.7 - 5.24 |
+| `PreTrainedModel.get_correct_experts_implementation` | internal | 5.7 - 5.24 |
+| `PreTrainedModel._from_config`, `._initialize_weights`, `._init_weights` | internal, called for every model | 5.7 - 5.24 |
+| `PreTrainedModel._keys_to_ignore_on_load_unexpected` | internal; a list, later a set | 5.7 - 5.24 |
+| `PreTrainedModel.all_tied_weights_keys` | internal, read by PEFT and accelerate; made by `post_init` | 5.7 - 5.24 |
+| `auto_factory._get_model_class` | internal, called by AutoModel | 5.7 - 5.24 |
+| `TrainerCallback`, `TrainerState.stateful_callbacks`, `.best_model_checkpoint`, `trainer_state.json` | documented | 5.24 |
 """
 
 from __future__ import annotations
