@@ -53,3 +53,8 @@ class VisitPolicy(Policy, Protocol):
     def begin_visit(self, names: Collection[Hashable]) -> None:
         """Begins a visit that uses `names`, held or not; `record` of each follows."""
         ...
+
+
+def layer_of(name: Hashable) -> object:
+    """The layer of an expert key; all other names are one layer, None."""
+    return name[0] if isinstance(name, tuple) else None

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable
 from heapq import nsmallest
 
+from paramstore.policy.base import layer_of
+
 
 class LifoInactive:
     """A policy that keeps when each held name came, and which names each layer's last visit used. Names are (layer, expert) keys;
@@ -24,7 +26,7 @@ class LifoInactive:
     def begin_visit(self, names: Collection[Hashable]) -> None:
         layers: dict[object, list[Hashable]] = {}
         for name in names:
-            layers.setdefault(_layer_of(name), []).append(name)
+            layers.setdefault(layer_of(name), []).append(name)
         self._active.update((layer, frozenset(active)) for layer, active in layers.items())
 
     def record(self, name: Hashable) -> None:
@@ -57,8 +59,4 @@ class LifoInactive:
         return self._is_active(name), -self._arrived[name]
 
     def _is_active(self, name: Hashable) -> bool:
-        return name in self._active.get(_layer_of(name), ())
-
-
-def _layer_of(name: Hashable) -> object:
-    return name[0] if isinstance(name, tuple) else None
+        return name in self._active.get(layer_of(name), ())

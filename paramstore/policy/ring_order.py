@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from heapq import nsmallest
 
+from paramstore.policy.base import layer_of
+
 
 class RingOrder:
     """A policy that keeps where the ring is. Names are (layer, expert) keys; a name of no layer of the ring goes first.
@@ -25,7 +27,7 @@ class RingOrder:
 
     def begin_visit(self, names: Collection[Hashable]) -> None:
         for name in names:
-            self._here = self._place.get(_layer_of(name), self._here)
+            self._here = self._place.get(layer_of(name), self._here)
 
     def record(self, name: Hashable) -> None:
         self._uses += 1
@@ -57,10 +59,6 @@ class RingOrder:
 
     def _distance(self, name: Hashable) -> int:
         """Turns until the ring is at the layer of `name`, a whole round from the layer where it is."""
-        place = self._place.get(_layer_of(name))
+        place = self._place.get(layer_of(name))
         count = len(self._place)
         return count + 1 if place is None else (place - self._here - 1) % count + 1
-
-
-def _layer_of(name: Hashable) -> object:
-    return name[0] if isinstance(name, tuple) else None

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heapreplace
 
 from paramstore.core.visits import USES, Visits
-from paramstore.policy.base import Policy
+from paramstore.policy.base import Policy, layer_of
 from paramstore.policy.layer_uses import LayerUses, Ranked
 
 LATE_VISITS = 2
@@ -126,7 +126,7 @@ class Schedule:
             self._held.pop(name, None)
             self._undeclared.forget(name)
             return
-        layer = self._layers.get(_layer_index(name))
+        layer = self._layers.get(layer_of(name))
         if layer is not None:
             layer.forget(name)
 
@@ -149,7 +149,7 @@ class Schedule:
         """The chance that a visit of its layer uses `name`; 0 for one never used."""
         if self._undeclared is not None:
             return self._undeclared.heat(name)
-        layer = self._layers.get(_layer_index(name))
+        layer = self._layers.get(layer_of(name))
         return 0.0 if layer is None else layer.chance(name)
 
     # --- the position of "now"
@@ -164,7 +164,7 @@ class Schedule:
                 layer.begin(-1)
         elif layer is self._current:
             after = self._next_uses[self._cursor]
-            if not self._is_over(layer, name) or self._visits[after].layer != _layer_index(name):
+            if not self._is_over(layer, name) or self._visits[after].layer != layer_of(name):
                 return
             self._cursor = after
             layer.begin(after)
@@ -192,7 +192,7 @@ class Schedule:
         return name in layer.done or not (layer.is_routed or name in layer.last)
 
     def _layer_of(self, name: Hashable) -> LayerUses:
-        return self._layer(_layer_index(name))
+        return self._layer(layer_of(name))
 
     def _layer(self, index: object) -> LayerUses:
         layer = self._layers.get(index)
@@ -221,10 +221,6 @@ class Schedule:
                 heappop(rows)
             else:
                 heapreplace(rows, (following, ranked))
-
-
-def _layer_index(name: Hashable) -> object:
-    return name[0] if isinstance(name, tuple) else None
 
 
 def _next_uses(visits: Visits) -> list[int]:

@@ -51,7 +51,7 @@ class SlotCounts:
 class Held:
     """A key that stands in a slot, or is on its way there. One object for each load: a key that comes again gets another."""
 
-    __slots__ = ("__weakref__", "is_ahead", "is_gone", "is_ready", "key", "users")
+    __slots__ = ("is_ahead", "is_gone", "is_ready", "key", "users")
 
     def __init__(self, key: Hashable, *, is_ahead: bool) -> None:
         self.key = key
@@ -147,18 +147,16 @@ class SlotPlan:
             self._tell()
         return SlotVisit(held)
 
-    def end_visit(self, visit: SlotVisit) -> bool:
-        """Ends a visit; a second call does nothing. Says whether something that was gone is in use no more by that."""
+    def end_visit(self, visit: SlotVisit) -> None:
+        """Ends a visit; a second call does nothing."""
         if visit.is_over:
-            return False
+            return
         visit.is_over = True
         self._kept_free -= visit.passing_slots
-        lingering = self._lingering
         for held in visit.held:
             held.users -= 1
             if held.is_gone and not held.users:
                 self._lingering -= 1
-        return self._lingering < lingering
 
     def _decide(self, keys: Sequence[Hashable], *, may_pass: bool) -> SlotVisit:
         self._tell()
