@@ -13,9 +13,9 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from paramstore.core.arguments import seconds, whole_number
+from paramstore.core.arguments import seconds, whole_number, wrong
 from paramstore.core.key import ExpertKey
-from paramstore.errors import ProtocolError
+from paramstore.errors import LeaseError, ProtocolError
 from paramstore.wire import messages
 from paramstore.wire.messages import Granted
 from paramstore_client.connection import answers
@@ -32,6 +32,8 @@ from paramstore_client.handle.updates import Updates
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from paramstore_client.source import LeaseKeeper
 
 
 class Namespace(Updates, Residency, Steps):
@@ -98,6 +100,16 @@ class Namespace(Updates, Residency, Steps):
         when only leases of this caller stand in the way, WaitTimeout, UnknownKey, StepDropped, CorruptRecord; then
         nothing is leased.
         """
+        try:
+            return self._acquire(keys, part, timeout_s)
+        except LeaseError:
+            if not (keepers := list(self._connection.segments.keepers)):
+                raise
+            for keeper in keepers:
+                keeper.give_back()
+            return self._acquire(keys, part, timeout_s)
+
+    def _acquire(self, keys: Iterable[ExpertKey], part: str, timeout_s: float | None) -> Lease:
         ticket = self.begin_acquire(keys, part, timeout_s)
         try:
             return ticket.wait()
@@ -178,6 +190,24 @@ class Namespace(Updates, Residency, Steps):
         message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None, min_lease_slots)
         opened = self._send(message, f"open_namespace at {at}", partial(answers.result_of, kind=Opened)).wait()
         return Namespace(self._connection, self._area, opened, mode="read", is_debug=self._is_debug)
+
+    # --- leases that stand ---
+
+    def let_stand(self, keeper: LeaseKeeper) -> bool:
+        """Notes that `keeper` keeps leases beyond their use, for as long as it lives: it is asked to give them back where `acquire`
+        finds none left, and when the session ends. False where nothing may stand: in debug mode a lease ends when its user says so,
+        and a daemon that speaks an older protocol than 1.4 promises no slots."""
+        if not all(callable(getattr(keeper, name, None)) for name in ("give_back", "let_go")):
+            raise wrong("keeper", keeper, "who has give_back() and let_go()")
+        may_stand = not self._is_debug and self._connection.minor >= messages.PROMISE_MINOR
+        if may_stand:
+            self._connection.segments.keepers.add(keeper)
+        return may_stand
+
+    def check_usable(self) -> None:
+        """Returns while the handle is open, in its own process; else raises UnknownNamespace, StoreUnavailable or ForkedClient."""
+        self._check_open()
+        self._connection.check_usable()
 
     # --- its end ---
 

@@ -87,6 +87,33 @@ class HostTicket(AheadTicket, Protocol):
 
 
 @runtime_checkable
+class LeaseKeeper(Protocol):
+    """Keeps leases beyond their use, so that the next use asks nobody."""
+
+    def give_back(self) -> None:
+        """Releases every lease that nobody uses: others lack the slots. Waits for calls of this keeper that are under way."""
+        ...
+
+    def let_go(self) -> None:
+        """Releases every lease that nobody uses: the session ends. Must neither wait nor raise."""
+        ...
+
+
+class LeaseTicket(Protocol):
+    """An `acquire` under way."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> WeightLease:
+        """The lease, as soon as all its keys are there; raises what `acquire` raises."""
+        ...
+
+    def abandon(self) -> None:
+        """Gives it up: what was or will be leased is released."""
+        ...
+
+
+@runtime_checkable
 class HostSource(ExpertSource, Protocol):
     """An `ExpertSource` whose leases are host memory; it also tells what the owner of copies elsewhere must know."""
 
@@ -94,6 +121,18 @@ class HostSource(ExpertSource, Protocol):
     def view_change_count(self) -> int:
         """Grows whenever the bytes behind a key may have become others for this handle (apply, refresh, rollback): a copy
         whose identity was compared at the present count is current, without asking again."""
+        ...
+
+    def begin_acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> LeaseTicket:
+        """Begins an `acquire` and returns at once."""
+        ...
+
+    def let_stand(self, keeper: LeaseKeeper, /) -> bool:
+        """Notes who keeps leases beyond their use, and has to be asked for them. False where nothing may stand."""
+        ...
+
+    def check_usable(self) -> None:
+        """Returns while the handle can be used; else raises what its calls would raise."""
         ...
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> HostTicket:

@@ -29,10 +29,11 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def field_view(mapping: Mapping, field: Field, start_bytes: int) -> Tensor:
     """`field` of the image that starts at `start_bytes` of `mapping`, without a copy."""
-    flat = torch.frombuffer(
-        mapping.buffer, dtype=DTYPES[field.dtype], count=field.elements, offset=start_bytes + field.offset_bytes
-    )
-    return flat.view(field.shape)
+    with torch.inference_mode(False):  # it may outlive such a block, and autograd saves no tensor that was made in one
+        flat = torch.frombuffer(
+            mapping.buffer, dtype=DTYPES[field.dtype], count=field.elements, offset=start_bytes + field.offset_bytes
+        )
+        return flat.view(field.shape)
 
 
 def image_view(mapping: Mapping, start_bytes: int, length_bytes: int) -> Tensor:

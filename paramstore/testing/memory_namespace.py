@@ -11,8 +11,11 @@
 from __future__ import annotations
 
 import mmap
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import numpy
@@ -23,9 +26,10 @@ from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
 from paramstore.core.schema import Field, Part, Schema
-from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, UnknownKey
+from paramstore.errors import CapacityError, LeaseError, ParamStoreError, SchemaMismatch, StoreUnavailable, UnknownKey
 from paramstore.optim.rule import Step
 from paramstore.optim.update import RULES
+from paramstore_client.source import LeaseKeeper
 
 EVENTS_MAX = 100_000
 
@@ -52,17 +56,44 @@ class MemoryTicket:
         self.keys = tuple(keys)
         self.is_done = is_done
         self.is_cancelled = False
+        self.skipped = 0
+        """Of the keys, the last so many had no room."""
+        self.error: ParamStoreError | None = None
 
     def done(self) -> bool:
         return self.is_done
 
     def wait(self, timeout_s: float | None = None) -> dict[str, int]:
         self.is_done = True
-        return {"loaded": len(self.keys), "resident": 0, "skipped": 0, "bytes": 0}
+        if self.error is not None:
+            raise self.error
+        return {"loaded": len(self.keys) - self.skipped, "resident": 0, "skipped": self.skipped, "bytes": 0}
 
     def cancel(self) -> bool:
         self.is_cancelled = not self.is_done
         return self.is_cancelled
+
+
+class MemoryLeaseTicket:
+    """An acquire under way: it takes effect when it is waited for."""
+
+    def __init__(self, lease: Callable[[], MemoryLease]) -> None:
+        self._lease = lease
+        self._made: MemoryLease | None = None
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        return self._made is not None
+
+    def wait(self) -> MemoryLease:
+        with self._lock:
+            if self._made is None:
+                self._made = self._lease()
+            return self._made
+
+    def abandon(self) -> None:
+        if self._made is not None:
+            self._made.release()
 
 
 class MemoryLease:
@@ -74,10 +105,11 @@ class MemoryLease:
         self._part = part
         self._identities = {key: namespace.identity(key) for key in keys}
         self.buffers = {key: numpy.frombuffer(mmap.mmap(-1, part.image_bytes), dtype=numpy.uint8) for key in keys}
-        self._fields = {key: _views(buffer, part) for key, buffer in self.buffers.items()}
-        for key, fields in self._fields.items():
-            for name, tensor in fields.items():
-                tensor.copy_(namespace.values(key, part.name)[name])
+        with torch.inference_mode(False):  # as the service's: they may outlive such a block
+            self._fields = {key: _views(buffer, part) for key, buffer in self.buffers.items()}
+            for key, fields in self._fields.items():
+                for name, tensor in fields.items():
+                    tensor.copy_(namespace.values(key, part.name)[name])
         self._images = {key: buffer.tobytes() for key, buffer in self.buffers.items()}
         self.is_released = False
 
@@ -131,6 +163,9 @@ class MemoryNamespace:
         self.leased: list[MemoryLease] = []
         self.leased_keys_max = 0
         self.pending: dict[ExpertKey, Fields] = {}
+        self.keepers: weakref.WeakSet[LeaseKeeper] = weakref.WeakSet()
+        self.may_stand = True
+        self.is_closed = False
         self.device_reports: list[tuple[list[ExpertKey], list[ExpertKey], int]] = []
         self.view_change_count = 0
         self.watchers: dict[object, Callable[[int, int], None]] = {}
@@ -206,6 +241,26 @@ class MemoryNamespace:
         self.leased_keys_max = max(self.leased_keys_max, self.leased_key_count)
         self._note("acquire", wanted)
         return lease
+
+    def begin_acquire(self, keys: Sequence[ExpertKey], part: str = "param", timeout_s: float | None = None) -> MemoryLeaseTicket:
+        return MemoryLeaseTicket(partial(self.acquire, list(keys), part, timeout_s))
+
+    def let_stand(self, keeper: LeaseKeeper) -> bool:
+        """Notes who keeps leases, unless `may_stand` is false."""
+        if self.may_stand:
+            self.keepers.add(keeper)
+        return self.may_stand
+
+    def check_usable(self) -> None:
+        """Raises StoreUnavailable after `close`."""
+        if self.is_closed:
+            raise StoreUnavailable("the store was closed by this client")
+
+    def close(self) -> None:
+        """Ends the session as a store's close does: keepers let go of what nobody uses, first."""
+        for keeper in list(self.keepers):
+            keeper.let_go()
+        self.is_closed = True
 
     def settle_release(self, lease: MemoryLease) -> None:
         """Forgets a lease that MemoryLease has ended."""

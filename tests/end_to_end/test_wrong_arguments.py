@@ -26,7 +26,10 @@ from torch._subclasses import FakeTensorMode
 
 import paramstore_client as ps
 from paramstore.core.visits import Visit, VisitKind
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.handle.initialization import Initialization
+from paramstore_client.source import LeaseKeeper
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
@@ -71,6 +74,7 @@ NO_WHOLES: dict[str, Any] = {
     "fake tensor": FAKE_WHOLE, "odd number": OddNumber(),
 }  # fmt: skip
 """What has an `__index__`, and is no whole number."""
+KEEPER = HostSlots(MemoryNamespace.of_swiglu())
 OPTIMIZER = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 WRONG: dict[str, Any] = {
     "none": None, "flag": True, "negative": -1, "huge": 1 << 70, "minus huge": -(1 << 70), "half": 1.5, "nan": math.nan,
@@ -202,7 +206,7 @@ class Scene:
             "from_config.config": SimpleNamespace(model_type="toy"), "model_class": SimpleNamespace(from_pretrained=None),
             "hf.path": self.directory, "hf.mode": "train", "hf.updates": "exact", "hf.optimizer": "adamw", "schema_options": None,
             "store": self.store, "experts_kernel": "auto", "progress": None, "state_dict": {},
-            "swiglu.weights": {"gate_up": torch.ones(4, 2), "down": torch.ones(2, 2)}, "x_tD": torch.ones(1, 2),
+            "keeper": KEEPER, "swiglu.weights": {"gate_up": torch.ones(4, 2), "down": torch.ones(2, 2)}, "x_tD": torch.ones(1, 2),
         }  # fmt: skip
 
 
@@ -350,7 +354,7 @@ def is_list(value: Any) -> bool:
 def hint_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     """The annotation, evaluated where it was written."""
     function = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
-    names = {**vars(inspect.getmodule(function)), "Tensor": torch.Tensor}
+    names = {**vars(inspect.getmodule(function)), "Tensor": torch.Tensor, "LeaseKeeper": LeaseKeeper}
     return eval(parameter.annotation, names) if isinstance(parameter.annotation, str) else parameter.annotation
 
 

@@ -4,16 +4,22 @@
   outlives its lease delays that to the end of a later lease.
 - Leases that refer to a segment are counted by looking; nothing else holds the number.
 - Whoever asked to be told (`before_unmap`) is told of every leased segment once, while it is still mapped.
+- Whoever keeps leases that nobody uses (`LeaseKeeper`) is asked to give them back where they are in the way.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from paramstore.errors import LeaseError, ProtocolError, StoreUnavailable
 from paramstore.memory.shared import Mapping
+
+if TYPE_CHECKING:
+    from paramstore_client.source import LeaseKeeper
 
 Slot = tuple[int, int, int, int]
 """(segment, offset_bytes, epoch, version), as a Granted message has it."""
@@ -31,6 +37,7 @@ class Segments:
         self._given_up: set[int] = set()
         self._closing: dict[int, Mapping] = {}
         self._watchers: dict[object, BeforeUnmap] = {}
+        self.keepers: weakref.WeakSet[LeaseKeeper] = weakref.WeakSet()
 
     def adopt_leased(self, segments: Sequence[tuple[int, int]], fds: Sequence[int]) -> None:
         """Maps new segments of the daemon, read-only. fds: one per segment, closed on return, whatever happens."""

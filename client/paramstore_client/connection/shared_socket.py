@@ -51,6 +51,8 @@ POLL_MAX_S = 2_000_000.0
 """Longest single wait, 23 days: poll(2) counts milliseconds in 32 bits, and waits on conditions have a limit too."""
 STALL_POLL_S = 0.05
 """How long a sender whose socket is full sleeps before it looks again whether somebody reads."""
+CLOSE_SENDS_S = 1.0
+"""How long a close waits at most for a daemon that takes nothing off its socket: slots that it is not given back stay taken."""
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -142,7 +144,7 @@ class Connection:
         self._outbox.append(memoryview(frame))
         self._flush()
         if self._outbox:
-            self._send_rest(what)
+            self._send_rest(what, self.timeout_s)
         return ticket
 
     def post(self, message: Message) -> None:
@@ -216,6 +218,10 @@ class Connection:
         cancelled never are: this process ends them itself, and nothing is lost by it.
         """
         if os.getpid() == self._process_id:
+            for keeper in list(self.segments.keepers):
+                keeper.let_go()
+            with contextlib.suppress(WaitTimeout):
+                self._send_rest("close", min(self.timeout_s, CLOSE_SENDS_S))
             self._fail(StoreUnavailable(reason), is_ours=True, is_expected=is_expected)
             self.segments.clear()
 
@@ -332,12 +338,12 @@ class Connection:
                 raise
         return True
 
-    def _send_rest(self, what: str) -> None:
+    def _send_rest(self, what: str, timeout_s: float) -> None:
         """Sends the rest where the socket was full, and reads meanwhile, so that the daemon can go on. Raises WaitTimeout."""
-        deadline_s = self.clock.now_s() + self.timeout_s
+        deadline_s = self.clock.now_s() + timeout_s
         while self._outbox and self._failure is None:
             if self.clock.now_s() >= deadline_s:
-                raise WaitTimeout(f"{what}: the daemon took nothing off its socket for {self.timeout_s:g} s")
+                raise WaitTimeout(f"{what}: the daemon took nothing off its socket for {timeout_s:g} s")
             if self._try_become_reader():
                 try:
                     events = self._either.poll(math.ceil(STALL_POLL_S * 1000))

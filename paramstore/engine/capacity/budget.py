@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.core.schema import CHUNK_BYTES, Schema
+from paramstore.engine.planner.promises import slots_promising
 from paramstore.engine.tables.arena import segment_lengths, slots_within
 from paramstore.engine.transfers.routes import cut_pieces
 
@@ -31,13 +32,13 @@ def split_budget(
 
     A training namespace gets, in this order: the working slots that the update pipeline needs; `param` slots for all the writer can
     use (each byte held saves about 4 bytes of I/O a step); slots for all working copies (about 2 bytes); last, slots for `param`
-    copies that readers of older steps see.
+    copies that readers of older steps see. An inference namespace gets as many as it takes to promise every key to one reader.
     """
     left = budget_bytes - staging_bytes
     param_bytes = schema.part("param").image_bytes
     least = min(key_count, SLOTS_MIN)
     if not schema.is_trainable:
-        param = min(key_count, slots_within(left, param_bytes))
+        param = min(slots_promising(key_count), slots_within(left, param_bytes))
         return Split(param, 0, staging_bytes) if param >= least else None
     working_bytes = schema.record_bytes
     least_param_bytes = sum(segment_lengths(least, param_bytes))

@@ -20,6 +20,11 @@ def reserve_of(slots: int) -> int:
     return max(1, slots // 16) if slots > 1 else 0
 
 
+def slots_promising(key_count: int) -> int:
+    """The fewest slots of which `key_count` can be promised."""
+    return next(slots for slots in range(key_count, 2 * key_count + 2) if slots - reserve_of(slots) >= key_count)
+
+
 def share_of(slots: int, *, is_writer: bool, is_trainable: bool = True, reader_slots: int | None = None) -> int:
     """The share of `slots` of writers, or of readers. reader_slots: the setting; at least one slot is left to writers."""
     usable = slots - reserve_of(slots)

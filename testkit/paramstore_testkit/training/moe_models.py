@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.device.host_slots import standing
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.model import experts_function
@@ -63,7 +64,8 @@ class Twin:
         namespace = MemoryNamespace(schema, layers=layout.layers, experts=layout.experts, lease_slots=lease_slots)
         namespace.initialize(initial.values)
         anchor = torch.zeros((), requires_grad=True)
-        joined = ModelExperts(namespace, anchor=(lambda layer: anchor) if is_trained else None, is_poisoned=is_poisoned)
+        source = namespace if is_trained else standing(namespace)
+        joined = ModelExperts(source, anchor=(lambda layer: anchor) if is_trained else None, is_poisoned=is_poisoned)
         bind(stored, joined, kernel=kernel)
         return cls(stock, stored, namespace, layout, anchor)
 

@@ -6,12 +6,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import paramstore_client as ps
 from paramstore.errors import LeaseError, ProtocolError, StoreUnavailable
 from paramstore.memory.pages import SEGMENT_ALIGNMENT_BYTES
+from paramstore.wire import messages as m
 from paramstore_client.connection.segments import Segments
+from paramstore_testkit.wire.fake_daemon import FakeDaemon
 from paramstore_testkit.wire.fake_namespace import FakeMemory
 
 LENGTH = SEGMENT_ALIGNMENT_BYTES
+KEYS = [(0, 0), (1, 1)]
 
 
 @pytest.fixture
@@ -133,3 +137,86 @@ def test_upload_segment_of_a_closed_store_says_so(segments: Segments) -> None:
     segments.clear()
     with pytest.raises(StoreUnavailable, match="closed"):
         segments.upload(1)
+
+
+# --- leases that stand
+
+
+class Keeper:
+    """Keeps leases, and counts how it was asked for them."""
+
+    def __init__(self, leases: list[ps.Lease]) -> None:
+        self.leases = leases
+        self.asked: list[str] = []
+
+    def give_back(self) -> None:
+        self.asked.append("give back")
+        self._release()
+
+    def let_go(self) -> None:
+        self.asked.append("let go")
+        self._release()
+
+    def _release(self) -> None:
+        for lease in self.leases:
+            lease.release()
+
+
+def test_who_keeps_leases_is_asked_once_where_there_are_no_more(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    keeper = Keeper([namespace.acquire(KEYS)])
+    assert namespace.let_stand(keeper)
+    namespace.acquire(KEYS).release()
+    assert keeper.asked == []
+    daemon.fail(m.Acquire, ps.LeaseError("this handle has 16 of 16"))
+    namespace.acquire(KEYS).release()
+    assert keeper.asked == ["give back"]
+    assert len(daemon.wait_for(m.Release, 3)) == 3
+    daemon.fail(m.Acquire, ps.LeaseError("this handle has 16 of 16"))
+    with pytest.raises(ps.LeaseError, match="16 of 16"):
+        namespace.begin_acquire(KEYS).wait()
+    assert keeper.asked == ["give back"], "a ticket's affair is its owner's"
+
+
+def test_who_keeps_leases_and_is_gone_is_not_asked(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    namespace.let_stand(Keeper([]))
+    daemon.fail(m.Acquire, ps.LeaseError("16 of 16"))
+    with pytest.raises(ps.LeaseError):
+        namespace.acquire(KEYS)
+    assert len(daemon.requests(m.Acquire)) == 1
+
+
+def test_nothing_stands_in_debug_mode_or_without_promises(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    namespace._connection.minor = m.PROMISE_MINOR - 1
+    assert not namespace.let_stand(Keeper([]))
+    with ps.connect(daemon.path, timeout_s=5.0, debug=True) as store:
+        assert not store.open_namespace("moe", "write").let_stand(Keeper([]))
+    assert not namespace._connection.segments.keepers
+
+
+def test_a_handle_says_whether_it_can_be_used(store: ps.Store, namespace: ps.Namespace) -> None:
+    namespace.check_usable()
+    namespace.close()
+    with pytest.raises(ps.UnknownNamespace):
+        namespace.check_usable()
+
+
+def test_what_stands_is_given_back_before_the_store_is_closed(daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace) -> None:
+    lease = namespace.acquire(KEYS)
+    keeper = Keeper([lease])
+    namespace.let_stand(keeper)
+    store.close()
+    assert keeper.asked == ["let go"]
+    assert len(daemon.wait_for(m.Release)) == 1
+
+
+def test_a_close_waits_a_bounded_time_for_a_daemon_that_takes_nothing(
+    daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paramstore_client.connection.shared_socket.CLOSE_SENDS_S", 0.01)
+    daemon.pause()
+    namespace._connection.timeout_s = 0.01
+    tickets = (namespace.prefetch([(0, 0)] * 1000) for _ in range(10_000))
+    with pytest.raises(ps.WaitTimeout):
+        list(tickets)
+    store.close()
+    assert namespace._connection.is_failed

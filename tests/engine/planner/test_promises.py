@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramstore.core.schema import Schema
-from paramstore.engine.planner.promises import holders, promise, reserve_of, share_of
+from paramstore.engine.planner.promises import holders, promise, reserve_of, share_of, slots_promising
 from paramstore.engine.tables.namespace import View, WriterGroup
 from paramstore.errors import CapacityError
 from paramstore_testkit.stores.small_planner import SmallPlanner
@@ -149,3 +149,9 @@ def test_holders_are_named_with_the_most_first_and_not_without_end() -> None:
     for _ in range(4):
         small.namespace.views.append(View(small.namespace, is_writer=False, step=0, lease_slots=1))
     assert holders(small.namespace).endswith("a reader was promised 1, 3 others keep 3")
+
+
+def test_the_slots_that_promise_every_key_are_the_fewest() -> None:
+    for keys in range(1, 400):
+        most, fewer = (share_of(slots_promising(keys) - less, is_writer=False, is_trainable=False) for less in (0, 1))
+        assert most >= keys > fewer

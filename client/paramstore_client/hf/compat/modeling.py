@@ -68,6 +68,11 @@ def experts_function(name: str) -> ExpertsFunction:
     return function
 
 
+def asks_for_addresses() -> bool:
+    """Whether transformers' grouped_mm on the CPU asks a weight for its address: for kernels of a torch up to 2.10."""
+    return tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) <= (2, 10)
+
+
 def is_experts_module(module: nn.Module) -> bool:
     """Whether `module` goes through the experts registry (decorator `use_experts_implementation`)."""
     known = all(hasattr(module, name) for name in ("num_experts", "has_bias", "is_transposed", "config"))

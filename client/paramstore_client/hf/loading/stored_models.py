@@ -23,6 +23,7 @@ from paramstore.core.schema import UPDATE_RULES
 from paramstore.errors import CheckpointError, ConfigError
 from paramstore_client.checkpoint_directory import checkpoint_directory
 from paramstore_client.client import Store
+from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.visit_order import declare_order
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.refusals import check_arguments, check_config
@@ -194,8 +195,9 @@ def namespace(model: nn.Module) -> Namespace:
     """The open namespace of a model's experts, in either mode; `refresh()` moves a reader. Raises ConfigError for other models."""
     for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
         layer = module.__dict__.get(ATTRIBUTE)
-        if isinstance(layer, LayerExperts) and isinstance(layer.source, Namespace):
-            return layer.source
+        source = layer.source if isinstance(layer, LayerExperts) else None
+        if isinstance(source := source.namespace if isinstance(source, HostSlots) else source, Namespace):
+            return source
     raise ConfigError(f"{type(model).__name__} has no stored experts: load it with ps.hf.from_pretrained or from_config")
 
 
@@ -208,9 +210,10 @@ def join(model: nn.Module, namespace: Namespace, *, kernel: str) -> None:
             bind_training(model, namespace)
         else:
             declare_order(namespace)
+        source = namespace if trains else standing(namespace)
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
         anchor = None if sentinel is None else sentinel.anchor
-        bind(model, ModelExperts(namespace, anchor=anchor, is_poisoned=namespace.is_debug), kernel=kernel)
+        bind(model, ModelExperts(source, anchor=anchor, is_poisoned=namespace.is_debug), kernel=kernel)
     except BaseException:
         namespace.close()
         raise

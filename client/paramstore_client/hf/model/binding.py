@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,18 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from paramstore.core.key import ExpertKey
-from paramstore.errors import ConfigError, SchemaMismatch
+from paramstore.errors import ConfigError, LeaseError, SchemaMismatch
 from paramstore_client.hf.model import module_list
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
 from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, WeightsOf
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
+from paramstore_client.hf.model.lease_window import Hint
 from paramstore_client.hf.model.stripping import Unpicklable
-from paramstore_client.hf.model.weight_sources import CompactSupply, StreamedSupply
+from paramstore_client.hf.model.weight_sources import CompactSupply, HeldSupply, StreamedSupply
 from paramstore_client.nn.schedule import ExpertSchedule
 from paramstore_client.source import ExpertSource
 
 ATTRIBUTE = "_paramstore_layer"
+LEFT_TO_OTHERS = 8
+"""One of so many slots, at least one, is never held while a whole layer computes: a forward on another thread goes on with it."""
 
 
 class ModelExperts:
@@ -49,7 +53,10 @@ class ModelExperts:
         self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
 
     def after_forward(self, layer: int, experts: Sequence[int], room: int) -> list[ExpertKey]:
-        """Keys to fetch while `layer` computes its last part forward."""
+        """Keys to fetch while `layer` computes its last part forward. Without a graph only where at least half of the experts are
+        used: those of the next layer are guessed by their use so far, which is right as often then, and hardly ever in decoding."""
+        if not torch.is_grad_enabled() and 2 * len(experts) < self.source.experts:
+            return []
         return self.schedule.begin_forward(layer, experts, room=room, is_cyclic=not torch.is_grad_enabled())
 
     def after_backward(self, layer: int, room: int) -> list[ExpertKey]:
@@ -84,21 +91,35 @@ class LayerExperts(Unpicklable):
             anchor = self._anchor() if self._anchor is not None and torch.is_grad_enabled() else None
             return y_TH if anchor is None else y_TH + anchor
         keys = [(self.layer, expert) for expert in experts]
-        kernel, count = self._kernel, len(keys)
-        make = StreamedSupply if kernel.is_streamed else partial(CompactSupply, buffers=self._model.buffers)
-        supply = make(
-            self._model.source, keys, hidden_TH.device, forward_hint=partial(self._model.after_forward, self.layer, experts),
-            backward_hint=partial(self._model.after_backward, self.layer),
-        )  # fmt: skip
+        kernel, device = self._kernel, hidden_TH.device
 
         def compute(weights_of: WeightsOf) -> Tensor:
             if kernel.is_streamed:
                 weights: dict[str, Any] = {field: ExpertIndex(field, weights_of) for field in self._fields}
             else:
                 weights = dict(weights_of(None))
-            return kernel.function(ModuleView(module, weights, count=count), hidden_TH, compact_TK, gate_TK)
+            return kernel.function(ModuleView(module, weights, count=len(keys)), hidden_TH, compact_TK, gate_TK)
 
-        return LayerCall(supply, self._model.passes, compute, anchor=self._anchor).run((hidden_TH, gate_TK))
+        call = partial(LayerCall, passes=self._model.passes, compute=compute, anchor=self._anchor)
+        if self._may_hold(kernel, device, len(keys)):
+            held = HeldSupply(self._model.source, keys, forward_hint=self._forward_hint(experts))
+            with suppress(LeaseError):  # another thread's forward holds too many: side by side they come in parts
+                return call(held).run((hidden_TH, gate_TK))
+        make = StreamedSupply if kernel.is_streamed else partial(CompactSupply, buffers=self._model.buffers)
+        supply = make(
+            self._model.source, keys, device, forward_hint=self._forward_hint(experts),
+            backward_hint=partial(self._model.after_backward, self.layer),
+        )  # fmt: skip
+        return call(supply).run((hidden_TH, gate_TK))
+
+    def _may_hold(self, kernel: Kernel, device: torch.device, count: int) -> bool:
+        """Whether the kernel can use the weights of `count` experts where they lie, all at once."""
+        is_plain = device.type == "cpu" and not torch.is_grad_enabled()
+        slots = self._model.source.lease_slots
+        return kernel.is_grouped and is_plain and count <= max(1, slots - max(1, slots // LEFT_TO_OTHERS))
+
+    def _forward_hint(self, experts: Sequence[int]) -> Hint:
+        return partial(self._model.after_forward, self.layer, experts)
 
     def run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         """Runs a container's own forward on its arguments. Experts are leased one at a time, as it asks for them."""

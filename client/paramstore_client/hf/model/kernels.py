@@ -1,31 +1,43 @@
 """Chooses the kernel of transformers that runs a layer's experts; it sees the module with the active experts' weights alone.
 
 "eager" is the module's own loop; it indexes a field by expert, so its weights are served expert by expert without a copy
-(`ExpertIndex`). "grouped_mm", "batched_mm", and a loop that does more than index, get one tensor per field.
+(`ExpertIndex`). "grouped_mm" without a graph, on the CPU, multiplies the experts where they lie (`ExpertStack`). Else it,
+"batched_mm", and a loop that does more than index, get one tensor per field.
 """
+
+# N rows, n experts, H hidden
+# ruff: noqa: N803 - shape suffixes, as the legend says
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from paramstore.errors import ConfigError
 from paramstore_client.hf.compat import modeling
 
 CHOICES = ("auto", *modeling.KERNELS)
+GROUPED_MM = tuple(
+    function for owner in (torch.nn.functional, torch) for name in ("grouped_mm", "_grouped_mm")
+    if (function := getattr(owner, name, None)) is not None
+)  # fmt: skip
+"""The functions of torch that multiply by groups, under whatever names this torch has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel. function: of transformers. is_streamed: whether it takes weights by expert, or one tensor per field."""
+    """A kernel. function: of transformers. is_streamed: whether it takes weights by expert, or one tensor per field. is_grouped:
+    whether it only multiplies by groups, so that on the CPU an `ExpertStack` may stand for the tensor."""
 
     function: modeling.ExpertsFunction
     is_streamed: bool
+    is_grouped: bool = False
 
 
 def choose_kernel(model: nn.Module, choice: str, requested: str | None) -> str:
@@ -50,7 +62,8 @@ def make_kernel(name: str, module: nn.Module, fields: tuple[str, ...]) -> Kernel
     if name == "eager":
         forward = modeling.eager_forward(module)
         return Kernel(forward, is_streamed=_only_indexes(forward, fields))
-    return Kernel(modeling.experts_function(name), is_streamed=False)
+    is_grouped = name == "grouped_mm" and not modeling.asks_for_addresses()
+    return Kernel(modeling.experts_function(name), is_streamed=False, is_grouped=is_grouped)
 
 
 class ModuleView:
@@ -74,6 +87,57 @@ class ExpertIndex:
 
     def __getitem__(self, index: Tensor | int) -> Tensor:
         return self._weights_of(int(index))[self._field]
+
+
+class ExpertStack:
+    """n experts' tensors of one field on the CPU, as what `grouped_mm` calls a weight, [n, ...], without a copy.
+
+    torch's own grouped_mm multiplies group by group there, each by one mm, and so does this: with the same bits. It knows what the
+    kernel asks of a weight, and raises TypeError for any other operation.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], order: Sequence[int], *, is_transposed: bool = False) -> None:
+        """tensors: may wait, when indexed, for what is on its way. order: the positions, those that are there first, as groups do
+        not depend on each other."""
+        self._tensors = tensors
+        self._order = order
+        self._is_transposed = is_transposed
+        first = tensors[order[0]]
+        self.dtype, self.device, self.itemsize = first.dtype, first.device, first.itemsize
+
+    def to(self, dtype: torch.dtype) -> ExpertStack:
+        """The same experts in another dtype: copies."""
+        return ExpertStack([tensor.to(dtype) for tensor in self._tensors], self._order, is_transposed=self._is_transposed)
+
+    def transpose(self, first: int, second: int) -> ExpertStack:
+        """Each expert's matrix transposed; only the last two dimensions can be exchanged."""
+        if {first, second} != {-1, -2}:
+            raise TypeError(f"transpose({first}, {second}) of stored experts that lie apart: only -1 and -2 can be exchanged")
+        return ExpertStack(self._tensors, self._order, is_transposed=not self._is_transposed)
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """Rows by position in the stack, as biases are taken: a copy."""
+        return torch.stack(list(self._tensors))[index]
+
+    def grouped_mm(self, x_NH: Tensor, offsets_n: Tensor) -> Tensor:
+        """[N, ...] of x [N, H]: rows from offsets[i - 1] to offsets[i] times expert i. What lies behind the last is not set."""
+        y = x_NH.new_empty(len(x_NH), self._tensors[self._order[0]].shape[0 if self._is_transposed else 1])
+        ends = offsets_n.tolist()
+        for position in self._order:
+            start, end = ends[position - 1] if position else 0, ends[position]
+            if end > start:
+                tensor = self._tensors[position]
+                torch.mm(x_NH[start:end], tensor.t() if self._is_transposed else tensor, out=y[start:end])
+        return y
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        given = {name: value for name, value in (kwargs or {}).items() if value is not None}
+        if function not in GROUPED_MM or set(given) != {"offs"} or len(args) != 2 or not isinstance(args[1], cls):
+            raise TypeError(f"{getattr(function, '__name__', function)} of stored experts that lie apart: only grouped_mm is known")
+        return args[1].grouped_mm(args[0], given["offs"])
 
 
 def _only_indexes(forward: Callable[..., Any], fields: tuple[str, ...]) -> bool:

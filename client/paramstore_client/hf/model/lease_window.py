@@ -3,7 +3,7 @@
 - It holds one lease, of consecutive experts, until `release` or the end of its `with`; asking for another expert moves it there.
 - Keys are given in expert order. A pass visits them upwards (forward) or downwards (backward); another order is slower.
 - At most half of what may be leased at once is held, so that the next part can load beside it: any number of experts runs
-  through any number of slots.
+  through any number of slots. Where others (another thread's forward) hold too many of them, parts get smaller.
 - Identities are compared with those of the first pass: backward sees the bytes that forward saw, else StepMismatch.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
-from paramstore.errors import StepMismatch
+from paramstore.errors import LeaseError, StepMismatch
 from paramstore_client.source import ExpertSource, WeightLease
 
 Hint = Callable[[int], list[ExpertKey]]
@@ -99,10 +99,17 @@ class Window:
 
     def _move_to(self, position: int) -> None:
         self.release()
-        start = position - position % self._part_size
-        part = range(start, min(start + self._part_size, len(self._keys)))
-        keys = [self._keys[index] for index in part]
-        self._lease = self._source.acquire(keys)
+        while True:
+            start = position - position % self._part_size
+            part = range(start, min(start + self._part_size, len(self._keys)))
+            keys = [self._keys[index] for index in part]
+            try:
+                self._lease = self._source.acquire(keys)
+                break
+            except LeaseError:
+                if self._part_size == 1:
+                    raise
+                self._part_size //= 2
         self._part = part
         self._identities.check(keys, self._lease)
         self._prefetch_beside(part)

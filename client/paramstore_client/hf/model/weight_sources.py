@@ -1,4 +1,4 @@
-"""Gives a layer's call its weights, expert by expert or side by side, from windows over leases, and pushes its gradients.
+"""Gives a layer's call its weights, by expert, side by side or where they lie, from leases, and pushes its gradients.
 
 Gradients of several experts leave in one push, of at most PUSH_BYTES unless one expert has more. What one push holds changes no
 bit: every expert's gradient is one addition.
@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
+from paramstore.errors import ConfigError
+from paramstore_client.device.host_slots import HostSlots
+from paramstore_client.device.standing_lease import StandingLease
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
+from paramstore_client.hf.model.kernels import ExpertStack
 from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
 from paramstore_client.hf.model.lease_window import Hint, Identities, Window
-from paramstore_client.source import ExpertSource
+from paramstore_client.source import ExpertSource, WeightLease
 
 PUSH_BYTES = 4 << 20
 """Bytes of gradients that wait for one push: each push is a round trip."""
@@ -151,3 +156,59 @@ class CompactSupply(_LeasedSupply):
     def let_go(self) -> None:
         self._weights = None
         self._held.close()
+
+
+class _FieldTensors(Sequence[Tensor]):
+    """One field of the leased `keys`, by position; what is on its way is waited for when it is asked for."""
+
+    def __init__(self, lease: WeightLease, keys: Sequence[ExpertKey], field: str) -> None:
+        self._lease = lease
+        self._keys = keys
+        self._field = field
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, position: Any) -> Any:  # a slice, as a Sequence would take, is never asked for
+        return self._lease[self._keys[position]][self._field]
+
+
+class HeldSupply(Supply):
+    """Weights where they lie, for a forward without a graph: all keys are leased together until the kernel has run, and those on
+    their way are computed with last. The only holder is None. Raises LeaseError in `forward_pass` where others hold too many."""
+
+    def __init__(self, source: ExpertSource, keys: Sequence[ExpertKey], *, forward_hint: Hint) -> None:
+        self._source = source
+        self._keys = keys
+        self._hint = forward_hint
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[WeightsOf]:
+        keys, source = self._keys, self._source
+        with source.acquire_arriving(keys) if isinstance(source, HostSlots) else source.acquire(keys) as lease:
+            if ahead := self._hint(source.lease_slots - len(keys)):
+                source.prefetch(ahead)
+            late = lease.late() if isinstance(lease, StandingLease) else frozenset[ExpertKey]()
+            order = sorted(range(len(keys)), key=lambda position: keys[position] in late)
+            names = [field.name for field in source.schema.part("param").fields]
+            stacks: Any = {name: ExpertStack(_FieldTensors(lease, keys, name), order) for name in names}
+            yield lambda holder: stacks
+
+    def begin_backward(self) -> None:
+        raise self._refusal()
+
+    def backward_weights(self, holder: None, /) -> Fields:
+        raise self._refusal()
+
+    def push(self, holder: Hashable, gradients: Fields, /) -> None:
+        raise self._refusal()
+
+    def let_go(self) -> None:
+        """Nothing is held between two passes."""
+
+    def finish_backward(self) -> None:
+        raise self._refusal()
+
+    @staticmethod
+    def _refusal() -> ConfigError:
+        return ConfigError("this forward was computed without a graph: it has no backward")

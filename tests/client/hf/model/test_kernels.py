@@ -7,7 +7,7 @@ import torch
 
 from paramstore.errors import ConfigError
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.kernels import ExpertIndex, ModuleView, choose_kernel, make_kernel
+from paramstore_client.hf.model.kernels import ExpertIndex, ExpertStack, ModuleView, choose_kernel, make_kernel
 from paramstore_client.hf.model.layout import experts_modules, stacked_tensors
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import FAMILIES
@@ -65,3 +65,61 @@ def test_index_takes_numbers_and_scalar_tensors() -> None:
     index = ExpertIndex("w", lambda position: {"w": tensors[position]})
     assert index[torch.tensor(1)] is tensors[1]
     assert index[0] is tensors[0]
+
+
+# --- a stack of tensors that lie apart
+
+
+def stack_of(tensors: list[torch.Tensor], order: list[int] | None = None) -> ExpertStack:
+    return ExpertStack(tensors, order or list(range(len(tensors))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("counts", [(3, 0, 1, 4), (0, 0, 0, 8), (8, 0, 0, 0), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_a_stack_multiplies_with_the_bits_of_torchs_grouped_mm(
+    dtype: torch.dtype, counts: tuple[int, ...], is_transposed: bool
+) -> None:
+    generator = torch.Generator().manual_seed(sum(counts))
+    shape = (48, 32) if is_transposed else (32, 48)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for _ in counts]
+    x = torch.randn(sum(counts), 32, generator=generator).to(dtype)
+    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+    whole = torch.stack(tensors)
+    expected = torch.nn.functional.grouped_mm(x, whole.transpose(-2, -1) if is_transposed else whole, offs=offsets)
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        stack = stack_of(tensors, order)
+        made = torch.nn.functional.grouped_mm(x, stack.transpose(-2, -1) if is_transposed else stack, offs=offsets)  # type: ignore[call-overload]
+        assert torch.equal(made, expected)
+
+
+def test_a_stack_is_asked_in_its_order_and_never_for_what_has_no_rows() -> None:
+    asked: list[int] = []
+
+    class Asked(list[torch.Tensor]):
+        def __getitem__(self, position: Any) -> Any:
+            asked.append(position)
+            return super().__getitem__(position)
+
+    stack = ExpertStack(Asked([torch.ones(4, 4)] * 3), [2, 0, 1])
+    asked.clear()
+    stack.grouped_mm(torch.ones(5, 4), torch.tensor([2, 2, 5]))
+    assert asked == [2, 2, 0], "the first tells the shape"
+
+
+def test_a_stack_gives_biases_by_position_and_other_dtypes() -> None:
+    biases = stack_of([torch.full((3,), float(expert)) for expert in range(4)])
+    assert biases[torch.tensor([3, 0, 3])].tolist() == [[3.0] * 3, [0.0] * 3, [3.0] * 3]
+    stack = stack_of([torch.ones(2, 3)] * 2)
+    assert (stack.dtype, stack.itemsize, stack.device.type) == (torch.float32, 4, "cpu")
+    assert (stack.to(torch.bfloat16).dtype, stack.to(torch.bfloat16).itemsize) == (torch.bfloat16, 2)
+
+
+def test_a_stack_knows_no_other_operation() -> None:
+    stack: Any = stack_of([torch.ones(2, 2)])
+    with pytest.raises(TypeError, match="only -1 and -2"):
+        stack.transpose(0, 1)
+    with pytest.raises(TypeError, match="only grouped_mm is known"):
+        torch.matmul(torch.ones(2, 2), stack)
+    with pytest.raises(TypeError, match="only grouped_mm is known"):
+        torch.nn.functional.grouped_mm(torch.ones(2, 2), stack, offs=torch.tensor([2]), bias=torch.ones(2))

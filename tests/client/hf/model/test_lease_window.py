@@ -5,7 +5,7 @@ import torch
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
-from paramstore.errors import StepMismatch
+from paramstore.errors import LeaseError, StepMismatch
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.hf.model.lease_window import Hint, Identities, Window
 
@@ -105,3 +105,17 @@ def test_given_part_size_leases_no_more() -> None:
         for position in range(3):
             window.weights(position)
     assert namespace.leased_keys_max == 1
+
+
+def test_where_others_hold_too_many_slots_parts_get_smaller() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=4)
+    with namespace.acquire([(1, 0), (1, 1), (1, 2)]), window_of(namespace, 3, part_size=3) as window:
+        for position in range(3):
+            assert torch.equal(window.weights(position)["down"], namespace.values((0, position))["down"])
+    assert [keys for _, keys in namespace.happened("acquire")][1:] == [((0, 0),), ((0, 1),), ((0, 2),)]
+
+
+def test_where_others_hold_every_slot_the_error_is_theirs() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=2)
+    with namespace.acquire([(1, 0), (1, 1)]), window_of(namespace, 2) as window, pytest.raises(LeaseError, match="own leases hold"):
+        window.weights(0)

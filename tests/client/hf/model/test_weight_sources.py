@@ -5,9 +5,10 @@ import torch
 
 from paramstore.core.key import ExpertKey
 from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.hf.model import weight_sources
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
-from paramstore_client.hf.model.weight_sources import CompactSupply, StreamedSupply
+from paramstore_client.hf.model.weight_sources import CompactSupply, HeldSupply, StreamedSupply
 
 CPU = torch.device("cpu")
 KEYS: list[ExpertKey] = [(0, 1), (0, 2), (0, 5)]
@@ -75,3 +76,32 @@ def test_weights_that_were_let_go_come_back(make: object) -> None:
         assert torch.equal(found, namespace.values((0, 2))["down"])
         supply.let_go()
         assert not namespace.leased
+
+
+def test_held_weights_are_those_of_the_leases_which_end_with_the_pass() -> None:
+    namespace = MemoryNamespace.of_swiglu(is_trainable=False)
+    hints: list[int] = []
+    supply = HeldSupply(namespace, KEYS, forward_hint=lambda room: hints.append(room) or [(1, 0)])  # type: ignore[func-returns-value]
+    with supply.forward_pass() as weights_of:
+        weights = weights_of(None)
+        assert [len(lease.keys()) for lease in namespace.leased] == [3]
+        stacked = weights["down"][torch.arange(3)]
+        assert torch.equal(stacked, torch.stack([namespace.values(key)["down"] for key in KEYS]))
+    assert not namespace.leased
+    assert hints == [61]
+    assert list(namespace.happened("prefetch")) == [("prefetch", ((1, 0),))]
+
+
+def test_held_weights_that_are_on_their_way_come_last() -> None:
+    namespace = MemoryNamespace.of_swiglu(is_trainable=False)
+    source = HostSlots(namespace)
+    source.acquire([KEYS[0], KEYS[2]]).release()
+    supply = HeldSupply(source, KEYS, forward_hint=lambda room: [])
+    namespace.events.clear()
+    with supply.forward_pass() as weights_of:
+        weights = weights_of(None)
+        assert namespace.events == [], "it was asked for, and nobody has waited for it"
+        y = weights["down"].transpose(-2, -1).grouped_mm(torch.ones(3, 12), torch.tensor([1, 2, 3]))
+        assert list(namespace.happened("acquire")) == [("acquire", (KEYS[1],))]
+        expected = [torch.ones(1, 12) @ namespace.values(key)["down"].t() for key in KEYS]
+        assert torch.equal(y, torch.cat(expected))

@@ -1,0 +1,343 @@
+"""Slots on the host: a slot is a lease that stands across visits, so that a hit copies nothing and asks nobody.
+
+- A standing lease is given back when its key is evicted, when the view changes (at the next visit), when others lack its slot,
+  when the session ends, and with its owner.
+- What stands is within what was promised: nobody else's lease ever waits for it.
+- A visit that finds all its keys reads a table and sends nothing. What was used meanwhile is told with the next miss. So a reader
+  whose step was dropped hears of it then, not before: what stands keeps its bytes.
+- An interrupt anywhere inside loses no lease: what was under decision is given back at the next visit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.schema import Schema
+from paramstore.errors import LeaseError, ParamStoreError
+from paramstore.policy.make import make_slot_policy
+from paramstore.policy.slot_plan import Held, SlotCounts, SlotPlan, SlotVisit
+from paramstore_client.device.standing_lease import StandingLease
+from paramstore_client.handle.base import plain_keys
+from paramstore_client.source import ExpertSource, HostSource, HostTicket, LeaseTicket, WeightLease
+
+LEFT_FREE = 64
+"""One of so many leases, at least one, is left to who else leases through the handle, unless every key can stand."""
+REPORT_EVERY = 1024
+"""Visits without a miss between two reports of what was used."""
+AHEAD_MAX = 16
+"""Most loads ahead whose outcome is awaited; beyond it the oldest counts as not arrived."""
+
+
+_log = logging.getLogger(__name__)
+
+
+class NothingAhead:
+    """The ticket of a prefetch that had nothing to fetch."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> Mapping[str, int]:
+        return {"loaded": 0, "resident": 0, "skipped": 0, "bytes": 0}
+
+    def cancel(self) -> bool:
+        return False
+
+
+class HostSlots:
+    """Standing leases in front of a namespace; an `ExpertSource`. May be used from several threads: one visit begins at a time.
+
+    slots: default what the namespace was promised, less a few. policy: one of `paramstore.policy.make.SLOT_POLICIES`; those that
+    know an order have the layers visited as the namespace has them, again and again. `refresh` moves what later visits see; called
+    from another thread, it may part a visit that is just beginning.
+    """
+
+    def __init__(self, namespace: HostSource, *, slots: int | None = None, policy: str = "schedule") -> None:
+        self.namespace = namespace
+        self._slots = _slots_within(namespace) if slots is None else slots
+        self._policy = policy
+        self._lock = threading.RLock()
+        """Reentrant, as a signal's handler may close the store while its thread is in here."""
+        self._plan = self._fresh_plan()
+        self._leases: dict[Held, WeightLease] = {}
+        self._arriving: dict[Held, LeaseTicket] = {}
+        self._visits: set[SlotVisit] = set()
+        """Those under way."""
+        self._abandoned: deque[tuple[SlotPlan, SlotVisit]] = deque()
+        """Those whose lease was dropped without a release: the collector runs anywhere, also under the lock."""
+        self._ahead: deque[tuple[HostTicket, list[Held]]] = deque(maxlen=AHEAD_MAX)
+        """Loads ahead under way: what has come is on the host, and leased when it is visited."""
+        self._view = namespace.view_change_count
+        self._touched: dict[ExpertKey, None] = {}
+        self._visit_count = 0
+        self._is_deciding = False
+        """Whether a visit has begun or ended halfway: it was interrupted, unless it is under way now."""
+        weakref.finalize(self, _release_idle, self._leases).atexit = False
+
+    @property
+    def schema(self) -> Schema:
+        return self.namespace.schema
+
+    @property
+    def layers(self) -> Sequence[int]:
+        return self.namespace.layers
+
+    @property
+    def experts(self) -> int:
+        return self.namespace.experts
+
+    @property
+    def lease_slots(self) -> int:
+        """Keys that may be in use at once: as many as may stand."""
+        return self._slots
+
+    @property
+    def counts(self) -> SlotCounts:
+        """What was counted since this was made, or since an interrupt."""
+        return self._plan.counts
+
+    def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> WeightLease:
+        """Leases all keys or none; waits for those that do not stand. Raises CapacityError above `lease_slots`, LeaseError where
+        visits under way hold the slots, and what the namespace's `acquire` raises. Another part than `param` never stands."""
+        if part != "param":
+            return self.namespace.acquire(keys, part=part, timeout_s=timeout_s)
+        lease = self.acquire_arriving(keys, timeout_s)
+        try:
+            lease.wait()
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def acquire_arriving(self, keys: Sequence[ExpertKey], timeout_s: float | None = None) -> StandingLease:
+        """Leases all keys or none, as `acquire` does, and waits for none: what does not stand is on its way on return."""
+        self.namespace.check_usable()  # before the lock: in a forked child another thread's may be held for ever
+        with self._lock:
+            self._begin()
+            try:
+                visit = self._visit(keys, timeout_s)
+            except ParamStoreError:
+                self._is_deciding = False
+                raise
+            lease = StandingLease(self, self._plan, visit)
+            self._touched.update((held.key, None) for held in visit.held)  # type: ignore[misc]  # the names are keys here
+            self._is_deciding = False
+            return lease
+
+    def begin_visit(self, visit: SlotVisit) -> None:
+        """Notes that the visit has an owner, who ends it. Called under the lock."""
+        self._visits.add(visit)
+
+    def is_under_way(self, visit: SlotVisit) -> bool:
+        """Whether the visit has an owner, and was not ended."""
+        return visit in self._visits
+
+    def end_visit(self, plan: SlotPlan, visit: SlotVisit) -> None:
+        """Ends the visit of a StandingLease; a second call does nothing."""
+        with self._lock:
+            if visit.is_over:
+                return
+            self._begin()
+            self._end(plan, visit)
+            self._is_deciding = False
+
+    def abandon(self, plan: SlotPlan, visit: SlotVisit) -> None:
+        """Has the visit of a lease that nobody has any more ended when the next one begins. Takes no lock."""
+        self._abandoned.append((plan, visit))
+
+    def late(self, visit: SlotVisit) -> frozenset[ExpertKey]:
+        """The keys of a visit whose leases have no outcome yet."""
+        if not self._arriving:
+            return frozenset()
+        waiting = ((held, self._arriving.get(held)) for held in visit.held)
+        return frozenset(held.key for held, ticket in waiting if ticket is not None and not ticket.done())  # type: ignore[misc]
+
+    def lease_of(self, held: Held) -> WeightLease:
+        """The lease that stands for `held`, once it has come. Raises what its load raises, LeaseError where it is gone."""
+        lease = self._leases.get(held)
+        if lease is None:
+            lease = self._await(held)
+        return lease
+
+    def _await(self, held: Held) -> WeightLease:
+        """Waits for the lease of `held`, without the lock."""
+        ticket = self._arriving.get(held)
+        try:
+            try:
+                lease = None if ticket is None else ticket.wait()
+            except LeaseError:  # others lease through this handle too: what stands idle gives them room
+                self.give_back()
+                lease = self.namespace.acquire([held.key])  # type: ignore[list-item]  # the names are keys here
+        except ParamStoreError:
+            self._settle(held, None)
+            raise
+        standing = self._settle(held, lease)
+        if standing is None:
+            raise LeaseError(f"the lease of {held.key} has ended: its load failed, or its store was closed")
+        return standing
+
+    def _settle(self, held: Held, lease: WeightLease | None) -> WeightLease | None:
+        """Notes the outcome of a load, None for one that failed. Gives what stands now: another thread may have been first."""
+        with self._lock:
+            self._begin()
+            if lease is None:
+                self._plan.fail(held)
+            else:
+                self._leases.setdefault(held, lease)
+                self._plan.arrive(held)
+            self._arriving.pop(held, None)  # last: until here an interrupt finds the lease there
+            self._is_deciding = False
+            return self._leases.get(held)
+
+    def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> HostTicket:
+        """Asks the host for those of `keys` that do not stand, as many as the plan gives slots to: victims are given back first."""
+        if part != "param":
+            return self.namespace.prefetch(keys, part=part)
+        wanted = plain_keys(keys)
+        with self._lock:
+            self._begin()
+            loads, _ = self._plan.ahead(wanted)
+            self._release_gone()
+            ticket: HostTicket = NothingAhead()
+            if loads:
+                ticket = self.namespace.prefetch([held.key for held in loads])  # type: ignore[misc]  # the names are keys here
+                self._ahead.append((ticket, loads))
+            self._is_deciding = False
+        return ticket
+
+    def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
+        """Hands the gradients to the namespace."""
+        return self.namespace.push(gradients)
+
+    def give_back(self) -> None:
+        """Releases every lease that no visit uses: they come again as they are needed."""
+        with self._lock:
+            self._begin()
+            self._drop_idle()
+            self._is_deciding = False
+
+    def let_go(self) -> None:
+        """Releases every lease that no visit uses, as the session ends. Takes no lock."""
+        _release_idle(self._leases)
+
+    # --- under the lock ---
+
+    def _begin(self) -> None:
+        if self._is_deciding:
+            self._start_over()
+        self._is_deciding = True
+        while self._abandoned:
+            self._end(*self._abandoned[0])
+            self._abandoned.popleft()  # an interrupt before it ends the visit again, which does nothing
+
+    def _end(self, plan: SlotPlan, visit: SlotVisit) -> None:
+        plan.end_visit(visit)
+        self._visits.discard(visit)
+        if any(held.is_gone for held in visit.held):
+            self._release_gone()
+
+    def _start_over(self) -> None:
+        """After an interrupt halfway: nothing stands but what visits under way use, which goes with them."""
+        users = Counter(held for visit in self._visits if not visit.is_over for held in visit.held)
+        for held in [*self._leases, *self._arriving]:
+            held.is_gone = True
+            held.users = users[held]
+        self._plan = self._fresh_plan()
+        self._ahead.clear()
+        self._release_gone()
+
+    def _visit(self, keys: Sequence[ExpertKey], timeout_s: float | None) -> SlotVisit:
+        if self._view != (view := self.namespace.view_change_count):
+            self._drop_all()
+            self._view = view
+        self._visit_count += 1
+        if self._visit_count % REPORT_EVERY == 0:
+            self._report()
+        visit = self._plan.visit_ready(keys)
+        if visit is not None:
+            return visit
+        if self._touched:
+            self._report()
+        self._note_arrivals()
+        visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))))
+        self._release_gone()
+        try:
+            for held in visit.held:
+                if held not in self._leases and held not in self._arriving:
+                    self._arriving[held] = self.namespace.begin_acquire([held.key], timeout_s=timeout_s)  # type: ignore[list-item]
+        except ParamStoreError:
+            self._plan.end_visit(visit)
+            for held in visit.held:
+                if held not in self._leases:
+                    self._plan.fail(held)
+            self._release_gone()
+            raise
+        return visit
+
+    def _note_arrivals(self) -> None:
+        """Tells the plan which loads ahead have come. The host takes keys in order, so what it had no room for is at the end."""
+        while self._ahead and self._ahead[0][0].done():
+            ticket, loads = self._ahead.popleft()
+            try:
+                skipped = ticket.wait()["skipped"]
+            except ParamStoreError as error:  # demand will ask again and raise the error where it matters
+                _log.warning("a load ahead of %d keys was given up: %s", len(loads), error)
+                continue
+            for held in loads[: len(loads) - skipped]:
+                self._plan.arrive(held)
+
+    def _drop_all(self) -> None:
+        """What stands is of another view: it is found no more."""
+        self._ahead.clear()
+        for held in self._plan.held:
+            self._plan.drop(held)
+        self._release_gone()
+
+    def _drop_idle(self) -> None:
+        for held in self._plan.held:
+            if held.is_ready and not held.users:
+                self._plan.drop(held)
+        self._release_gone()
+
+    def _release_gone(self) -> None:
+        """Releases the leases of what was evicted or dropped, and is in nobody's use."""
+        for held in [held for held in self._leases if held.is_gone and not held.users]:
+            self._leases[held].release()  # a second call does nothing
+            self._leases.pop(held, None)
+        for held in [held for held in self._arriving if held.is_gone and not held.users]:
+            self._arriving[held].abandon()
+            self._arriving.pop(held, None)
+
+    def _report(self) -> None:
+        touched = list(self._touched)
+        self._touched.clear()
+        self.namespace.report_device(resident=[], touched=touched, bytes_resident=0)
+
+    def _fresh_plan(self) -> SlotPlan:
+        return SlotPlan(self._slots, make_slot_policy(self._policy, self._slots, self.namespace.layers))
+
+
+def standing(namespace: HostSource, *, slots: int | None = None) -> ExpertSource:
+    """Puts slots in front of a namespace, where leases may stand; else returns the namespace itself."""
+    cache = HostSlots(namespace, slots=slots)
+    return cache if namespace.let_stand(cache) else namespace
+
+
+def _slots_within(namespace: HostSource) -> int:
+    """Keys that may stand within what was promised."""
+    promised, key_count = namespace.lease_slots, len(namespace.layers) * namespace.experts
+    return key_count if promised >= key_count else max(1, promised - max(1, promised // LEFT_FREE))
+
+
+def _release_idle(leases: dict[Held, WeightLease]) -> None:
+    """Gives back what no visit uses; a forward under way on another thread keeps its bytes, as with any lease at a close."""
+    for held in list(leases):
+        if not held.users and (lease := leases.pop(held, None)) is not None:
+            lease.release()

@@ -1,0 +1,108 @@
+"""The lease of one visit of slots on the host: it ends the visit, and the leases below it stand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Protocol
+
+from torch import Tensor
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.location import Identity
+from paramstore.errors import LeaseError, UnknownKey
+from paramstore.policy.slot_plan import Held, SlotPlan, SlotVisit
+from paramstore_client.source import WeightLease
+
+_log = logging.getLogger(__name__)
+
+
+class VisitOwner(Protocol):
+    """Who decides visits, and has the leases that stand: `HostSlots`."""
+
+    def begin_visit(self, visit: SlotVisit) -> None:
+        """Notes that the visit has an owner, who ends it."""
+        ...
+
+    def is_under_way(self, visit: SlotVisit) -> bool:
+        """Whether the visit has an owner, and was not ended."""
+        ...
+
+    def end_visit(self, plan: SlotPlan, visit: SlotVisit) -> None:
+        """Ends a visit; a second call does nothing."""
+        ...
+
+    def abandon(self, plan: SlotPlan, visit: SlotVisit) -> None:
+        """Has the visit of a lease that nobody has any more ended when the next one begins. Takes no lock."""
+        ...
+
+    def lease_of(self, held: Held) -> WeightLease:
+        """The lease that stands for `held`, once it has come. Raises what its load raises, LeaseError where it is gone."""
+        ...
+
+    def late(self, visit: SlotVisit) -> frozenset[ExpertKey]:
+        """The keys of a visit whose leases have no outcome yet."""
+        ...
+
+
+class StandingLease:
+    """The right to the bytes of one visit's keys. Its release ends the visit; the leases below stand. Asking for a key whose bytes
+    are on their way waits for them."""
+
+    __slots__ = ("__weakref__", "_by_key", "_has_views", "_owner", "_plan", "_visit")
+
+    def __init__(self, owner: VisitOwner, plan: SlotPlan, visit: SlotVisit) -> None:
+        self._owner = owner
+        self._plan = plan
+        self._visit = visit
+        self._by_key: dict[ExpertKey, Held] | None = None
+        self._has_views = False
+        owner.begin_visit(visit)  # last: from here on its end is this object's affair
+
+    def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
+        """The fields of `key`, once they are there. Raises LeaseError after the release, UnknownKey, and what the load raises."""
+        self._has_views = True
+        return self._owner.lease_of(self._held(key))[key]
+
+    def late(self) -> frozenset[ExpertKey]:
+        """The keys whose bytes are still on their way."""
+        return self._owner.late(self._visit)
+
+    def identity(self, key: ExpertKey, /) -> Identity:
+        """Epoch and version of the bytes of `key`."""
+        return self._owner.lease_of(self._held(key)).identity(key)
+
+    def wait(self) -> None:
+        """Returns once the bytes of all keys are there. Raises what a load raises."""
+        for held in self._visit.held:
+            self._owner.lease_of(held)
+
+    def release(self) -> None:
+        """Ends the visit; idempotent."""
+        self._owner.end_visit(self._plan, self._visit)
+
+    def __enter__(self) -> StandingLease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_visit", None) is None or self._visit.is_over or not self._owner.is_under_way(self._visit):
+            return
+        if self._has_views:
+            # Its tensors may live on: giving the slots away would change their bytes under the caller's hands.
+            _log.warning("a lease of %d keys was dropped without release(): its slots stay taken", len(self._visit.held))
+        else:
+            self._owner.abandon(self._plan, self._visit)
+
+    def _held(self, key: ExpertKey) -> Held:
+        if self._visit.is_over:
+            raise LeaseError(f"the lease of {key} was released: acquire it again")
+        if self._by_key is None:
+            self._by_key = {held.key: held for held in self._visit.held}  # type: ignore[misc]  # the names are keys here
+        held = self._by_key.get(key)
+        if held is None:
+            raise UnknownKey(f"key {key} is not in this lease of {len(self._visit.held)} keys")
+        return held

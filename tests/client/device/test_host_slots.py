@@ -1,0 +1,390 @@
+"""Standing leases: a hit asks nobody, what is given back and when, and that an interrupt anywhere loses no lease."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import random
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.optimizers import AdamW
+from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, StoreUnavailable, UnknownKey
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.device import host_slots
+from paramstore_client.device.host_slots import HostSlots, NothingAhead, standing
+from paramstore_client.source import ExpertSource
+
+
+def make(lease_slots: int = 9, *, slots: int | None = None, experts: int = 6) -> tuple[MemoryNamespace, HostSlots]:
+    namespace = MemoryNamespace.of_swiglu(layers=2, experts=experts, lease_slots=lease_slots)
+    return namespace, HostSlots(namespace, slots=slots, policy="lru")
+
+
+def stand(namespace: MemoryNamespace, slots: HostSlots) -> None:
+    """Has the namespace's session know of the slots."""
+    assert namespace.let_stand(slots)
+
+
+def keys(*experts: int, layer: int = 0) -> list[ExpertKey]:
+    return [(layer, expert) for expert in experts]
+
+
+def visit(slots: HostSlots, wanted: Sequence[ExpertKey]) -> None:
+    """A visit that finds the bytes of its keys."""
+    namespace: Any = slots.namespace
+    with slots.acquire(wanted) as lease:
+        for key in wanted:
+            for name, value in namespace.values(key).items():
+                assert torch.equal(lease[key][name], value), key
+            assert lease.identity(key) == namespace.identity(key)
+
+
+def asked(namespace: MemoryNamespace) -> list[tuple[str, tuple[ExpertKey, ...]]]:
+    """What has reached the namespace since the last call."""
+    found = list(namespace.happened("acquire", "release", "prefetch"))
+    namespace.events.clear()
+    return found
+
+
+def test_it_is_a_source_of_what_was_promised_less_a_few() -> None:
+    namespace, slots = make(lease_slots=9)
+    assert isinstance(slots, ExpertSource)
+    assert (slots.lease_slots, slots.schema, slots.layers, slots.experts) == (8, namespace.schema, (0, 1), 6)
+    assert [make(lease_slots=count)[1].lease_slots for count in (1, 2, 11, 12, 13)] == [1, 1, 10, 12, 12], "12 are all there are"
+    assert make(lease_slots=128, experts=100)[1].lease_slots == 126
+
+
+def test_a_hit_asks_nobody() -> None:
+    namespace, slots = make()
+    visit(slots, keys(0, 1, 2))
+    assert asked(namespace) == [("acquire", (key,)) for key in keys(0, 1, 2)]
+    for _ in range(3):
+        visit(slots, keys(0, 2))
+    assert asked(namespace) == []
+    assert (slots.counts.hits, slots.counts.misses) == (6, 3)
+
+
+def test_a_miss_first_gives_a_victim_of_its_own_back() -> None:
+    namespace, slots = make(lease_slots=3, slots=3)
+    visit(slots, keys(0, 1, 2))
+    visit(slots, keys(0, 1))
+    asked(namespace)
+    visit(slots, keys(3))
+    assert asked(namespace) == [("release", tuple(keys(2))), ("acquire", tuple(keys(3)))]
+    assert namespace.leased_keys_max == 3
+
+
+def test_what_is_in_use_is_never_given_up() -> None:
+    _, slots = make(slots=2)
+    with slots.acquire(keys(0)) as first:
+        visit(slots, keys(1))
+        visit(slots, keys(2))
+        with pytest.raises(LeaseError, match="2 of 2 keys need a slot: 1 of 2 can be had"):
+            slots.acquire(keys(1, 3))
+        assert first[0, 0]["down"].isfinite().all()
+    with pytest.raises(CapacityError, match="3 keys asked of 2 slots"):
+        slots.acquire(keys(0, 1, 2))
+    visit(slots, keys(1, 3))
+
+
+def test_a_change_of_view_ends_what_stands() -> None:
+    namespace, slots = make()
+    visit(slots, keys(0, 1))
+    held = slots.acquire(keys(0))
+    before = held[0, 0]["down"].clone()
+    namespace.push({(0, 0): {name: torch.ones_like(value) for name, value in namespace.values((0, 0)).items()}})
+    namespace.apply(AdamW(lr=0.1))
+    asked(namespace)
+    visit(slots, keys(0, 1))  # the new bytes
+    assert [event for event in asked(namespace) if event[0] == "release"] == [("release", ((0, 1),))]
+    assert torch.equal(held[0, 0]["down"], before)
+    held.release()
+    assert asked(namespace) == [("release", ((0, 0),))]
+
+
+def test_a_lease_is_of_its_keys_until_its_release() -> None:
+    _, slots = make()
+    lease = slots.acquire(keys(0))
+    with pytest.raises(UnknownKey, match=r"key \(0, 1\) is not in this lease of 1 keys"):
+        lease[0, 1]
+    lease.release()
+    lease.release()
+    with pytest.raises(LeaseError, match=r"the lease of \(0, 0\) was released"):
+        lease[0, 0]
+
+
+def test_another_part_never_stands() -> None:
+    _, slots = make()
+    with pytest.raises(SchemaMismatch, match="optim"):
+        slots.acquire(keys(0), part="optimizer")  # as the namespace says
+    assert slots.counts.misses == 0
+
+
+# --- loads ahead
+
+
+def test_only_what_does_not_stand_is_prefetched() -> None:
+    namespace, slots = make()
+    visit(slots, keys(0, 1))
+    asked(namespace)
+    slots.prefetch(keys(0, 1, 2))
+    assert asked(namespace) == [("prefetch", tuple(keys(2)))]
+    ticket = slots.prefetch(keys(0, 1, 2))
+    assert isinstance(ticket, NothingAhead)
+    assert (ticket.done(), ticket.wait()["loaded"], ticket.cancel(), asked(namespace)) == (True, 0, False, [])
+
+
+def test_a_load_ahead_gives_victims_back_first_and_is_spared() -> None:
+    namespace, slots = make(lease_slots=3, slots=3)
+    visit(slots, keys(0, 1, 2))
+    asked(namespace)
+    slots.prefetch(keys(3, 4))
+    assert asked(namespace) == [("release", tuple(keys(0))), ("release", tuple(keys(1))), ("prefetch", tuple(keys(3, 4)))]
+    visit(slots, keys(5))  # room is made by what was not asked for
+    visit(slots, keys(3, 4))
+    counts = slots.counts
+    assert (counts.hits, counts.late, counts.misses, counts.ahead, counts.useful, counts.wasted) == (2, 0, 4, 2, 2, 0)
+
+
+def test_what_is_still_loading_is_late_and_what_had_no_room_too() -> None:
+    namespace, slots = make()
+    namespace.holds_prefetches = True
+    slots.prefetch(keys(0, 1))
+    visit(slots, keys(0, 1))
+    assert (slots.counts.hits, slots.counts.late) == (0, 2)
+    slots.prefetch(keys(2, 3))
+    namespace.tickets[-1].skipped = 1
+    namespace.finish_prefetches()
+    visit(slots, keys(2, 3))
+    assert (slots.counts.hits, slots.counts.late, slots.counts.misses) == (1, 3, 0)
+
+
+def test_a_load_ahead_that_failed_is_asked_for_again() -> None:
+    namespace, slots = make()
+    slots.prefetch(keys(0))
+    namespace.tickets[-1].error = StoreUnavailable("on purpose")
+    visit(slots, keys(0))
+    assert (slots.counts.hits, slots.counts.late) == (0, 1)
+
+
+def test_loads_ahead_of_another_view_are_forgotten() -> None:
+    namespace, slots = make()
+    slots.prefetch(keys(0))
+    namespace.push({(0, 0): {name: torch.ones_like(value) for name, value in namespace.values((0, 0)).items()}})
+    namespace.apply(AdamW(lr=0.1))
+    visit(slots, keys(0))
+    assert (slots.counts.hits, slots.counts.misses, slots.counts.wasted) == (0, 1, 1)
+
+
+# --- what is given back
+
+
+def test_closing_the_store_gives_everything_back_first() -> None:
+    namespace, slots = make()
+    visit(slots, keys(0, 1, 2))
+    lease = slots.acquire(keys(0))
+    stand(namespace, slots)
+    namespace.close()
+    assert [held.keys() for held in namespace.leased] == [keys(0)], "a visit under way keeps its bytes"
+    assert lease[0, 0]["down"].isfinite().all()
+    with pytest.raises(StoreUnavailable):
+        slots.acquire(keys(0))  # a hit, a moment ago
+    lease.release()
+    slots.let_go()
+    assert namespace.leased == []
+    with pytest.raises(StoreUnavailable):
+        slots.acquire(keys(0))
+
+
+def test_what_is_given_back_comes_again_and_what_is_in_use_as_it_ends() -> None:
+    namespace, slots = make()
+    visit(slots, keys(0, 1, 2))
+    lease = slots.acquire(keys(1))
+    slots.give_back()
+    assert [held.keys() for held in namespace.leased] == [keys(1)]
+    lease.release()
+    visit(slots, keys(0, 1, 2))
+    assert (slots.counts.hits, slots.counts.misses) == (2, 5)
+
+
+def test_what_was_dropped_gives_everything_back() -> None:
+    namespace, slots = make()
+    visit(slots, keys(0, 1, 2))
+    stand(namespace, slots)
+    del slots
+    gc.collect()
+    assert namespace.leased == []
+    assert list(namespace.keepers) == []
+
+
+def test_a_dropped_lease_ends_its_visit() -> None:
+    _, slots = make(slots=1)
+    lease = slots.acquire(keys(0))
+    del lease
+    gc.collect()
+    visit(slots, keys(1))
+
+
+def test_others_that_lease_through_the_handle_get_room() -> None:
+    namespace, slots = make(lease_slots=4, slots=4)
+    visit(slots, keys(0, 1, 2))
+    slots.give_back()
+    with namespace.acquire(keys(3, 4, 5)):
+        visit(slots, keys(0))
+        visit(slots, keys(1))  # by what stood idle
+    visit(slots, keys(0, 1, 2, 3))
+
+
+
+def test_where_others_have_all_the_error_says_so_and_nothing_is_lost() -> None:
+    namespace, slots = make(lease_slots=2, slots=2)
+    visit(slots, keys(0))
+    with namespace.acquire(keys(5)), pytest.raises(LeaseError, match="own leases hold"):
+        slots.acquire(keys(1, 2))
+    visit(slots, keys(1, 2))
+
+
+def test_where_nothing_may_stand_the_namespace_is_the_source() -> None:
+    namespace: Any = MemoryNamespace.of_swiglu(lease_slots=4)
+    assert isinstance(standing(namespace), HostSlots)
+    assert standing(namespace, slots=2).lease_slots == 2
+    namespace.may_stand = False
+    assert standing(namespace) is namespace
+
+
+# --- what is told
+
+
+def test_what_was_used_is_told_with_the_next_miss() -> None:
+    namespace, slots = make()
+    visit(slots, keys(0, 1))
+    visit(slots, keys(1))
+    assert namespace.device_reports == []
+    visit(slots, keys(2))
+    assert namespace.device_reports == [([], keys(0, 1), 0)]
+
+
+def test_without_a_miss_it_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_slots, "REPORT_EVERY", 3)
+    namespace, slots = make()
+    for _ in range(7):
+        visit(slots, keys(0))
+    assert len(namespace.device_reports) == 2
+
+
+# --- interrupts, threads, chance
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line that a call runs in these modules. Not where a `with` begins or ends, nor at a
+    `try:`: there Python takes no signal, or every lock could stay locked. Nor in a finalizer, where it is lost."""
+
+    MODULES = ("/host_slots.py", "/slot_plan.py")
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+        self.is_raised = False
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error: object) -> bool:
+        sys.settrace(None)
+        return isinstance(error[1], KeyboardInterrupt)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.endswith(self.MODULES) or "__del__" in (frame.f_code.co_name, frame.f_back.f_code.co_name):
+            return None
+        here = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event == "line" and not self.is_raised and not here.startswith(("with ", "try:")):
+            self._left -= 1
+            if self._left == 0:
+                self.is_raised = True
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def interrupted(slots: HostSlots, wanted: list[ExpertKey], line: int) -> bool:
+    """Interrupts a visit, in a thread of its own, whose later exceptions would have the one raised here as their context."""
+    is_raised = []
+
+    def run() -> None:
+        with Interrupt(line) as interrupt:
+            slots.acquire(wanted).release()
+        is_raised.append(interrupt.is_raised)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert slots._lock.acquire(timeout=1), f"line {line}: the lock stayed locked"
+    slots._lock.release()
+    return is_raised[0]
+
+
+@pytest.mark.parametrize("wanted", [keys(0, 1), keys(1, 2), keys(3, 4, layer=1)], ids=["hits", "some", "misses"])
+def test_an_interrupt_at_any_line_loses_no_lease(wanted: list[ExpertKey]) -> None:
+    for line in range(1, 500):
+        namespace, slots = make(lease_slots=3, slots=3)
+        visit(slots, keys(0, 1, 2))
+        visit(slots, keys(0))
+        is_raised = interrupted(slots, wanted, line)
+        gc.collect()
+        for again in (wanted, keys(0, 1, 2), keys(3, 4, 5)):  # all three slots can be had
+            visit(slots, again)
+        assert namespace.leased_key_count <= 3, line
+        slots.give_back()
+        assert namespace.leased == [], line
+        if not is_raised:
+            break
+    assert 20 < line < 499
+
+
+def test_threads_never_see_each_others_bytes() -> None:
+    _, slots = make(lease_slots=6, slots=6)
+    errors: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(150):
+                visit(slots, keys(*rng.sample(range(6), 2), layer=rng.randrange(2)))
+        except BaseException as error:  # noqa: BLE001 - told by the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert slots.counts.hits + slots.counts.late + slots.counts.misses == 3 * 150 * 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_at_random_the_bytes_are_those_of_the_view_and_the_counts_those_of_the_leases(seed: int) -> None:
+    rng = random.Random(seed)
+    namespace, slots = make(lease_slots=5, slots=rng.randint(2, 5))
+    acquired = 0
+    for _ in range(200):
+        wanted = keys(*rng.sample(range(6), rng.randint(1, slots.lease_slots)), layer=rng.randrange(2))
+        action = rng.random()
+        if action < 0.1:
+            key = rng.choice(list(namespace.space))
+            namespace.push({key: {name: torch.randn_like(value) for name, value in namespace.values(key).items()}})
+            namespace.apply(AdamW(lr=0.1))
+        elif action < 0.15:
+            slots.give_back()
+            assert namespace.leased == []
+        else:
+            visit(slots, wanted)
+        acquired += sum(len(leased) for kind, leased in asked(namespace) if kind == "acquire")
+        assert namespace.leased_key_count <= slots.lease_slots, f"seed {seed}"

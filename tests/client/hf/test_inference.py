@@ -1,0 +1,189 @@
+"""Models that are served: the logits of the unmodified model bit for bit, whatever stands, and what is computed where it lies."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paramstore.errors import ConfigError, LeaseError
+from paramstore_client.device.host_slots import HostSlots
+from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.model.binding import layer_of
+from paramstore_client.hf.model.layout import experts_modules
+from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
+from paramstore_testkit.training.moe_models import Twin, tokens
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+FAMILIES = families()
+REFUSED = {"diffusion_gemma", "ernie4_5_vl_moe"}
+ALWAYS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "jamba", "phimoe", "granitemoe")
+"""Those that every run of the tests serves; the others are for `make soak`."""
+NOT_GROUPED = {"mistral_large4"}
+"""Families whose unmodified models can be set to no kernel but their own: a part of theirs, without experts, refuses."""
+SLOTS = (64, 3, 1)
+"""What may be leased: everything stands; one standing expert less than that; one at a time."""
+
+
+def served() -> list[Any]:
+    return [
+        pytest.param(family, marks=() if family in ALWAYS else pytest.mark.soak) for family in sorted({*FAMILIES} - REFUSED)
+    ]
+
+
+def source_of(twin: Twin) -> HostSlots:
+    source = layer_of(next(iter(experts_modules(twin.stored).values()))).source
+    assert isinstance(source, HostSlots)
+    return source
+
+
+def logits(model: Any, ids: Tensor) -> Tensor:
+    found = model(input_ids=ids)
+    value: Tensor = found.logits if hasattr(found, "logits") else found.last_hidden_state
+    return value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", served())
+def test_family_has_the_logits_of_the_unmodified_model(family: str, dtype: torch.dtype) -> None:
+    """A prompt, another one that finds part of its experts, and one token; with many slots, few, and one."""
+    for lease_slots in SLOTS:
+        twin = Twin.of(
+            tiny_config(family), kernel="eager" if family in NOT_GROUPED else "grouped_mm", dtype=dtype, is_trained=False,
+            lease_slots=lease_slots, model_class=modeling_class(FAMILIES[family]),
+        )  # fmt: skip
+        stock, stored = twin.stock.eval(), twin.stored.eval()
+        with torch.no_grad():
+            for ids in (tokens(), tokens(seed=1), tokens(seed=2)[:1, :1]):
+                assert torch.equal(logits(stored, ids), logits(stock, ids)), (lease_slots, ids.shape)
+
+
+def test_nothing_is_copied_where_all_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
+    with torch.no_grad():
+        expected = logits(twin.stored, tokens())
+        monkeypatch.setattr("paramstore_client.hf.model.compact_buffers.CompactBuffers.filled", None)
+        twin.namespace.events.clear()
+        assert torch.equal(logits(twin.stored, tokens()), expected)
+    assert twin.namespace.events == [], "and nobody is asked"
+
+
+def test_lists_name_no_family_that_is_gone() -> None:
+    assert {*REFUSED, *ALWAYS, *NOT_GROUPED} <= FAMILIES.keys()
+
+
+def test_a_graph_is_computed_on_copies_and_has_its_gradients() -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
+    for model in (twin.stock, twin.stored):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+    reference = dict(twin.stock.named_parameters())
+    for name, parameter in twin.stored.named_parameters():
+        assert torch.equal(parameter.grad, reference[name].grad), name
+
+
+def test_leases_that_stood_in_inference_mode_serve_a_graph_later() -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="eager", is_trained=False)
+    with torch.inference_mode():
+        expected = logits(twin.stored, tokens())
+    value = logits(twin.stored, tokens())
+    assert torch.equal(value, expected)
+    value.sum().backward()
+
+
+def test_a_step_that_comes_between_two_tokens_is_seen_by_the_next() -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
+    with torch.no_grad():
+        before = logits(twin.stored, tokens())
+        twin.namespace.initialize(lambda key: {name: value * 2 for name, value in twin.namespace.values(key).items()})
+        twin.namespace.view_change_count += 1
+        for path in twin.layout.modules.values():
+            for name, parameter in twin.stock.get_submodule(path).named_parameters():
+                if name in {tensor.name for tensor in twin.layout.tensors}:
+                    parameter.data.mul_(2)
+        after = logits(twin.stored, tokens())
+        assert not torch.equal(after, before)
+        assert torch.equal(after, logits(twin.stock, tokens()))
+
+
+def test_where_others_hold_the_slots_experts_come_in_parts() -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=6)
+    source = source_of(twin)
+    with torch.no_grad():
+        expected = logits(twin.stock, tokens())
+        held = source.acquire([(0, expert) for expert in range(source.lease_slots - 1)])
+        assert torch.equal(logits(twin.stored, tokens()), expected)
+        held.release()
+        held = source.acquire([(0, expert) for expert in range(source.lease_slots)])
+        with pytest.raises(LeaseError, match=r"0 of \d can be had"):
+            logits(twin.stored, tokens(seed=5))
+        held.release()
+        assert torch.equal(logits(twin.stored, tokens()), expected)
+
+
+def test_two_threads_generate_with_one_model() -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=9)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    prompts = [tokens(seed=seed)[:1] for seed in range(4)]
+    expected = [twin.stock.eval().generate(prompt, **options) for prompt in prompts]
+    stored = twin.stored.eval()
+    made: dict[int, Tensor] = {}
+
+    def run(first: int) -> None:
+        for index in (first, first + 2):
+            made[index] = stored.generate(prompts[index], **options)
+
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(torch.equal(made[index], expected[index]) for index in range(4))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True, "top_k": 5},
+        {"do_sample": False, "cache_implementation": "static"},
+    ],
+    ids=["greedy", "beams", "sampling", "static cache"],
+)  # fmt: skip
+def test_generate_gives_the_tokens_of_the_unmodified_model(given: dict[str, Any]) -> None:
+    """A batch of two prompts, of which one is padded on its left."""
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=7)
+    ids, mask = tokens()[:2].clone(), torch.ones_like(tokens()[:2])
+    ids[1, :3], mask[1, :3] = 0, 0
+    made = []
+    for model in (twin.stock.eval(), twin.stored.eval()):
+        torch.manual_seed(3)
+        made.append(model.generate(ids, attention_mask=mask, max_new_tokens=10, pad_token_id=0, **given))
+    assert torch.equal(*made)
+
+
+def test_a_compiled_model_has_the_logits_of_the_unmodified_one() -> None:
+    """Our experts are a graph break: what surrounds them is compiled."""
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
+    compiled = torch.compile(twin.stored.eval(), backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(logits(compiled, tokens()), logits(twin.stock.eval(), tokens()))
+
+
+def test_a_forward_without_a_graph_has_no_backward() -> None:
+    from paramstore_client.hf.model.weight_sources import HeldSupply
+
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
+    supply = HeldSupply(source_of(twin), [(0, 0)], forward_hint=lambda room: [])
+    wants, pushes = partial(supply.backward_weights, None), partial(supply.push, None, {})
+    for call in (supply.begin_backward, supply.finish_backward, wants, pushes):
+        with pytest.raises(ConfigError, match="without a graph"):
+            call()
+    supply.let_go()
+
+
+def test_the_kernel_is_the_one_of_this_torch() -> None:
+    assert not modeling.asks_for_addresses(), "else nothing here was computed where it lies"
