@@ -1,0 +1,46 @@
+"""Limits and rows of decoding: what is compared with memory, what with arithmetic and lacking bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paramstore.errors import StepMismatch
+from paramstore_bench.decoding import Answer, PairedAnswer, Work, check_logits, row_of
+
+DECODING, PROMPT = Work(16, new=10), Work(64)
+
+
+def answer(seconds: float, *, lacking_bytes: float = 0.0) -> Answer:
+    return Answer(seconds, torch.zeros(1), lacking_bytes=lacking_bytes, read_bytes=2 * lacking_bytes)
+
+
+def pair(ours_s: float, memory_s: float, lacking_bytes: float = 0.0) -> PairedAnswer:
+    return PairedAnswer(answer(ours_s, lacking_bytes=lacking_bytes), answer(memory_s), rate=2.0)
+
+
+def test_works_are_named_and_counted_by_what_is_timed() -> None:
+    assert (DECODING.name, DECODING.tokens, PROMPT.name, PROMPT.tokens) == ("decode", 10, "prefill of 64 tokens", 64)
+
+
+def test_a_token_waits_for_its_bytes_and_a_prompt_computes_beside_them() -> None:
+    assert pair(9.0, 3.0, lacking_bytes=8.0).limit_s(DECODING) == 7.0
+    assert pair(9.0, 3.0, lacking_bytes=8.0).limit_s(PROMPT) == 4.0
+    assert pair(9.0, 3.0, lacking_bytes=2.0).limit_s(PROMPT) == 3.0
+
+
+def test_a_resident_model_is_held_against_memory_and_others_against_the_limit() -> None:
+    pairs = [pair(2.0, 1.8, 4.0), pair(4.0, 3.8, 4.0), pair(2.0, 2.0, 4.0)]
+    resident = row_of(DECODING, 1.0, 1, pairs, record_bytes=8, facts={"slots": 3.0})
+    assert (resident.ratio, resident.ratio_min, resident.ratio_max) == (0.95, 0.9, 1.0)
+    assert (resident.holds, resident.against, resident.parts["slots"]) == (True, "the model in memory", 3.0)
+    half = row_of(DECODING, 0.5, 1, pairs, record_bytes=8, facts={})
+    assert (half.ratio, half.parts["of_memory"], half.holds) == (1.9, 0.95, True)
+    prompt = row_of(PROMPT, 0.5, 2, [pair(4.0, 1.0, 4.0)], record_bytes=8, facts={})
+    assert (prompt.ratio, prompt.holds, prompt.value, prompt.limit) == (0.5, False, 16.0, 32.0)
+
+
+def test_one_bit_of_the_logits_is_an_error() -> None:
+    check_logits(answer(1.0), answer(2.0), what="x")
+    with pytest.raises(StepMismatch, match="round 3"):
+        check_logits(answer(1.0), Answer(1.0, torch.ones(1)), what="round 3")
