@@ -8,15 +8,18 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from paramstore.core.arguments import listed, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
-from paramstore.core.trace import Trace, TraceEvent, TraceEventKind, TraceHeader, split_by_layer
+from paramstore.core.trace import TOKENS_MAX, Trace, TraceEvent, TraceEventKind, TraceHeader, split_by_layer
 from paramstore.errors import CapacityError
 from paramstore_client.source import AheadTicket, ExpertSource, WeightLease
 
 EVENTS_MAX = 4 << 20
 """Most events of one recorder; each takes some hundred bytes of memory."""
+
+COUNTS = "a number of tokens for each expert of the layer"
 
 
 class TrainedSource(ExpertSource, Protocol):
@@ -36,6 +39,8 @@ class TraceRecorder:
     def __init__(self, source: ExpertSource) -> None:
         self._source = source
         self._events: list[TraceEvent] = []
+        self._step_start = 0
+        """Index of the first event of the step under way."""
 
     @property
     def schema(self) -> Schema:
@@ -76,9 +81,17 @@ class TraceRecorder:
         self._keep_mark(TraceEventKind.APPLY)
         return ticket
 
-    def end_step(self) -> None:
-        """Marks the end of a training step, or of a token: traces are cut and counted there."""
+    def end_step(self, tokens: Mapping[int, Sequence[int]] | None = None) -> None:
+        """Marks the end of a training step, or of a token: traces are cut and counted there.
+
+        tokens: for each layer that acquired in this step, how many tokens went to each of its experts, 0 to TOKENS_MAX; the
+        step's acquires keep those of the experts that they name. Raises ConfigError on other counts, and then keeps nothing.
+        """
+        self._check_room()
+        if tokens is not None:
+            self._events[self._step_start :] = [self._counted(event, tokens) for event in self._events[self._step_start :]]
         self._keep_mark(TraceEventKind.STEP)
+        self._step_start = len(self._events)
 
     def trace(self, name: str, *, how: str) -> Trace:
         """The trace of the calls so far. how: what ran, in words."""
@@ -96,6 +109,16 @@ class TraceRecorder:
     def _keep(self, kind: TraceEventKind, keys: Iterable[ExpertKey]) -> None:
         self._check_room()
         self._events.extend(split_by_layer(kind, keys))
+
+    def _counted(self, event: TraceEvent, tokens: Mapping[int, Sequence[int]]) -> TraceEvent:
+        if event.kind is not TraceEventKind.ACQUIRE:
+            return event
+        name = f"tokens[{event.layer}]"
+        given = tokens.get(event.layer) if isinstance(tokens, Mapping) else None
+        counts = [whole_number(name, count, most=TOKENS_MAX) for count in listed(name, given, COUNTS)]
+        if len(counts) != self.experts:
+            raise wrong(name, given, COUNTS)
+        return event._replace(tokens=tuple(counts[expert] for expert in event.experts))
 
     def _check_room(self) -> None:
         if len(self._events) >= EVENTS_MAX:

@@ -3,6 +3,9 @@
 A file is one line `paramstore-trace 1`, one line of JSON (`TraceHeader`), and a zlib stream of events: a kind (one byte), the
 position of a layer in the header's `layers` (two bytes, little-endian), and a bitmap of the layer's experts, lowest first.
 A call that names several layers becomes several events of one kind. `APPLY` and `STEP` name no experts.
+
+A file in which tokens were counted says `paramstore-trace 2`: where `COUNTED` is added to the kind, the bitmap is followed by the
+tokens that went to each of the experts that it names (four bytes each, little-endian).
 """
 
 from __future__ import annotations
@@ -19,6 +22,11 @@ from paramstore.core.schema import Schema
 from paramstore.errors import ConfigError, ParamStoreError
 
 MAGIC = b"paramstore-trace 1"
+MAGIC_COUNTED = b"paramstore-trace 2"
+COUNTED = 0x80
+TOKENS_BYTES = 4
+TOKENS_MAX = (1 << 8 * TOKENS_BYTES) - 1
+"""The most tokens that an event may count for one expert."""
 EVENTS_BYTES_MAX = 1 << 30
 """The most bytes of unpacked events: a file with more is no trace that anybody recorded."""
 
@@ -36,11 +44,13 @@ class TraceEventKind(IntEnum):
 
 
 class TraceEvent(NamedTuple):
-    """The part of one call that concerns one layer. experts: ascending."""
+    """The part of one call that concerns one layer. experts: ascending. tokens: how many went to each of them; empty if nobody
+    counted."""
 
     kind: TraceEventKind
     layer: int
     experts: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
 
     @property
     def keys(self) -> list[ExpertKey]:
@@ -87,26 +97,28 @@ class Trace:
         header = json.dumps(asdict(self.header), sort_keys=True).encode()
         width = _bitmap_bytes(self.header.experts)
         places = {layer: place for place, layer in enumerate(self.header.layers)}
-        body = b"".join(
-            bytes([kind]) + places[layer].to_bytes(2, "little") + sum(1 << expert for expert in experts).to_bytes(width, "little")
-            for kind, layer, experts in self.events
-        )
-        return b"\n".join((MAGIC, header, zlib.compress(body, 9)))
+        body = bytearray()
+        for kind, layer, experts, tokens in self.events:
+            body += bytes([kind | COUNTED if tokens else kind]) + places[layer].to_bytes(2, "little")
+            body += sum(1 << expert for expert in experts).to_bytes(width, "little")
+            body += b"".join(count.to_bytes(TOKENS_BYTES, "little") for count in tokens)
+        magic = MAGIC_COUNTED if any(event.tokens for event in self.events) else MAGIC
+        return b"\n".join((magic, header, zlib.compress(body, 9)))
 
 
 def unpack_trace(content: bytes) -> Trace:
     """Unpacks the bytes of a trace file. Raises ConfigError on anything else."""
     try:
         magic, described, packed = content.split(b"\n", 2)
-        if magic != MAGIC:
-            raise ConfigError(f"it begins with {magic[:32]!r}, not with {MAGIC!r}")
+        if magic not in (MAGIC, MAGIC_COUNTED):
+            raise ConfigError(f"it begins with {magic[:32]!r}, not with {MAGIC!r} or {MAGIC_COUNTED!r}")
         header = TraceHeader(**json.loads(described))
         _ = header.space, Schema.from_description(header.schema)
         inflate = zlib.decompressobj()
         body = inflate.decompress(packed, EVENTS_BYTES_MAX)
         if inflate.unconsumed_tail or not inflate.eof:
             raise ConfigError("its events are cut off, or more than a trace holds")
-        return Trace(header, tuple(_events(header, body)))
+        return Trace(header, tuple(_events(header, body, counted=COUNTED if magic == MAGIC_COUNTED else 0)))
     except (ValueError, TypeError, KeyError, IndexError, zlib.error, ParamStoreError) as error:
         raise ConfigError(f"this is no trace: {error}") from error
 
@@ -119,14 +131,19 @@ def split_by_layer(kind: TraceEventKind, keys: Iterable[ExpertKey]) -> list[Trac
     return [TraceEvent(kind, layer, tuple(sorted(found))) for layer, found in experts.items()]
 
 
-def _events(header: TraceHeader, body: bytes) -> Iterator[TraceEvent]:
-    width = _bitmap_bytes(header.experts)
-    size = 3 + width
-    if len(body) % size:
-        raise ConfigError(f"{len(body)} bytes of events are no multiple of {size}")
-    for start in range(0, len(body), size):
-        layer = header.layers[int.from_bytes(body[start + 1 : start + 3], "little")]
-        yield TraceEvent(TraceEventKind(body[start]), layer, _experts(body[start + 3 : start + size], header.experts))
+def _events(header: TraceHeader, body: bytes, *, counted: int) -> Iterator[TraceEvent]:
+    """Yields the events of `body`. counted: the bit of a kind that says that tokens follow; 0 where none ever do."""
+    size = 3 + _bitmap_bytes(header.experts)
+    start = 0
+    while start < len(body):
+        end = start + size
+        kind, layer = body[start], header.layers[int.from_bytes(body[start + 1 : start + 3], "little")]
+        experts = _experts(body[start + 3 : end], header.experts)
+        start = end + (TOKENS_BYTES * len(experts) if kind & counted else 0)
+        if start > len(body):
+            raise ConfigError(f"its {len(body)} bytes of events end within an event")
+        tokens = tuple(int.from_bytes(body[at : at + TOKENS_BYTES], "little") for at in range(end, start, TOKENS_BYTES))
+        yield TraceEvent(TraceEventKind(kind & ~counted), layer, experts, tokens)
 
 
 def _experts(bitmap: Sequence[int], count: int) -> tuple[int, ...]:

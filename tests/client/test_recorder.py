@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from paramstore.core.optimizers import AdamW
 from paramstore.core.trace import TraceEventKind, unpack_trace
-from paramstore.errors import CapacityError, UnknownKey
+from paramstore.errors import CapacityError, ConfigError, UnknownKey
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client import recorder as recorder_module
 from paramstore_client.nn import StoredExperts
@@ -39,6 +40,32 @@ def test_a_step_is_kept_call_by_call(tmp_path: Path) -> None:
     assert {event.experts for event in trace.events[:6]} == {(0, 2)}
     assert (trace.header.name, trace.header.layers, trace.header.experts) == ("one step", [0, 1], 4)
     assert namespace.identity((0, 2)).version == 1, "it was passed on"
+
+
+def test_the_acquires_of_a_step_keep_the_tokens_of_their_experts() -> None:
+    recorder = TraceRecorder(MemoryNamespace.of_swiglu(layers=2, experts=4))
+    for counts in ({0: [3, 0, 5, 1], 1: [0, 2, 0, 7]}, None, {1: torch.tensor([1, 2, 3, 4]).tolist()}):
+        for layer in counts or (0, 1):
+            recorder.acquire([(layer, 3)]).release()
+            recorder.acquire([(layer, 2), (layer, 0)]).release()
+            recorder.prefetch([(layer, 1)])
+        recorder.end_step(counts)
+    events = recorder.trace("x", how="").events
+    tokens = [event.tokens for event in events if event.kind is A]
+    assert tokens == [(1,), (3, 5), (7,), (0, 0), (), (), (), (), (4,), (1, 3)]
+    assert not any(event.tokens for event in events if event.kind is not A)
+
+
+@pytest.mark.parametrize(
+    "tokens", [{}, {0: [1, 2, 3]}, {0: [1, 2, 3, -1]}, {0: [1, 2, 3, 1 << 32]}, {0: [1, 2, 3, 0.5]}, {0: 4}, {1: [1, 2, 3, 4]}, 7]
+)
+def test_other_counts_are_refused_and_nothing_is_kept(tokens: Any) -> None:
+    recorder = TraceRecorder(MemoryNamespace.of_swiglu(layers=2, experts=4))
+    recorder.acquire([(0, 3)]).release()
+    before = recorder.trace("x", how="").events
+    with pytest.raises(ConfigError, match=r"tokens\[0\]="):
+        recorder.end_step(tokens)
+    assert recorder.trace("x", how="").events == before
 
 
 def test_what_raises_is_not_kept() -> None:

@@ -9,7 +9,17 @@ import zlib
 import pytest
 
 from paramstore.core.schema import Schema
-from paramstore.core.trace import MAGIC, Trace, TraceEvent, TraceEventKind, TraceHeader, split_by_layer, unpack_trace
+from paramstore.core.trace import (
+    MAGIC,
+    MAGIC_COUNTED,
+    TOKENS_MAX,
+    Trace,
+    TraceEvent,
+    TraceEventKind,
+    TraceHeader,
+    split_by_layer,
+    unpack_trace,
+)  # fmt: skip
 from paramstore.errors import ConfigError
 
 SCHEMA = Schema.adamw({"w": (3, 5)}, param_dtype="float32")
@@ -35,14 +45,37 @@ def test_a_trace_comes_back_as_it_was() -> None:
     assert back.events[0].keys == [(2, expert) for expert in back.events[0].experts]
 
 
+def some_counted_trace() -> Trace:
+    """Every other event that names experts has tokens."""
+    events = some_trace().events
+    counted = [event._replace(tokens=tuple(range(TOKENS_MAX, TOKENS_MAX - len(event.experts), -1))) for event in events[::2]]
+    return Trace(HEADER, (*counted, *events[1::2]))
+
+
+def test_tokens_come_back_with_the_experts_they_went_to() -> None:
+    trace = some_counted_trace()
+    assert sum(len(event.tokens) > 0 for event in trace.events) >= 3
+    assert unpack_trace(trace.pack()) == trace
+
+
+def test_a_file_without_tokens_is_that_of_before() -> None:
+    head = b'paramstore-trace 1\n{"experts": 11, "how": "by hand", "layers": [2, 5], "name": "small", "schema": '
+    body = b"\x01\x01\x00\x05\x04" b"\x05\x00\x00\x00\x00"
+    file = head + json.dumps(SCHEMA.describe(), sort_keys=True).encode() + b"}\n" + zlib.compress(body, 9)
+    events = (TraceEvent(TraceEventKind.ACQUIRE, 5, (0, 2, 10)), TraceEvent(TraceEventKind.STEP, 2, ()))
+    assert unpack_trace(file) == Trace(HEADER, events)
+    assert Trace(HEADER, events).pack() == file
+    assert some_counted_trace().pack().startswith(MAGIC_COUNTED)
+
+
 def test_a_call_on_several_layers_becomes_an_event_for_each() -> None:
     assert split_by_layer(TraceEventKind.PREFETCH, [(5, 1), (2, 0), (5, 0)]) == [
         TraceEvent(TraceEventKind.PREFETCH, 5, (0, 1)), TraceEvent(TraceEventKind.PREFETCH, 2, (0,)),
     ]  # fmt: skip
 
 
-def with_body(body: bytes) -> bytes:
-    magic, header, _ = some_trace().pack().split(b"\n", 2)
+def with_body(body: bytes, magic: bytes = MAGIC) -> bytes:
+    _, header, _ = some_trace().pack().split(b"\n", 2)
     return b"\n".join((magic, header, zlib.compress(body)))
 
 
@@ -57,10 +90,13 @@ def with_header(**changes: object) -> bytes:
         (b"", "this is no trace"),
         (some_trace().pack().replace(MAGIC, b"paramstore-trace 9"), "begins with b'paramstore-trace 9'"),
         (some_trace().pack()[:-3], "cut off"),
-        (with_body(b"\x01\x00\x00\x00"), "multiple of 5"),
+        (with_body(b"\x01\x00\x00\x00"), "end within an event"),
         (with_body(b"\x01\x00\x00\x00\x08"), "above 10"),
         (with_body(b"\x09\x00\x00\x00\x00"), "9 is not a valid"),
         (with_body(b"\x01\x02\x00\x00\x00"), "index out of range"),
+        (with_body(b"\x81\x00\x00\x01\x00\x07\x00\x00\x00"), "129 is not a valid"),
+        (with_body(b"\x81\x00\x00\x01\x00\x07\x00\x00", magic=MAGIC_COUNTED), "end within an event"),
+        (with_body(b"\x09\x00\x00\x00\x00", magic=MAGIC_COUNTED), "9 is not a valid"),
         (with_header(experts=0), "experts=0"),
         (with_header(colour="red"), "colour"),
     ],
