@@ -76,13 +76,13 @@ class ResidentPlace:
             for layer in range(shape.layers)
         ]
         parameters = [value for module in self._layers for value in module.parameters()]
-        self._optimizer = torch.optim.AdamW(parameters, fused=True)
+        self.optimizer = torch.optim.AdamW(parameters, fused=True)
 
     def layer(self, layer: int) -> nn.Module:
         return self._layers[layer]
 
     def update(self, options: ps.AdamW) -> None:
-        _step(self._optimizer, options)
+        _step(self.optimizer, options)
 
     def digests(self) -> dict[ExpertKey, str]:
         return {

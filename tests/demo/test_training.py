@@ -63,12 +63,12 @@ def test_restored_trainer_repeats_the_steps_bitwise(settings, corpus):
         trainer.train_step()
     state = {name: value.detach().clone() for name, value in trainer.dense_state().items()}
     experts = [{name: value.detach().clone() for name, value in place.layer(layer).state_dict().items()} for layer in range(2)]
-    moments = copy.deepcopy(place._optimizer.state_dict())
+    moments = copy.deepcopy(place.optimizer.state_dict())
     expected = [trainer.train_step() for _ in range(3)]
     again, again_place = resident_trainer(settings, corpus)
     for layer in range(2):
         again_place.layer(layer).load_state_dict(experts[layer])
-    again_place._optimizer.load_state_dict(moments)
+    again_place.optimizer.load_state_dict(moments)
     again.restore(state)
     assert [again.train_step() for _ in range(3)] == expected
 
