@@ -108,7 +108,7 @@ def test_a_step_of_which_half_fits_moves_no_more_than_the_half_that_does_not() -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "train-small", "generate"])
+@pytest.mark.parametrize("name", ["train", "train-small"])
 def test_recorded_traces_replay(name: str) -> None:
     whole = unpack_trace((TRACES / f"{name}.trace").read_bytes())
     ends = [index for index, event in enumerate(whole.events) if event.kind is STEP]
