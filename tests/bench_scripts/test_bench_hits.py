@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,18 @@ def test_the_beginning_of_a_decode_trace_holds(script: Any, name: str, steps: in
         assert row["holds"], rates
         assert rates["belady"] >= max(rates.values())
         assert row["ratio"] == pytest.approx(rates["schedule"] / rates["belady"])
+
+
+def test_the_figures_that_are_kept_hold_and_are_those_of_the_page(script: Any) -> None:
+    report = json.loads(max((SCRIPTS / "results").glob("hits-*.json")).read_text())
+    cells = {(name, share) for name in script.TRACES for share in script.SHARES}
+    assert {(row["trace"], row["share"]) for row in report["rows"]} == cells
+    assert {(row["trace"], row["share"]) for row in report["slots"]} == {cell for cell in cells if cell[0].startswith("decode")}
+    assert all(row["holds"] for row in (*report["rows"], *report["slots"], report["bypass"]))
+    assert report["decode_model"] == json.loads((SCRIPTS / "traces" / "decode.json").read_text())
+    page = (SCRIPTS / "README.md").read_text().replace("\n", " ")
+    for name in script.TRACES:
+        assert " / ".join(f"{row['ratio']:.3f}" for row in report["rows"] if row["trace"] == name) in page, name
 
 
 def _arena_rates(row: dict[str, Any]) -> dict[str, float]:
