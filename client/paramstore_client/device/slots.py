@@ -21,7 +21,7 @@ from paramstore.core.location import Identity
 from paramstore.core.schema import Field, Part
 from paramstore.core.slots import SlotTable
 from paramstore.errors import LeaseError
-from paramstore_client.device.copier import REACHED, Copier, Mark
+from paramstore_client.device.copier import Copier, Mark
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +46,9 @@ class DeviceSlots:
         self._device = device
         self._table = SlotTable()
         self._table.grow(count)
-        self._last_use: list[Mark] = [REACHED] * count
         self._copier = copier
+        # The zeros above, and whatever used this memory before, are work of the current stream: copies come after them too.
+        self._last_use: list[Mark] = [copier.mark_use()] * count
 
     @property
     def count(self) -> int:
