@@ -1,0 +1,73 @@
+"""The device code waits for all that it must: it is right in every legal order of its streams, and wrong without any of its waits.
+
+The code is that which runs on a GPU, `CudaCopier` among it; the device is simulated. `tests/gpu` runs the scenarios on a real one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from paramstore_client.hf.compat import modeling
+from paramstore_testkit.streams.faults import FAULTS
+from paramstore_testkit.streams.models import StoredModel
+from paramstore_testkit.streams.scenario import SCENARIOS, Outcome, Scenario, copy_and_close, live_in_tier, live_long, simulate
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+SEEDS = 10
+"""Seeds within which each fault reads wrong bytes."""
+RUNS: list[tuple[Scenario, bool]] = [(scenario, can_register) for scenario in SCENARIOS for can_register in (True, False)]
+"""Scenarios, with host memory registered and through bounce buffers."""
+NO_EDGE = {"tier.DeviceTier._note_arrivals: copy.ready.is_reached()"}
+"""What decides which bytes the tier says are there, and orders no access."""
+MODELS = [("qwen3_moe", "grouped_mm"), ("mixtral", "batched_mm"), ("olmoe", "eager")]
+
+
+def in_one_run(seed: int) -> list[str]:
+    return live_long(seed) + copy_and_close(seed)
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.soak)])
+def test_no_order_of_the_streams_gives_wrong_bytes_or_a_race(seeds: range) -> None:
+    for seed in seeds:
+        assert simulate(seed, live_in_tier, can_register=seed % 2 == 0) == Outcome([], []), f"seed {seed}"
+
+
+@pytest.mark.parametrize("can_register", [True, False])
+def test_no_race_is_seen_where_the_streams_run_as_late_as_they_may(can_register: bool) -> None:
+    assert simulate(0, in_one_run, is_lazy=True, can_register=can_register) == Outcome([], [])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_wait_taken_away_and_every_planted_fault_gives_wrong_bytes_within_ten_seeds(fault: str) -> None:
+    with FAULTS[fault]():
+        runs = (simulate(seed, scenario, can_register=can) for seed in range(SEEDS) for scenario, can in RUNS)
+        assert any(outcome.wrong for outcome in runs)
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS.keys() - NO_EDGE))
+def test_every_missing_edge_is_a_race_in_one_run(fault: str) -> None:
+    with FAULTS[fault]():
+        assert any(simulate(0, in_one_run, is_lazy=True, can_register=can_register).races for can_register in (True, False))
+
+
+@pytest.mark.parametrize(("family", "kernel"), MODELS)
+def test_whole_model_computes_the_bits_of_the_unmodified_one_through_a_tier(family: str, kernel: str) -> None:
+    assert simulate(1, StoredModel(family, kernel).compute) == Outcome([], [])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kernel", modeling.KERNELS)
+def test_whole_models_do_so_in_many_orders_of_the_streams(kernel: str) -> None:
+    for family, _ in MODELS:
+        model = StoredModel(family, kernel)
+        for seed in range(10):
+            assert simulate(seed, model.compute, can_register=seed % 2 == 0) == Outcome([], []), f"{family}, seed {seed}"
+
+
+def test_model_whose_kernels_do_not_wait_for_their_experts_computes_something_else() -> None:
+    model = StoredModel("qwen3_moe", "eager")
+    with FAULTS["slots.DeviceSlots.begin_use: copy.ready.wait_on_stream()"]():
+        outcome = simulate(0, model.compute, is_lazy=True)
+    assert outcome.wrong == ["qwen3_moe, eager: prompt", "qwen3_moe, eager: one token"]
+    assert outcome.races
