@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
+
+from paramstore.core.counts import Counts
 
 
 class Policy(Protocol):
@@ -52,6 +54,22 @@ class VisitPolicy(Policy, Protocol):
 
     def begin_visit(self, names: Collection[Hashable]) -> None:
         """Begins a visit that uses `names`, held or not; `record` of each follows."""
+        ...
+
+
+@runtime_checkable
+class CountingPolicy(Policy, Protocol):
+    """A policy whose counts may outlive it, as those of a daemon's arenas do."""
+
+    def counts(self, names: Sequence[Hashable]) -> Counts:
+        """What it has counted of `names`, at least one and all of one layer, as of now. Changes nothing."""
+        ...
+
+    def warm(self, names: Sequence[Hashable], counts: Counts) -> None:
+        """Counts on from what an earlier policy had counted of the same `names`. To be called before any use; holds none of them.
+
+        Warmed with all that it has counted, a new policy ranks from there on as the earlier one, had that forgotten what it held.
+        """
         ...
 
 

@@ -22,9 +22,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from math import nan
+
+from paramstore.core.counts import Counts, dropping_zeros
 
 UNIT_MAX = 1e150
 """Weights are scaled back before they leave the range of a float."""
@@ -107,6 +109,16 @@ class DecayedLfu:
     def heat(self, name: Hashable) -> float:
         """The name's decayed hits, also of one that is not held."""
         return self._weights.get(name, 0.0) / self._unit
+
+    def counts(self, names: Sequence[Hashable]) -> Counts:
+        weights, unit = self._weights, self._unit
+        return Counts(hits=dropping_zeros(tuple([weights.get(name, 0.0) / unit for name in names])), accesses=self._accesses)
+
+    def warm(self, names: Sequence[Hashable], counts: Counts) -> None:
+        self._accesses = min(counts.accesses, self._accesses_per_decay)  # the earlier arena may have had more slots
+        for name, hits in zip(names, counts.hits, strict=False):
+            if hits:
+                self._weights[name] = hits * self._unit
 
     def _worst_first(self) -> Iterator[Hashable]:
         buckets = (self._buckets[weight].names for weight in self._bucket_weights)

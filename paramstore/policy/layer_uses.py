@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
+from paramstore.core.counts import Counts, dropping_zeros
 from paramstore.core.visits import CHOSEN, USES, Visit, VisitKind
 
 UNIT_MAX = 1e150
@@ -73,19 +74,31 @@ class DecayedCounts:
         weight = self._weights.get(name)
         return 0.0 if weight is None else weight / self._full
 
+    def counts(self, names: Sequence[Hashable]) -> Counts:
+        """Returns what was counted of `names`, and of how many visits."""
+        weights, unit = self._weights, self._unit
+        return Counts(routed=dropping_zeros(tuple([weights.get(name, 0.0) / unit for name in names])), visits=self._full / unit)
+
+    def warm(self, names: Sequence[Hashable], counts: Counts) -> None:
+        """Counts on from `counts` of `names`; to be called before any visit."""
+        self._full = counts.visits * self._unit
+        for name, uses in zip(names, counts.routed, strict=False):
+            if uses:
+                self._weights[name] = uses * self._unit
+
 
 class LayerUses:
     """One layer's counts and held names. Positions count the cycle's visits from 0."""
 
     __slots__ = (
-        "_counts", "_tiers", "cycle", "done", "endings", "fresh", "gap", "held", "is_gathered", "kinds", "last",
+        "_tiers", "counts", "cycle", "done", "endings", "fresh", "gap", "held", "is_gathered", "kinds", "last",
         "position", "replaces_all", "routed", "touched", "uses", "visits", "wave",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.held: dict[Hashable, int] = {}
         """Held names, each with the number of its last use or arrival, ascending."""
-        self._counts = DecayedCounts()
+        self.counts = DecayedCounts()
         self._tiers: dict[tuple[bool, bool], _Tiers] = {}
         """Cached tiers, by which of the layer's next visits comes first; emptied when anything happens in the layer."""
         self.place((), cycle=1)
@@ -128,7 +141,7 @@ class LayerUses:
         self.done = set()
         if self.is_routed:
             self.last = set()
-            self._counts.decay(BETA_GATHERED if self.is_gathered else BETA)
+            self.counts.decay(BETA_GATHERED if self.is_gathered else BETA)
 
     @property
     def is_routed(self) -> bool:
@@ -141,7 +154,7 @@ class LayerUses:
             self.done.add(name)
             if self.is_routed:
                 self.last.add(name)
-                self._counts.add(name)
+                self.counts.add(name)
         self.touched.add(name)
         self.fresh.pop(name, None)
         self._arrive(name, number)
@@ -170,7 +183,7 @@ class LayerUses:
 
     def chance(self, name: Hashable) -> float:
         """The chance that a routed visit uses `name`; 0 for a name never used."""
-        return self._counts.share(name)
+        return self.counts.share(name)
 
     def next_use(self, cursor: int) -> int:
         """The position of the layer's next use after `cursor`; `cursor` itself if the cycle has no other."""

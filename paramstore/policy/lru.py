@@ -7,8 +7,10 @@ before them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
+
+from paramstore.core.counts import Counts
 
 
 class Lru:
@@ -50,3 +52,10 @@ class Lru:
         """1 / (1 + accesses of the arena since the last use): 1 for the name used last, 0 for one that is not held."""
         used_at = self._used_at.get(name)
         return 0.0 if used_at is None else 1.0 / (1 + self._accesses - used_at)
+
+    def counts(self, names: Sequence[Hashable]) -> Counts:
+        """Returns nothing: it orders what is held by use, and a new policy holds only what was used since."""
+        return Counts()
+
+    def warm(self, names: Sequence[Hashable], counts: Counts) -> None:
+        """Does nothing, for the same reason."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paramstore.config import PolicyConfig
 from paramstore.core.visits import ring_visits
 from paramstore.errors import ConfigError
-from paramstore.policy.base import Policy
+from paramstore.policy.base import CountingPolicy, Policy
 from paramstore.policy.decayed_lfu import DecayedLfu
 from paramstore.policy.lifo_inactive import LifoInactive
 from paramstore.policy.lru import Lru
@@ -18,7 +18,7 @@ SLOT_POLICIES = ("schedule", "decayed_lfu", "lru", "lifo_inactive", "ring")
 """Names that `make_slot_policy` knows."""
 
 
-def make_policy(config: PolicyConfig, capacity: int) -> Policy:
+def make_policy(config: PolicyConfig, capacity: int) -> CountingPolicy:
     """Makes a policy for an arena of `capacity` slots. Raises ConfigError on a name that this version does not have."""
     if config.name == "lru":
         return Lru()

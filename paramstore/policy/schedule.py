@@ -16,11 +16,13 @@ and the rest passes through the remaining slots, where a policy that looks at th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 
+from paramstore.core.counts import Counts
 from paramstore.core.visits import USES, Visits
-from paramstore.policy.base import Policy, layer_of
+from paramstore.policy.base import CountingPolicy, layer_of
 from paramstore.policy.layer_uses import LayerUses, Ranked
 
 LATE_VISITS = 2
@@ -35,10 +37,10 @@ class Schedule:
     again after something happened in it.
     """
 
-    def __init__(self, make_undeclared: Callable[[], Policy]) -> None:
+    def __init__(self, make_undeclared: Callable[[], CountingPolicy]) -> None:
         """make_undeclared: makes a policy for the time without a declared order."""
         self._make_undeclared = make_undeclared
-        self._undeclared: Policy | None = make_undeclared()
+        self._undeclared: CountingPolicy | None = make_undeclared()
         self._visits: Visits = ()
         self._next_uses: list[int] = []
         """For each position, the position of the next visit after it that uses copies, in whatever layer."""
@@ -151,6 +153,20 @@ class Schedule:
             return self._undeclared.heat(name)
         layer = self._layers.get(layer_of(name))
         return 0.0 if layer is None else layer.chance(name)
+
+    def counts(self, names: Sequence[Hashable]) -> Counts:
+        """The counts of the layer, which outlast the declared order, and those of the policy without one, if that decides now."""
+        layer = self._layers.get(layer_of(names[0]))
+        counted = Counts() if layer is None else layer.counts.counts(names)
+        if self._undeclared is None:
+            return counted
+        return replace(self._undeclared.counts(names), routed=counted.routed, visits=counted.visits)
+
+    def warm(self, names: Sequence[Hashable], counts: Counts) -> None:
+        if self._undeclared is not None:
+            self._undeclared.warm(names, counts)
+        if counts.visits:
+            self._layer_of(names[0]).counts.warm(names, counts)
 
     # --- the position of "now"
 

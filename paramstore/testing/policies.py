@@ -1,6 +1,7 @@
 """The contract of every policy, as tests: a policy's test class inherits them and gives `make`.
 
-`HoldingContract` is what all keep; `PolicyContract` adds what those keep that rank by use.
+`HoldingContract` is what all keep; `PolicyContract` adds what those keep that rank by use, and `CountingContract` what those of a
+daemon's arenas keep.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from math import isclose
 
-from paramstore.policy.base import Policy
+from paramstore.core.counts import Counts
+from paramstore.policy.base import CountingPolicy, Policy
 
 
 def nothing(name: Hashable) -> bool:
@@ -135,3 +138,48 @@ class PolicyContract(HoldingContract):
     def rank(self, uses: list[Hashable], *, capacity: int) -> Callable[[Hashable], tuple[float, ...]]:
         """Gives the policy's definition in plain, slow code: a sort key that puts held names after `uses` in
         the order in which they are given up."""
+
+
+class CountingContract(PolicyContract):
+    """The contract of a policy whose counts may outlive it."""
+
+    @abstractmethod
+    def make(self, capacity: int) -> CountingPolicy:
+        """Makes a policy for an arena of `capacity` slots, which has counted nothing."""
+
+    def test_a_warm_policy_ranks_as_the_earlier_one_had_that_forgotten_what_it_held(self) -> None:
+        seed = 20221035
+        rng, names = random.Random(seed), range(24)
+        for turn in range(20):
+            earlier, warm = self.make(8), self.make(8)
+            for _ in range(rng.randrange(300)):
+                earlier.record(min(rng.choice(names), rng.choice(names)))
+            for part in (names[:10], names[10:]):
+                warm.warm(part, earlier.counts(part))
+            assert warm.counts(names) == earlier.counts(names), f"seed {seed}, turn {turn}"
+            for name in names:
+                earlier.forget(name)
+            held = set[Hashable]()
+            for use in range(200):
+                name = rng.choice(names)
+                is_forgotten = rng.random() < 0.2
+                for policy in (earlier, warm):
+                    (policy.forget if is_forgotten else policy.record)(name)
+                held = held - {name} if is_forgotten else held | {name}
+                assert isclose(warm.heat(name), earlier.heat(name)), f"seed {seed}, turn {turn}, use {use}"
+                if use % 20 == 0:
+                    victims = earlier.victims(len(held), nothing)
+                    assert warm.victims(len(held), nothing) == victims, f"seed {seed}, turn {turn}, use {use}"
+
+    def test_a_warm_policy_holds_nothing(self) -> None:
+        earlier, warm = self.make(4), self.make(4)
+        earlier.record_all(range(4))
+        warm.warm(range(4), earlier.counts(range(4)))
+        assert warm.victims(1, nothing) is None
+
+    def test_a_policy_without_uses_has_counted_nothing_and_warms_nothing(self) -> None:
+        assert self.make(4).counts(range(4)) == Counts()
+        policy = self.make(4)
+        policy.warm(range(4), Counts())
+        assert policy.counts(range(4)) == Counts()
+        assert [policy.heat(name) for name in range(4)] == [0.0] * 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramstore.core.key import EXPERTS_MAX, KEYS_MAX, LAYER_INDEX_MAX, LAYERS_MAX, KeySpace, check_name
+from paramstore.core.key import EXPERTS_MAX, KEYS_MAX, LAYER_INDEX_MAX, LAYERS_MAX, RUN_KEYS, KeySpace, check_name
 from paramstore.errors import ConfigError, UnknownKey
 
 
@@ -80,3 +80,11 @@ def test_many_layers_are_named_shortly() -> None:
         KeySpace.of(range(2, 41), 1).check([(0, 0)], namespace="moe")
     with pytest.raises(UnknownKey, match=r"layers 0, 2, .*, 30, \.\.\., experts"):
         KeySpace.of(range(0, 100, 2), 1).check([(1, 0)], namespace="moe")
+
+
+def test_runs_are_the_keys_in_order_each_of_one_layer_and_none_too_long() -> None:
+    for space in (KeySpace.of([1, 4], 3), KeySpace.of([5, 2], RUN_KEYS), KeySpace.of(2, 2 * RUN_KEYS + 1)):
+        runs = list(space.runs())
+        assert [key for run in runs for key in run] == list(space)
+        assert all(len({layer for layer, _ in run}) == 1 and 0 < len(run) <= RUN_KEYS for run in runs)
+        assert len(runs) == len(space.layers) * -(-space.experts // RUN_KEYS)

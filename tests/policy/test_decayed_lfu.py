@@ -8,12 +8,12 @@ import pytest
 
 from paramstore.policy import decayed_lfu
 from paramstore.policy.decayed_lfu import DecayedLfu
-from paramstore.testing.policies import PolicyContract, nothing
+from paramstore.testing.policies import CountingContract, nothing
 
 DECAY_STEPS = 3
 
 
-class DecayedLfuContract(PolicyContract):
+class DecayedLfuContract(CountingContract):
     threshold = 1.0
     beta = 0.5
 
@@ -114,3 +114,14 @@ def test_counts_survive_when_weights_are_scaled_back(monkeypatch: pytest.MonkeyP
     assert scaled._unit <= 16.0 < plain._unit
     assert [scaled.heat(name) for name in "abcd"] == [plain.heat(name) for name in "abcd"]
     assert scaled.victims(4, nothing) == plain.victims(4, nothing)
+
+
+def test_a_warm_policy_of_fewer_slots_decays_at_its_next_access() -> None:
+    earlier = DecayedLfu(threshold=1.0, beta=0.5, decay_steps=1, capacity=100)
+    warm = DecayedLfu(threshold=1.0, beta=0.5, decay_steps=1, capacity=4)
+    for _ in range(50):
+        earlier.record("a")
+    warm.warm(["a"], earlier.counts(["a"]))
+    assert warm.heat("a") == 50.0
+    warm.record("b")
+    assert warm.heat("a") == 25.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from paramstore.policy.lru import Lru
-from paramstore.testing.policies import PolicyContract, nothing
+from paramstore.testing.policies import CountingContract, nothing
 
 
-class TestLru(PolicyContract):
+class TestLru(CountingContract):
     def make(self, capacity: int) -> Lru:
         return Lru()
 

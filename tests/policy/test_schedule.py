@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from math import inf
 
@@ -11,13 +12,14 @@ import pytest
 from paramstore.core.key import ExpertKey
 from paramstore.core.visits import Visit, VisitKind, Visits, apply_visits, ring_visits, training_visits
 from paramstore.policy.base import Policy
+from paramstore.policy.decayed_lfu import DecayedLfu
 from paramstore.policy.layer_uses import BETA, NEVER
 from paramstore.policy.lru import Lru
 from paramstore.policy.schedule import Schedule
-from paramstore.testing.policies import PolicyContract, nothing
+from paramstore.testing.policies import CountingContract, nothing
 
 
-class TestUndeclared(PolicyContract):
+class TestUndeclared(CountingContract):
     """Without an order it is the other policy."""
 
     def make(self, capacity: int) -> Schedule:
@@ -26,6 +28,17 @@ class TestUndeclared(PolicyContract):
     def rank(self, uses: list[Hashable], *, capacity: int) -> Callable[[Hashable], tuple[float, ...]]:
         places = {name: place for place, name in enumerate(uses)}
         return lambda name: (places[name],)
+
+
+class TestUndeclaredCounts(CountingContract):
+    """Likewise with the other policy's counts."""
+
+    def make(self, capacity: int) -> Schedule:
+        return Schedule(lambda: DecayedLfu(threshold=0.0, beta=1.0, decay_steps=1, capacity=capacity))
+
+    def rank(self, uses: list[Hashable], *, capacity: int) -> Callable[[Hashable], tuple[float, ...]]:
+        last, hits = {name: place for place, name in enumerate(uses)}, Counter(uses)
+        return lambda name: (hits[name], last[name])
 
 
 def declared(visits: Visits) -> Schedule:
@@ -329,5 +342,34 @@ def test_counts_of_forgotten_names_stay_and_are_as_many_as_there_are_names() -> 
             policy.record(key)
             policy.forget(key)
     assert policy.heat((0, 4)) > 0.0
-    assert [len(layer._counts._weights) for layer in policy._layers.values()] == [5, 3]
+    assert [len(layer.counts._weights) for layer in policy._layers.values()] == [5, 3]
     assert policy.victims(1, nothing) is None
+
+
+def test_a_warm_schedule_expects_what_the_earlier_one_would_once_an_order_is_declared() -> None:
+    seed, visits = 20221036, ring_visits(range(2))
+    rng = random.Random(seed)
+    keys = [[(layer, expert) for expert in range(6)] for layer in range(2)]
+
+    def pass_by(*policies: Schedule) -> None:
+        for layer in keys:
+            used = [key for key in layer if rng.random() < 1 / (1 + key[1])]
+            for policy in policies:
+                policy.record_all(used)
+
+    for turn in range(20):
+        earlier, warm = declared(visits), Schedule(Lru)
+        for _ in range(rng.randrange(40)):
+            pass_by(earlier)
+        for key in keys[0] + keys[1]:
+            earlier.forget(key)
+        earlier.declare(())  # its client left; counts stay
+        for layer in keys:
+            warm.warm(layer, earlier.counts(layer))
+        for policy in (earlier, warm):
+            policy.declare(visits)
+        for visit in range(10):
+            pass_by(earlier, warm)
+            assert [warm.heat(key) for key in keys[0]] == pytest.approx([earlier.heat(key) for key in keys[0]])
+            held = sum(len(layer.held) for layer in warm._layers.values())
+            assert ranked(warm, held) == ranked(earlier, held), f"seed {seed}, turn {turn}, visit {visit}"
