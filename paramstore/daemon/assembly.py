@@ -61,6 +61,7 @@ from paramstore.storage.volume.base import Volume
 from paramstore.upkeep.notes import NoteScrub
 from paramstore.upkeep.patrol import Patrol, patrol_start
 from paramstore.upkeep.scrubber import Scrubber
+from paramstore.upkeep.warmth import Warmth
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,7 @@ async def assemble(config: Config, *, workers: Workers | None = None) -> Service
         await service.store.admission.keep_catalog_room()
         if any(namespace.is_trainable() for namespace in service.store.namespaces.values()):
             await runner.call(CPU_LANE, load)
+        await service.warmth.start()
         return service
     except BaseException:
         for volume in volumes.values():
@@ -265,7 +267,7 @@ def connect(
         updater=updater, committer=committer, history=history, transactions=transactions, namespaces=namespaces,
         store_uuid=contents.store_uuid, clock=clock,
     )  # fmt: skip
-    return Service(store, scrubber, patrol)
+    return Service(store, scrubber, patrol, Warmth(config.dir, namespaces, store_uuid=contents.store_uuid))
 
 
 def _host_tier(

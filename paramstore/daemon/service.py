@@ -8,15 +8,17 @@ from paramstore.engine.store import Store
 from paramstore.errors import StoreUnavailable
 from paramstore.upkeep.patrol import Patrol
 from paramstore.upkeep.scrubber import Scrubber
+from paramstore.upkeep.warmth import Warmth
 
 
 class Service:
     """Owner of the store and its upkeep. `paramstore.daemon.assembly` makes it; every method runs on the event loop."""
 
-    def __init__(self, store: Store, scrubber: Scrubber, patrol: Patrol) -> None:
+    def __init__(self, store: Store, scrubber: Scrubber, patrol: Patrol, warmth: Warmth) -> None:
         self.store = store
         self.scrubber = scrubber
         self.patrol = patrol
+        self.warmth = warmth
 
     async def stats(self) -> dict[str, object]:
         """Counters and sizes of everything, as `status` and the demo show them."""
@@ -25,5 +27,6 @@ class Service:
     async def close(self) -> None:
         """Stops applies, ends the upkeep, and closes the store. See `Store.close`."""
         self.store.stop_applies()
-        await asyncio.gather(self.scrubber.close(StoreUnavailable("the daemon is stopping")), self.patrol.close())
+        stopping = StoreUnavailable("the daemon is stopping")
+        await asyncio.gather(self.scrubber.close(stopping), self.patrol.close(), self.warmth.close())
         await self.store.close()

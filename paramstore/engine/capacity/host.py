@@ -16,13 +16,13 @@ from typing import Protocol
 from paramstore.config import format_size
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.budget import Split, buffer_bytes, least_bytes, split_budget, staging_bytes_of
-from paramstore.engine.planner.arenas import add_segment, close_arenas, next_segment, open_arenas, plan_segment, stop_growing
+from paramstore.engine.planner.arenas import add_segment, close_arenas, next_segment, open_arenas, plan_segment, stop_growing, warm
 from paramstore.engine.tables.arena import Arena, SegmentMemory, segment_lengths
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.buffers import Buffers
-from paramstore.engine.transfers.runner import BACKGROUND_LANE, Runner
+from paramstore.engine.transfers.runner import BACKGROUND_LANE, Runner, in_slices
 from paramstore.errors import CapacityError
-from paramstore.policy.base import Policy
+from paramstore.policy.base import CountingPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ class HostTier:
 
     def __init__(
         self, runner: Runner, memory: Memory, buffers: Buffers, *, budget_bytes: int, io_threads: int, piece_bytes: int,
-        pipeline_slots: int, make_policy: Callable[[int], Policy], dirty_limit_bytes: int | None = None, advance_buffers: int = 2,
+        pipeline_slots: int, make_policy: Callable[[int], CountingPolicy], dirty_limit_bytes: int | None = None,
+        advance_buffers: int = 2,
     ) -> None:  # fmt: skip
         """buffers: takes the memory beside the arenas. dirty_limit_bytes: of every namespace's working arena. advance_buffers:
         record-sized buffers of each exact namespace."""
@@ -124,12 +125,14 @@ class HostTier:
         schema = namespace.schema
         param_part = schema.part("param")
         param = Arena(
-            slot_bytes=param_part.image_bytes, planned_slots=split.param_slots, policy=self._make_policy(split.param_slots)
-        )
+            slot_bytes=param_part.image_bytes, planned_slots=split.param_slots,
+            policy=await self._warm_policy(namespace, "param", split.param_slots),
+        )  # fmt: skip
         working = param
         if schema.is_trainable:
             working = Arena(
-                slot_bytes=schema.record_bytes, planned_slots=split.working_slots, policy=self._make_policy(split.working_slots),
+                slot_bytes=schema.record_bytes, planned_slots=split.working_slots,
+                policy=await self._warm_policy(namespace, schema.stored.name, split.working_slots),
                 dirty_limit_bytes=self._dirty_limit_bytes,
             )  # fmt: skip
         open_arenas(namespace, param, working)
@@ -141,6 +144,12 @@ class HostTier:
         for arena in (param, working):
             if not arena.slots.count:
                 await self.grow(namespace, arena)
+
+    async def _warm_policy(self, namespace: NamespaceState, part: str, slots: int) -> CountingPolicy:
+        """Makes the policy of an arena, which goes on from what the one before it had counted."""
+        policy = self._make_policy(slots)
+        await in_slices(warm(policy, namespace, part))
+        return policy
 
     def _plan_segments(self, namespace: NamespaceState, arena: Arena, slot_count: int, *, is_shared: bool) -> None:
         """Maps the arena's segments, so that their bytes are taken from the budget; no page is touched yet."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from paramstore.core.counts import PartCounts
 from paramstore.engine.tables.arena import Arena, Arenas, SegmentMemory
 from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.policy.base import CountingPolicy
 
 
 def open_arenas(namespace: NamespaceState, param: Arena, working: Arena) -> None:
@@ -14,6 +18,18 @@ def open_arenas(namespace: NamespaceState, param: Arena, working: Arena) -> None
 def close_arenas(namespace: NamespaceState) -> None:
     """Takes the arenas away; nothing in them may be in use."""
     namespace.close_memory()
+
+
+def keep_counts(namespace: NamespaceState, counts: PartCounts) -> None:
+    """Keeps what policies of the namespace's arenas have counted, for those of its next ones."""
+    namespace.kept_counts = counts
+
+
+def warm(policy: CountingPolicy, namespace: NamespaceState, part: str) -> Iterator[None]:
+    """Lets a new policy go on from what is kept of `part`; yields after each run of keys."""
+    for keys, counts in zip(namespace.keys.runs(), namespace.kept_counts.get(part, ()), strict=False):
+        policy.warm(keys, counts)
+        yield
 
 
 def plan_segment(arena: Arena, segment_id: int, memory: SegmentMemory, *, slots: int) -> None:

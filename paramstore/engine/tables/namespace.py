@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paramstore.core.apply_log import ApplyLog
+from paramstore.core.counts import PartCounts
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.location import Identity, Located
 from paramstore.core.residency import MAY_MATERIALISE
@@ -269,6 +270,8 @@ class NamespaceState:
         self.steps = StepTable(ledger)
         self.writing = WritingTable(turn)
         self._memory: Arenas | None = None
+        self.kept_counts: PartCounts = {}
+        """What the policies of its arenas had counted when that was last read; new arenas go on from it."""
         self.stats = NamespaceStats()
 
     def locate(self, key: ExpertKey) -> WorkingCopy | Located | None:
@@ -334,6 +337,10 @@ class NamespaceState:
     def arenas(self) -> tuple[Arena, ...]:
         """The arenas that it has now, that of working copies first: none, one or two."""
         return () if self._memory is None else self._memory.each()
+
+    def arenas_by_part(self) -> dict[str, Arena]:
+        """The same arenas, each by the name of the part whose images its slots hold."""
+        return {} if self._memory is None else {self.schema.stored.name: self._memory.working, "param": self._memory.param}
 
     def held_steps(self) -> Iterable[int]:
         return {view.step for view in self.views if view.step is not None and not view.is_closed and not view.is_dropped}
