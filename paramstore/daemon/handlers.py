@@ -18,7 +18,7 @@ from paramstore.engine.report import residency
 from paramstore.engine.tables.arena import SegmentMemory
 from paramstore.engine.tables.collective import Argument, Call, check_rank
 from paramstore.engine.tables.namespace import View
-from paramstore.errors import ConfigError, LeaseError, TicketCancelled
+from paramstore.errors import CapacityError, ConfigError, LeaseError, TicketCancelled
 from paramstore.wire import messages as m
 from paramstore.wire.options import options_of
 
@@ -69,6 +69,7 @@ class Handlers:
         return {
             m.Namespaces: lambda _: store.admission.list_namespaces(),
             m.Refresh: lambda r: store.refresh(view(r)),
+            m.AwaitStep: self._await_step,
             m.OpenUpload: self._open_upload,
             m.InitializeBegin: lambda r: self._together(r, lambda one: store.initializer.begin(one, is_resumed=r.is_resumed)),
             m.InitializePut: self._initialize_put,
@@ -150,6 +151,14 @@ class Handlers:
         request = store.access.prefetch(self.view(r), r.keys, r.part, r.deadline_s)
         self._cancels[r.id] = partial(store.transfers.cancel_prefetch, request)
         return store.access.wait_prefetch(request)
+
+    def _await_step(self, r: m.AwaitStep) -> object:
+        followers = self._store.followers
+        if sum(len(view.awaited) for view in self._views.values()) >= m.STEP_WAITS_MAX:
+            raise CapacityError(f"{m.STEP_WAITS_MAX} waits for a step are under way in this session, which is the limit")
+        request = followers.begin(self.view(r), r.after, r.sequence)
+        self._cancels[r.id] = partial(followers.cancel, request)
+        return followers.wait(request, r.timeout_s)
 
     def _verify(self, r: m.Verify) -> object:
         scrubber = self._service.scrubber

@@ -31,6 +31,7 @@ from paramstore.engine.records.reading import Reading
 from paramstore.engine.records.update import Updater
 from paramstore.engine.report import disk_stats, namespace_stats, volume_stats
 from paramstore.engine.steps.commit import Committer
+from paramstore.engine.steps.followers import Followers
 from paramstore.engine.steps.history import History
 from paramstore.engine.steps.initialization import Initializer
 from paramstore.engine.steps.transactions import Transactions
@@ -65,6 +66,7 @@ class Store:
         self.ranks = Ranks(transfers, wait_timeout_s=config.wait_timeout_s, on_call=self.applies.note_call)
         self.initializer = Initializer(transfers, history, updater, cleaner, self.ranks)
         self.reading = Reading(transfers, access, transfers.runner)
+        self.followers = Followers(transfers)
         self.admission = Admission(
             transfers, host, volumes, cleaner, history, transactions, self.ranks, namespaces, retained_steps=config.retained_steps
         )

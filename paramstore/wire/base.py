@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 4
+PROTOCOL_MINOR = 5
 VERIFY_MINOR = 1
 """The first minor in which a daemon knows `Verify`."""
 PREPARE_MINOR = 2
@@ -19,12 +19,16 @@ ROOM_MINOR = 4
 """The first minor in which a daemon knows `EndLayers` and `AwaitRoom`, and tells a rank its share of the gradient budget."""
 PROMISE_MINOR = 4
 """The first minor in which `lease_slots` of a handle never changes, and `min_lease_slots` asks for more."""
+STEPS_MINOR = 5
+"""The first minor in which a daemon knows `AwaitStep`."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17
 """The most keys in one request."""
 EXTRA_BYTES_MAX = 64 << 10
 SEGMENTS_PER_FRAME_MAX = 64
+STEP_WAITS_MAX = 64
+"""The most `AwaitStep` of one session under way: each is woken at every commit."""
 LABEL_MAX = 64
 
 Key = tuple[int, int]

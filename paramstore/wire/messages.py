@@ -32,6 +32,8 @@ from paramstore.wire.base import PROTOCOL_MAJOR as PROTOCOL_MAJOR
 from paramstore.wire.base import PROTOCOL_MINOR as PROTOCOL_MINOR
 from paramstore.wire.base import ROOM_MINOR as ROOM_MINOR
 from paramstore.wire.base import SEGMENTS_PER_FRAME_MAX as SEGMENTS_PER_FRAME_MAX
+from paramstore.wire.base import STEP_WAITS_MAX as STEP_WAITS_MAX
+from paramstore.wire.base import STEPS_MINOR as STEPS_MINOR
 from paramstore.wire.base import TRAINING_MINOR as TRAINING_MINOR
 from paramstore.wire.base import VERIFY_MINOR as VERIFY_MINOR
 from paramstore.wire.base import VISITS_MAX as VISITS_MAX
@@ -71,6 +73,7 @@ from paramstore.wire.requests import TraceEnd as TraceEnd
 from paramstore.wire.requests import Unmapped as Unmapped
 from paramstore.wire.requests import Verify as Verify
 from paramstore.wire.requests import WriteBack as WriteBack
+from paramstore.wire.steps import AwaitStep as AwaitStep
 from paramstore.wire.steps import Commit as Commit
 from paramstore.wire.steps import DropSnapshot as DropSnapshot
 from paramstore.wire.steps import Extra as Extra

@@ -6,7 +6,19 @@ from typing import Any, ClassVar
 
 from paramstore.wire.applies import Apply, AwaitRoom, BeginApply, EndApply, EndLayers
 from paramstore.wire.base import Key, Keys, Message, Seconds, VisitPairs
-from paramstore.wire.steps import Commit, DropSnapshot, Extra, Finalize, Prepare, Refresh, Rollback, Snapshot, Snapshots, Steps
+from paramstore.wire.steps import (
+    AwaitStep,
+    Commit,
+    DropSnapshot,
+    Extra,
+    Finalize,
+    Prepare,
+    Refresh,
+    Rollback,
+    Snapshot,
+    Snapshots,
+    Steps,
+)
 
 
 class Hello(Message, tag="hello"):
@@ -315,7 +327,8 @@ class DeviceReport(Message, tag="device"):
 
 
 Request = (
-    Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | OpenUpload
+    Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | AwaitStep
+    | OpenUpload
     | InitializeBegin | InitializePut | InitializeSave | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push
     | GradientNorm | Apply | BeginApply | EndLayers | AwaitRoom | EndApply | Abort | WriteBack | Evict | Protect | DeclareSchedule
     | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots | Read | Residency | Stats

@@ -1,8 +1,11 @@
-"""The requests about steps: making one, listing them, going back to one. Others import `paramstore.wire.messages`."""
+"""The requests about steps: making one, listing them, going back to one, and being told of the next.
+
+Others import `paramstore.wire.messages`.
+"""
 
 from __future__ import annotations
 
-from paramstore.wire.base import Message
+from paramstore.wire.base import Message, Seconds
 
 
 class Refresh(Message, tag="refresh"):
@@ -10,6 +13,20 @@ class Refresh(Message, tag="refresh"):
 
     id: int
     handle: int
+
+
+class AwaitStep(Message, tag="await_step"):
+    """Waits for a newer committed step. Result: {step, sequence} of the newest, `sequence` counting commits. Since STEPS_MINOR.
+
+    sequence: any newest step but that of this commit is newer, after a rollback too; None: a step above `after` is; both None: any
+    but the one that the handle's view stands on. Error: CapacityError above STEP_WAITS_MAX of a session, WaitTimeout.
+    """
+
+    id: int
+    handle: int
+    after: int | None
+    sequence: int | None
+    timeout_s: Seconds
 
 
 class Commit(Message, tag="commit"):

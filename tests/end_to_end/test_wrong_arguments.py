@@ -201,7 +201,7 @@ class Scene:
             "Initialization.values": {"w": torch.ones(SHAPE)}, "end_layers.layers": [0],
             "left": 0, "beta": 0.5, "ResidentExperts.weights": [{"w": torch.ones(2)}], "room": 1, "begin_forward.experts": [0],
             "is_cyclic": False, "environment": {}, "dense_ahead": 1, "Timeline.store": self.store,
-            "Timeline.path": self.directory / "trace.json", "optimizer": OPTIMIZER, "reduce": "mean",
+            "after": 0, "Timeline.path": self.directory / "trace.json", "optimizer": OPTIMIZER, "reduce": "mean",
             "weight_decay_of_experts": None, "Experts.group": None, "updates_in_backward": False, "clip_coef": 1.0,
             "from_config.config": SimpleNamespace(model_type="toy"), "model_class": SimpleNamespace(from_pretrained=None),
             "hf.path": self.directory, "hf.mode": "train", "hf.updates": "exact", "hf.optimizer": "adamw", "schema_options": None,

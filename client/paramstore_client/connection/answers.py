@@ -42,6 +42,13 @@ class Opened(msgspec.Struct, frozen=True):
     view_step: int | None = None
 
 
+class NewStep(msgspec.Struct, frozen=True):
+    """The result of AwaitStep."""
+
+    step: int
+    sequence: int
+
+
 def result_of(answer: object, kind: type[T]) -> T:
     """The result in `answer`, checked to be a `kind`."""
     if not isinstance(answer, Done):

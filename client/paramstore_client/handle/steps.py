@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
-from paramstore.core.arguments import whole_number
+from paramstore.core.arguments import seconds, whole_number
+from paramstore.errors import WaitTimeout
 from paramstore.wire import messages
 from paramstore_client.connection import answers
-from paramstore_client.connection.answers import Result
-from paramstore_client.handle.base import Handle, plain_extra
+from paramstore_client.connection.answers import NewStep, Result
+from paramstore_client.handle.base import ANSWER_GRACE_S, Handle, plain_extra
 
 if TYPE_CHECKING:
     from paramstore_client.connection.ticket import Ticket
+
 
 class Steps(Handle):
     """The part of `Namespace` that is about steps."""
@@ -96,6 +99,69 @@ class Steps(Handle):
             return self._epoch
 
         return self._consume(messages.Rollback(self._next_id(), self._handle, step), "rollback", rolled_back).wait()
+
+    def wait_for_step(self, after: int | None = None, timeout_s: float | None = None) -> int:
+        """Waits until there is a committed step above `after`, and returns the newest. Steps that were committed in between are
+        skipped. It moves nothing: `refresh` moves a reader to that step or a newer one.
+
+        after: None means the step that a reader stands on, or a writer's `committed_step`. A rollback makes numbers come again.
+        With a number given, the wait goes on until steps have passed it; with None, a reader whose step was rolled back is told of
+        the newest at once, though that is lower, or has the same number. timeout_s: None means the daemon's `wait_timeout_s`.
+
+        Raises WaitTimeout; CapacityError where one connection waits 64 times already; LeaseError when the handle is closed
+        meanwhile; WriterFenced; VersionMismatch with a daemon before protocol 1.5.
+        """
+        limit_s = self.wait_timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
+        ticket = self._await_newer(self._stood(after), None, limit_s)
+        try:
+            return ticket.wait().step
+        except BaseException:
+            ticket.abandon()
+            raise
+
+    def steps_as_they_come(self, after: int | None = None) -> AsyncGenerator[int]:
+        """Returns an asynchronous iterator over the committed steps: `async for step in reader.steps_as_they_come()`.
+
+        The first is what `wait_for_step(after)` would return. Each later one is the newest, as soon as that is another commit than
+        the last: after a rollback lower numbers come, and numbers that came already. It waits as long as it takes. It ends with the
+        errors of `wait_for_step`, but with WaitTimeout only where the daemon does not answer in time.
+        """
+        self._check_open()
+        stood = self._stood(after)
+
+        async def newer_steps() -> AsyncGenerator[int]:
+            sequence: int | None = None
+            while True:
+                ticket = self._await_newer(stood, sequence, self.wait_timeout_s)
+                try:
+                    newest = await ticket
+                except BaseException as error:
+                    if isinstance(error, WaitTimeout) and ticket.is_settled:
+                        continue  # the daemon lives, and has no newer step yet
+                    ticket.abandon()
+                    raise
+                sequence = newest.sequence
+                yield newest.step
+
+        return newer_steps()
+
+    def _stood(self, after: int | None) -> int | None:
+        """The step that newer ones are compared with; None for the one that a reader stands on, which the daemon knows."""
+        self._connection.check_minor(messages.STEPS_MINOR, "waiting for a step")
+        if after is not None:
+            return whole_number("after", after)
+        return self._committed_step if self.mode == "write" else None
+
+    def _await_newer(self, after: int | None, sequence: int | None, limit_s: float) -> Ticket[NewStep]:
+        """Asks to be told of a newer step; see `AwaitStep`."""
+
+        def told(answer: object) -> NewStep:
+            newest = answers.result_of(answer, NewStep)
+            self._committed_step = newest.step
+            return newest
+
+        message = messages.AwaitStep(self._next_id(), self._handle, after, sequence, limit_s)
+        return self._send(message, "wait_for_step", told, timeout_s=limit_s + ANSWER_GRACE_S)
 
     def drop_snapshot(self, step: int) -> None:
         """Ends a snapshot: `step` stays as long as any other would. Raises StepDropped if it is none."""

@@ -66,7 +66,7 @@ class Planner:
         self.copies = CopyPlanner(self.outbox, self.requests)
         self.working = WorkingPlanner(space, self.outbox, self.requests)
         self.leases = LeasePlanner(self.outbox, self.requests, self.copies, self.working)
-        self.views = ViewPlanner(self.copies, self.leases, retention or Retention(), reader_slots=reader_slots)
+        self.views = ViewPlanner(self.outbox, self.copies, self.leases, retention or Retention(), reader_slots=reader_slots)
         self.claims = ClaimPlanner(self.outbox, self.copies, self.leases)
         self.cuts = CutPlanner(space, self.outbox, self.working, self.leases)
         self.space_waiters: list[object] = []

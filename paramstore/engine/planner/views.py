@@ -11,16 +11,19 @@ from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.promises import promise
 from paramstore.engine.planner.schedules import choose_schedule, declare_schedule
-from paramstore.engine.tables.namespace import NamespaceState, View, ViewClient, WriterGroup
-from paramstore.errors import LeaseError
+from paramstore.engine.tables.moves import Outbox
+from paramstore.engine.tables.namespace import NamespaceState, StepRequest, View, ViewClient, WriterGroup
+from paramstore.errors import LeaseError, ParamStoreError
+from paramstore.storage.catalog.base import StepRow
 
 
 class ViewPlanner:
     """Decides about views; part of the planner, on the event-loop thread."""
 
     def __init__(
-        self, copies: CopyPlanner, leases: LeasePlanner, retention: Retention, *, reader_slots: int | None = None
+        self, outbox: Outbox, copies: CopyPlanner, leases: LeasePlanner, retention: Retention, *, reader_slots: int | None = None
     ) -> None:
+        self._outbox = outbox
         self._copies = copies
         self._leases = leases
         self._retention = retention
@@ -46,7 +49,7 @@ class ViewPlanner:
             namespace.views.append(view)
             return view
         if namespace.writing.group is not None:
-            namespace.writing.group.fence()
+            self.fence(namespace.writing.group)
         namespace.writing.group, group.lease_slots = group, slots
         return self.open_rank(namespace, group, 0)
 
@@ -59,10 +62,10 @@ class ViewPlanner:
         choose_schedule(namespace)
         return view
 
-    @staticmethod
-    def fence(group: WriterGroup) -> None:
+    def fence(self, group: WriterGroup) -> None:
         """Fences the views of `group`, since another writer opens the namespace."""
         group.fence()
+        self._wake(group.members.values())
 
     def close(self, view: View) -> None:
         """Closes a view: ends its leases and waiting requests, and drops a writer's pending gradients."""
@@ -72,6 +75,7 @@ class ViewPlanner:
             self._leases.cancel_lease(request, LeaseError("the session ended"))
         if view in namespace.views:
             namespace.views.remove(view)
+        self._wake([view])
         self._leave_group(view)
         if view.declared is not None:
             choose_schedule(namespace)
@@ -133,10 +137,41 @@ class ViewPlanner:
         self._copies.retire_unseen(namespace, list(namespace.residency.copies))
         self._leases.pump(namespace)
 
-    @staticmethod
-    def close_steps(namespace: NamespaceState, steps: Iterable[int]) -> None:
-        """Notes the steps that the transaction under way drops, so that nobody opens one of them; none: it is over."""
+    def close_steps(self, namespace: NamespaceState, steps: Iterable[int]) -> None:
+        """Notes the steps that the transaction under way drops, so that nobody opens one of them; none: it is over, and who waits
+        for a newer step looks whether it made one."""
         namespace.steps.closing_steps = frozenset(steps)
+        if not namespace.steps.closing_steps:
+            self._wake(namespace.views)
+
+    def _wake(self, views: Iterable[View]) -> None:
+        self._outbox.woken.extend(request.future for view in views for request in view.awaited)
+
+    @staticmethod
+    def await_step(request: StepRequest) -> None:
+        """Takes up a request for a newer step: whoever awaits it is woken when steps have changed, or its view has ended."""
+        request.view.awaited.append(request)
+
+    def end_step_request(self, request: StepRequest, error: ParamStoreError | None = None) -> None:
+        """Ends a request for a newer step, which nobody awaits any more; or fails it with `error`."""
+        if request in request.view.awaited:
+            request.view.awaited.remove(request)
+            request.error = error
+            self._outbox.woken.append(request.future)
+
+    @staticmethod
+    def newer_step(request: StepRequest) -> StepRow | None:
+        """The newest committed step, where it is newer than `request` says; None where it is not, or a rollback is dropping it."""
+        view, steps = request.view, request.view.namespace.steps
+        step = steps.committed_step
+        if step is None or step in steps.closing_steps:
+            return None
+        newest = steps.ledger.step(step)
+        if request.sequence is not None:
+            return newest if newest.sequence != request.sequence else None
+        stood = view.step if request.after is None else request.after
+        is_lost = request.after is None and view.is_dropped
+        return newest if stood is None or is_lost or step > stood else None
 
     @staticmethod
     def refuse_writer(namespace: NamespaceState) -> None:

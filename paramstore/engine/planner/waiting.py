@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from paramstore.engine.tables.copies import Waiter, WorkingCopy
 from paramstore.engine.tables.moves import Outbox
-from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.tables.namespace import NamespaceState, StepRequest
 from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest
 from paramstore.errors import ParamStoreError, StepFailed
 
@@ -63,8 +63,8 @@ class WaitingRequests:
             self._outbox.finished.append(waiter)
 
 
-def await_request(request: Waiter, future: object) -> None:
-    """Notes the future that is woken when `request` is finished."""
+def await_request(request: Waiter | StepRequest, future: object) -> None:
+    """Notes the future that is woken when `request` is finished, or may be."""
     request.future = future
 
 

@@ -132,6 +132,8 @@ class View:
         self.device_bytes = 0
         self.leases: dict[int, LeaseRequest] = {}
         """Granted and waiting leases, by the client's id."""
+        self.awaited: list[StepRequest] = []
+        """Requests of its client for a newer step that are not answered."""
 
     def locate(self, key: ExpertKey) -> tuple[Identity | None, Located | None]:
         """The identity this view sees of `key`, and its extent if the identity is a committed one."""
@@ -182,6 +184,17 @@ class LeaseRequest:
 
     def skip(self, copy: WorkingCopy | ParamCopy) -> bool:
         raise AssertionError("a copy that is leased stays")
+
+
+@dataclass(slots=True, eq=False)
+class StepRequest:
+    """Request of `view` to be told of a newer step: newer than what, see `AwaitStep`. `future` is woken when there may be one."""
+
+    view: View
+    after: int | None
+    sequence: int | None
+    error: ParamStoreError | None = None
+    future: object | None = None
 
 
 class StepTable:

@@ -1,0 +1,123 @@
+"""A reader follows a training process through a real daemon: step by step, behind, over rollbacks, and to the daemon's death."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paramstore_client as ps
+from paramstore.core.key import ExpertKey
+from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.rank_process import RankProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_time")]
+
+Serve = Callable[..., DaemonProcess]
+LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcess]:
+    """A process that can train."""
+    process = RankProcess(tmp_path_factory.mktemp("trainer"))
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def daemon(directory: Path, serve: Serve) -> DaemonProcess:
+    return serve(directory).start()
+
+
+@pytest.fixture
+def trainer(process: RankProcess, daemon: DaemonProcess) -> Iterator[RankProcess]:
+    """The process, writing the daemon's namespace."""
+    process.start(daemon.address, {})
+    process.ask("open", rank=0, world_size=1)
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def reader(trainer: RankProcess, daemon: DaemonProcess) -> Iterator[ps.Namespace]:
+    """A reader in this process, on step 1."""
+    with ps.connect(daemon.address) as store, store.open_namespace("moe", min_lease_slots=8) as reader:
+        yield reader
+
+
+def commit(trainer: RankProcess, step: int, keys: list[ExpertKey]) -> None:
+    """Has the trainer change `keys` and commit that."""
+    trainer.ask("push", keys=keys, seed=step)
+    trainer.ask("apply")
+    trainer.ask("commit", step=step)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, LIMIT_S))
+
+
+def values(reader: ps.Namespace, key: ExpertKey) -> list[float]:
+    with reader.acquire([key]) as lease:
+        return list(lease[key]["w"].flatten().tolist())
+
+
+def test_a_reader_that_sleeps_through_many_commits_goes_on_with_the_newest(trainer: RankProcess, reader: ps.Namespace) -> None:
+    told: list[int] = []
+    awake = asyncio.Event()
+    read = asyncio.Event()
+
+    async def follow() -> None:
+        async for step in reader.steps_as_they_come():
+            moved = reader.refresh()
+            told.append(step)
+            assert moved == step
+            for key in ((0, 0), (0, 1), (1, 2)):
+                assert values(reader, key) == await asyncio.to_thread(trainer.ask, "values", key=key)
+            read.set()
+            await awake.wait()
+
+    async def scenario() -> None:
+        following = asyncio.create_task(follow())
+        await asyncio.to_thread(commit, trainer, 2, [(0, 0)])
+        await read.wait()
+        for step in range(3, 15):
+            await asyncio.to_thread(commit, trainer, step, [((0, 0), (0, 1), (1, 2))[step % 3]])
+        assert told == [2]
+        read.clear()
+        awake.set()
+        await read.wait()
+        assert told == [2, 14]
+        following.cancel()
+        await asyncio.wait([following])
+
+    run(scenario())
+
+
+def test_a_thread_that_waits_is_told_of_commits_rollbacks_and_the_end(
+    trainer: RankProcess, reader: ps.Namespace, daemon: DaemonProcess
+) -> None:
+    async def scenario() -> None:
+        waiting = asyncio.create_task(asyncio.to_thread(reader.wait_for_step, None, LIMIT_S))
+        await asyncio.to_thread(commit, trainer, 4, [(0, 0)])
+        assert await waiting == 4
+        assert reader.refresh() == 4
+        waiting = asyncio.create_task(asyncio.to_thread(reader.wait_for_step, None, LIMIT_S))
+        await asyncio.to_thread(trainer.ask, "rollback", step=1)
+        assert await waiting == 1, "its own step is gone"
+        assert reader.refresh() == 1
+        steps = reader.steps_as_they_come(after=0)
+        assert await anext(steps) == 1
+        coming = asyncio.create_task(anext(steps))  # type: ignore[arg-type]  # it is a coroutine
+        await asyncio.to_thread(commit, trainer, 4, [(0, 0)])
+        assert await coming == 4
+        coming = asyncio.create_task(anext(steps))  # type: ignore[arg-type]  # it is a coroutine
+        await asyncio.sleep(0)
+        daemon.kill()
+        with pytest.raises(ps.StoreUnavailable):
+            await coming
+
+    run(scenario())
