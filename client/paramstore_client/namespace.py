@@ -27,7 +27,7 @@ from paramstore_client.handle.base import ANSWER_GRACE_S, plain_keys
 from paramstore_client.handle.lease import Lease
 from paramstore_client.handle.ranks import ALONE, Rank
 from paramstore_client.handle.residency import Residency
-from paramstore_client.handle.steps import Steps
+from paramstore_client.handle.steps import Refreshed, Steps
 from paramstore_client.handle.updates import Updates
 
 if TYPE_CHECKING:
@@ -156,17 +156,19 @@ class Namespace(Updates, Residency, Steps):
             if ticket.is_settled:
                 self._area.give_back([place])
 
-    def refresh(self) -> int | None:
-        """Moves a reader to the newest committed step, and returns it."""
-        message = messages.Refresh(self._next_id(), self._handle)
+    def refresh(self) -> Refreshed:
+        """Moves a reader to the newest committed step, and returns it with how much has changed. Copies in host memory of what has
+        not changed are used on; what has changed is loaded when it is asked for."""
+        is_counted = self._connection.minor >= messages.STEPS_MINOR
+        message = messages.Refresh(self._next_id(), self._handle, is_counted)
         try:
-            step = self._send(message, "refresh", answers.optional_number).wait()
+            moved = self._send(message, "refresh", Refreshed.counted if is_counted else Refreshed.uncounted).wait()
         finally:
             self._count_view_change()
-        self._committed_step = step
+        self._committed_step = int(moved)
         if self.mode == "read":
-            self._view_step = step
-        return step
+            self._view_step = int(moved)
+        return moved
 
     # --- other handles on it ---
 

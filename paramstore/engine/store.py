@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from paramstore import __version__
 from paramstore.clock import Clock
@@ -31,7 +32,7 @@ from paramstore.engine.records.reading import Reading
 from paramstore.engine.records.update import Updater
 from paramstore.engine.report import disk_stats, namespace_stats, volume_stats
 from paramstore.engine.steps.commit import Committer
-from paramstore.engine.steps.followers import Followers
+from paramstore.engine.steps.followers import Followers, count_changes
 from paramstore.engine.steps.history import History
 from paramstore.engine.steps.initialization import Initializer
 from paramstore.engine.steps.transactions import Transactions
@@ -99,6 +100,13 @@ class Store:
         with self.transfers.deciding() as planner:
             planner.views.move(view, step)
         return step
+
+    def refresh_counted(self, view: View) -> Coroutine[Any, Any, dict[str, int]]:
+        """Does what `refresh` does, at once. Returns a coroutine that counts what has changed; see `count_changes`."""
+        # What a rollback has dropped is known no more: nothing can be compared with it.
+        is_lost = view.is_dropped and view.epoch != view.namespace.epoch
+        before = None if is_lost else view.step
+        return count_changes(view.namespace, before=before, step=self.refresh(view))
 
     def describe_view(self, view: View) -> dict[str, object]:
         """The answer to an open: what the client needs to know of its view."""

@@ -20,7 +20,7 @@ ROOM_MINOR = 4
 PROMISE_MINOR = 4
 """The first minor in which `lease_slots` of a handle never changes, and `min_lease_slots` asks for more."""
 STEPS_MINOR = 5
-"""The first minor in which a daemon knows `AwaitStep`."""
+"""The first minor in which a daemon knows `AwaitStep`, and counts what a `Refresh` changes."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17

@@ -5,14 +5,23 @@ Others import `paramstore.wire.messages`.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from paramstore.wire.base import Message, Seconds
 
 
 class Refresh(Message, tag="refresh"):
-    """Moves a reader to the newest committed step. Result: the step."""
+    """Moves a reader to the newest committed step. Result: the step.
+
+    is_counted: the result is {step, keys, bytes}, how many keys have other bytes there than at the step before, and how many bytes
+    their `param` copies take. Since STEPS_MINOR.
+    """
+
+    ADDED_FIELDS: ClassVar[int] = 1
 
     id: int
     handle: int
+    is_counted: bool = False
 
 
 class AwaitStep(Message, tag="await_step"):

@@ -1,4 +1,4 @@
-"""What single requests of a session run: waits for a newer step."""
+"""What single requests of a session run: waits for a newer step, and refreshes."""
 
 from __future__ import annotations
 
@@ -86,5 +86,17 @@ def test_waits_end_with_their_session(at_desk: AtDesk) -> None:
         await desk.until(lambda: not session._tasks)
         assert view.awaited == []
         await writer.request(m.Commit, handle, 2)
+
+    at_desk(scenario)
+
+
+def test_a_refresh_counts_only_for_those_who_ask(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        writer, handle, reader, reading = await pair(desk)
+        await desk.push(writer, handle, [(0, 1), (0, 2)])
+        await writer.request(m.Apply, handle, 1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0)
+        await writer.request(m.Commit, handle, 2)
+        assert await reader.request(m.Refresh, reading, True) == {"step": 2, "keys": 2, "bytes": 2 * 4096}
+        assert await reader.request(m.Refresh, reading) == 2
 
     at_desk(scenario)

@@ -311,7 +311,7 @@ def templates(handle: int, segment: int) -> list[m.Message]:
     key = [(0, 0)]
     return [
         m.Namespaces(50), m.CreateNamespace(51, "x", {"kind": "param", "fields": [["w", [4], "float32"]]}, [0], 2),
-        m.OpenNamespace(52, "moe", "read"), m.CloseNamespace(53, handle + 100), m.Refresh(54, handle),
+        m.OpenNamespace(52, "moe", "read"), m.CloseNamespace(53, handle + 100), m.Refresh(54, handle, True),
         m.AwaitStep(76, handle, None, 3, 0.01), m.OpenUpload(55, 4096),
         m.InitializeBegin(56, handle), m.InitializePut(57, handle, (0, 0), segment, 0), m.InitializeEnd(58, handle),
         m.Prefetch(59, handle, key, "param", 1.0), m.Acquire(60, handle, key, "param", 0.01), m.Release([60]), m.Cancel(59),

@@ -75,6 +75,7 @@ def test_a_reader_that_sleeps_through_many_commits_goes_on_with_the_newest(train
             moved = reader.refresh()
             told.append(step)
             assert moved == step
+            assert moved.changed_keys == (1 if step == 2 else 3)
             for key in ((0, 0), (0, 1), (1, 2)):
                 assert values(reader, key) == await asyncio.to_thread(trainer.ask, "values", key=key)
             read.set()
@@ -121,3 +122,28 @@ def test_a_thread_that_waits_is_told_of_commits_rollbacks_and_the_end(
             await coming
 
     run(scenario())
+
+
+def test_a_refresh_after_a_commit_of_a_few_keys_reads_these_alone_from_the_volume(
+    trainer: RankProcess, reader: ps.Namespace, daemon: DaemonProcess
+) -> None:
+    with ps.connect(daemon.address) as store:
+        def bytes_read() -> int:
+            return sum(volume["bytes_read"] for volume in store.stats()["volumes"].values())
+
+        before = bytes_read()
+        for key in reader.space:
+            values(reader, key)
+        record_bytes = (bytes_read() - before) // len(reader.space)
+        assert record_bytes >= 64 * 64 * 4
+        changed: list[ExpertKey] = [(0, 3), (1, 0), (1, 1)]
+        commit(trainer, 2, changed)
+        reader.evict(changed).wait()  # what training has left of them in memory
+        before = bytes_read()
+        moved = reader.refresh()
+        assert (moved, moved.changed_keys) == (2, 3)
+        assert moved.changed_bytes == 3 * reader.schema.part("param").image_bytes
+        assert bytes_read() == before
+        for key in reader.space:
+            assert values(reader, key) == trainer.ask("values", key=key)
+        assert bytes_read() - before == 3 * record_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -49,6 +48,14 @@ class NewStep(msgspec.Struct, frozen=True):
     sequence: int
 
 
+class Moved(msgspec.Struct, frozen=True):
+    """The result of a Refresh that counts."""
+
+    step: int
+    keys: int
+    bytes: int
+
+
 def result_of(answer: object, kind: type[T]) -> T:
     """The result in `answer`, checked to be a `kind`."""
     if not isinstance(answer, Done):
@@ -62,7 +69,6 @@ def result_of(answer: object, kind: type[T]) -> T:
 mapping = partial(result_of, kind=Result)
 mappings = partial(result_of, kind=list[Result])
 number = partial(result_of, kind=int)
-optional_number: Callable[[object], int | None] = partial(result_of, kind=int | None)  # type: ignore[arg-type]  # a union is no `type`
 real = partial(result_of, kind=float)
 numbers = partial(result_of, kind=list[int])
 keys = partial(result_of, kind=list[tuple[int, int]])

@@ -9,11 +9,35 @@ from paramstore.core.arguments import seconds, whole_number
 from paramstore.errors import WaitTimeout
 from paramstore.wire import messages
 from paramstore_client.connection import answers
-from paramstore_client.connection.answers import NewStep, Result
+from paramstore_client.connection.answers import Moved, NewStep, Result
 from paramstore_client.handle.base import ANSWER_GRACE_S, Handle, plain_extra
 
 if TYPE_CHECKING:
     from paramstore_client.connection.ticket import Ticket
+
+
+class Refreshed(int):
+    """The step to which a reader has moved, a number like any other, and how much it changed for the reader.
+
+    changed_keys: how many keys have other bytes than at the step it stood on; all of them where that was rolled back, since nobody
+    can tell any more. changed_bytes: bytes of their `param` copies. Both are None with a daemon before protocol 1.5.
+    """
+
+    changed_keys: int | None = None
+    changed_bytes: int | None = None
+
+    @classmethod
+    def counted(cls, answer: object) -> Refreshed:
+        """Takes the answer of a daemon that counts."""
+        found = answers.result_of(answer, Moved)
+        moved = cls(found.step)
+        moved.changed_keys, moved.changed_bytes = found.keys, found.bytes
+        return moved
+
+    @classmethod
+    def uncounted(cls, answer: object) -> Refreshed:
+        """Takes the answer of a daemon that gives the step alone."""
+        return cls(answers.number(answer))
 
 
 class Steps(Handle):

@@ -102,6 +102,7 @@ class ViewPlanner:
     def move(self, view: View, step: int) -> None:
         """Moves a reader's view to `step`; what it leased before stays leased."""
         view.step = step
+        view.epoch = view.namespace.epoch
         view.is_dropped = False
         self.see_less(view.namespace)
 

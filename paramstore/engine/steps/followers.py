@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 
+from paramstore.core.key import ExpertKey
+from paramstore.core.location import Identity
+from paramstore.core.slices import slices
 from paramstore.engine.planner.waiting import await_request
-from paramstore.engine.tables.namespace import StepRequest, View, fenced_error
+from paramstore.engine.tables.namespace import NamespaceState, StepRequest, View, fenced_error
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import LeaseError, TicketCancelled, WaitTimeout
 
@@ -54,6 +57,30 @@ class Followers:
         """Ends the wait with TicketCancelled, unless it is over."""
         with self._transfers.deciding() as planner:
             planner.views.end_step_request(request, TicketCancelled("the wait for a step was cancelled"))
+
+
+async def count_changes(namespace: NamespaceState, *, before: int | None, step: int) -> dict[str, int]:
+    """Counts the keys that have another identity at `step` than at `before`, a step below, and the bytes of a `param` copy of each.
+
+    before: None counts every key. A step that newer commits have dropped will do: where its own row of a key is gone, there is a
+    later one, and the key has changed.
+    """
+    ledger, changed = namespace.steps.ledger, 0
+    former, latter = None if before is None else ledger.find(before), ledger.find(step)
+    if before is None:
+        changed = len(namespace.keys)
+    elif namespace.is_exact and former is not None and latter is not None:  # an apply is a step of every record
+        changed = len(namespace.keys) if former.applies != latter.applies else 0
+    elif before != step:
+        for keys in slices(namespace.keys if former is None else ledger.layered):
+            changed += sum(_seen(namespace, key, before) != _seen(namespace, key, step) for key in keys)
+            await asyncio.sleep(0)
+    return {"step": step, "keys": changed, "bytes": changed * namespace.schema.part("param").image_bytes}
+
+
+def _seen(namespace: NamespaceState, key: ExpertKey, step: int) -> Identity | None:
+    located = namespace.steps.ledger.at(key, step)
+    return None if located is None else namespace.seen_at(located, step)
 
 
 def _check(request: StepRequest) -> None:

@@ -111,6 +111,8 @@ class View:
         self.step = step
         self.lease_slots = lease_slots
         """Slots that it may have leased at once, as it was promised when it opened."""
+        self.epoch = namespace.epoch
+        """Epoch in which it came to stand on its step."""
         self.group = group
         """The group that a writer belongs to; None for a reader."""
         self.rank = rank

@@ -120,6 +120,11 @@ class Ledger:
         position = bisect_right(rows, step, key=_first_step)
         return rows[position - 1].located if position else None
 
+    @property
+    def layered(self) -> frozenset[ExpertKey]:
+        """Keys with more than one row. The others have the same record at every step that is there."""
+        return self._layered
+
     def changed_at(self, step: int) -> dict[ExpertKey, Located]:
         """The records that `step` changed and that are still there."""
         return {key: row.located for key, row in self._all_rows() if row.first_step == step}

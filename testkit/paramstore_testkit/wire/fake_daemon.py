@@ -329,7 +329,8 @@ class FakeDaemon:
             case m.Steps():
                 return sorted(namespace.extras)
             case m.Refresh():
-                return namespace.committed_step
+                step = namespace.committed_step
+                return {"step": step, "keys": 3, "bytes": 96} if request.is_counted else step
             case m.Extra():
                 if request.step not in namespace.extras:
                     raise StepDropped(f"step {request.step} is not retained")

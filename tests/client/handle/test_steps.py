@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
 from collections import deque
 from collections.abc import Coroutine
@@ -12,6 +14,7 @@ import pytest
 
 import paramstore_client as ps
 from paramstore.wire import messages as m
+from paramstore_client.handle.steps import Refreshed
 from paramstore_testkit.wire.fake_daemon import FakeDaemon, FakeSession
 
 LIMIT_S = 10.0
@@ -95,7 +98,7 @@ def test_a_forked_child_waits_for_no_step(daemon: FakeDaemon, reader: ps.Namespa
     assert asked(daemon) == []
 
 
-def test_an_older_daemon_is_asked_for_no_step(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+def test_an_older_daemon_is_asked_for_no_step_and_counts_no_changes(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
     namespace.commit(1).wait()
     daemon.minor = m.STEPS_MINOR - 1
     with ps.connect(daemon.path, timeout_s=5.0) as store:
@@ -103,7 +106,25 @@ def test_an_older_daemon_is_asked_for_no_step(daemon: FakeDaemon, namespace: ps.
         for call in (reader.wait_for_step, reader.steps_as_they_come):
             with pytest.raises(ps.VersionMismatch, match=r"speaks protocol 1\.4, .* needs 1\.5"):
                 call()
+        moved = reader.refresh()
+        assert (moved, moved.changed_keys, moved.changed_bytes) == (1, None, None)
     assert daemon.requests(m.AwaitStep) == []
+
+
+# --- refresh
+
+
+def test_a_refresh_gives_a_number_that_says_how_much_has_changed(namespace: ps.Namespace, reader: ps.Namespace) -> None:
+    namespace.commit(2).wait()
+    moved = reader.refresh()
+    assert (moved, moved.changed_keys, moved.changed_bytes) == (2, 3, 96)
+    assert (f"{moved}", type(reader.view_step), moved + 1) == ("2", int, 3)
+
+
+def test_what_a_refresh_gives_can_be_copied_and_sent() -> None:
+    moved = Refreshed.counted(m.Done(1, {"step": 4, "keys": 2, "bytes": 64}))
+    for other in (copy.deepcopy(moved), pickle.loads(pickle.dumps(moved))):
+        assert (other, other.changed_keys, other.changed_bytes) == (4, 2, 64)
 
 
 # --- steps as they come

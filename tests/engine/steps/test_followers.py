@@ -1,19 +1,22 @@
-"""Whoever follows a writer: waits for the next committed step."""
+"""Whoever follows a writer: waits for the next committed step, and is told how much a refresh has changed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
+from paramstore.core.schema import Schema
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import StepRequest, View
 from paramstore.errors import CatalogError, LeaseError, ParamStoreError, TicketCancelled, WaitTimeout, WriterFenced
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores import small_store
-from paramstore_testkit.stores.small_store import committed, create, keys_of, prepared, reader, run, train, turns
+from paramstore_testkit.stores.small_store import committed, create, first_values, keys_of, prepared, reader, run, train, turns
+from paramstore_testkit.trial import telling
 
 Told = asyncio.Task[dict[str, int]]
 
@@ -225,5 +228,95 @@ def test_waits_that_are_over_stand_nowhere() -> None:
         await commit(store, view, 2)
         assert await step_of(told) == 2
         assert follower.awaited == []
+
+    run(scenario())
+
+
+# --- what a refresh changes
+
+
+def test_a_refresh_counts_the_keys_that_have_other_bytes() -> None:
+    async def scenario() -> None:
+        store, view = await committed(Machine(), 1)
+        param_bytes = view.namespace.schema.part("param").image_bytes
+        follower = await reader(store)
+        await commit(store, view, 2, keys=2)
+        assert await store.refresh_counted(follower) == {"step": 2, "keys": 2, "bytes": 2 * param_bytes}
+        assert await store.refresh_counted(follower) == {"step": 2, "keys": 0, "bytes": 0}
+        await store.committer.commit(view, 3, b"nothing has changed")
+        assert await store.refresh_counted(follower) == {"step": 3, "keys": 0, "bytes": 0}
+
+    run(scenario())
+
+
+def test_a_refresh_from_a_step_that_is_gone_counts_the_same_and_all_keys_after_a_rollback() -> None:
+    async def scenario() -> None:
+        store, view = await committed(Machine(held_steps=0), 1)
+        follower = await reader(store)
+        for step, keys in ((2, 1), (3, 2), (4, 1), (5, 0)):
+            await commit(store, view, step, keys)
+        assert follower.is_dropped
+        assert (await store.refresh_counted(follower))["keys"] == 2
+        await commit(store, view, 6)
+        assert (await store.refresh_counted(follower))["keys"] == 1
+        await store.rollback(view, 5)
+        assert (await store.refresh_counted(follower))["keys"] == len(keys_of(view))
+        assert (await store.refresh_counted(follower))["keys"] == 0
+        for step in (7, 8, 9):
+            await commit(store, view, step)
+        assert follower.is_dropped
+        assert (await store.refresh_counted(follower))["keys"] == 1, "that rollback was before it came there"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("updates", ["touched", "exact"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_count_is_that_of_other_identities_whatever_was_committed_between(updates: str, seed: int) -> None:
+    random = Random(seed)
+
+    async def scenario() -> None:
+        store = Machine(seed=seed, held_steps=random.choice((0, 1, 4)), retained_steps=random.choice((1, 2, 4))).start()
+        view = await create(store, schema=Schema.adamw({"w": (3, 5)}, param_dtype="float32", updates=updates), experts=6)
+        keys, step = keys_of(view), 0
+        readers = [await reader(store) for _ in range(3)]
+        seen = {one: {key: one.locate(key)[0] for key in keys} for one in readers}
+        for _ in range(40):
+            if random.random() < 0.6:
+                step += 1
+                for _ in range(random.randrange(3)):
+                    await train(store, view, random.sample(keys, random.randint(1, 3)))
+                await store.committer.commit(view, step, b"")
+                continue
+            one = random.choice(readers)
+            found, before = await store.refresh_counted(one), seen[one]
+            seen[one] = {key: one.locate(key)[0] for key in keys}
+            assert found["keys"] == sum(before[key] != seen[one][key] for key in keys)
+
+    with telling(lambda: f"seed {seed}"):
+        run(scenario())
+
+
+def test_after_a_refresh_what_is_used_and_has_changed_is_read_from_the_volume_and_nothing_else() -> None:
+    async def scenario() -> None:
+        store, view = await committed(Machine(), 1)
+        follower, keys, traffic = await reader(store), keys_of(view), store.transfers.traffic[0]
+        used, changed = keys[:3], [keys[0], keys[3]]
+        await store.evict(view, None, None)
+        before = traffic.bytes_read
+        await first_values(store, follower, used)
+        read_bytes = (traffic.bytes_read - before) // len(used)
+        assert read_bytes >= view.namespace.schema.part("param").image_bytes, "they came from the volume"
+
+        await train(store, view, changed)
+        await store.committer.commit(view, 2, b"")
+        await store.evict(view, changed, None)  # what training has left of them in memory, too
+        before = traffic.bytes_read
+        moved = await store.refresh_counted(follower)
+        assert moved["keys"] == len(changed)
+        assert traffic.bytes_read == before, "a refresh moves nothing by itself"
+        values = await first_values(store, follower, used)
+        assert traffic.bytes_read - before == read_bytes
+        assert values == await first_values(store, view, used)
 
     run(scenario())

@@ -147,6 +147,17 @@ def test_a_publication_is_one_transaction_with_the_namespace_s_new_sequence() ->
     assert publication.change().row_count == 3
 
 
+def test_layered_are_the_keys_whose_record_differs_between_steps() -> None:
+    ledger = new_ledger()
+    commit(ledger, 1, a=1, b=2)
+    assert ledger.layered == frozenset()
+    commit(ledger, 2, b=3)
+    assert ledger.layered == {B}
+    commit(ledger, 3)
+    commit(ledger, 4)
+    assert ledger.layered == frozenset(), "the step with the other record has gone"
+
+
 def test_changed_at_tells_what_a_step_changed() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1, b=2)
