@@ -324,9 +324,9 @@ class HostSlots:
         return SlotPlan(self._slots, make_slot_policy(self._policy, self._slots, self.namespace.layers))
 
 
-def standing(namespace: HostSource, *, slots: int | None = None) -> ExpertSource:
+def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "schedule") -> ExpertSource:
     """Puts slots in front of a namespace, where leases may stand; else returns the namespace itself."""
-    cache = HostSlots(namespace, slots=slots)
+    cache = HostSlots(namespace, slots=slots, policy=policy)
     return cache if namespace.let_stand(cache) else namespace
 
 

@@ -27,6 +27,7 @@ from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.visit_order import declare_order
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.refusals import check_arguments, check_config
+from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.loading.namespaces import open_experts
 from paramstore_client.hf.model import experts_function
@@ -88,6 +89,8 @@ def from_pretrained(
     updates: str = "exact",
     experts_kernel: str = "auto",
     min_lease_slots: int = 0,
+    expert_memory: str | int | None = None,
+    residency: str = "auto",
     schema_options: Mapping[str, Any] | None = None,
     progress: Any = None,
     **options: Any,
@@ -101,7 +104,9 @@ def from_pretrained(
     own bytes.
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
     model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as for `open_namespace`.
-    schema_options: further arguments of the schema function. progress: as for `import_checkpoint`.
+    expert_memory: in mode "infer", how many experts stay leased across forwards, or their size, as in "12GiB"; so many slots are
+    asked for. Default: what the namespace is promised. residency: which give way first, "auto", "ring" or "buffer"
+    (docs/transformers.md). schema_options: further arguments of the schema function. progress: as for `import_checkpoint`.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
     other experts, CheckpointError where it still holds those imported from another checkpoint, and what `create_namespace`,
@@ -109,6 +114,7 @@ def from_pretrained(
     """
     min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
     _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
+    memory = ExpertMemory.of(expert_memory, residency, mode=mode)
     arguments.path("path", path)
     check_arguments(options)
     requested, config = options.pop("experts_implementation", None), options.pop("config", None)
@@ -125,12 +131,13 @@ def from_pretrained(
     layout = find_layout(model)
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
     kernel = choose_kernel(model, experts_kernel, requested)
+    slots = memory.slots_for(schema, len(layout.layers) * layout.experts)
     source = _Source(path, options, model, progress)
     opened = open_experts(
-        store, name or _name_of(path), layout, schema, mode=mode, min_lease_slots=min_lease_slots, fill=source.fill,
-        check=source.check,
+        store, name or _name_of(path), layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, slots or 0),
+        fill=source.fill, check=source.check,
     )  # fmt: skip
-    join(model, opened, kernel=kernel)
+    join(model, opened, kernel=kernel, slots=slots, policy=memory.policy)
     return loaded
 
 
@@ -145,6 +152,8 @@ def from_config(
     updates: str = "exact",
     experts_kernel: str = "auto",
     min_lease_slots: int = 0,
+    expert_memory: str | int | None = None,
+    residency: str = "auto",
     schema_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -156,6 +165,7 @@ def from_config(
     """
     min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
     _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
+    memory = ExpertMemory.of(expert_memory, residency, mode=mode)
     if not hasattr(config, "model_type"):
         raise arguments.wrong("config", config, "a configuration of transformers")
     check_arguments(options)
@@ -172,11 +182,12 @@ def from_config(
     layout = find_layout(model)
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
     kernel = choose_kernel(model, experts_kernel, requested)
+    slots = memory.slots_for(schema, len(layout.layers) * layout.experts)
     opened = open_experts(
-        store, name or config.model_type, layout, schema, mode=mode, min_lease_slots=min_lease_slots,
+        store, name or config.model_type, layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, slots or 0),
         fill=lambda made: made.initialize(initial.values),
     )  # fmt: skip
-    join(model, opened, kernel=kernel)
+    join(model, opened, kernel=kernel, slots=slots, policy=memory.policy)
     return model
 
 
@@ -201,16 +212,18 @@ def namespace(model: nn.Module) -> Namespace:
     raise ConfigError(f"{type(model).__name__} has no stored experts: load it with ps.hf.from_pretrained or from_config")
 
 
-def join(model: nn.Module, namespace: Namespace, *, kernel: str) -> None:
-    """Joins a stripped model with an open namespace, and declares the order of its visits. Raises SchemaMismatch, and closes the
-    namespace then."""
+def join(
+    model: nn.Module, namespace: Namespace, *, kernel: str, slots: int | None = None, policy: str = POLICIES["auto"]
+) -> None:
+    """Joins a stripped model with an open namespace, and declares the order of its visits. slots, policy: of what stands for a
+    reader. Raises SchemaMismatch, and closes the namespace then."""
     trains = namespace.mode == "write"
     try:
         if trains:
             bind_training(model, namespace)
         else:
             declare_order(namespace)
-        source = namespace if trains else standing(namespace)
+        source = namespace if trains else standing(namespace, slots=slots, policy=policy)
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
         anchor = None if sentinel is None else sentinel.anchor
         bind(model, ModelExperts(source, anchor=anchor, is_poisoned=namespace.is_debug), kernel=kernel)

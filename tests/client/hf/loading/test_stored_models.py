@@ -18,7 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import paramstore as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, UnsupportedModel
+from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.loading.expert_memory import POLICIES
+from paramstore_client.hf.model.binding import layer_of
+from paramstore_client.hf.model.layout import experts_modules
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.moe_families import CHANGES, small_config, tiny_config
 from paramstore_testkit.training.moe_models import tokens
@@ -281,6 +285,40 @@ def test_inference_schema_holds_the_models_own_bytes(store: ps.Store) -> None:
     assert ps.hf.namespace(model).schema.kind == "param"
     with torch.no_grad():
         assert torch.equal(model(tokens()).logits, stock_model()(tokens()).logits)
+
+
+def slots_of(model: Any) -> HostSlots:
+    source = layer_of(next(iter(experts_modules(model).values()))).source
+    assert isinstance(source, HostSlots)
+    return source
+
+
+@pytest.mark.parametrize("residency", POLICIES)
+def test_a_served_model_keeps_the_experts_that_it_was_given_memory_for(residency: str, store: ps.Store) -> None:
+    given: dict[str, Any] = {"mode": "infer", "expert_memory": 5, "residency": residency, "experts_implementation": "grouped_mm"}
+    model, stock = new_model(store, f"memory-{residency}", **given), stock_model("grouped_mm")
+    slots, namespace = slots_of(model), ps.hf.namespace(model)
+    assert (slots.lease_slots, slots.namespace) == (5, namespace)
+    assert namespace.lease_slots >= 5
+    with torch.no_grad():
+        for seed in range(4):
+            prompt = tokens(seed=seed)[:1, :2]
+            assert torch.equal(model(prompt).logits, stock(prompt).logits)
+    assert slots.counts.evicted > 0
+
+
+def test_what_stands_gives_way_to_who_leases_through_the_handle_and_to_the_next_reader(address: str) -> None:
+    with ps.connect(address) as store:
+        model = new_model(store, "gives-way", mode="infer", expert_memory=1000, experts_implementation="grouped_mm")
+        namespace = ps.hf.namespace(model)
+        with torch.no_grad():
+            expected = model(tokens()).logits
+            with namespace.acquire(namespace.keys()[: namespace.lease_slots]) as lease:
+                assert lease.keys()
+            assert torch.equal(model(tokens()).logits, expected)
+        most = namespace.lease_slots
+    with ps.connect(address) as store, store.open_namespace("gives-way", min_lease_slots=most) as again:
+        assert again.acquire(again.keys()[:most], timeout_s=5.0).is_released is False  # this process lives on, and holds nothing
 
 
 @pytest.mark.parametrize("kernel", ["eager", "grouped_mm"])
