@@ -145,7 +145,7 @@ def measure_share(bench: Bench, shape: Shape, share: float, *, rounds: int) -> l
     ):
         bench.tell(f"{share:.0%}: loading")
         ours = ps.hf.from_pretrained(
-            AutoModelForCausalLM, checkpoint, store=service.store, mode="infer", name="experts", min_lease_slots=slots,
+            AutoModelForCausalLM, checkpoint, store=service.store, mode="infer", name="experts", expert_memory=slots,
             dtype=torch.bfloat16,
         )  # fmt: skip
         service.wait_until_quiet(bench.clock)
@@ -166,6 +166,9 @@ class Models:
         source = next(layer_of(module).source for module in ours.modules() if "_paramstore_layer" in module.__dict__)
         assert isinstance(source, HostSlots)
         self.slots = source
+        for layer in source.layers:  # no slot is empty from here on, and where all experts stand nothing is read
+            for expert in range(source.experts):
+                source.acquire([(layer, expert)]).release()
 
     def row(self, bench: Bench, work: Work, share: float, threads: int, *, rounds: int) -> Row:
         """Measures one cell: `rounds` pairs, after one that is not counted."""

@@ -28,6 +28,8 @@ WAITS = {name for name in vars(Mark) if not name.startswith("_")} | {
 """Methods that wait, or ask: a mark's, and those of torch's streams, events and tensors."""
 OF_THE_HOST = "ticket.host.wait"
 """A method of such a name that waits for no device."""
+HOST_MODULES = {"host_slots", "standing_lease"}
+"""Modules that know of no device: what they wait for is the daemon."""
 
 Fault = Callable[[], AbstractContextManager[None]]
 
@@ -36,7 +38,8 @@ def waits() -> dict[str, Fault]:
     """Every wait of `paramstore_client.device`: where it stands and what it says -> a `with` without it."""
     found: dict[str, Fault] = {}
     for path in sorted(Path(device.__path__[0]).glob("*.py")):
-        for number, (function, call) in enumerate(_calls(ast.parse(path.read_text()))):
+        calls = [] if path.stem in HOST_MODULES else _calls(ast.parse(path.read_text()))
+        for number, (function, call) in enumerate(calls):
             name = f"{path.stem}.{function}: {ast.unparse(call)}"
             found[f"{name}, again at {number}" if name in found else name] = partial(_without, path, number)
     return found
