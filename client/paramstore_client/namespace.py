@@ -103,7 +103,7 @@ class Namespace(Updates, Residency, Steps):
         try:
             return self._acquire(keys, part, timeout_s)
         except LeaseError:
-            if not (keepers := list(self._connection.segments.keepers)):
+            if not (keepers := self._connection.segments.keepers):
                 raise
             for keeper in keepers:
                 keeper.give_back()
@@ -162,7 +162,9 @@ class Namespace(Updates, Residency, Steps):
         is_counted = self._connection.minor >= messages.STEPS_MINOR
         message = messages.Refresh(self._next_id(), self._handle, is_counted)
         try:
-            moved = self._send(message, "refresh", Refreshed.counted if is_counted else Refreshed.uncounted).wait()
+            ticket = self._send(message, "refresh", Refreshed.counted if is_counted else Refreshed.uncounted)
+            self._count_view_change()  # the view moves when the daemon reads this, and the answer waits for the counting
+            moved = ticket.wait()
         finally:
             self._count_view_change()
         self._committed_step = int(moved)
@@ -203,7 +205,7 @@ class Namespace(Updates, Residency, Steps):
             raise wrong("keeper", keeper, "who has give_back() and let_go()")
         may_stand = not self._is_debug and self._connection.minor >= messages.PROMISE_MINOR
         if may_stand:
-            self._connection.segments.keepers.add(keeper)
+            self._connection.segments.add_keeper(keeper)
         return may_stand
 
     def check_usable(self) -> None:

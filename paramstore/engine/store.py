@@ -104,9 +104,10 @@ class Store:
     def refresh_counted(self, view: View) -> Coroutine[Any, Any, dict[str, int]]:
         """Does what `refresh` does, at once. Returns a coroutine that counts what has changed; see `count_changes`."""
         # What a rollback has dropped is known no more: nothing can be compared with it.
-        is_lost = view.is_dropped and view.epoch != view.namespace.epoch
-        before = None if is_lost else view.step
-        return count_changes(view.namespace, before=before, step=self.refresh(view))
+        before, is_lost = view.step, view.is_dropped and view.epoch != view.namespace.epoch
+        step = self.refresh(view)
+        is_lost |= before is not None and step < before  # a rollback is under way: the epoch grows at its end
+        return count_changes(view.namespace, before=None if is_lost else before, step=step)
 
     def describe_view(self, view: View) -> dict[str, object]:
         """The answer to an open: what the client needs to know of its view."""

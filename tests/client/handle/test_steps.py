@@ -121,6 +121,26 @@ def test_a_refresh_gives_a_number_that_says_how_much_has_changed(namespace: ps.N
     assert (f"{moved}", type(reader.view_step), moved + 1) == ("2", int, 3)
 
 
+def test_the_change_of_view_is_counted_before_the_answer_and_after_it(
+    daemon: FakeDaemon, namespace: ps.Namespace, reader: ps.Namespace
+) -> None:
+    """What stands is not used on while the daemon, which has moved the view, counts."""
+    namespace.commit(2).wait()
+    seen: list[int] = []
+
+    def answer(session: FakeSession, request: m.Refresh) -> None:
+        while reader.view_change_count == before:
+            pass
+        seen.append(reader.view_change_count)
+        session.send(m.Done(request.id, {"step": 2, "keys": 0, "bytes": 0}))
+
+    before = reader.view_change_count
+    daemon.script(m.Refresh, answer)
+    reader.refresh()
+    assert seen == [before + 1]
+    assert reader.view_change_count == before + 2
+
+
 def test_what_a_refresh_gives_can_be_copied_and_sent() -> None:
     moved = Refreshed.counted(m.Done(1, {"step": 4, "keys": 2, "bytes": 64}))
     for other in (copy.deepcopy(moved), pickle.loads(pickle.dumps(moved))):

@@ -172,6 +172,20 @@ def test_a_rollback_that_fails_tells_nobody_of_a_lower_step() -> None:
     run(scenario())
 
 
+def test_a_refresh_while_a_rollback_is_under_way_counts_all_keys() -> None:
+    async def scenario() -> None:
+        store, view = await committed(Machine(retained_steps=4), 3)
+        follower = await reader(store)
+        rolling_back = asyncio.create_task(store.rollback(view, 1))
+        while not view.namespace.steps.closing_steps:
+            await asyncio.sleep(0)
+        moved = await store.refresh_counted(follower)
+        assert (moved["step"], moved["keys"]) == (1, len(keys_of(view)))
+        await rolling_back
+
+    run(scenario())
+
+
 # --- ends
 
 
