@@ -88,9 +88,13 @@ class Warmth:
 
     async def start(self) -> None:
         """Takes over what the file has of the namespaces there are, none of them open yet, and begins to keep the file."""
+        reading = asyncio.get_running_loop().create_task(self._read(), name="warmth-read")
         try:
-            async with asyncio.timeout(DISK_TIMEOUT_S):
-                found = unpack_counts(await self._read(), self._store_uuid)
+            # Not cancelled and awaited: where a read hangs, so does the close of its file.
+            if not (await asyncio.wait([reading], timeout=DISK_TIMEOUT_S))[0]:
+                reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+                raise TimeoutError
+            found = unpack_counts(reading.result(), self._store_uuid)
         except FileNotFoundError:
             found = ()
         except (OSError, CorruptRecord) as error:

@@ -55,14 +55,18 @@ class Disk(Executor):
 
 
 class HangingDisk(Executor):
-    """Takes calls and never answers."""
+    """Answers `answered` calls, takes those that follow, and never answers them."""
 
-    def __init__(self) -> None:
+    def __init__(self, answered: int = 0) -> None:
         self.calls = 0
+        self._answered = answered
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         self.calls += 1
-        return Future()
+        future: Future[Any] = Future()
+        if self.calls <= self._answered:
+            future.set_result(function(*arguments, **named))
+        return future
 
 
 class Rest:
