@@ -37,7 +37,7 @@ class Segments:
         self._given_up: set[int] = set()
         self._closing: dict[int, Mapping] = {}
         self._watchers: dict[object, BeforeUnmap] = {}
-        self.keepers: weakref.WeakSet[LeaseKeeper] = weakref.WeakSet()
+        self._keepers: list[weakref.ref[LeaseKeeper]] = []
 
     def adopt_leased(self, segments: Sequence[tuple[int, int]], fds: Sequence[int]) -> None:
         """Maps new segments of the daemon, read-only. fds: one per segment, closed on return, whatever happens."""
@@ -99,6 +99,15 @@ class Segments:
         token = object()
         self._watchers[token] = fn
         return lambda: self._watchers.pop(token, None)
+
+    def add_keeper(self, keeper: LeaseKeeper) -> None:
+        """Notes who keeps leases beyond their use, for as long as it lives. May be called from any thread."""
+        self._keepers.append(weakref.ref(keeper, self._keepers.remove))
+
+    @property
+    def keepers(self) -> list[LeaseKeeper]:
+        """Those who keep leases and live."""
+        return [keeper for one in list(self._keepers) if (keeper := one()) is not None]
 
     def clear(self) -> None:
         """Lets go of every mapping, as the connection is over. Tensors that were handed out keep theirs."""

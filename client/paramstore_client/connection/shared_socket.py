@@ -127,14 +127,9 @@ class Connection:
             frame = encode(message)
         except ProtocolError as error:  # a value that no check caught, or more than a frame holds: nothing was sent
             raise ConfigError(f"{what}: {error}") from error
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(
-            self,
-            request_id,
-            what=what,
-            convert=convert,
-            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
-            on_settled=on_settled,
-            is_cancellable=is_cancellable,
+            self, request_id, what=what, convert=convert, timeout_s=limit_s, on_settled=on_settled, is_cancellable=is_cancellable
         )
         if len(self._tickets) >= TICKETS_MAX:
             raise CapacityError(f"{what}: {TICKETS_MAX} requests of this client are unanswered; wait for some of them")
@@ -218,12 +213,14 @@ class Connection:
         cancelled never are: this process ends them itself, and nothing is lost by it.
         """
         if os.getpid() == self._process_id:
-            for keeper in list(self.segments.keepers):
-                keeper.let_go()
-            with contextlib.suppress(WaitTimeout):
-                self._send_rest("close", min(self.timeout_s, CLOSE_SENDS_S))
-            self._fail(StoreUnavailable(reason), is_ours=True, is_expected=is_expected)
-            self.segments.clear()
+            try:
+                for keeper in self.segments.keepers:
+                    keeper.let_go()
+                with contextlib.suppress(WaitTimeout):
+                    self._send_rest("close", min(self.timeout_s, CLOSE_SENDS_S))
+            finally:
+                self._fail(StoreUnavailable(reason), is_ours=True, is_expected=is_expected)
+                self.segments.clear()
 
     def close_in_child(self) -> None:
         """In a forked child: lets go of the socket, so that the daemon sees the parent end. Touches no lock."""

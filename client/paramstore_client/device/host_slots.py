@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -56,7 +57,8 @@ class HostSlots:
 
     slots: default what the namespace was promised, less a few. policy: one of `paramstore.policy.make.SLOT_POLICIES`; those that
     know an order have the layers visited as the namespace has them, again and again. `refresh` moves what later visits see; called
-    from another thread, it may part a visit that is just beginning.
+    from another thread, it may part a visit that is just beginning. A daemon that takes nothing off its socket holds all threads up
+    for as long as a request may wait. A key that another visit has asked for is waited for as long as that one does.
     """
 
     def __init__(self, namespace: HostSource, *, slots: int | None = None, policy: str = "schedule") -> None:
@@ -72,14 +74,15 @@ class HostSlots:
         """Those under way."""
         self._abandoned: deque[tuple[SlotPlan, SlotVisit]] = deque()
         """Those whose lease was dropped without a release: the collector runs anywhere, also under the lock."""
-        self._ahead: deque[tuple[HostTicket, list[Held]]] = deque(maxlen=AHEAD_MAX)
+        self._ahead: deque[tuple[HostTicket, list[Held]]] = deque()
         """Loads ahead under way: what has come is on the host, and leased when it is visited."""
         self._view = namespace.view_change_count
         self._touched: dict[ExpertKey, None] = {}
         self._visit_count = 0
+        self._process_id = os.getpid()
         self._is_deciding = False
         """Whether a visit has begun or ended halfway: it was interrupted, unless it is under way now."""
-        weakref.finalize(self, _release_idle, self._leases).atexit = False
+        weakref.finalize(self, _release_idle, self._leases, self._arriving).atexit = False
 
     @property
     def schema(self) -> Schema:
@@ -121,13 +124,14 @@ class HostSlots:
         self.namespace.check_usable()  # before the lock: in a forked child another thread's may be held for ever
         with self._lock:
             self._begin()
+            plan = self._plan  # a signal's handler may call in, and start anew
             try:
                 visit = self._visit(keys, timeout_s)
             except ParamStoreError:
                 self._is_deciding = False
                 raise
-            lease = StandingLease(self, self._plan, visit)
-            self._touched.update((held.key, None) for held in visit.held)  # type: ignore[misc]  # the names are keys here
+            lease = StandingLease(self, plan, visit)
+            self._touched.update((held.key, None) for held in visit.held if held in self._leases)  # type: ignore[misc]
             self._is_deciding = False
             return lease
 
@@ -140,7 +144,9 @@ class HostSlots:
         return visit in self._visits
 
     def end_visit(self, plan: SlotPlan, visit: SlotVisit) -> None:
-        """Ends the visit of a StandingLease; a second call does nothing."""
+        """Ends the visit of a StandingLease. Does nothing a second time, or in a forked child, where the lock may be held."""
+        if os.getpid() != self._process_id:
+            return
         with self._lock:
             if visit.is_over:
                 return
@@ -189,9 +195,12 @@ class HostSlots:
             self._begin()
             if lease is None:
                 self._plan.fail(held)
+                if (ticket := self._arriving.get(held)) is not None:
+                    ticket.abandon()
             else:
                 self._leases.setdefault(held, lease)
                 self._plan.arrive(held)
+                self._touched[held.key] = None  # type: ignore[index]  # the names are keys here
             self._arriving.pop(held, None)  # last: until here an interrupt finds the lease there
             self._is_deciding = False
             return self._leases.get(held)
@@ -201,15 +210,23 @@ class HostSlots:
         if part != "param":
             return self.namespace.prefetch(keys, part=part)
         wanted = plain_keys(keys)
+        self.namespace.check_usable()
         with self._lock:
             self._begin()
             loads, _ = self._plan.ahead(wanted)
             self._release_gone()
             ticket: HostTicket = NothingAhead()
-            if loads:
-                ticket = self.namespace.prefetch([held.key for held in loads])  # type: ignore[misc]  # the names are keys here
-                self._ahead.append((ticket, loads))
-            self._is_deciding = False
+            try:
+                if loads:
+                    ticket = self.namespace.prefetch([held.key for held in loads])  # type: ignore[misc]  # the names are keys here
+                    self._ahead.append((ticket, loads))
+            except ParamStoreError:
+                self._give_up(loads)
+                raise
+            finally:
+                self._is_deciding = False
+            if len(self._ahead) > AHEAD_MAX:
+                self._give_up(self._ahead.popleft()[1])
         return ticket
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
@@ -220,12 +237,13 @@ class HostSlots:
         """Releases every lease that no visit uses: they come again as they are needed."""
         with self._lock:
             self._begin()
-            self._drop_idle()
+            leased = (held for held in self._plan.held if held in self._leases or held in self._arriving)
+            self._drop([held for held in leased if not held.users])
             self._is_deciding = False
 
     def let_go(self) -> None:
         """Releases every lease that no visit uses, as the session ends. Takes no lock."""
-        _release_idle(self._leases)
+        _release_idle(self._leases, self._arriving)
 
     # --- under the lock ---
 
@@ -255,7 +273,8 @@ class HostSlots:
 
     def _visit(self, keys: Sequence[ExpertKey], timeout_s: float | None) -> SlotVisit:
         if self._view != (view := self.namespace.view_change_count):
-            self._drop_all()
+            self._ahead.clear()
+            self._drop(self._plan.held)  # it is of another view: it is found no more
             self._view = view
         self._visit_count += 1
         if self._visit_count % REPORT_EVERY == 0:
@@ -289,21 +308,21 @@ class HostSlots:
                 skipped = ticket.wait()["skipped"]
             except ParamStoreError as error:  # demand will ask again and raise the error where it matters
                 _log.warning("a load ahead of %d keys was given up: %s", len(loads), error)
-                continue
-            for held in loads[: len(loads) - skipped]:
+                skipped = len(loads)
+            arrived = len(loads) - skipped
+            for held in loads[:arrived]:
                 self._plan.arrive(held)
+            self._give_up(loads[arrived:])
 
-    def _drop_all(self) -> None:
-        """What stands is of another view: it is found no more."""
-        self._ahead.clear()
-        for held in self._plan.held:
+    def _give_up(self, loads: Sequence[Held]) -> None:
+        """Takes slots back from loads ahead that bring nothing, unless demand has taken them over."""
+        for held in loads:
+            if held not in self._leases and held not in self._arriving:
+                self._plan.fail(held)
+
+    def _drop(self, dropped: Sequence[Held]) -> None:
+        for held in dropped:
             self._plan.drop(held)
-        self._release_gone()
-
-    def _drop_idle(self) -> None:
-        for held in self._plan.held:
-            if held.is_ready and not held.users:
-                self._plan.drop(held)
         self._release_gone()
 
     def _release_gone(self) -> None:
@@ -336,8 +355,11 @@ def _slots_within(namespace: HostSource) -> int:
     return key_count if promised >= key_count else max(1, promised - max(1, promised // LEFT_FREE))
 
 
-def _release_idle(leases: dict[Held, WeightLease]) -> None:
+def _release_idle(leases: dict[Held, WeightLease], arriving: dict[Held, LeaseTicket]) -> None:
     """Gives back what no visit uses; a forward under way on another thread keeps its bytes, as with any lease at a close."""
+    for held in list(arriving):
+        if not held.users and (ticket := arriving.pop(held, None)) is not None:
+            ticket.abandon()
     for held in list(leases):
         if not held.users and (lease := leases.pop(held, None)) is not None:
             lease.release()

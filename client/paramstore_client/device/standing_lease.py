@@ -80,6 +80,7 @@ class StandingLease:
 
     def release(self) -> None:
         """Ends the visit; idempotent."""
+        self._has_views = False  # nobody uses them any more: cut off here, the visit is abandoned with this object
         self._owner.end_visit(self._plan, self._visit)
 
     def __enter__(self) -> StandingLease:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import linecache
 import random
-import sys
 import threading
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,11 +18,15 @@ from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device import host_slots
 from paramstore_client.device.host_slots import HostSlots, NothingAhead, standing
 from paramstore_client.source import ExpertSource
+from paramstore_testkit.interrupts import Interrupt
 
 
 def make(lease_slots: int = 9, *, slots: int | None = None, experts: int = 6) -> tuple[MemoryNamespace, HostSlots]:
     namespace = MemoryNamespace.of_swiglu(layers=2, experts=experts, lease_slots=lease_slots)
     return namespace, HostSlots(namespace, slots=slots, policy="lru")
+
+
+MODULES = ("/host_slots.py", "/slot_plan.py", "/standing_lease.py")
 
 
 def stand(namespace: MemoryNamespace, slots: HostSlots) -> None:
@@ -164,7 +165,7 @@ def test_what_is_still_loading_is_late_and_what_had_no_room_too() -> None:
     namespace.tickets[-1].skipped = 1
     namespace.finish_prefetches()
     visit(slots, keys(2, 3))
-    assert (slots.counts.hits, slots.counts.late, slots.counts.misses) == (1, 3, 0)
+    assert (slots.counts.hits, slots.counts.late, slots.counts.misses) == (1, 2, 1)
 
 
 def test_a_load_ahead_that_failed_is_asked_for_again() -> None:
@@ -172,7 +173,29 @@ def test_a_load_ahead_that_failed_is_asked_for_again() -> None:
     slots.prefetch(keys(0))
     namespace.tickets[-1].error = StoreUnavailable("on purpose")
     visit(slots, keys(0))
-    assert (slots.counts.hits, slots.counts.late) == (0, 1)
+    assert (slots.counts.hits, slots.counts.late, slots.counts.misses, slots.counts.failed) == (0, 0, 1, 1)
+
+
+def test_a_load_ahead_that_is_refused_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace, slots = make()
+    visit(slots, keys(0, 1))
+    monkeypatch.setattr(namespace, "prefetch", refuse)
+    with pytest.raises(StoreUnavailable, match="on purpose"):
+        slots.prefetch(keys(2))
+    visit(slots, keys(0, 1))
+    assert (slots.counts.hits, slots.counts.misses, slots.counts.failed) == (2, 2, 1)
+
+
+def refuse(*arguments: object) -> Any:
+    raise StoreUnavailable("on purpose")
+
+
+def test_of_very_many_loads_ahead_the_oldest_are_given_up() -> None:
+    namespace, slots = make(lease_slots=40, slots=40, experts=40)
+    namespace.holds_prefetches = True
+    for expert in range(host_slots.AHEAD_MAX + 2):
+        slots.prefetch(keys(expert))
+    assert slots.counts.failed == 2
 
 
 def test_loads_ahead_of_another_view_are_forgotten() -> None:
@@ -213,6 +236,18 @@ def test_what_is_given_back_comes_again_and_what_is_in_use_as_it_ends() -> None:
     lease.release()
     visit(slots, keys(0, 1, 2))
     assert (slots.counts.hits, slots.counts.misses) == (2, 5)
+
+
+def test_what_is_on_its_way_and_nobody_waits_for_is_given_back_too() -> None:
+    namespace, slots = make()
+    slots.acquire_arriving(keys(0, 1)).release()
+    assert slots.late(slots.acquire_arriving(keys(0))._visit) == {(0, 0)}
+    gc.collect()
+    slots.give_back()
+    assert (slots._arriving, namespace.leased) == ({}, [])
+    slots.acquire_arriving(keys(2)).release()
+    slots.let_go()
+    assert slots._arriving == {}
 
 
 def test_what_was_dropped_gives_everything_back() -> None:
@@ -283,43 +318,13 @@ def test_without_a_miss_it_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch)
 # --- interrupts, threads, chance
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that a call runs in these modules. Not where a `with` begins or ends, nor at a
-    `try:`: there Python takes no signal, or every lock could stay locked. Nor in a finalizer, where it is lost."""
-
-    MODULES = ("/host_slots.py", "/slot_plan.py")
-
-    def __init__(self, line: int) -> None:
-        self._left = line
-        self.is_raised = False
-
-    def __enter__(self) -> Interrupt:
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *error: object) -> bool:
-        sys.settrace(None)
-        return isinstance(error[1], KeyboardInterrupt)
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.endswith(self.MODULES) or "__del__" in (frame.f_code.co_name, frame.f_back.f_code.co_name):
-            return None
-        here = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not self.is_raised and not here.startswith(("with ", "try:")):
-            self._left -= 1
-            if self._left == 0:
-                self.is_raised = True
-                raise KeyboardInterrupt
-        return self._trace
-
-
 def interrupted(slots: HostSlots, wanted: list[ExpertKey], line: int) -> bool:
     """Interrupts a visit, in a thread of its own, whose later exceptions would have the one raised here as their context."""
     is_raised = []
 
     def run() -> None:
-        with Interrupt(line) as interrupt:
-            slots.acquire(wanted).release()
+        with Interrupt(line, MODULES) as interrupt, slots.acquire(wanted) as lease:
+            assert lease[wanted[0]]
         is_raised.append(interrupt.is_raised)
 
     thread = threading.Thread(target=run)

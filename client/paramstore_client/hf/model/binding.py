@@ -55,9 +55,9 @@ class ModelExperts:
     def after_forward(self, layer: int, experts: Sequence[int], room: int) -> list[ExpertKey]:
         """Keys to fetch while `layer` computes its last part forward. Without a graph only where at least half of the experts are
         used: those of the next layer are guessed by their use so far, which is right as often then, and hardly ever in decoding."""
-        if not torch.is_grad_enabled() and 2 * len(experts) < self.source.experts:
-            return []
-        return self.schedule.begin_forward(layer, experts, room=room, is_cyclic=not torch.is_grad_enabled())
+        records = torch.is_grad_enabled()
+        hints = self.schedule.begin_forward(layer, experts, room=room, is_cyclic=not records)
+        return hints if records or 2 * len(experts) >= self.source.experts else []
 
     def after_backward(self, layer: int, room: int) -> list[ExpertKey]:
         """Keys to fetch while `layer` differentiates its last part."""
