@@ -88,13 +88,10 @@ class Warmth:
 
     async def start(self) -> None:
         """Takes over what the file has of the namespaces there are, none of them open yet, and begins to keep the file."""
-        reading = asyncio.get_running_loop().create_task(self._read(), name="warmth-read")
         try:
-            # Not cancelled and awaited: where a read hangs, so does the close of its file.
-            if not (await asyncio.wait([reading], timeout=DISK_TIMEOUT_S))[0]:
-                reading.add_done_callback(lambda done: done.cancelled() or done.exception())
-                raise TimeoutError
-            found = unpack_counts(reading.result(), self._store_uuid)
+            async with asyncio.timeout(DISK_TIMEOUT_S):
+                data = await asyncio.get_running_loop().run_in_executor(self._threads, _read, self._path)
+            found = unpack_counts(data, self._store_uuid)
         except FileNotFoundError:
             found = ()
         except (OSError, CorruptRecord) as error:
@@ -178,15 +175,12 @@ class Warmth:
         """Where the next file is written, until it is whole."""
         return self._path.with_name(f"{self._path.name}.new")
 
-    # --- reading
 
-    async def _read(self) -> bytes:
-        """Reads the file, and a byte more than it may have, if it is longer. Raises OSError."""
-        file = await aiofiles.open(self._path, "rb", opener=_open_ours, executor=self._threads)
-        try:
-            return bytes(await file.read(COUNTS_BYTES_MAX + 1))
-        finally:
-            await file.close()
+def _read(path: Path) -> bytes:
+    """Reads the file, and a byte more than it may have, if it is longer. One call: where a read hangs, so does its file's close,
+    and nobody may wait for that. Raises OSError."""
+    with open(path, "rb", opener=_open_ours) as file:
+        return file.read(COUNTS_BYTES_MAX + 1)
 
 
 def _open_private(path: str, flags: int) -> int:
