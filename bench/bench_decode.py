@@ -39,7 +39,7 @@ from paramstore.engine.tables.arena import segment_lengths
 from paramstore.errors import ParamStoreError
 from paramstore_bench.decoding import SHARES, Answer, PairedAnswer, Work, check_logits, row_of
 from paramstore_client.device.host_slots import HostSlots
-from paramstore_client.hf.model.binding import layer_of
+from paramstore_client.hf.model.binding import ATTRIBUTE, layer_of
 
 RESULTS = Path(__file__).parent / "results"
 WORKS = (Work(16, new=24), Work(16), Work(64), Work(512))
@@ -163,7 +163,7 @@ class Models:
         self.memory = memory
         self.service = service
         self.raw = raw
-        source = next(layer_of(module).source for module in ours.modules() if "_paramstore_layer" in module.__dict__)
+        source = next(layer_of(module).source for module in ours.modules() if ATTRIBUTE in module.__dict__)
         assert isinstance(source, HostSlots)
         self.slots = source
         for layer in source.layers:  # no slot is empty from here on, and where all experts stand nothing is read

@@ -103,7 +103,7 @@ class Namespace(Updates, Residency, Steps):
         try:
             return self._acquire(keys, part, timeout_s)
         except LeaseError:
-            if not (keepers := self._connection.segments.keepers):
+            if not (keepers := self._connection.segments.keepers(self._handle)):
                 raise
             for keeper in keepers:
                 keeper.give_back()
@@ -205,7 +205,7 @@ class Namespace(Updates, Residency, Steps):
             raise wrong("keeper", keeper, "who has give_back() and let_go()")
         may_stand = not self._is_debug and self._connection.minor >= messages.PROMISE_MINOR
         if may_stand:
-            self._connection.segments.add_keeper(keeper)
+            self._connection.segments.add_keeper(self._handle, keeper)
         return may_stand
 
     def check_usable(self) -> None:

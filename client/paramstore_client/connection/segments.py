@@ -37,7 +37,7 @@ class Segments:
         self._given_up: set[int] = set()
         self._closing: dict[int, Mapping] = {}
         self._watchers: dict[object, BeforeUnmap] = {}
-        self._keepers: list[weakref.ref[LeaseKeeper]] = []
+        self._keepers: list[tuple[int, weakref.ref[LeaseKeeper]]] = []
 
     def adopt_leased(self, segments: Sequence[tuple[int, int]], fds: Sequence[int]) -> None:
         """Maps new segments of the daemon, read-only. fds: one per segment, closed on return, whatever happens."""
@@ -100,14 +100,14 @@ class Segments:
         self._watchers[token] = fn
         return lambda: self._watchers.pop(token, None)
 
-    def add_keeper(self, keeper: LeaseKeeper) -> None:
-        """Notes who keeps leases beyond their use, for as long as it lives. May be called from any thread."""
-        self._keepers.append(weakref.ref(keeper, self._keepers.remove))
+    def add_keeper(self, handle: int, keeper: LeaseKeeper) -> None:
+        """Notes who keeps leases of a handle beyond their use, for as long as it lives. May be called from any thread."""
+        self._keepers.append((handle, weakref.ref(keeper)))
 
-    @property
-    def keepers(self) -> list[LeaseKeeper]:
-        """Those who keep leases and live."""
-        return [keeper for one in list(self._keepers) if (keeper := one()) is not None]
+    def keepers(self, handle: int | None = None) -> list[LeaseKeeper]:
+        """Those who keep leases of `handle`, or of any handle, and live."""
+        chosen = [one for of, one in list(self._keepers) if handle is None or of == handle]
+        return [keeper for one in chosen if (keeper := one()) is not None]
 
     def clear(self) -> None:
         """Lets go of every mapping, as the connection is over. Tensors that were handed out keep theirs."""

@@ -214,7 +214,7 @@ class Connection:
         """
         if os.getpid() == self._process_id:
             try:
-                for keeper in self.segments.keepers:
+                for keeper in self.segments.keepers():
                     keeper.let_go()
                 with contextlib.suppress(WaitTimeout):
                     self._send_rest("close", min(self.timeout_s, CLOSE_SENDS_S))

@@ -354,7 +354,7 @@ class NamespaceState:
         return () if self._memory is None else self._memory.each()
 
     def arenas_by_part(self) -> dict[str, Arena]:
-        """The same arenas, each by the name of the part whose images its slots hold."""
+        """The arenas that it has now, each by the name of the part whose images its slots hold."""
         return {} if self._memory is None else {self.schema.stored.name: self._memory.working, "param": self._memory.param}
 
     def held_steps(self) -> Iterable[int]:

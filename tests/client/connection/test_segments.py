@@ -177,6 +177,19 @@ def test_who_keeps_leases_is_asked_once_where_there_are_no_more(daemon: FakeDaem
     assert keeper.asked == ["give back"], "a ticket's affair is its owner's"
 
 
+def test_who_keeps_leases_of_another_handle_is_not_asked(daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace) -> None:
+    namespace.commit(1).wait()
+    keeper = Keeper([])
+    reader = store.open_namespace("moe")
+    reader.let_stand(keeper)
+    daemon.fail(m.Acquire, ps.LeaseError("16 of 16"))
+    with pytest.raises(ps.LeaseError):
+        namespace.acquire(KEYS)
+    assert keeper.asked == []
+    store.close()
+    assert keeper.asked == ["let go"]
+
+
 def test_who_keeps_leases_and_is_gone_is_not_asked(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
     namespace.let_stand(Keeper([]))
     daemon.fail(m.Acquire, ps.LeaseError("16 of 16"))
@@ -190,7 +203,7 @@ def test_nothing_stands_in_debug_mode_or_without_promises(daemon: FakeDaemon, na
     assert not namespace.let_stand(Keeper([]))
     with ps.connect(daemon.path, timeout_s=5.0, debug=True) as store:
         assert not store.open_namespace("moe", "write").let_stand(Keeper([]))
-    assert not namespace._connection.segments.keepers
+    assert not namespace._connection.segments.keepers()
 
 
 def test_a_handle_says_whether_it_can_be_used(store: ps.Store, namespace: ps.Namespace) -> None:

@@ -106,7 +106,7 @@ class ExpertStack:
         self.dtype, self.device, self.itemsize = first.dtype, first.device, first.itemsize
 
     def to(self, dtype: torch.dtype) -> ExpertStack:
-        """The same experts in another dtype: copies."""
+        """A stack of copies of these experts in another dtype."""
         return ExpertStack([tensor.to(dtype) for tensor in self._tensors], self._order, is_transposed=self._is_transposed)
 
     def transpose(self, first: int, second: int) -> ExpertStack:
