@@ -7,7 +7,7 @@ be *loaded ahead* of its visit. The plan decides and counts; whoever carries it 
 - What a visit uses is never evicted. What was loaded ahead and not used since, or is still under way, is spared: it gives room
   to a visit that finds nothing else, and never to another load ahead.
 - A visit of more keys than may stand at once passes by: it takes free slots, evicts nobody for more than the few slots that the
-  rest runs through, and so leaves what is there for the visits after it.
+  rest runs through, and so leaves what is there for the visits after it. What was loaded ahead for it runs through as well.
 - Loads ahead evict at most `churn` keys between the beginnings of two visits.
 
 A policy ranks what stands: buffering of experts ("Towards MoE Deployment", arXiv 2303.06182, section VI) has `LifoInactive`, ring
@@ -16,8 +16,9 @@ memory (SE-MoE, arXiv 2205.10034, section 3.3.2) `RingOrder`. Both papers give e
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paramstore.errors import CapacityError, LeaseError
 from paramstore.policy.base import Policy, VisitPolicy
@@ -51,13 +52,15 @@ class SlotCounts:
 class Held:
     """A key that stands in a slot, or is on its way there. One object for each load: a key that comes again gets another."""
 
-    __slots__ = ("is_ahead", "is_gone", "is_ready", "key", "users")
+    __slots__ = ("is_ahead", "is_gone", "is_passing", "is_ready", "key", "users")
 
     def __init__(self, key: Hashable, *, is_ahead: bool) -> None:
         self.key = key
         self.is_ahead = is_ahead
         self.is_ready = False
         self.is_gone = False
+        self.is_passing = False
+        """Whether it goes once the visit that it passes by for has used it."""
         self.users = 0
         """Visits under way that use it."""
 
@@ -71,7 +74,9 @@ class SlotVisit:
     """What one visit finds and needs; its `held` are in use, and `passing_slots` slots kept free for it, until `end_visit`.
 
     held: in the order of the visit's keys, without those that pass. loads: those of `held` that are to be loaded now. late: those
-    that are still on their way. passing: keys to be run through `passing_slots` slots, as many at a time. evicted: what gave room.
+    that are still on their way. passing: keys to be run through `passing_slots` slots, as many at a time (`let_in`, `let_out`).
+    through: those of them that have a slot now, and what was loaded ahead and passes. evicted: what gave room. ahead_ready,
+    ahead_late: keys loaded ahead of it whose bytes had come, or had not.
     """
 
     held: Sequence[Held]
@@ -80,21 +85,29 @@ class SlotVisit:
     passing: tuple[Hashable, ...] = ()
     passing_slots: int = 0
     evicted: tuple[Held, ...] = ()
+    through: list[Held] = field(default_factory=list)
+    waiting: deque[Hashable] = field(default_factory=deque)
+    ahead_ready: int = 0
+    ahead_late: int = 0
     is_over: bool = False
 
 
 class SlotPlan:
     """Owner of what stands in `slots` slots, of who uses it, and of the counts. Pure: it copies nothing and never waits.
 
-    passing_slots: most slots that a visit which does not fit runs its rest through. churn: None for no bound.
+    passing_slots: most slots that a visit which does not fit runs its rest through. held_most: most slots that one visit which
+    may pass takes; None: all. churn: None for no bound.
     """
 
-    def __init__(self, slots: int, policy: Policy, *, passing_slots: int = 1, churn: int | None = None) -> None:
+    def __init__(
+        self, slots: int, policy: Policy, *, passing_slots: int = 1, held_most: int | None = None, churn: int | None = None
+    ) -> None:
         self.slots = slots
         self.counts = SlotCounts()
         self._policy = policy
         self._visits = policy if isinstance(policy, VisitPolicy) else None
         self._passing_slots = passing_slots
+        self.held_most = slots if held_most is None else held_most
         self._churn = slots if churn is None else churn
         self._churned = 0
         self._held: dict[Hashable, Held] = {}
@@ -128,7 +141,7 @@ class SlotPlan:
         Raises CapacityError on more keys than slots that may not pass, LeaseError where visits under way use too many of the
         slots; then nothing has changed.
         """
-        visit = self.visit_ready(keys)
+        visit = None if may_pass and len(keys) > self.held_most else self.visit_ready(keys)
         return self._decide(keys, may_pass=may_pass) if visit is None else visit
 
     def visit_ready(self, keys: Sequence[Hashable]) -> SlotVisit | None:
@@ -148,15 +161,68 @@ class SlotPlan:
         return SlotVisit(held)
 
     def end_visit(self, visit: SlotVisit) -> None:
-        """Ends a visit; a second call does nothing."""
+        """Ends a visit, and lets go of what still passes by for it; a second call does nothing."""
         if visit.is_over:
             return
         visit.is_over = True
+        visit.waiting.clear()
+        for held in list(visit.through):
+            self.let_out(visit, held)
         self._kept_free -= visit.passing_slots
+        visit.passing_slots = 0
         for held in visit.held:
-            held.users -= 1
-            if held.is_gone and not held.users:
-                self._lingering -= 1
+            self._end_use(held)
+
+    def let_in(self, visit: SlotVisit) -> Held | None:
+        """Gives the next key that passes by a slot, to be loaded now unless it stands. None where no slot is free for it yet, or no
+        key is left. Raises LeaseError where others use all slots."""
+        if not visit.waiting or len(visit.through) >= self._passing_slots:
+            return None
+        held = self._held.get(visit.waiting[0])
+        if held is None and not visit.passing_slots:
+            if visit.through:
+                return None
+            self._keep_one(visit)
+        key = visit.waiting.popleft()
+        if held is None:
+            held = self._held[key] = Held(key, is_ahead=False)
+            held.is_passing = True
+            visit.passing_slots -= 1
+            self._kept_free -= 1
+        else:
+            self.counts.useful += held.is_ahead
+            held.is_ahead = False
+            self.counts.passed -= 1
+            self.counts.hits += held.is_ready
+            self.counts.late += not held.is_ready
+        held.users += 1
+        visit.through.append(held)
+        return held
+
+    def _keep_one(self, visit: SlotVisit) -> None:
+        """Keeps a slot for a visit that has none left, since another visit has evicted what this one had found."""
+        self._tell()
+        victims = self._choose(1 - self.free, lambda key: self._held[key].users > 0, spares_ahead=True)
+        for key in victims:
+            self._evict(key)
+        visit.passing_slots += 1
+        self._kept_free += 1
+
+    def let_out(self, visit: SlotVisit, held: Held) -> None:
+        """Ends the use of what has passed by: its slot is for the next key of the visit, or free where none is left."""
+        visit.through.remove(held)
+        is_leaving = held.is_passing and not held.is_gone and held.users == 1
+        self._end_use(held)
+        if is_leaving:
+            self._remove(held)
+            if visit.waiting:
+                visit.passing_slots += 1
+                self._kept_free += 1
+
+    def _end_use(self, held: Held) -> None:
+        held.users -= 1
+        if held.is_gone and not held.users:
+            self._lingering -= 1
 
     def _decide(self, keys: Sequence[Hashable], *, may_pass: bool) -> SlotVisit:
         self._tell()
@@ -165,12 +231,13 @@ class SlotPlan:
         idle = sum(not held.users for held in self._held.values())
         others = idle - sum(not held.users for held in found.values())
         passing_slots, given = 0, list[Hashable]()
-        if len(missing) > self.free + others:
+        does_pass = len(missing) > self.free + others or (may_pass and len(keys) > self.held_most)
+        if does_pass:
             if not may_pass:
                 raise self._no_room(len(keys), len(missing), others)
-            passing_slots = min(self._passing_slots, self.free + idle)
-            if not passing_slots:
-                raise self._no_room(len(keys), len(missing), others)
+            passing_slots = min(self._passing_slots, self.free + idle, len(missing))
+            if missing and not passing_slots:
+                raise self._no_room(min(len(keys), self.slots), len(missing), others)
             given = self._choose(passing_slots - self.free - others, lambda key: key not in found or found[key].users > 0)
             loaded = missing[: max(0, self.free - passing_slots)]
             needed = passing_slots - self.free - len(given)
@@ -179,51 +246,68 @@ class SlotPlan:
         victims = self._choose(needed, lambda key: key in found or self._held[key].users > 0, spares_ahead=True)
         evicted = tuple(self._evict(key) for key in (*given, *victims))
         there = {key: held for key, held in found.items() if not held.is_gone}
-        return self._begin(keys, there, set(loaded), passing_slots, evicted)
+        visit = SlotVisit([], passing_slots=passing_slots, evicted=evicted)
+        self._begin(visit, keys, there, set(loaded), passes=does_pass)
+        return visit
 
     def _begin(
-        self, keys: Sequence[Hashable], found: dict[Hashable, Held], loaded: set[Hashable], passing_slots: int,
-        evicted: tuple[Held, ...],
-    ) -> SlotVisit:  # fmt: skip
+        self, visit: SlotVisit, keys: Sequence[Hashable], found: dict[Hashable, Held], loaded: set[Hashable], *, passes: bool
+    ) -> None:
         counts = self.counts
         held, loads, late, passing = list[Held](), list[Held](), list[Held](), list[Hashable]()
         for key in keys:
             one = found.get(key)
-            if one is None and key not in loaded:
+            is_beyond = passes and len(held) + visit.passing_slots >= self.held_most
+            if key not in loaded and (one is None or (is_beyond and not one.is_ahead)):
                 passing.append(key)
                 continue
             if one is None:
                 one = self._held[key] = Held(key, is_ahead=False)
                 loads.append(one)
-            elif one.is_ready:
-                counts.hits += 1
-                self._fast[key] = one
             else:
-                late.append(one)
-            counts.useful += one.is_ahead
-            one.is_ahead = False
+                self._find(visit, one, late, passes=passes)
             one.users += 1
-            held.append(one)
-        counts.late += len(late)
+            (visit.through if one.is_passing else held).append(one)
         counts.misses += len(loads)
+        counts.late += len(late)
         counts.passed += len(passing)
-        self._kept_free += passing_slots
+        if not passing:
+            visit.passing_slots = 0
+        self._kept_free += visit.passing_slots
         self._churned = 0
+        visit.held, visit.loads, visit.late, visit.passing = held, tuple(loads), tuple(late), tuple(passing)
+        visit.waiting.extend(passing)
         self._note_use(keys)
-        for key in passing:
-            self._policy.forget(key)
-        return SlotVisit(held, tuple(loads), tuple(late), tuple(passing), passing_slots, evicted)
+        for key in (*passing, *(one.key for one in visit.through)):
+            if key not in self._held or self._held[key].is_passing:
+                self._policy.forget(key)
+
+    def _find(self, visit: SlotVisit, one: Held, late: list[Held], *, passes: bool) -> None:
+        """Counts a key that stands already, or is on its way."""
+        self.counts.useful += one.is_ahead
+        visit.ahead_ready += one.is_ahead and one.is_ready
+        visit.ahead_late += one.is_ahead and not one.is_ready
+        one.is_passing = passes and one.is_ahead and not one.users
+        one.is_ahead = False
+        if not one.is_ready:
+            late.append(one)
+            return
+        self.counts.hits += 1
+        if not one.is_passing:
+            self._fast[one.key] = one
 
     # --- loads ---
 
-    def ahead(self, keys: Iterable[Hashable]) -> tuple[list[Held], list[Held]]:
-        """Decides which of `keys` are loaded ahead now, the first ones first. Returns them, and what was evicted for them."""
+    def ahead(self, keys: Iterable[Hashable], *, evicting: int | None = None) -> tuple[list[Held], list[Held]]:
+        """Decides which of `keys` are loaded ahead now, the first ones first. Returns them, and what was evicted for them: at most
+        `evicting`, where given."""
         self._tell()
         wanted = list(dict.fromkeys(keys))
         new = [key for key in wanted if key not in self._held]
         spared = {held.key for held in self._held.values() if held.users or _is_spared(held)} | set(wanted)
         idle = sum(key not in spared for key in self._held)
-        new = new[: self.free + min(idle, self._churn - self._churned)]
+        most = self._churn - self._churned
+        new = new[: max(0, self.free) + min(idle, most if evicting is None else min(most, evicting))]
         victims = self._choose(len(new) - self.free, spared.__contains__)
         evicted = [self._evict(key) for key in victims]
         self._churned += len(evicted)
@@ -238,7 +322,7 @@ class SlotPlan:
     def arrive(self, held: Held) -> None:
         """The bytes of `held` are in its slot."""
         held.is_ready = True
-        if not held.is_gone and not held.is_ahead:
+        if not held.is_gone and not held.is_ahead and not held.is_passing:
             self._fast[held.key] = held
 
     def fail(self, held: Held) -> None:

@@ -283,6 +283,54 @@ def test_layers_that_do_not_fit_do_not_drive_each_other_out() -> None:
     assert plan.counts.hits == 7 * 9
 
 
+def test_keys_pass_by_in_turn_through_the_slots_that_were_kept_for_them() -> None:
+    plan = SlotPlan(3, Lru(), passing_slots=2)
+    used(plan, "x")
+    visit = plan.visit("abcd", may_pass=True)
+    first, second = plan.let_in(visit), plan.let_in(visit)
+    assert first is not None
+    assert second is not None
+    assert plan.let_in(visit) is None, "both slots are taken"
+    plan.let_out(visit, first)
+    third = plan.let_in(visit)
+    assert third is not None
+    assert [first.key, second.key, third.key] == ["a", "b", "c"]
+    assert plan.find("a") is None
+    plan.end_visit(visit)  # with two in their slots, and one that never came in
+    assert (plan.free, keys_of(plan.held)) == (2, ["x"])
+
+
+def test_what_was_loaded_ahead_of_a_visit_that_does_not_fit_passes_too() -> None:
+    plan = SlotPlan(3, Lru(), passing_slots=1)
+    used(plan, "x")
+    (ahead,) = plan.ahead("b")[0]
+    plan.arrive(ahead)
+    visit = plan.visit("abcd", may_pass=True)
+    assert (keys_of(visit.through), visit.passing) == (["b"], ("a", "c", "d"))
+    assert (visit.ahead_ready, visit.ahead_late, plan.counts.hits, plan.counts.useful) == (1, 0, 1, 1)
+    plan.let_out(visit, ahead)
+    assert plan.find("b") is None
+    assert plan.free == 0, "its slot is for the others"
+    plan.end_visit(visit)
+    assert plan.free == 2
+
+
+def test_a_visit_that_may_pass_leaves_slots_to_others() -> None:
+    plan = SlotPlan(5, Lru(), passing_slots=2, held_most=4)
+    used(plan, "abcde")
+    visit = plan.visit("abcde", may_pass=True)
+    assert (keys_of(visit.held), visit.passing, visit.passing_slots) == (["a", "b", "c", "d"], ("e",), 0)
+    other = plan.visit("x")  # takes the slot of e, which is not in use yet
+    with pytest.raises(LeaseError):
+        plan.let_in(visit)
+    plan.end_visit(other)
+    last = plan.let_in(visit)
+    assert last is not None
+    assert (last.key, plan.find("x")) == ("e", None)
+    assert (plan.counts.hits, plan.counts.passed) == (4, 1)
+    plan.end_visit(visit)
+
+
 # --- all of it, at random
 
 
@@ -291,7 +339,8 @@ def test_layers_that_do_not_fit_do_not_drive_each_other_out() -> None:
 def test_every_counter_is_what_a_plain_model_of_the_slots_counts(name: str, seed: int) -> None:
     rng = random.Random(seed)
     slots = rng.randint(1, 12)
-    plan = SlotPlan(slots, POLICIES[name](), passing_slots=rng.randint(1, 3), churn=rng.choice([None, 0, 2]))
+    held_most = rng.choice([None, max(1, slots // 2)])
+    plan = SlotPlan(slots, POLICIES[name](), passing_slots=rng.randint(1, 3), held_most=held_most, churn=rng.choice([None, 0, 2]))
     model = Slots(slots)
     visits: list[SlotVisit] = []
     for turn in range(600):
@@ -307,8 +356,26 @@ def test_every_counter_is_what_a_plain_model_of_the_slots_counts(name: str, seed
             except (LeaseError, CapacityError):
                 model.refuse(keys)
         elif action < 0.6:
-            model.ahead(*plan.ahead(keys))
-        elif action < 0.8 and visits:
+            evicting = rng.choice([None, None, 0])
+            loads, evicted = plan.ahead(keys, evicting=evicting)
+            assert not evicted or evicting is None
+            model.ahead(loads, evicted)
+        elif action < 0.72 and visits:
+            visit = rng.choice(visits)
+            before = list(plan.held)
+            try:
+                one = plan.let_in(visit)
+            except LeaseError:
+                assert plan.free <= 0
+                assert all(held.users for held in plan.held)
+                continue
+            if one is not None:
+                model.let_in(visit, one, [held for held in before if held.is_gone])
+            elif visit.through:
+                one = rng.choice(visit.through)
+                plan.let_out(visit, one)
+                model.let_out(visit, one)
+        elif action < 0.85 and visits:
             visit = visits.pop(rng.randrange(len(visits)))
             plan.end_visit(visit)
             model.end(visit)
@@ -337,7 +404,11 @@ class Slots:
         self.fresh: set[Held] = set()
         """Loaded ahead and not visited since."""
         self.users: dict[Held, int] = {}
-        self.passing = 0
+        self.leaving: set[Held] = set()
+        """Going once they were used."""
+        self.kept: dict[SlotVisit, int] = {}
+        self.through: dict[SlotVisit, list[Held]] = {}
+        self.waiting: dict[SlotVisit, list[Hashable]] = {}
         self.hits = self.late = self.misses = self.passed = self.wasted = self.useful = 0
 
     @property
@@ -349,15 +420,19 @@ class Slots:
         for held in visit.evicted:
             assert not self.users.get(held), "it was in use"
             self.remove(held)
-        given = {held.key for held in visit.evicted} & set(keys)
-        assert given <= set(visit.passing)
-        expected = [key for key in keys if key not in visit.passing]
+        assert {held.key for held in visit.evicted} & set(keys) <= set(visit.passing)
+        through = list(visit.through)
+        assert all(held in self.fresh and not self.users.get(held) for held in through)
+        expected = [key for key in keys if key not in visit.passing and key not in {held.key for held in through}]
         assert [held.key for held in visit.held] == expected
         self.passed += len(visit.passing)
-        self.passing += visit.passing_slots
-        assert bool(visit.passing) == bool(visit.passing_slots)
+        self.kept[visit], self.through[visit], self.waiting[visit] = visit.passing_slots, through, list(visit.passing)
+        assert bool(visit.passing) >= bool(visit.passing_slots)
+        assert visit.ahead_ready == len({*visit.held, *through} & self.fresh & self.ready)
+        assert visit.ahead_late == len({*visit.held, *through} & self.fresh - self.ready)
+        self.leaving = self.leaving - set(visit.held) | set(through)
         loads = []
-        for held in visit.held:
+        for held in (*visit.held, *through):
             if there.get(held.key) is not held:
                 assert held.key not in self.standing
                 self.standing[held.key] = held
@@ -389,8 +464,38 @@ class Slots:
             self.standing[held.key] = held
             self.fresh.add(held)
 
+    def let_in(self, visit: SlotVisit, held: Held, evicted: Sequence[Held]) -> None:
+        assert held.key == self.waiting[visit].pop(0)
+        for other in evicted:  # what it had found is gone, and so is its slot
+            assert not self.users.get(other)
+            assert not self.kept[visit]
+            self.remove(other)
+        self.useful += held in self.fresh
+        self.fresh.discard(held)
+        if self.standing.get(held.key) is held:
+            self.passed -= 1
+            self.hits += held in self.ready
+            self.late += held not in self.ready
+        else:
+            assert held.key not in self.standing
+            self.standing[held.key] = held
+            self.leaving.add(held)
+            self.kept[visit] = max(0, self.kept[visit] - 1)
+        self.users[held] = self.users.get(held, 0) + 1
+        self.through[visit].append(held)
+
+    def let_out(self, visit: SlotVisit, held: Held) -> None:
+        self.through[visit].remove(held)
+        self.users[held] -= 1
+        if held in self.leaving and not self.users[held] and self.standing.get(held.key) is held:
+            self.remove(held)
+            self.kept[visit] += bool(self.waiting[visit])
+
     def end(self, visit: SlotVisit) -> None:
-        self.passing -= visit.passing_slots
+        self.waiting[visit] = []
+        for held in list(self.through[visit]):
+            self.let_out(visit, held)
+        self.kept[visit] = 0
         for held in visit.held:
             self.users[held] -= 1
 
@@ -403,7 +508,7 @@ class Slots:
     @property
     def free(self) -> int:
         lingering = sum(count > 0 and self.standing.get(held.key) is not held for held, count in self.users.items())
-        return self.slots - len(self.standing) - lingering - self.passing
+        return self.slots - len(self.standing) - lingering - sum(self.kept.values())
 
     def check(self, plan: SlotPlan, where: str) -> None:
         assert plan.held == list(self.standing.values()), where

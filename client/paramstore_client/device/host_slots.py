@@ -5,6 +5,7 @@
 - What stands is within what was promised: nobody else's lease ever waits for it.
 - A visit that finds all its keys reads a table and sends nothing. What was used meanwhile is told with the next miss. So a reader
   whose step was dropped hears of it then, not before: what stands keeps its bytes.
+- A visit of more keys than may stand runs the rest through a few slots, each given back once it was used (`in_turn`).
 - An interrupt anywhere inside loses no lease: what was under decision is given back at the next visit.
 """
 
@@ -24,6 +25,7 @@ from paramstore.core.schema import Schema
 from paramstore.errors import LeaseError, ParamStoreError
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import Held, SlotCounts, SlotPlan, SlotVisit
+from paramstore_client.device.loads_ahead import LoadsAhead
 from paramstore_client.device.standing_lease import StandingLease
 from paramstore_client.handle.base import plain_keys
 from paramstore_client.source import ExpertSource, HostSource, HostTicket, LeaseTicket, WeightLease
@@ -32,8 +34,10 @@ LEFT_FREE = 64
 """One of so many leases, at least one, is left to who else leases through the handle, unless every key can stand."""
 REPORT_EVERY = 1024
 """Visits without a miss between two reports of what was used."""
-AHEAD_MAX = 16
-"""Most loads ahead whose outcome is awaited; beyond it the oldest counts as not arrived."""
+PASSING_SLOTS = 8
+"""Most slots through which a visit runs what may not stand, a quarter of all at most: the daemon reads so many records at once."""
+LEFT_TO_OTHERS = 8
+"""One of so many slots, at least one, is no visit's that can also do with less: another thread's goes on with it."""
 
 
 _log = logging.getLogger(__name__)
@@ -63,19 +67,21 @@ class HostSlots:
 
     def __init__(self, namespace: HostSource, *, slots: int | None = None, policy: str = "schedule") -> None:
         self.namespace = namespace
+        self.schema: Schema = namespace.schema
+        self.layers: Sequence[int] = namespace.layers
+        self.experts: int = namespace.experts
         self._slots = _slots_within(namespace) if slots is None else slots
         self._policy = policy
         self._lock = threading.RLock()
         """Reentrant, as a signal's handler may close the store while its thread is in here."""
-        self._plan = self._fresh_plan()
+        self._plan = _plan_of(self._slots, self._policy, self.layers)
         self._leases: dict[Held, WeightLease] = {}
         self._arriving: dict[Held, LeaseTicket] = {}
         self._visits: set[SlotVisit] = set()
         """Those under way."""
         self._abandoned: deque[tuple[SlotPlan, SlotVisit]] = deque()
         """Those whose lease was dropped without a release: the collector runs anywhere, also under the lock."""
-        self._ahead: deque[tuple[HostTicket, list[Held]]] = deque()
-        """Loads ahead under way: what has come is on the host, and leased when it is visited."""
+        self._ahead = LoadsAhead(namespace, lambda held: held in self._leases or held in self._arriving)
         self._view = namespace.view_change_count
         self._touched: dict[ExpertKey, None] = {}
         self._visit_count = 0
@@ -83,18 +89,6 @@ class HostSlots:
         self._is_deciding = False
         """Whether a visit has begun or ended halfway: it was interrupted, unless it is under way now."""
         weakref.finalize(self, _release_idle, self._leases, self._arriving).atexit = False
-
-    @property
-    def schema(self) -> Schema:
-        return self.namespace.schema
-
-    @property
-    def layers(self) -> Sequence[int]:
-        return self.namespace.layers
-
-    @property
-    def experts(self) -> int:
-        return self.namespace.experts
 
     @property
     def lease_slots(self) -> int:
@@ -119,18 +113,21 @@ class HostSlots:
             raise
         return lease
 
-    def acquire_arriving(self, keys: Sequence[ExpertKey], timeout_s: float | None = None) -> StandingLease:
-        """Leases all keys or none, as `acquire` does, and waits for none: what does not stand is on its way on return."""
+    def acquire_arriving(
+        self, keys: Sequence[ExpertKey], timeout_s: float | None = None, *, may_pass: bool = False
+    ) -> StandingLease:
+        """Leases all keys or none, as `acquire` does, and waits for none: what does not stand is on its way on return.
+        may_pass: any number of keys; those beyond what may stand come and go while the lease is gone through (`in_turn`)."""
         self.namespace.check_usable()  # before the lock: in a forked child another thread's may be held for ever
         with self._lock:
             self._begin()
             plan = self._plan  # a signal's handler may call in, and start anew
             try:
-                visit = self._visit(keys, timeout_s)
+                visit = self._visit(keys, timeout_s, may_pass=may_pass)
             except ParamStoreError:
                 self._is_deciding = False
                 raise
-            lease = StandingLease(self, plan, visit)
+            lease = StandingLease(self, plan, visit, timeout_s)
             self._touched.update((held.key, None) for held in visit.held if held in self._leases)  # type: ignore[misc]
             self._is_deciding = False
             return lease
@@ -158,12 +155,36 @@ class HostSlots:
         """Has the visit of a lease that nobody has any more ended when the next one begins. Takes no lock."""
         self._abandoned.append((plan, visit))
 
-    def late(self, visit: SlotVisit) -> frozenset[ExpertKey]:
-        """The keys of a visit whose leases have no outcome yet."""
-        if not self._arriving:
-            return frozenset()
-        waiting = ((held, self._arriving.get(held)) for held in visit.held)
-        return frozenset(held.key for held, ticket in waiting if ticket is not None and not ticket.done())  # type: ignore[misc]
+    def has_come(self, held: Held) -> bool:
+        """Whether the lease of `held` has an outcome."""
+        return (ticket := self._arriving.get(held)) is None or ticket.done()
+
+    def let_in(self, plan: SlotPlan, visit: SlotVisit, timeout_s: float | None) -> None:
+        """Begins to load as many keys that pass by as there are slots for."""
+        with self._lock:
+            self._begin()
+            try:
+                while (held := plan.let_in(visit)) is not None:
+                    self._release_gone()
+                    self._begin_load(held, timeout_s)
+            finally:
+                self._is_deciding = False
+
+    def let_out(self, plan: SlotPlan, visit: SlotVisit, held: Held) -> None:
+        """Gives back the slot of what has passed by, to the visit's next key, or else to what was to be loaded ahead."""
+        with self._lock:
+            if visit.is_over:
+                return
+            self._begin()
+            plan.let_out(visit, held)
+            self._release_gone()
+            try:
+                if self._ahead.unplaced and not visit.waiting and plan is self._plan:
+                    self._load_ahead(self._ahead.unplaced, evicting=0)
+            except ParamStoreError as error:  # demand will ask again and raise the error where it matters
+                _log.warning("a load ahead was given up: %s", error)
+            finally:
+                self._is_deciding = False
 
     def lease_of(self, held: Held) -> WeightLease:
         """The lease that stands for `held`, once it has come. Raises what its load raises, LeaseError where it is gone."""
@@ -213,21 +234,17 @@ class HostSlots:
         self.namespace.check_usable()
         with self._lock:
             self._begin()
-            loads, _ = self._plan.ahead(wanted)
-            self._release_gone()
-            ticket: HostTicket = NothingAhead()
             try:
-                if loads:
-                    ticket = self.namespace.prefetch([held.key for held in loads])  # type: ignore[misc]  # the names are keys here
-                    self._ahead.append((ticket, loads))
-            except ParamStoreError:
-                self._give_up(loads)
-                raise
+                is_passing = any(visit.waiting or visit.through for visit in self._visits)
+                ticket = self._load_ahead(wanted, evicting=0 if is_passing else None)
             finally:
                 self._is_deciding = False
-            if len(self._ahead) > AHEAD_MAX:
-                self._give_up(self._ahead.popleft()[1])
-        return ticket
+        return NothingAhead() if ticket is None else ticket
+
+    def lacking(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+        """Those of `keys` that neither stand nor are on their way."""
+        find = self._plan.find
+        return [key for key in keys if find(key) is None]
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
         """Hands the gradients to the namespace."""
@@ -256,69 +273,62 @@ class HostSlots:
             self._abandoned.popleft()  # an interrupt before it ends the visit again, which does nothing
 
     def _end(self, plan: SlotPlan, visit: SlotVisit) -> None:
+        through = bool(visit.through)
         plan.end_visit(visit)
         self._visits.discard(visit)
-        if any(held.is_gone for held in visit.held):
+        if through or any(held.is_gone for held in visit.held):
             self._release_gone()
 
     def _start_over(self) -> None:
         """After an interrupt halfway: nothing stands but what visits under way use, which goes with them."""
-        users = Counter(held for visit in self._visits if not visit.is_over for held in visit.held)
+        users = Counter(held for visit in self._visits if not visit.is_over for held in (*visit.held, *visit.through))
         for held in [*self._leases, *self._arriving]:
             held.is_gone = True
             held.users = users[held]
-        self._plan = self._fresh_plan()
-        self._ahead.clear()
+        self._plan = _plan_of(self._slots, self._policy, self.layers)
+        self._ahead.forget()
         self._release_gone()
 
-    def _visit(self, keys: Sequence[ExpertKey], timeout_s: float | None) -> SlotVisit:
+    def _visit(self, keys: Sequence[ExpertKey], timeout_s: float | None, *, may_pass: bool) -> SlotVisit:
         if self._view != (view := self.namespace.view_change_count):
-            self._ahead.clear()
+            self._ahead.forget()
             self._drop(self._plan.held)  # it is of another view: it is found no more
             self._view = view
         self._visit_count += 1
         if self._visit_count % REPORT_EVERY == 0:
             self._report()
-        visit = self._plan.visit_ready(keys)
+        visit = None if may_pass and len(keys) > self._plan.held_most else self._plan.visit_ready(keys)
         if visit is not None:
             return visit
         if self._touched:
             self._report()
-        self._note_arrivals()
-        visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))))
+        self._ahead.note_arrivals(self._plan)
+        self._ahead.unplaced = []  # they are of this visit, or of none
+        visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
         self._release_gone()
+        wanted = [*visit.through, *visit.held]
         try:
-            for held in visit.held:
-                if held not in self._leases and held not in self._arriving:
-                    self._arriving[held] = self.namespace.begin_acquire([held.key], timeout_s=timeout_s)  # type: ignore[list-item]
+            for held in wanted:
+                self._begin_load(held, timeout_s)
         except ParamStoreError:
             self._plan.end_visit(visit)
-            for held in visit.held:
+            for held in wanted:
                 if held not in self._leases:
                     self._plan.fail(held)
             self._release_gone()
             raise
         return visit
 
-    def _note_arrivals(self) -> None:
-        """Tells the plan which loads ahead have come. The host takes keys in order, so what it had no room for is at the end."""
-        while self._ahead and self._ahead[0][0].done():
-            ticket, loads = self._ahead.popleft()
-            try:
-                skipped = ticket.wait()["skipped"]
-            except ParamStoreError as error:  # demand will ask again and raise the error where it matters
-                _log.warning("a load ahead of %d keys was given up: %s", len(loads), error)
-                skipped = len(loads)
-            arrived = len(loads) - skipped
-            for held in loads[:arrived]:
-                self._plan.arrive(held)
-            self._give_up(loads[arrived:])
+    def _begin_load(self, held: Held, timeout_s: float | None) -> None:
+        if held not in self._leases and held not in self._arriving:
+            self._arriving[held] = self.namespace.begin_acquire([held.key], timeout_s=timeout_s)  # type: ignore[list-item]
 
-    def _give_up(self, loads: Sequence[Held]) -> None:
-        """Takes slots back from loads ahead that bring nothing, unless demand has taken them over."""
-        for held in loads:
-            if held not in self._leases and held not in self._arriving:
-                self._plan.fail(held)
+    def _load_ahead(self, keys: Sequence[ExpertKey], *, evicting: int | None) -> HostTicket | None:
+        """Asks the host for those of `keys` that get a slot; the others wait for slots that a visit which passes by lets go."""
+        loads, _ = self._plan.ahead(keys, evicting=evicting)
+        self._release_gone()
+        self._ahead.unplaced = [key for key in keys if self._plan.find(key) is None]
+        return self._ahead.begin(self._plan, loads)
 
     def _drop(self, dropped: Sequence[Held]) -> None:
         for held in dropped:
@@ -339,9 +349,6 @@ class HostSlots:
         self._touched.clear()
         self.namespace.report_device(resident=[], touched=touched, bytes_resident=0)
 
-    def _fresh_plan(self) -> SlotPlan:
-        return SlotPlan(self._slots, make_slot_policy(self._policy, self._slots, self.namespace.layers))
-
 
 def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "schedule") -> ExpertSource:
     """Puts slots in front of a namespace, where leases may stand; else returns the namespace itself."""
@@ -353,6 +360,13 @@ def _slots_within(namespace: HostSource) -> int:
     """Keys that may stand within what was promised."""
     promised, key_count = namespace.lease_slots, len(namespace.layers) * namespace.experts
     return key_count if promised >= key_count else max(1, promised - max(1, promised // LEFT_FREE))
+
+
+def _plan_of(slots: int, policy: str, layers: Sequence[int]) -> SlotPlan:
+    return SlotPlan(
+        slots, make_slot_policy(policy, slots, layers), passing_slots=max(1, min(PASSING_SLOTS, slots // 4)),
+        held_most=max(1, slots - max(1, slots // LEFT_TO_OTHERS)),
+    )  # fmt: skip
 
 
 def _release_idle(leases: dict[Held, WeightLease], arriving: dict[Held, LeaseTicket]) -> None:

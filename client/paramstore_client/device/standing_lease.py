@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Protocol
 
@@ -41,8 +42,16 @@ class VisitOwner(Protocol):
         """The lease that stands for `held`, once it has come. Raises what its load raises, LeaseError where it is gone."""
         ...
 
-    def late(self, visit: SlotVisit) -> frozenset[ExpertKey]:
-        """The keys of a visit whose leases have no outcome yet."""
+    def has_come(self, held: Held) -> bool:
+        """Whether the lease of `held` has an outcome."""
+        ...
+
+    def let_in(self, plan: SlotPlan, visit: SlotVisit, timeout_s: float | None) -> None:
+        """Begins to load as many keys that pass by as there are slots for."""
+        ...
+
+    def let_out(self, plan: SlotPlan, visit: SlotVisit, held: Held) -> None:
+        """Gives back the slot of what has passed by."""
         ...
 
 
@@ -50,12 +59,13 @@ class StandingLease:
     """The right to the bytes of one visit's keys. Its release ends the visit; the leases below stand. Asking for a key whose bytes
     are on their way waits for them."""
 
-    __slots__ = ("__weakref__", "_by_key", "_has_views", "_owner", "_plan", "_visit")
+    __slots__ = ("__weakref__", "_by_key", "_has_views", "_owner", "_plan", "_timeout_s", "_visit")
 
-    def __init__(self, owner: VisitOwner, plan: SlotPlan, visit: SlotVisit) -> None:
+    def __init__(self, owner: VisitOwner, plan: SlotPlan, visit: SlotVisit, timeout_s: float | None = None) -> None:
         self._owner = owner
         self._plan = plan
         self._visit = visit
+        self._timeout_s = timeout_s
         self._by_key: dict[ExpertKey, Held] | None = None
         self._has_views = False
         owner.begin_visit(visit)  # last: from here on its end is this object's affair
@@ -65,9 +75,41 @@ class StandingLease:
         self._has_views = True
         return self._owner.lease_of(self._held(key))[key]
 
-    def late(self) -> frozenset[ExpertKey]:
-        """The keys whose bytes are still on their way."""
-        return self._owner.late(self._visit)
+    @property
+    def passing_count(self) -> int:
+        """How many keys come and go while the lease is gone through; asked before that."""
+        return len(self._visit.passing) + len(self._visit.through)
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """How many keys had been loaded ahead of this visit: that had come when it began, and that had not."""
+        return self._visit.ahead_ready, self._visit.ahead_late
+
+    def passes(self, key: ExpertKey) -> bool:
+        """Whether the bytes of `key`, whose turn it is, can be used no more when the next key is asked for."""
+        return self._held(key) in self._visit.through
+
+    def in_turn(self) -> Iterator[ExpertKey]:
+        """Yields each key once, those that are there first, so that others may come meanwhile; waits where none is. Raises what a
+        load raises."""
+        owner, visit = self._owner, self._visit
+        standing = deque(held for held in visit.held if owner.has_come(held))
+        coming = [held for held in visit.held if not owner.has_come(held)]
+        while visit.waiting or visit.through or standing or coming:
+            owner.let_in(self._plan, visit, self._timeout_s)
+            under_way = [*visit.through, *coming]
+            held = next((held for held in under_way if owner.has_come(held)), None)
+            if held is None:
+                held = standing.popleft() if standing else under_way[0]
+            owner.lease_of(held)
+            if held in visit.through:
+                self._by_key = None
+                yield held.key  # type: ignore[misc]  # the names are keys here
+                owner.let_out(self._plan, visit, held)
+                self._by_key = None
+            else:
+                coming = [other for other in coming if other is not held]
+                yield held.key  # type: ignore[misc]
 
     def identity(self, key: ExpertKey, /) -> Identity:
         """Epoch and version of the bytes of `key`."""
@@ -102,8 +144,11 @@ class StandingLease:
         if self._visit.is_over:
             raise LeaseError(f"the lease of {key} was released: acquire it again")
         if self._by_key is None:
-            self._by_key = {held.key: held for held in self._visit.held}  # type: ignore[misc]  # the names are keys here
+            there = (*self._visit.held, *self._visit.through)
+            self._by_key = {held.key: held for held in there}  # type: ignore[misc]  # the names are keys here
         held = self._by_key.get(key)
+        if held is None and key in self._visit.passing:
+            raise LeaseError(f"{key} passes by: its bytes can be used in its turn alone")
         if held is None:
             raise UnknownKey(f"key {key} is not in this lease of {len(self._visit.held)} keys")
         return held

@@ -53,6 +53,10 @@ class ExpertSchedule:
         self._last_visit = ("backward", layer)
         return self._last_keys(self._neighbour(layer, -1), room)
 
+    def following(self, layer: int) -> int | None:
+        """The layer that is visited after `layer` in the same forward, if there is one."""
+        return self._neighbour(layer, 1)
+
     def _last_keys(self, layer: int | None, room: int) -> list[ExpertKey]:
         if layer is None or room < 1:
             return []

@@ -15,7 +15,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, StoreUnavailable, UnknownKey
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore_client.device import host_slots
+from paramstore_client.device import host_slots, loads_ahead
 from paramstore_client.device.host_slots import HostSlots, NothingAhead, standing
 from paramstore_client.source import ExpertSource
 from paramstore_testkit.interrupts import Interrupt
@@ -191,9 +191,9 @@ def refuse(*arguments: object) -> Any:
 
 
 def test_of_very_many_loads_ahead_the_oldest_are_given_up() -> None:
-    namespace, slots = make(lease_slots=40, slots=40, experts=40)
+    namespace, slots = make(lease_slots=80, slots=80, experts=80)
     namespace.holds_prefetches = True
-    for expert in range(host_slots.AHEAD_MAX + 2):
+    for expert in range(loads_ahead.AHEAD_MAX + 2):
         slots.prefetch(keys(expert))
     assert slots.counts.failed == 2
 
@@ -241,7 +241,7 @@ def test_what_is_given_back_comes_again_and_what_is_in_use_as_it_ends() -> None:
 def test_what_is_on_its_way_and_nobody_waits_for_is_given_back_too() -> None:
     namespace, slots = make()
     slots.acquire_arriving(keys(0, 1)).release()
-    assert slots.late(slots.acquire_arriving(keys(0))._visit) == {(0, 0)}
+    assert not slots.has_come(slots.acquire_arriving(keys(0))._visit.held[0])
     gc.collect()
     slots.give_back()
     assert (slots._arriving, namespace.leased) == ({}, [])

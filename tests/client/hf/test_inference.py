@@ -174,10 +174,13 @@ def test_a_compiled_model_has_the_logits_of_the_unmodified_one() -> None:
 
 
 def test_a_forward_without_a_graph_has_no_backward() -> None:
+    from paramstore_client.hf.model.compact_buffers import CompactBuffers
     from paramstore_client.hf.model.weight_sources import HeldSupply
 
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
-    supply = HeldSupply(source_of(twin), [(0, 0)], forward_hint=lambda room: [])
+    source = source_of(twin)
+    buffers = CompactBuffers(source.schema.part("param").fields)
+    supply = HeldSupply(source, [(0, 0)], buffers=buffers, ahead=lambda found, slots: [])
     wants, pushes = partial(supply.backward_weights, None), partial(supply.push, None, {})
     for call in (supply.begin_backward, supply.finish_backward, wants, pushes):
         with pytest.raises(ConfigError, match="without a graph"):

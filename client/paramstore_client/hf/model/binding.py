@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from paramstore.core.key import ExpertKey
 from paramstore.errors import ConfigError, LeaseError, SchemaMismatch
+from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.hf.model import module_list
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
+from paramstore_client.hf.model.early_router import EarlyRouter, early_routers
 from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
 from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, WeightsOf
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
@@ -29,21 +31,23 @@ from paramstore_client.hf.model.lease_window import Hint
 from paramstore_client.hf.model.stripping import Unpicklable
 from paramstore_client.hf.model.weight_sources import CompactSupply, HeldSupply, StreamedSupply
 from paramstore_client.nn.schedule import ExpertSchedule
+from paramstore_client.nn.speculation import Speculation
 from paramstore_client.source import ExpertSource
 
 ATTRIBUTE = "_paramstore_layer"
-LEFT_TO_OTHERS = 8
-"""One of so many slots, at least one, is never held while a whole layer computes: a forward on another thread goes on with it."""
 
 
 class ModelExperts:
     """Gives a model's layers their experts. Owner of the schedule and of the compact buffers.
 
     anchor: (layer) -> the leaf that the layer's node takes as an input; None where the experts get no gradients.
-    is_poisoned: freed buffers are filled with NaN.
+    is_poisoned: freed buffers are filled with NaN. speculates: whether the next layer's router is asked for guesses.
     """
 
-    def __init__(self, source: ExpertSource, *, anchor: Callable[[int], Tensor | None] | None, is_poisoned: bool = False) -> None:
+    def __init__(
+        self, source: ExpertSource, *, anchor: Callable[[int], Tensor | None] | None, is_poisoned: bool = False,
+        speculates: bool = True,
+    ) -> None:  # fmt: skip
         if anchor is not None and not source.schema.is_trainable:
             raise SchemaMismatch("a param schema takes no gradients: bind the model without an anchor")
         self.source = source
@@ -51,6 +55,15 @@ class ModelExperts:
         self.schedule = ExpertSchedule()
         self.passes = BackwardPasses()
         self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
+        self.speculation = Speculation()
+        self.routers: Mapping[int, EarlyRouter] = {}
+        """By layer; set when the model is bound. Empty where nothing is guessed: there is none, or every expert can stand."""
+        self._speculates = speculates and source.lease_slots < len(source.layers) * source.experts
+
+    def find_routers(self, model: nn.Module, layout: ExpertLayout) -> None:
+        """Takes the model's routers for guesses, where they are of use."""
+        if self._speculates and self.anchor is None:
+            self.routers = early_routers(model, layout)
 
     def after_forward(self, layer: int, experts: Sequence[int], room: int) -> list[ExpertKey]:
         """Keys to fetch while `layer` computes its last part forward. Without a graph only where at least half of the experts are
@@ -58,6 +71,22 @@ class ModelExperts:
         records = torch.is_grad_enabled()
         hints = self.schedule.begin_forward(layer, experts, room=room, is_cyclic=not records)
         return hints if records or 2 * len(experts) >= self.source.experts else []
+
+    def ahead(
+        self, layer: int, experts: Sequence[int], hidden_TH: Tensor, found: tuple[int, int], slots: int
+    ) -> list[ExpertKey]:  # fmt: skip
+        """Keys to load ahead while `layer` computes, without a graph. found: what became of those that were loaded ahead of it."""
+        self.speculation.judge(*found)
+        following = self.schedule.following(layer)
+        router = None if following is None else self.routers.get(following)
+        if following is None or router is None:
+            return self.after_forward(layer, experts, slots)
+        self.after_forward(layer, experts, slots)
+        admitted = self.speculation.admit(len(hidden_TH))
+        guesses = [(following, expert) for expert in router.guess(hidden_TH)[:slots]] if admitted else []
+        lacking = self.source.lacking(guesses)[:admitted] if isinstance(self.source, HostSlots) else guesses[:admitted]
+        self.speculation.note(len(hidden_TH), len(lacking))
+        return lacking
 
     def after_backward(self, layer: int, room: int) -> list[ExpertKey]:
         """Keys to fetch while `layer` differentiates its last part."""
@@ -102,7 +131,8 @@ class LayerExperts(Unpicklable):
 
         call = partial(LayerCall, passes=self._model.passes, compute=compute, anchor=self._anchor)
         if self._may_hold(kernel, device, len(keys)):
-            held = HeldSupply(self._model.source, keys, forward_hint=self._forward_hint(experts))
+            ahead = partial(self._model.ahead, self.layer, experts, hidden_TH)
+            held = HeldSupply(self._model.source, keys, buffers=self._model.buffers, ahead=ahead)
             with suppress(LeaseError):  # another thread's forward holds too many: side by side they come in parts
                 return call(held).run((hidden_TH, gate_TK))
         make = StreamedSupply if kernel.is_streamed else partial(CompactSupply, buffers=self._model.buffers)
@@ -113,10 +143,9 @@ class LayerExperts(Unpicklable):
         return call(supply).run((hidden_TH, gate_TK))
 
     def _may_hold(self, kernel: Kernel, device: torch.device, count: int) -> bool:
-        """Whether the kernel can use the weights of `count` experts where they lie, all at once."""
-        is_plain = device.type == "cpu" and not torch.is_grad_enabled()
-        slots = self._model.source.lease_slots
-        return kernel.is_grouped and is_plain and count <= max(1, slots - max(1, slots // LEFT_TO_OTHERS))
+        """Whether the kernel can use the weights of `count` experts where they lie."""
+        is_plain = kernel.is_grouped and device.type == "cpu" and not torch.is_grad_enabled()
+        return is_plain and (isinstance(self._model.source, HostSlots) or count <= self._model.source.lease_slots)
 
     def _forward_hint(self, experts: Sequence[int]) -> Hint:
         return partial(self._model.after_forward, self.layer, experts)
@@ -158,6 +187,7 @@ def bind(model: nn.Module, experts: ModelExperts, *, kernel: str) -> ExpertLayou
             module.__class__ = _stored_container(type(module))
         else:
             module.__dict__[ATTRIBUTE] = LayerExperts(experts, layer, make_kernel(kernel, module, fields), fields)
+    experts.find_routers(model, layout)
     return layout
 
 

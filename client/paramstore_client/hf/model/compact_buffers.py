@@ -6,7 +6,7 @@ ones. A layer that starts while another one computes (another thread) gets buffe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,31 +34,35 @@ class CompactBuffers:
 
         The window's leases have ended when the block begins.
         """
-        flats = self._take(count, device)
-        try:
-            shaped = {
-                field.name: flats[field.name][: count * field.elements].view(count, *field.shape) for field in self._fields
-            }
+        with self.lent(count, device) as shaped:
             with window, torch.no_grad():
                 for position in range(count):
                     for name, weight in window.weights(position).items():
                         shaped[name][position].copy_(weight)
             yield shaped
+
+    @contextmanager
+    def lent(self, count: int, device: torch.device, *, without: str | None = None) -> Iterator[dict[str, Tensor]]:
+        """Memory for `count` experts, [count, ...] per field but `without`, until the end of the `with`. Its bytes are any."""
+        fields = [field for field in self._fields if field.name != without]
+        flats = self._take(fields, count, device)
+        try:
+            yield {field.name: flats[field.name][: count * field.elements].view(count, *field.shape) for field in fields}
         finally:
             if self._is_poisoned:
                 for flat in flats.values():
                     flat.fill_(torch.nan)
             self._free.append((device, flats))
 
-    def _take(self, count: int, device: torch.device) -> dict[str, Tensor]:
-        """Takes a free set of buffers; those that are too small are made anew."""
+    def _take(self, fields: Sequence[Field], count: int, device: torch.device) -> dict[str, Tensor]:
+        """Takes a free set of buffers; those of `fields` that are too small, or not there, are made anew."""
         flats: dict[str, Tensor] = {}
         for index, (where, candidate) in enumerate(self._free):
             if where == device:
                 flats = candidate
                 del self._free[index]
                 break
-        for field in self._fields:
+        for field in fields:
             needed = count * field.elements
             if field.name not in flats or flats[field.name].numel() < needed:
                 flats.pop(field.name, None)  # before the larger one takes memory

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -89,45 +89,61 @@ class ExpertIndex:
         return self._weights_of(int(index))[self._field]
 
 
+class StackedField(Protocol):
+    """One field of n experts, that lie apart."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """The shape of one expert's tensor."""
+
+    def in_turn(self) -> Iterator[tuple[int, Tensor]]:
+        """Each position once, with its tensor, which is valid until the next is asked for; those that are there come first."""
+        ...
+
+    def gathered(self) -> list[Tensor]:
+        """All tensors, by position."""
+        ...
+
+
 class ExpertStack:
     """n experts' tensors of one field on the CPU, as what `grouped_mm` calls a weight, [n, ...], without a copy.
 
-    torch's own grouped_mm multiplies group by group there, each by one mm, and so does this: with the same bits. It knows what the
-    kernel asks of a weight, and raises TypeError for any other operation.
+    torch's own grouped_mm multiplies group by group there, each by one mm, and so does this: with the same bits, in whatever order,
+    as groups do not depend on each other. It knows what the kernel asks of a weight, and raises TypeError for any other operation.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], order: Sequence[int], *, is_transposed: bool = False) -> None:
-        """tensors: may wait, when indexed, for what is on its way. order: the positions, those that are there first, as groups do
-        not depend on each other."""
-        self._tensors = tensors
-        self._order = order
+    device = torch.device("cpu")
+
+    def __init__(self, field: StackedField, *, dtype: torch.dtype | None = None, is_transposed: bool = False) -> None:
+        """dtype: the one to compute in; default the field's own. Each expert's tensor is cast when it is used."""
+        self._field = field
         self._is_transposed = is_transposed
-        first = tensors[order[0]]
-        self.dtype, self.device, self.itemsize = first.dtype, first.device, first.itemsize
+        self.dtype = field.dtype if dtype is None else dtype
+        self.itemsize = self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> ExpertStack:
-        """A stack of copies of these experts in another dtype."""
-        return ExpertStack([tensor.to(dtype) for tensor in self._tensors], self._order, is_transposed=self._is_transposed)
+        """The same experts in another dtype."""
+        return ExpertStack(self._field, dtype=dtype, is_transposed=self._is_transposed)
 
     def transpose(self, first: int, second: int) -> ExpertStack:
         """Each expert's matrix transposed; only the last two dimensions can be exchanged."""
         if {first, second} != {-1, -2}:
             raise TypeError(f"transpose({first}, {second}) of stored experts that lie apart: only -1 and -2 can be exchanged")
-        return ExpertStack(self._tensors, self._order, is_transposed=not self._is_transposed)
+        return ExpertStack(self._field, dtype=self.dtype, is_transposed=not self._is_transposed)
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """Rows by position in the stack, as biases are taken: a copy."""
-        return torch.stack(list(self._tensors))[index]
+        return torch.stack([tensor.to(self.dtype) for tensor in self._field.gathered()])[index]
 
     def grouped_mm(self, x_NH: Tensor, offsets_n: Tensor) -> Tensor:
         """[N, ...] of x [N, H]: rows from offsets[i - 1] to offsets[i] times expert i. What lies behind the last is not set."""
-        y = x_NH.new_empty(len(x_NH), self._tensors[self._order[0]].shape[0 if self._is_transposed else 1])
+        y = x_NH.new_empty(len(x_NH), self._field.shape[0 if self._is_transposed else 1])
         ends = offsets_n.tolist()
-        for position in self._order:
+        for position, tensor in self._field.in_turn():
             start, end = ends[position - 1] if position else 0, ends[position]
             if end > start:
-                tensor = self._tensors[position]
-                torch.mm(x_NH[start:end], tensor.t() if self._is_transposed else tensor, out=y[start:end])
+                weight = tensor.to(self.dtype)
+                torch.mm(x_NH[start:end], weight.t() if self._is_transposed else weight, out=y[start:end])
         return y
 
     @classmethod

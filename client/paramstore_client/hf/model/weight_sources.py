@@ -6,7 +6,7 @@ bit: every expert's gradient is one addition.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,11 +21,16 @@ from paramstore_client.device.standing_lease import StandingLease
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.kernels import ExpertStack
 from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
+from paramstore_client.hf.model.layer_weights import LayerWeights
 from paramstore_client.hf.model.lease_window import Hint, Identities, Window
-from paramstore_client.source import ExpertSource, WeightLease
+from paramstore_client.source import ExpertSource
 
 PUSH_BYTES = 4 << 20
 """Bytes of gradients that wait for one push: each push is a round trip."""
+
+
+AheadHint = Callable[[tuple[int, int], int], list[ExpertKey]]
+"""((keys loaded ahead that had come, that had not), slots) -> keys to load ahead now."""
 
 
 class _Gradients:
@@ -158,40 +163,31 @@ class CompactSupply(_LeasedSupply):
         self._held.close()
 
 
-class _FieldTensors(Sequence[Tensor]):
-    """One field of the leased `keys`, by position; what is on its way is waited for when it is asked for."""
-
-    def __init__(self, lease: WeightLease, keys: Sequence[ExpertKey], field: str) -> None:
-        self._lease = lease
-        self._keys = keys
-        self._field = field
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __getitem__(self, position: Any) -> Any:  # a slice, as a Sequence would take, is never asked for
-        return self._lease[self._keys[position]][self._field]
-
-
 class HeldSupply(Supply):
-    """Weights where they lie, for a forward without a graph: all keys are leased together until the kernel has run, and those on
-    their way are computed with last. The only holder is None. Raises LeaseError in `forward_pass` where others hold too many."""
+    """Weights where they lie, for a forward without a graph: those that stand or find a slot are leased until the kernel has run,
+    and those on their way are computed with last. Where not all find one, the others pass by: the first field that the kernel
+    multiplies by is used where it lies, and the others are copied. The only holder is None. Raises LeaseError in `forward_pass`,
+    or when a weight is used, where others hold too many.
 
-    def __init__(self, source: ExpertSource, keys: Sequence[ExpertKey], *, forward_hint: Hint) -> None:
+    ahead: called once the experts were asked for.
+    """
+
+    def __init__(self, source: ExpertSource, keys: Sequence[ExpertKey], *, buffers: CompactBuffers, ahead: AheadHint) -> None:
         self._source = source
         self._keys = keys
-        self._hint = forward_hint
+        self._buffers = buffers
+        self._ahead = ahead
 
     @contextmanager
     def forward_pass(self) -> Iterator[WeightsOf]:
         keys, source = self._keys, self._source
-        with source.acquire_arriving(keys) if isinstance(source, HostSlots) else source.acquire(keys) as lease:
-            if ahead := self._hint(source.lease_slots - len(keys)):
+        lease = source.acquire_arriving(keys, may_pass=True) if isinstance(source, HostSlots) else source.acquire(keys)
+        with lease, ExitStack() as lent:
+            found = lease.ahead if isinstance(lease, StandingLease) else (0, 0)
+            if ahead := self._ahead(found, source.lease_slots):
                 source.prefetch(ahead)
-            late = lease.late() if isinstance(lease, StandingLease) else frozenset[ExpertKey]()
-            order = sorted(range(len(keys)), key=lambda position: keys[position] in late)
-            names = [field.name for field in source.schema.part("param").fields]
-            stacks: Any = {name: ExpertStack(_FieldTensors(lease, keys, name), order) for name in names}
+            weights = LayerWeights(lease, keys, self._buffers, lent)
+            stacks: Any = {field.name: ExpertStack(weights.field(field)) for field in source.schema.part("param").fields}
             yield lambda holder: stacks
 
     def begin_backward(self) -> None:

@@ -8,7 +8,8 @@ from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.hf.model import weight_sources
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
-from paramstore_client.hf.model.weight_sources import CompactSupply, HeldSupply, StreamedSupply
+from paramstore_client.hf.model.weight_sources import AheadHint, CompactSupply, HeldSupply, StreamedSupply
+from paramstore_client.source import ExpertSource
 
 CPU = torch.device("cpu")
 KEYS: list[ExpertKey] = [(0, 1), (0, 2), (0, 5)]
@@ -78,17 +79,21 @@ def test_weights_that_were_let_go_come_back(make: object) -> None:
         assert not namespace.leased
 
 
+def held(source: ExpertSource, ahead: AheadHint) -> HeldSupply:
+    return HeldSupply(source, KEYS, buffers=CompactBuffers(source.schema.part("param").fields), ahead=ahead)
+
+
 def test_held_weights_are_those_of_the_leases_which_end_with_the_pass() -> None:
     namespace = MemoryNamespace.of_swiglu(is_trainable=False)
-    hints: list[int] = []
-    supply = HeldSupply(namespace, KEYS, forward_hint=lambda room: hints.append(room) or [(1, 0)])  # type: ignore[func-returns-value]
+    hints: list[tuple[tuple[int, int], int]] = []
+    supply = held(namespace, lambda found, slots: hints.append((found, slots)) or [(1, 0)])  # type: ignore[func-returns-value]
     with supply.forward_pass() as weights_of:
         weights = weights_of(None)
         assert [len(lease.keys()) for lease in namespace.leased] == [3]
         stacked = weights["down"][torch.arange(3)]
         assert torch.equal(stacked, torch.stack([namespace.values(key)["down"] for key in KEYS]))
     assert not namespace.leased
-    assert hints == [61]
+    assert hints == [((0, 0), 64)]
     assert list(namespace.happened("prefetch")) == [("prefetch", ((1, 0),))]
 
 
@@ -96,7 +101,7 @@ def test_held_weights_that_are_on_their_way_come_last() -> None:
     namespace = MemoryNamespace.of_swiglu(is_trainable=False)
     source = HostSlots(namespace)
     source.acquire([KEYS[0], KEYS[2]]).release()
-    supply = HeldSupply(source, KEYS, forward_hint=lambda room: [])
+    supply = held(source, lambda found, slots: [])
     namespace.events.clear()
     with supply.forward_pass() as weights_of:
         weights = weights_of(None)

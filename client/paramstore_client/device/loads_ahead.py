@@ -1,0 +1,78 @@
+"""Loads ahead of host slots on their way: which keys were asked for, and what has come of them.
+
+- A load ahead is a prefetch into host memory, of a few keys at a time; what has come is leased when it is visited.
+- Whose slots are given up here was not taken over by demand meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from paramstore.core.key import ExpertKey
+from paramstore.errors import ParamStoreError
+from paramstore.policy.slot_plan import Held, SlotPlan
+from paramstore_client.source import HostSource, HostTicket
+
+AHEAD_KEYS = 4
+"""Most keys of one load ahead: its outcome comes when all of them have come."""
+AHEAD_MAX = 64
+"""Most loads ahead whose outcome is awaited; beyond it the oldest counts as not arrived."""
+
+_log = logging.getLogger(__name__)
+
+
+class LoadsAhead:
+    """Owner of the prefetches under way, and of the keys that found no slot. Used under its owner's lock.
+
+    is_taken: whether demand has asked for the bytes of a load itself.
+    """
+
+    def __init__(self, namespace: HostSource, is_taken: Callable[[Held], bool]) -> None:
+        self.unplaced: list[ExpertKey] = []
+        """Keys of the newest loads ahead that found no slot."""
+        self._namespace = namespace
+        self._is_taken = is_taken
+        self._under_way: deque[tuple[HostTicket, Sequence[Held]]] = deque()
+
+    def begin(self, plan: SlotPlan, loads: Sequence[Held]) -> HostTicket | None:
+        """Asks for the bytes of `loads`, which `plan` has given slots. Gives the last ticket. Raises what `prefetch` raises; the
+        slots of what was not asked for are free then."""
+        ticket = None
+        for start in range(0, len(loads), AHEAD_KEYS):
+            part = loads[start : start + AHEAD_KEYS]
+            try:
+                ticket = self._namespace.prefetch([held.key for held in part])  # type: ignore[misc]  # the names are keys here
+            except ParamStoreError:
+                self._give_up(plan, loads[start:])
+                raise
+            self._under_way.append((ticket, part))
+            if len(self._under_way) > AHEAD_MAX:
+                self._give_up(plan, self._under_way.popleft()[1])
+        return ticket
+
+    def note_arrivals(self, plan: SlotPlan) -> None:
+        """Tells the plan which loads have come. The host takes keys in order, so what it had no room for is at the end."""
+        while self._under_way and self._under_way[0][0].done():
+            ticket, loads = self._under_way.popleft()
+            try:
+                skipped = ticket.wait()["skipped"]
+            except ParamStoreError as error:  # demand will ask again and raise the error where it matters
+                _log.warning("a load ahead of %d keys was given up: %s", len(loads), error)
+                skipped = len(loads)
+            arrived = len(loads) - skipped
+            for held in loads[:arrived]:
+                plan.arrive(held)
+            self._give_up(plan, loads[arrived:])
+
+    def forget(self) -> None:
+        """Forgets all of them: they are of another view, or of another plan."""
+        self._under_way.clear()
+        self.unplaced = []
+
+    def _give_up(self, plan: SlotPlan, loads: Sequence[Held]) -> None:
+        """Takes slots back from loads that bring nothing, unless demand has taken them over."""
+        for held in loads:
+            if not self._is_taken(held):
+                plan.fail(held)

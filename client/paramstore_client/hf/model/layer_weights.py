@@ -1,0 +1,103 @@
+"""The weights of one forward of a layer where they lie, in whatever order they come; what passes by is copied but for one field.
+
+The kernel multiplies by one field of all experts after the other. An expert that passes by is there once, in its turn: the field
+that is asked for first is used then, and the others are kept as copies. So a layer of any number of experts runs through few slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.schema import Field
+from paramstore.errors import LeaseError
+from paramstore_client.device.standing_lease import StandingLease
+from paramstore_client.hf.model.compact_buffers import CompactBuffers
+from paramstore_client.source import WeightLease
+
+
+class LayerWeights:
+    """Owner of the order in which the experts of one forward came, and of the copies of those that passed by.
+
+    lease: of `keys`. lent: ends the use of the copies' memory.
+    """
+
+    def __init__(self, lease: WeightLease, keys: Sequence[ExpertKey], buffers: CompactBuffers, lent: ExitStack) -> None:
+        self._lease = lease
+        self._keys = keys
+        self._buffers = buffers
+        self._lent = lent
+        self._order: list[int] = []
+        self._has_come = False
+        self._copies: Mapping[str, Tensor] = {}
+        self._row: dict[int, int] = {}
+        """position -> its row in the copies, for those that passed by"""
+
+    def field(self, field: Field) -> LeasedField:
+        """One field of all experts, for an `ExpertStack`."""
+        return LeasedField(self, field)
+
+    def in_turn(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Each position with its tensor of the field, those that are there first. Raises what a load raises."""
+        if self._has_come:
+            yield from ((position, self.tensor(position, name)) for position in self._order)
+            return
+        for position, fields in self._arriving(without=name):
+            yield position, fields[name]
+
+    def gathered(self, name: str) -> list[Tensor]:
+        """The field's tensors by position, once all have come."""
+        if not self._has_come:
+            for _ in self._arriving(without=None):
+                pass  # all fields of what passes by are kept
+        return [self.tensor(position, name) for position in range(len(self._keys))]
+
+    def tensor(self, position: int, name: str) -> Tensor:
+        """The tensor of an expert that has come. Raises LeaseError where it passed by and this field of it was not kept."""
+        row = self._row.get(position)
+        if row is None:
+            return self._lease[self._keys[position]][name]
+        if name not in self._copies:
+            raise LeaseError(f"{self._keys[position]} has passed by: its {name} was used in its turn, and not kept")
+        return self._copies[name][row]
+
+    def _arriving(self, *, without: str | None) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Each position with its fields, as they come; what passes by is copied after its turn, but for one field."""
+        position_of = {key: position for position, key in enumerate(self._keys)}
+        lease = self._lease
+        if not isinstance(lease, StandingLease):
+            for key, position in position_of.items():
+                self._order.append(position)
+                yield position, lease[key]
+        else:
+            if count := lease.passing_count:
+                self._copies = self._lent.enter_context(self._buffers.lent(count, torch.device("cpu"), without=without))
+            for key in lease.in_turn():
+                position, fields, passes = position_of[key], lease[key], lease.passes(key)
+                self._order.append(position)
+                yield position, fields
+                if passes:
+                    row = self._row[position] = len(self._row)
+                    for name, copies in self._copies.items():
+                        copies[row].copy_(fields[name])
+        self._has_come = True
+
+
+class LeasedField:
+    """One field of a layer's weights: a `StackedField`. shape: of one expert's tensor."""
+
+    def __init__(self, weights: LayerWeights, field: Field) -> None:
+        self.dtype: torch.dtype = getattr(torch, field.dtype)
+        self.shape = field.shape
+        self._weights = weights
+        self._name = field.name
+
+    def in_turn(self) -> Iterator[tuple[int, Tensor]]:
+        return self._weights.in_turn(self._name)
+
+    def gathered(self) -> list[Tensor]:
+        return self._weights.gathered(self._name)

@@ -1,0 +1,61 @@
+"""Loads ahead of host slots: a few keys a ticket, whose outcome is told to the plan; what brings nothing gives its slot up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paramstore.core.key import ExpertKey
+from paramstore.errors import StoreUnavailable
+from paramstore.policy.lru import Lru
+from paramstore.policy.slot_plan import Held, SlotPlan
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.device.loads_ahead import AHEAD_KEYS, LoadsAhead
+
+KEYS: list[ExpertKey] = [(0, expert) for expert in range(6)]
+
+
+def begun(keys: Sequence[ExpertKey], *, holds: bool = False) -> tuple[MemoryNamespace, SlotPlan, LoadsAhead, set[Held]]:
+    """Loads ahead of `keys`. holds: whether they are held up on their way."""
+    namespace, plan, taken = MemoryNamespace.of_swiglu(), SlotPlan(8, Lru()), set[Held]()
+    namespace.holds_prefetches = holds
+    loads = LoadsAhead(namespace, taken.__contains__)
+    loads.begin(plan, plan.ahead(keys)[0])
+    return namespace, plan, loads, taken
+
+
+def test_a_few_keys_are_asked_for_at_a_time() -> None:
+    namespace, *_ = begun(KEYS)
+    assert list(namespace.happened("prefetch")) == [("prefetch", tuple(KEYS[:AHEAD_KEYS])), ("prefetch", tuple(KEYS[AHEAD_KEYS:]))]
+
+
+def test_the_plan_is_told_what_has_come() -> None:
+    _, plan, loads, _ = begun(KEYS[:2])
+    assert not any(held.is_ready for held in plan.held)
+    loads.note_arrivals(plan)
+    assert all(held.is_ready for held in plan.held)
+
+
+def test_what_is_on_its_way_is_not_waited_for() -> None:
+    _, plan, loads, _ = begun(KEYS[:2], holds=True)
+    loads.note_arrivals(plan)
+    assert not any(held.is_ready for held in plan.held)
+    loads.forget()
+    loads.note_arrivals(plan)
+    assert (loads.unplaced, len(plan.held)) == ([], 2)
+
+
+def test_where_the_host_refuses_slots_are_given_up_but_for_those_that_demand_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace, plan, taken = MemoryNamespace.of_swiglu(), SlotPlan(8, Lru()), set[Held]()
+    loads = LoadsAhead(namespace, taken.__contains__)
+    wanted = plan.ahead(KEYS[:3])[0]
+    taken.add(wanted[1])
+
+    def refuse(keys: Sequence[ExpertKey]) -> None:
+        raise StoreUnavailable("the daemon is gone")
+
+    monkeypatch.setattr(namespace, "prefetch", refuse)
+    with pytest.raises(StoreUnavailable):
+        loads.begin(plan, wanted)
+    assert [held.key for held in plan.held] == [KEYS[1]]
