@@ -35,6 +35,7 @@ class Kernel:
     """A kernel. function: of transformers. is_streamed: whether it takes weights by expert, or one tensor per field. is_grouped:
     whether it only multiplies by groups, so that on the CPU an `ExpertStack` may stand for the tensor."""
 
+    name: str
     function: modeling.ExpertsFunction
     is_streamed: bool
     is_grouped: bool = False
@@ -61,9 +62,9 @@ def make_kernel(name: str, module: nn.Module, fields: tuple[str, ...]) -> Kernel
     """The kernel `name` for an experts module whose expert tensors are `fields`."""
     if name == "eager":
         forward = modeling.eager_forward(module)
-        return Kernel(forward, is_streamed=_only_indexes(forward, fields))
+        return Kernel(name, forward, is_streamed=_only_indexes(forward, fields))
     is_grouped = name == "grouped_mm" and not modeling.asks_for_addresses()
-    return Kernel(modeling.experts_function(name), is_streamed=False, is_grouped=is_grouped)
+    return Kernel(name, modeling.experts_function(name), is_streamed=False, is_grouped=is_grouped)
 
 
 class ModuleView:
@@ -90,30 +91,34 @@ class ExpertIndex:
 
 
 class ExpertStack:
-    """n experts' tensors of one field on the CPU, as what `grouped_mm` calls a weight, [n, ...], without a copy.
+    """n experts' tensors of one field, as what `grouped_mm` calls a weight, [n, ...], without a copy.
 
-    torch's own grouped_mm multiplies group by group there, each by one mm, and so does this: with the same bits. It knows what the
-    kernel asks of a weight, and raises TypeError for any other operation.
+    On the CPU torch's own grouped_mm multiplies group by group, each by one mm, and so does this: with the same bits. It knows
+    what the kernel asks of a weight, and raises TypeError for any other operation.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], order: Sequence[int], *, is_transposed: bool = False) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], order: Sequence[int], *, is_transposed: bool = False, ends: Sequence[int] | None = None
+    ) -> None:
         """tensors: may wait, when indexed, for what is on its way. order: the positions, those that are there first, as groups do
-        not depend on each other."""
+        not depend on each other. ends: the row behind each group, where the host knows it; else it is read from the offsets."""
         self._tensors = tensors
         self._order = order
         self._is_transposed = is_transposed
+        self._ends = ends
         first = tensors[order[0]]
         self.dtype, self.device, self.itemsize = first.dtype, first.device, first.itemsize
 
     def to(self, dtype: torch.dtype) -> ExpertStack:
         """A stack of copies of these experts in another dtype."""
-        return ExpertStack([tensor.to(dtype) for tensor in self._tensors], self._order, is_transposed=self._is_transposed)
+        tensors = [tensor.to(dtype) for tensor in self._tensors]
+        return ExpertStack(tensors, self._order, is_transposed=self._is_transposed, ends=self._ends)
 
     def transpose(self, first: int, second: int) -> ExpertStack:
         """Each expert's matrix transposed; only the last two dimensions can be exchanged."""
         if {first, second} != {-1, -2}:
             raise TypeError(f"transpose({first}, {second}) of stored experts that lie apart: only -1 and -2 can be exchanged")
-        return ExpertStack(self._tensors, self._order, is_transposed=not self._is_transposed)
+        return ExpertStack(self._tensors, self._order, is_transposed=not self._is_transposed, ends=self._ends)
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """Rows by position in the stack, as biases are taken: a copy."""
@@ -122,7 +127,7 @@ class ExpertStack:
     def grouped_mm(self, x_NH: Tensor, offsets_n: Tensor) -> Tensor:
         """[N, ...] of x [N, H]: rows from offsets[i - 1] to offsets[i] times expert i. What lies behind the last is not set."""
         y = x_NH.new_empty(len(x_NH), self._tensors[self._order[0]].shape[0 if self._is_transposed else 1])
-        ends = offsets_n.tolist()
+        ends = offsets_n.tolist() if self._ends is None else self._ends
         for position in self._order:
             start, end = ends[position - 1] if position else 0, ends[position]
             if end > start:
