@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import paramstore as ps
 from paramstore.errors import CapacityError, ConfigError, UnsupportedModel
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.slots import DeviceSlots
+from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading import placement
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
@@ -23,7 +26,8 @@ from paramstore_client.hf.loading.placement import (
     make_tier,
     slots_that_fit,
 )  # fmt: skip
-from paramstore_client.hf.model.layout import find_layout
+from paramstore_client.hf.model.binding import layer_of
+from paramstore_client.hf.model.layout import experts_modules, find_layout
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import tokens
 
@@ -136,3 +140,24 @@ def test_a_device_without_memory_for_one_expert_is_refused(monkeypatch: pytest.M
 
 def test_module_without_tensors_around_it_is_on_the_host() -> None:
     assert placement._device_around(nn.Sequential(nn.Identity()), "0") == CPU
+
+
+@pytest.mark.parametrize("slots", [16, 6, 1])
+def test_a_loaded_model_computes_in_slots_as_in_leases(
+    store: ps.Store, tmp_path: Path, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The device's twin on the CPU, before a real daemon; a device asks for no leases that stand."""
+    auto, options = modeling.transformers().AutoModelForCausalLM, {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    given: dict[str, Any] = {"store": store, "name": "placed", "mode": "infer", "experts_kernel": "grouped_mm"}
+    torch.manual_seed(0)
+    leased = ps.hf.from_config(auto, tiny_config("qwen3_moe"), **given)
+    leased.save_pretrained(tmp_path)
+    monkeypatch.setattr(Placement, "of", lambda model, layout, schema, memory, cache_shape: Placement(CPU, memory.slots))
+    there = ps.hf.from_pretrained(auto, tmp_path, expert_memory=slots, residency="ring", **given)
+    with ps.hf.namespace(leased), ps.hf.namespace(there), torch.no_grad():
+        tier = layer_of(next(iter(experts_modules(there).values()))).source
+        assert isinstance(tier, DeviceTier)
+        assert (tier.lease_slots, tier.namespace) == (slots, ps.hf.namespace(there))
+        assert torch.equal(there(tokens()).logits, leased(tokens()).logits)
+        assert torch.equal(there.generate(tokens(), **options), leased.generate(tokens(), **options))
+        tier.close()

@@ -3,8 +3,11 @@ simulated streams."""
 
 from __future__ import annotations
 
+import itertools
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ import torch
 
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.binding import ModelExperts, bind
+from paramstore_client.hf.model.binding import LayerExperts, ModelExperts, bind
+from paramstore_client.hf.model.kernels import ExpertStack
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
 
@@ -89,3 +93,87 @@ def test_generate_gives_the_tokens_of_the_unmodified_model(given: dict[str, Any]
             torch.manual_seed(3)
             made.append(model.generate(ids, attention_mask=mask, max_new_tokens=10, pad_token_id=0, **given))
     assert torch.equal(*made)
+
+
+@contextmanager
+def source_of(twin: Twin, where: str) -> Iterator[None]:
+    """Experts that stand leased in host memory, as the twin is made, or in slots of a tier."""
+    with tier_of(twin, 9, "grouped_mm") if where == "device" else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_continuous_batches_have_the_tokens_of_the_unmodified_model(where: str) -> None:
+    """transformers computes them on a thread of its own."""
+    transformers = modeling.transformers()
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=9)
+    prompts = [row[:length].tolist() for row, length in zip(tokens(batch=3), (9, 5, 17), strict=True)]
+    options = {
+        "generation_config": transformers.GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=-1),
+        "continuous_batching_config": transformers.ContinuousBatchingConfig(
+            page_size=16, num_blocks=16, max_batch_tokens=64, max_requests_per_batch=4, use_async_batching=False,
+            auto_switch_to_flash=False,
+        ),
+    }  # fmt: skip
+    threads: set[int] = set()
+    run = LayerExperts.run
+
+    def noted(self: LayerExperts, *inputs: Any) -> Any:
+        threads.add(threading.get_ident())
+        return run(self, *inputs)
+
+    with source_of(twin, where), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerExperts, "run", noted)
+        made = [
+            sorted(tuple(answer.generated_tokens) for answer in model.eval().generate_batch(prompts, **options).values())
+            for model in (twin.stock, twin.stored)
+        ]
+    assert made[0] == made[1]
+    assert [len(answer) for answer in made[1]] == [8, 8, 8]
+    assert threading.get_ident() not in threads
+    assert threads
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_streamed_tokens_are_those_of_the_unmodified_model(where: str) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.reshape(-1).tolist()
+
+        def end(self) -> None:
+            self.tokens.append(-1)
+
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=9)
+    made = []
+    with source_of(twin, where):
+        for model in (twin.stock.eval(), twin.stored.eval()):
+            streamer = Streamer()
+            model.generate(tokens()[:1], max_new_tokens=8, do_sample=False, pad_token_id=0, streamer=streamer)
+            made.append(streamer.tokens)
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_an_interrupted_generate_leaves_a_model_that_goes_on(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=9)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = twin.stock.eval().generate(tokens(), **options)
+    multiply, calls = ExpertStack.grouped_mm, itertools.count()
+
+    def interrupted(self: ExpertStack, *inputs: Any) -> Any:
+        if next(calls) == 9:  # in the middle of a layer of the third token
+            signal.raise_signal(signal.SIGINT)
+        return multiply(self, *inputs)
+
+    with source_of(twin, where):
+        with monkeypatch.context() as patch:
+            patch.setattr(ExpertStack, "grouped_mm", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                twin.stored.eval().generate(tokens(), **options)
+        assert next(calls) == 10
+        assert torch.equal(twin.stored.generate(tokens(), **options), expected)
+    twin.namespace.close()
+    assert twin.namespace.leased == []
