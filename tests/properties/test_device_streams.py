@@ -92,9 +92,10 @@ def test_whole_models_do_so_in_many_orders_of_the_streams(kernel: str) -> None:
             assert simulate(seed, model.compute, can_register=seed % 2 == 0) == Outcome([], []), f"{family}, seed {seed}"
 
 
-def test_model_whose_kernels_do_not_wait_for_their_experts_computes_something_else() -> None:
-    model = StoredModel("qwen3_moe", "eager")
+@pytest.mark.parametrize("kernel", modeling.KERNELS)
+def test_model_whose_kernels_do_not_wait_for_their_experts_computes_something_else(kernel: str) -> None:
+    model = StoredModel("qwen3_moe", kernel)
     with FAULTS["slots.DeviceSlots.begin_use: copy.ready.wait_on_stream()"]():
         outcome = simulate(0, model.compute, is_lazy=True)
-    assert outcome.wrong == ["qwen3_moe, eager: prompt", "qwen3_moe, eager: one token"]
-    assert outcome.races
+    assert outcome.wrong == [f"qwen3_moe, {kernel}: prompt", f"qwen3_moe, {kernel}: one token"]
+    assert outcome.races or kernel != "eager", "of slots that a kernel picks from by value the checker knows nothing"

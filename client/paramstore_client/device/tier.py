@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -25,6 +27,7 @@ from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch
+from paramstore.policy.base import Policy
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import Held, SlotPlan, SlotVisit
 from paramstore_client.device.copier import REACHED, Mark, make_copier
@@ -51,6 +54,10 @@ def device_of(device: torch.device | str) -> torch.device:
         raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
 
 
+def _plan_of(make_policy: Callable[[int, Sequence[int]], Policy], order: Sequence[int], slots: int) -> SlotPlan:
+    return SlotPlan(slots, make_policy(slots, order))
+
+
 class DeviceTier:
     """An `ExpertSource` in front of a namespace: `StoredExperts(tier, layer)` computes on the device.
 
@@ -71,7 +78,9 @@ class DeviceTier:
             raise wrong("namespace", namespace, "an open namespace")
         slots = whole_number("slots", slots, least=1)
         order = indices("layers", namespace.layers if layers is None else layers)
-        self.plan = SlotPlan(slots, make_slot_policy(text("policy", policy), slots, order))
+        make_policy = partial(make_slot_policy, text("policy", policy))
+        self._make_plan = partial(_plan_of, make_policy, order)
+        self.plan = self._make_plan(slots)
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
@@ -183,6 +192,39 @@ class DeviceTier:
             resident=keys, touched=list(self._touched), bytes_resident=len(keys) * self._part.image_bytes
         )
         self._touched.clear()
+
+    def shrink(self) -> None:
+        """Halves the slots, or more where the device has not even that memory: what stood there comes again as it is asked for.
+
+        Raises LeaseError while something is leased here, CapacityError where one slot is all there is: then nothing has changed.
+        Where not even one can be made it raises that too, and the tier has none: close it.
+        """
+        if any(held.users for held in self.plan.held):
+            raise LeaseError(f"the slots on {self.device} are in use: release their leases first")
+        asked = count = self.slots.count
+        if asked == 1:
+            raise self._out_of_memory(asked)
+        counts = self.plan.counts
+        self._prefetches.clear()
+        self._reserve_host_leases(self.namespace.lease_slots)
+        self._arriving.clear()
+        self._copies.clear()
+        while count > 1:
+            count //= 2
+            self.plan = self._make_plan(count)
+            self.plan.counts = counts
+            self.slots = None  # type: ignore[assignment]  # before the smaller ones take memory
+            with suppress(torch.OutOfMemoryError):
+                self.slots = DeviceSlots(self._part, count, device=self.device, copier=self._copier)
+                _log.warning("%s ran out of memory: %d of %d experts stand there from here on", self.device, count, asked)
+                return
+        raise self._out_of_memory(asked)
+
+    def _out_of_memory(self, asked: int) -> CapacityError:
+        return CapacityError(
+            f"{self.device} ran out of memory with {asked} slots of {self._part.image_bytes} bytes: free some of it, compute fewer "
+            "tokens at once, or give less expert_memory from the start"
+        )
 
     def close(self) -> None:
         """Waits for copies under way, gives every host lease back and forgets every copy."""

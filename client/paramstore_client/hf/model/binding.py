@@ -105,9 +105,10 @@ class LayerExperts(Unpicklable):
             return kernel.function(ModuleView(module, weights, count=count), hidden_TH, placed_TK, gate_TK)
 
         call = partial(LayerCall, passes=self._model.passes, compute=compute, anchor=self._anchor)
-        on_device = self._on_device(dispatch, hidden_TH)
-        if on_device is not None:
-            return call(on_device).run((hidden_TH, gate_TK))
+        while (on_device := self._on_device(dispatch, hidden_TH)) is not None:
+            with suppress(torch.OutOfMemoryError):
+                return call(on_device).run((hidden_TH, gate_TK))
+            on_device.shrink()  # outside of the block: the error keeps its frames' tensors
         if self._may_hold(kernel, device, len(keys)):
             held = HeldSupply(self._model.source, keys, forward_hint=self._forward_hint(experts))
             with suppress(LeaseError):  # another thread's forward holds too many: side by side they come in parts

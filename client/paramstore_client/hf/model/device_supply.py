@@ -68,6 +68,11 @@ class DeviceSupply(HeldSupply):
                 stacks = self._stacks(lease)
                 yield lambda holder: stacks
 
+    def shrink(self) -> None:
+        """Gives memory of the slots back, after a pass that had none. Raises CapacityError where the tier has one slot."""
+        self._slots = None
+        self._tier.shrink()
+
     def placed(self) -> tuple[Tensor, int]:
         """(ids [T, K], how many experts the kernel sees), within the forward pass."""
         positions_TK = self._dispatch.positions_TK

@@ -177,3 +177,23 @@ def test_an_interrupted_generate_leaves_a_model_that_goes_on(where: str, monkeyp
         assert torch.equal(twin.stored.generate(tokens(), **options), expected)
     twin.namespace.close()
     assert twin.namespace.leased == []
+
+
+def test_memory_that_runs_out_in_a_layer_takes_slots_and_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
+    multiply, full = ExpertStack.grouped_mm, itertools.count()
+
+    def out_of_memory(self: ExpertStack, *inputs: Any) -> Any:
+        if next(full) < times:
+            raise torch.OutOfMemoryError("planted")
+        return multiply(self, *inputs)
+
+    ids = tokens()[:1, :1]
+    with tier_of(twin, 16, "grouped_mm") as tier, torch.no_grad():
+        monkeypatch.setattr(ExpertStack, "grouped_mm", out_of_memory)
+        times = 2
+        assert torch.equal(twin.stored(ids).logits, twin.stock(ids).logits)
+        assert tier.lease_slots == 4
+        assert [held for held in tier.plan.held if held.users] == []
+        assert torch.equal(twin.stored(tokens()).logits, twin.stock(tokens()).logits), "more experts than slots by now"
+    assert twin.namespace.leased == []
