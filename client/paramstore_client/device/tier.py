@@ -54,6 +54,13 @@ def device_of(device: torch.device | str) -> torch.device:
         raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
 
 
+def _out_of_memory(tier: DeviceTier) -> CapacityError:
+    return CapacityError(
+        f"{tier.device} ran out of memory, and slots have no more to give: free some of it, compute fewer tokens at once, or give "
+        "less expert_memory from the start"
+    )
+
+
 def _plan_of(make_policy: Callable[[int, Sequence[int]], Policy], order: Sequence[int], slots: int) -> SlotPlan:
     return SlotPlan(slots, make_policy(slots, order))
 
@@ -202,8 +209,8 @@ class DeviceTier:
         if any(held.users for held in self.plan.held):
             raise LeaseError(f"the slots on {self.device} are in use: release their leases first")
         asked = count = self.slots.count
-        if asked == 1:
-            raise self._out_of_memory(asked)
+        if count == 1:
+            raise _out_of_memory(self)
         counts = self.plan.counts
         self._prefetches.clear()
         self._reserve_host_leases(self.namespace.lease_slots)
@@ -218,13 +225,7 @@ class DeviceTier:
                 self.slots = DeviceSlots(self._part, count, device=self.device, copier=self._copier)
                 _log.warning("%s ran out of memory: %d of %d experts stand there from here on", self.device, count, asked)
                 return
-        raise self._out_of_memory(asked)
-
-    def _out_of_memory(self, asked: int) -> CapacityError:
-        return CapacityError(
-            f"{self.device} ran out of memory with {asked} slots of {self._part.image_bytes} bytes: free some of it, compute fewer "
-            "tokens at once, or give less expert_memory from the start"
-        )
+        raise _out_of_memory(self)
 
     def close(self) -> None:
         """Waits for copies under way, gives every host lease back and forgets every copy."""
