@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -23,15 +25,16 @@ from torch import Tensor
 
 from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
-from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch, UnknownKey
+from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch
+from paramstore.policy.base import Policy
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import Held, SlotPlan, SlotVisit
 from paramstore_client.device.copier import REACHED, Mark, make_copier
+from paramstore_client.device.device_lease import DeviceLease, DeviceStats, DeviceTicket
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import HostSource, HostTicket, WeightLease
+from paramstore_client.source import HostSource, WeightLease
 
 REPORT_EVERY = 64
 """Acquires between two reports of residency to the daemon."""
@@ -39,76 +42,6 @@ PREFETCHES_MAX = 16
 """Most prefetches that wait for the host; beyond it the oldest is forgotten here and stays a host prefetch."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStats:
-    """Counts of keys since the tier was made. hits: there when the visit began; late: on their way then. prefetched: copied ahead;
-    useful, wasted: of these, used then, or gone before. refetches: stale copies that were dropped, of whatever use."""
-
-    hits: int
-    late: int
-    misses: int
-    refetches: int
-    evictions: int
-    prefetched: int
-    useful: int
-    wasted: int
-    bytes_copied: int
-
-
-class DeviceLease:
-    """Copies held in their slots until released. Views are ordered after the copies on the stream that acquired them."""
-
-    def __init__(self, tier: DeviceTier, visit: SlotVisit, copies: Sequence[DeviceCopy]) -> None:
-        self._tier = tier
-        self._visit = visit
-        self._copies = {copy.key: copy for copy in copies}
-
-    def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
-        if self._visit.is_over:
-            raise LeaseError(f"the lease of {key} on {self._tier.device} was released: acquire it again")
-        return self._tier.slots.views(self._copy(key))
-
-    def identity(self, key: ExpertKey, /) -> Identity:
-        return self._copy(key).identity
-
-    def keys(self) -> list[ExpertKey]:
-        return list(self._copies)
-
-    def release(self) -> None:
-        if not self._visit.is_over:
-            self._tier.end_visit(self._visit, self._copies.values())
-
-    def __enter__(self) -> DeviceLease:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
-
-    def _copy(self, key: ExpertKey) -> DeviceCopy:
-        copy = self._copies.get(key)
-        if copy is None:
-            raise UnknownKey(f"key {key} is not in this lease of {len(self._copies)} keys on {self._tier.device}")
-        return copy
-
-
-class DeviceTicket:
-    """A prefetch on its way to the device. It is done when its copies are in the stream, or were given up."""
-
-    def __init__(self, tier: DeviceTier, keys: tuple[ExpertKey, ...], host: HostTicket) -> None:
-        self.keys = keys
-        self.host = host
-        self.is_settled = False
-        self._tier = tier
-
-    def done(self) -> bool:
-        self._tier.settle()
-        return self.is_settled
-
-    def cancel(self) -> object:
-        self.is_settled = True
-        return self.host.cancel()
 
 
 def device_of(device: torch.device | str) -> torch.device:
@@ -119,6 +52,17 @@ def device_of(device: torch.device | str) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _out_of_memory(tier: DeviceTier) -> CapacityError:
+    return CapacityError(
+        f"{tier.device} ran out of memory, and slots have no more to give: free some of it, compute fewer tokens at once, or give "
+        "less expert_memory from the start"
+    )
+
+
+def _plan_of(make_policy: Callable[[int, Sequence[int]], Policy], order: Sequence[int], slots: int) -> SlotPlan:
+    return SlotPlan(slots, make_policy(slots, order))
 
 
 class DeviceTier:
@@ -141,7 +85,9 @@ class DeviceTier:
             raise wrong("namespace", namespace, "an open namespace")
         slots = whole_number("slots", slots, least=1)
         order = indices("layers", namespace.layers if layers is None else layers)
-        self.plan = SlotPlan(slots, make_slot_policy(text("policy", policy), slots, order))
+        make_policy = partial(make_slot_policy, text("policy", policy))
+        self._make_plan = partial(_plan_of, make_policy, order)
+        self.plan = self._make_plan(slots)
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
@@ -253,6 +199,33 @@ class DeviceTier:
             resident=keys, touched=list(self._touched), bytes_resident=len(keys) * self._part.image_bytes
         )
         self._touched.clear()
+
+    def shrink(self) -> None:
+        """Halves the slots, or more where the device has not even that memory: what stood there comes again as it is asked for.
+
+        Raises LeaseError while something is leased here, CapacityError where one slot is all there is: then nothing has changed.
+        Where not even one can be made it raises that too, and the tier has none: close it.
+        """
+        if any(held.users for held in self.plan.held):
+            raise LeaseError(f"the slots on {self.device} are in use: release their leases first")
+        asked = count = self.slots.count
+        if count == 1:
+            raise _out_of_memory(self)
+        counts = self.plan.counts
+        self._prefetches.clear()
+        self._reserve_host_leases(self.namespace.lease_slots)
+        self._arriving.clear()
+        self._copies.clear()
+        while count > 1:
+            count //= 2
+            self.plan = self._make_plan(count)
+            self.plan.counts = counts
+            self.slots = None  # type: ignore[assignment]  # before the smaller ones take memory
+            with suppress(torch.OutOfMemoryError):
+                self.slots = DeviceSlots(self._part, count, device=self.device, copier=self._copier)
+                _log.warning("%s ran out of memory: %d of %d experts stand there from here on", self.device, count, asked)
+                return
+        raise _out_of_memory(self)
 
     def close(self) -> None:
         """Waits for copies under way, gives every host lease back and forgets every copy."""

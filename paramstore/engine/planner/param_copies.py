@@ -7,7 +7,7 @@ source is looked for in the same way by the bytes without them, and the steps ar
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
@@ -66,7 +66,10 @@ class CopyPlanner:
                 return True
             return name != made and _evictable(namespace, name, is_prefetch) is None
 
-        names = arena.policy.victims(count, is_protected)
+        on_devices = namespace.on_devices
+        if on_devices.isdisjoint(namespace.residency.copies):
+            on_devices = frozenset()  # the usual case: they went already
+        names = _worst(arena, count, is_protected, first=on_devices)
         if names is None or made in names:
             return None
         copies = [_evictable(namespace, name, is_prefetch) for name in names]
@@ -259,6 +262,23 @@ def _evictable(namespace: NamespaceState, name: object, is_prefetch: bool) -> Pa
         if copy.state is Copy.READY and copy.leases == 0 and not (is_prefetch and copy in namespace.residency.prefetched):
             return copy  # type: ignore[no-any-return]
     return None
+
+
+def _worst(
+    arena: Arena, count: int, is_protected: Callable[[object], bool], *, first: frozenset[ExpertKey]
+) -> list[Hashable] | None:
+    """The policy's victims, of `first` before all others, as far as there are such."""
+    chosen = list[Hashable]()
+    size = count if first else 0
+    while size and len(chosen) < count:
+        size = min(size, count - len(chosen))
+        found = arena.policy.victims(size, lambda name: name not in first or name in chosen or is_protected(name))
+        if found is None:
+            size //= 2
+        else:
+            chosen.extend(found)
+    others = arena.policy.victims(count - len(chosen), lambda name: name in chosen or is_protected(name))
+    return None if others is None else chosen + others
 
 
 def _any_idle(namespace: NamespaceState, count: int, needed: Container[ParamCopy]) -> list[ParamCopy] | None:

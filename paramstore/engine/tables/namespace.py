@@ -333,6 +333,12 @@ class NamespaceState:
         return frozenset().union(*(view.protected for view in self.views))
 
     @property
+    def on_devices(self) -> frozenset[ExpertKey]:
+        """Keys that everybody who may lease holds in HBM: nobody lacks their host copies now."""
+        leasing = [view.device_resident for view in self.views if view.lease_slots or view.leased]
+        return frozenset.intersection(*leasing) if leasing else frozenset()
+
+    @property
     def has_memory(self) -> bool:
         """Whether it has arenas: from when somebody opens it until nobody has it open and others need the memory."""
         return self._memory is not None

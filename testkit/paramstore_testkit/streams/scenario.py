@@ -17,7 +17,8 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.copier import REACHED, CudaCopier
-from paramstore_client.device.tier import DeviceLease, DeviceTier
+from paramstore_client.device.device_lease import DeviceLease
+from paramstore_client.device.tier import DeviceTier
 from paramstore_testkit.streams.cuda import simulated_cuda
 from paramstore_testkit.streams.device_tensor import peek, poison
 from paramstore_testkit.streams.world import StreamWorld

@@ -49,6 +49,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Waits on the host until all that was given is done."""
+        self._world.host_waits += 1
         self._world.run_until(self, self.given)
         self._world.races.synchronize_stream(self.number)
 
@@ -78,17 +79,20 @@ class Event:
 
     def synchronize(self) -> None:
         """Waits on the host until the point is reached."""
+        self._world.host_waits += 1
         if self.at is not None:
             self._world.run_until(*self.at)
         self._world.races.synchronize_event(self.number)
 
 
 class StreamWorld:
-    """A device's streams. Owner of their paces and of the races found. `current` is the stream that is given work."""
+    """A device's streams. Owner of their paces and of the races found. `current` is the stream that is given work; `host_waits`
+    counts how often the host waited for a stream or an event, whether or not it had to."""
 
     def __init__(self, seed: int, *, is_lazy: bool = False) -> None:
         self.seed = seed
         self.races = Races()
+        self.host_waits = 0
         self.streams: list[Stream] = []
         self.event_numbers = count()
         self._random = Random(seed)

@@ -5,7 +5,8 @@ import torch
 from paramstore.core.optimizers import AdamW
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.copier import HostCopier
-from paramstore_client.device.tier import DeviceLease, DeviceTier
+from paramstore_client.device.device_lease import DeviceLease
+from paramstore_client.device.tier import DeviceTier
 
 KEYS = [(0, expert) for expert in range(6)]
 

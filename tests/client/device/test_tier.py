@@ -1,5 +1,7 @@
 """The device tier on its CPU twin: a cache that never serves a stale copy and never takes a slot in use."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,8 @@ from paramstore.core.optimizers import AdamW
 from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, UnknownKey
 from paramstore.testing.memory_namespace import MemoryTicket
 from paramstore_client.device.copier import HostCopier, Mark
-from paramstore_client.device.tier import REPORT_EVERY
+from paramstore_client.device.slots import DeviceSlots
+from paramstore_client.device.tier import REPORT_EVERY, DeviceTier
 from paramstore_client.nn import ResidentExperts, StoredExperts
 from paramstore_testkit.training.small_tier import KEYS, WatchfulCopier, assert_holds, make_namespace, make_tier, update, use
 
@@ -312,4 +315,32 @@ def test_training_through_the_tier_equals_resident_experts(slots: int) -> None:
                     assert torch.equal(ns.pending[1, expert][name], parameter.grad)
         ns.apply(AdamW())
         resident = ResidentExperts([ns.values((1, expert)) for expert in range(6)])
+    assert ns.leased == []
+
+
+def test_a_tier_that_shrinks_keeps_its_counts_and_serves_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns = make_namespace()
+    make, sizes = DeviceSlots.__init__, list[int]()
+
+    def made(self: DeviceSlots, part: Any, count: int, **options: Any) -> None:
+        sizes.append(count)
+        if len(sizes) == 2:
+            raise torch.OutOfMemoryError("planted")
+        make(self, part, count, **options)
+
+    monkeypatch.setattr(DeviceSlots, "__init__", made)
+    with DeviceTier(ns, 8, device="cpu") as tier:
+        with tier.fetch(KEYS[:2]) as held, pytest.raises(LeaseError, match="in use"):
+            tier.shrink()
+        misses = tier.stats.misses
+        tier.shrink()
+        assert (sizes, tier.lease_slots, tier.keys, ns.leased) == ([8, 4, 2], 2, [], [])
+        with tier.fetch(KEYS[:2]) as held:
+            assert_holds(ns, held, KEYS[:2])
+        assert tier.stats.misses == misses + 2
+        tier.shrink()
+        with pytest.raises(CapacityError, match="slots have no more to give"):
+            tier.shrink()
+        with tier.fetch(KEYS[:1]) as held:
+            assert_holds(ns, held, KEYS[:1])
     assert ns.leased == []

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from paramstore_client.device.tier import DeviceStats, DeviceTier
+from paramstore_client.device.device_lease import DeviceStats
+from paramstore_client.device.tier import DeviceTier
 from paramstore_testkit.streams.scenario import ACTS, SCENARIOS, Outcome, TierLife, simulate
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,6 +10,8 @@
 | `PreTrainedModel._keys_to_ignore_on_load_unexpected` | internal; a list, later a set | 5.7 - 5.24 |
 | `PreTrainedModel.all_tied_weights_keys` | internal, read by PEFT and accelerate; made by `post_init` | 5.7 - 5.24 |
 | `auto_factory._get_model_class` | internal, called by AutoModel | 5.7 - 5.24 |
+| `PreTrainedModel._optimize_model_for_decode` | internal; a context around decoding | 5.24 |
+| `DynamicCache(config=).layers`, `.sliding_window` of a layer | de facto | 5.24 |
 | `TrainerCallback`, `TrainerState.stateful_callbacks`, `.best_model_checkpoint`, `trainer_state.json` | documented | 5.24 |
 """
 
@@ -19,7 +21,7 @@ import importlib
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -163,6 +165,24 @@ def tied_weights(model: nn.Module) -> dict[str, str]:
     """The parameters of `model` that are the same as another, by name, each with the other's name."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return tied
+
+
+def attention_windows(config: Any) -> list[int | None]:
+    """The layers of a KV cache for a text configuration: how many tokens each keeps at most; None for all."""
+    made = importlib.import_module("transformers.cache_utils").DynamicCache(config=config).layers
+    windows = [getattr(layer, "sliding_window", None) for layer in made]
+    return windows + [None] * (config.num_hidden_layers - len(windows))
+
+
+@contextmanager
+def fixed_kernel(model: Any) -> Iterator[None]:
+    """Within it, `generate` of an unmodified model keeps the experts kernel that the model has. By itself it decodes with
+    batched_mm in place of grouped_mm wherever the model is not on the CPU. A model with stored experts always keeps its own."""
+    model._optimize_model_for_decode = nullcontext
+    try:
+        yield
+    finally:
+        del model._optimize_model_for_decode
 
 
 def on_meta(model_class: Any, config: Any) -> Any:

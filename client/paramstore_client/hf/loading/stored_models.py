@@ -19,27 +19,31 @@ from torch import nn
 from paramstore.core import arguments
 from paramstore.core.key import check_name
 from paramstore.core.optimizers import OPTIMIZERS
-from paramstore.core.schema import UPDATE_RULES
+from paramstore.core.schema import UPDATE_RULES, Schema
 from paramstore.errors import CheckpointError, ConfigError
 from paramstore_client.checkpoint_directory import checkpoint_directory
 from paramstore_client.client import Store
 from paramstore_client.device.host_slots import HostSlots, standing
+from paramstore_client.device.tier import DeviceTier
 from paramstore_client.device.visit_order import declare_order
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.refusals import check_arguments, check_config
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.loading.namespaces import open_experts
+from paramstore_client.hf.loading.placement import CacheShape, Placement, check_shape, make_tier
 from paramstore_client.hf.model import experts_function
 from paramstore_client.hf.model.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
 from paramstore_client.hf.model.kernels import choose_kernel
-from paramstore_client.hf.model.layout import find_layout
+from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.stripping import strip, stripped_class
 from paramstore_client.namespace import Namespace
+from paramstore_client.source import ExpertSource
 from paramstore_client.training import Experts
 from paramstore_client.training import bind as bind_training
 from paramstore_client.training.sentinel import ExpertSentinel
 
+ON_HOST = Placement(None, None)
 MODES = ("train", "infer")
 CACHE_OPTIONS = ("cache_dir", "revision")
 """Arguments of from_pretrained that say which files of the hub's cache are meant."""
@@ -91,6 +95,7 @@ def from_pretrained(
     min_lease_slots: int = 0,
     expert_memory: str | int | None = None,
     residency: str = "auto",
+    cache_shape: tuple[int, int] | None = None,
     schema_options: Mapping[str, Any] | None = None,
     progress: Any = None,
     **options: Any,
@@ -105,8 +110,10 @@ def from_pretrained(
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
     model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as for `open_namespace`.
     expert_memory: in mode "infer", how many experts stay leased across forwards, or their size, as in "12GiB"; so many slots are
-    asked for. Default: what the namespace is promised. residency: which give way first, "auto", "ring" or "buffer"
-    (docs/transformers.md). schema_options: further arguments of the schema function. progress: as for `import_checkpoint`.
+    asked for. Default: what the namespace is promised. Where `device_map` puts the dense part on a device, it is slots of that
+    device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of each; default: one
+    of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer" (docs/transformers.md).
+    schema_options: further arguments of the schema function. progress: as for `import_checkpoint`.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
     other experts, CheckpointError where it still holds those imported from another checkpoint, and what `create_namespace`,
@@ -115,6 +122,7 @@ def from_pretrained(
     min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
     _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
     memory = ExpertMemory.of(expert_memory, residency, mode=mode)
+    check_shape(cache_shape, mode=mode)
     arguments.path("path", path)
     check_arguments(options)
     requested, config = options.pop("experts_implementation", None), options.pop("config", None)
@@ -131,13 +139,13 @@ def from_pretrained(
     layout = find_layout(model)
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
     kernel = choose_kernel(model, experts_kernel, requested)
-    slots = memory.slots_for(schema, len(layout.layers) * layout.experts)
+    placement = _placed(mode, model, layout, schema, memory, cache_shape)
     source = _Source(path, options, model, progress)
     opened = open_experts(
-        store, name or _name_of(path), layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, slots or 0),
+        store, name or _name_of(path), layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, placement.lease_slots),
         fill=source.fill, check=source.check,
     )  # fmt: skip
-    join(model, opened, kernel=kernel, slots=slots, policy=memory.policy)
+    join(model, opened, kernel=kernel, placement=placement, policy=memory.policy)
     return loaded
 
 
@@ -154,6 +162,7 @@ def from_config(
     min_lease_slots: int = 0,
     expert_memory: str | int | None = None,
     residency: str = "auto",
+    cache_shape: tuple[int, int] | None = None,
     schema_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -166,6 +175,7 @@ def from_config(
     min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
     _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
     memory = ExpertMemory.of(expert_memory, residency, mode=mode)
+    check_shape(cache_shape, mode=mode)
     if not hasattr(config, "model_type"):
         raise arguments.wrong("config", config, "a configuration of transformers")
     check_arguments(options)
@@ -182,12 +192,12 @@ def from_config(
     layout = find_layout(model)
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
     kernel = choose_kernel(model, experts_kernel, requested)
-    slots = memory.slots_for(schema, len(layout.layers) * layout.experts)
+    placement = _placed(mode, model, layout, schema, memory, cache_shape)
     opened = open_experts(
-        store, name or config.model_type, layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, slots or 0),
+        store, name or config.model_type, layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, placement.lease_slots),
         fill=lambda made: made.initialize(initial.values),
     )  # fmt: skip
-    join(model, opened, kernel=kernel, slots=slots, policy=memory.policy)
+    join(model, opened, kernel=kernel, placement=placement, policy=memory.policy)
     return model
 
 
@@ -207,23 +217,33 @@ def namespace(model: nn.Module) -> Namespace:
     for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
         layer = module.__dict__.get(ATTRIBUTE)
         source = layer.source if isinstance(layer, LayerExperts) else None
-        if isinstance(source := source.namespace if isinstance(source, HostSlots) else source, Namespace):
+        if isinstance(source := source.namespace if isinstance(source, HostSlots | DeviceTier) else source, Namespace):
             return source
     raise ConfigError(f"{type(model).__name__} has no stored experts: load it with ps.hf.from_pretrained or from_config")
 
 
+def _placed(
+    mode: str, model: nn.Module, layout: ExpertLayout, schema: Schema, memory: ExpertMemory, cache_shape: CacheShape | None
+) -> Placement:  # fmt: skip
+    return ON_HOST if mode == "train" else Placement.of(model, layout, schema, memory, cache_shape=cache_shape)
+
+
 def join(
-    model: nn.Module, namespace: Namespace, *, kernel: str, slots: int | None = None, policy: str = POLICIES["auto"]
+    model: nn.Module, namespace: Namespace, *, kernel: str, placement: Placement = ON_HOST, policy: str = POLICIES["auto"]
 ) -> None:
-    """Joins a stripped model with an open namespace, and declares the order of its visits. slots, policy: of what stands for a
-    reader. Raises SchemaMismatch, and closes the namespace then."""
+    """Joins a stripped model with an open namespace, and declares the order of its visits. placement, policy: of what stands for a
+    reader. Raises SchemaMismatch, CapacityError where a device has no memory, and closes the namespace then."""
     trains = namespace.mode == "write"
     try:
         if trains:
             bind_training(model, namespace)
         else:
             declare_order(namespace)
-        source = namespace if trains else standing(namespace, slots=slots, policy=policy)
+        source: ExpertSource = namespace
+        if placement.device is not None:
+            source = make_tier(namespace, placement.slots or 1, device=placement.device, policy=policy)
+        elif not trains:
+            source = standing(namespace, slots=placement.slots, policy=policy)
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
         anchor = None if sentinel is None else sentinel.anchor
         bind(model, ModelExperts(source, anchor=anchor, is_poisoned=namespace.is_debug), kernel=kernel)

@@ -21,8 +21,11 @@ from torch import Tensor, nn
 from paramstore.core.key import ExpertKey
 from paramstore.errors import ConfigError, LeaseError, SchemaMismatch
 from paramstore_client.device.host_slots import HostSlots
+from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.model import module_list
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
+from paramstore_client.hf.model.device_supply import DeviceSupply, may_supply
+from paramstore_client.hf.model.dispatch import Dispatch, look_up
 from paramstore_client.hf.model.early_router import EarlyRouter, early_routers
 from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
 from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, WeightsOf
@@ -62,7 +65,7 @@ class ModelExperts:
 
     def find_routers(self, model: nn.Module, layout: ExpertLayout) -> None:
         """Takes the model's routers for guesses, where they are of use."""
-        if self._speculates and self.anchor is None:
+        if self._speculates and self.anchor is None and isinstance(self.source, HostSlots):
             self.routers = early_routers(model, layout)
 
     def after_forward(self, layer: int, experts: Sequence[int], room: int) -> list[ExpertKey]:
@@ -79,12 +82,12 @@ class ModelExperts:
         self.speculation.judge(*found)
         following = self.schedule.following(layer)
         router = None if following is None else self.routers.get(following)
-        if following is None or router is None:
-            return self.after_forward(layer, experts, slots)
-        self.after_forward(layer, experts, slots)
+        by_use = self.after_forward(layer, experts, max(0, slots - len(experts)))
+        if following is None or router is None or not isinstance(self.source, HostSlots):
+            return by_use
         admitted = self.speculation.admit(len(hidden_TH))
-        guesses = [(following, expert) for expert in router.guess(hidden_TH)[:slots]] if admitted else []
-        lacking = self.source.lacking(guesses)[:admitted] if isinstance(self.source, HostSlots) else guesses[:admitted]
+        guesses = [(following, expert) for expert in router.guess(hidden_TH)] if admitted else []
+        lacking = self.source.lacking(guesses)[:admitted]
         self.speculation.note(len(hidden_TH), len(lacking))
         return lacking
 
@@ -112,8 +115,8 @@ class LayerExperts(Unpicklable):
     def run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
         """Runs the module's kernel on the tokens; returns [T, H]: transformers' contract of an experts function."""
         assert self._kernel is not None, "a registry module has a kernel"
-        ids, compact_TK = torch.unique(ids_TK, return_inverse=True)
-        experts = ids.tolist()  # the layer's one wait for the device
+        dispatch = look_up(ids_TK, experts=self._model.source.experts)
+        experts = dispatch.experts
         if not experts:  # no token: nothing to compute
             y_TH = hidden_TH.clone()
             # A rank without tokens takes part in what ranks do together after backward.
@@ -127,9 +130,14 @@ class LayerExperts(Unpicklable):
                 weights: dict[str, Any] = {field: ExpertIndex(field, weights_of) for field in self._fields}
             else:
                 weights = dict(weights_of(None))
-            return kernel.function(ModuleView(module, weights, count=len(keys)), hidden_TH, compact_TK, gate_TK)
+            placed_TK, count = on_device.placed() if on_device is not None else (dispatch.positions_TK, len(keys))
+            return kernel.function(ModuleView(module, weights, count=count), hidden_TH, placed_TK, gate_TK)
 
         call = partial(LayerCall, passes=self._model.passes, compute=compute, anchor=self._anchor)
+        while (on_device := self._on_device(dispatch, hidden_TH)) is not None:
+            with suppress(torch.OutOfMemoryError):
+                return call(on_device).run((hidden_TH, gate_TK))
+            on_device.shrink()  # outside of the block: the error keeps its frames' tensors
         if self._may_hold(kernel, device, len(keys)):
             ahead = partial(self._model.ahead, self.layer, experts, hidden_TH)
             held = HeldSupply(self._model.source, keys, buffers=self._model.buffers, ahead=ahead)
@@ -141,6 +149,14 @@ class LayerExperts(Unpicklable):
             backward_hint=partial(self._model.after_backward, self.layer),
         )  # fmt: skip
         return call(supply).run((hidden_TH, gate_TK))
+
+    def _on_device(self, dispatch: Dispatch, hidden_TH: Tensor) -> DeviceSupply | None:
+        """The supply of a forward that can compute in the slots of a device tier, all experts at once."""
+        tier, kernel = self._model.source, self._kernel
+        assert kernel is not None, "a registry module has a kernel"
+        if not isinstance(tier, DeviceTier) or not may_supply(tier, kernel, hidden_TH, len(dispatch.experts)):
+            return None
+        return DeviceSupply(tier, self.layer, dispatch, kernel=kernel, forward_hint=self._forward_hint(dispatch.experts))
 
     def _may_hold(self, kernel: Kernel, device: torch.device, count: int) -> bool:
         """Whether the kernel can use the weights of `count` experts where they lie."""

@@ -35,6 +35,7 @@ class Kernel:
     """A kernel. function: of transformers. is_streamed: whether it takes weights by expert, or one tensor per field. is_grouped:
     whether it only multiplies by groups, so that on the CPU an `ExpertStack` may stand for the tensor."""
 
+    name: str
     function: modeling.ExpertsFunction
     is_streamed: bool
     is_grouped: bool = False
@@ -61,9 +62,9 @@ def make_kernel(name: str, module: nn.Module, fields: tuple[str, ...]) -> Kernel
     """The kernel `name` for an experts module whose expert tensors are `fields`."""
     if name == "eager":
         forward = modeling.eager_forward(module)
-        return Kernel(forward, is_streamed=_only_indexes(forward, fields))
+        return Kernel(name, forward, is_streamed=_only_indexes(forward, fields))
     is_grouped = name == "grouped_mm" and not modeling.asks_for_addresses()
-    return Kernel(modeling.experts_function(name), is_streamed=False, is_grouped=is_grouped)
+    return Kernel(name, modeling.experts_function(name), is_streamed=False, is_grouped=is_grouped)
 
 
 class ModuleView:
@@ -93,6 +94,7 @@ class StackedField(Protocol):
     """One field of n experts, that lie apart."""
 
     dtype: torch.dtype
+    device: torch.device
     shape: tuple[int, ...]
     """The shape of one expert's tensor."""
 
@@ -105,31 +107,49 @@ class StackedField(Protocol):
         ...
 
 
-class ExpertStack:
-    """n experts' tensors of one field on the CPU, as what `grouped_mm` calls a weight, [n, ...], without a copy.
+class PlacedField:
+    """One field whose tensors are all there: a `StackedField`."""
 
-    torch's own grouped_mm multiplies group by group there, each by one mm, and so does this: with the same bits, in whatever order,
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.dtype, self.device, self.shape = tensors[0].dtype, tensors[0].device, tuple(tensors[0].shape)
+        self._tensors = list(tensors)
+
+    def in_turn(self) -> Iterator[tuple[int, Tensor]]:
+        return enumerate(self._tensors)
+
+    def gathered(self) -> list[Tensor]:
+        return self._tensors
+
+
+class ExpertStack:
+    """n experts' tensors of one field, as what `grouped_mm` calls a weight, [n, ...], without a copy.
+
+    On the CPU torch's own grouped_mm multiplies group by group there, each by one mm, and so does this: with the same bits, in whatever order,
     as groups do not depend on each other. It knows what the kernel asks of a weight, and raises TypeError for any other operation.
     """
 
-    device = torch.device("cpu")
-
-    def __init__(self, field: StackedField, *, dtype: torch.dtype | None = None, is_transposed: bool = False) -> None:
-        """dtype: the one to compute in; default the field's own. Each expert's tensor is cast when it is used."""
+    def __init__(
+        self, field: StackedField, *, dtype: torch.dtype | None = None, is_transposed: bool = False,
+        ends: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """dtype: the one to compute in; default the field's own. Each expert's tensor is cast when it is used. ends: the row behind
+        each group, where the host knows it; else it is read from the offsets."""
         self._field = field
         self._is_transposed = is_transposed
+        self._ends = ends
+        self.device = field.device
         self.dtype = field.dtype if dtype is None else dtype
         self.itemsize = self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> ExpertStack:
         """The same experts in another dtype."""
-        return ExpertStack(self._field, dtype=dtype, is_transposed=self._is_transposed)
+        return ExpertStack(self._field, dtype=dtype, is_transposed=self._is_transposed, ends=self._ends)
 
     def transpose(self, first: int, second: int) -> ExpertStack:
         """Each expert's matrix transposed; only the last two dimensions can be exchanged."""
         if {first, second} != {-1, -2}:
             raise TypeError(f"transpose({first}, {second}) of stored experts that lie apart: only -1 and -2 can be exchanged")
-        return ExpertStack(self._field, dtype=self.dtype, is_transposed=not self._is_transposed)
+        return ExpertStack(self._field, dtype=self.dtype, is_transposed=not self._is_transposed, ends=self._ends)
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """Rows by position in the stack, as biases are taken: a copy."""
@@ -138,7 +158,7 @@ class ExpertStack:
     def grouped_mm(self, x_NH: Tensor, offsets_n: Tensor) -> Tensor:
         """[N, ...] of x [N, H]: rows from offsets[i - 1] to offsets[i] times expert i. What lies behind the last is not set."""
         y = x_NH.new_empty(len(x_NH), self._field.shape[0 if self._is_transposed else 1])
-        ends = offsets_n.tolist()
+        ends = offsets_n.tolist() if self._ends is None else self._ends
         for position, tensor in self._field.in_turn():
             start, end = ends[position - 1] if position else 0, ends[position]
             if end > start:

@@ -92,6 +92,7 @@ class LeasedField:
 
     def __init__(self, weights: LayerWeights, field: Field) -> None:
         self.dtype: torch.dtype = getattr(torch, field.dtype)
+        self.device = torch.device("cpu")
         self.shape = field.shape
         self._weights = weights
         self._name = field.name

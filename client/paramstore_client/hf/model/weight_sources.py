@@ -163,7 +163,30 @@ class CompactSupply(_LeasedSupply):
         self._held.close()
 
 
-class HeldSupply(Supply):
+class ForwardSupply(Supply):
+    """The part that supplies of forwards without a graph share: they refuse every backward."""
+
+    def begin_backward(self) -> None:
+        raise self._refusal()
+
+    def backward_weights(self, holder: None, /) -> Fields:
+        raise self._refusal()
+
+    def push(self, holder: Hashable, gradients: Fields, /) -> None:
+        raise self._refusal()
+
+    def let_go(self) -> None:
+        """Nothing is held between two passes."""
+
+    def finish_backward(self) -> None:
+        raise self._refusal()
+
+    @staticmethod
+    def _refusal() -> ConfigError:
+        return ConfigError("this forward was computed without a graph: it has no backward")
+
+
+class HeldSupply(ForwardSupply):
     """Weights where they lie, for a forward without a graph: those that stand or find a slot are leased until the kernel has run,
     and those on their way are computed with last. Where not all find one, the others pass by: the first field that the kernel
     multiplies by is used where it lies, and the others are copied. The only holder is None. Raises LeaseError in `forward_pass`,
@@ -189,22 +212,3 @@ class HeldSupply(Supply):
             weights = LayerWeights(lease, keys, self._buffers, lent)
             stacks: Any = {field.name: ExpertStack(weights.field(field)) for field in source.schema.part("param").fields}
             yield lambda holder: stacks
-
-    def begin_backward(self) -> None:
-        raise self._refusal()
-
-    def backward_weights(self, holder: None, /) -> Fields:
-        raise self._refusal()
-
-    def push(self, holder: Hashable, gradients: Fields, /) -> None:
-        raise self._refusal()
-
-    def let_go(self) -> None:
-        """Nothing is held between two passes."""
-
-    def finish_backward(self) -> None:
-        raise self._refusal()
-
-    @staticmethod
-    def _refusal() -> ConfigError:
-        return ConfigError("this forward was computed without a graph: it has no backward")

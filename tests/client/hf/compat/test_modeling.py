@@ -55,3 +55,16 @@ def test_observer_of_initialisation_is_gone_afterwards() -> None:
         build_and_fail()
     assert base._initialize_weights is original
     assert seen.count("MixtralExperts") >= 2
+
+
+def test_an_unmodified_model_keeps_its_kernel_in_generate_where_it_is_told_to() -> None:
+    """On any device but the CPU, meta among them, transformers decodes with another one."""
+    config = tiny_config("qwen3_moe")
+    concrete = modeling.concrete_class(modeling.transformers().AutoModelForCausalLM, config)
+    config._experts_implementation = "grouped_mm"
+    model = modeling.on_meta(concrete, config)
+    with model._optimize_model_for_decode():
+        assert model.get_experts_implementation()[""] == "batched_mm"
+    with modeling.fixed_kernel(model), model._optimize_model_for_decode():
+        assert model.get_experts_implementation()[""] == "grouped_mm"
+    assert "_optimize_model_for_decode" not in vars(model)

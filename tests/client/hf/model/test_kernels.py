@@ -75,7 +75,7 @@ class Apart:
     """A field whose tensors come in this order."""
 
     def __init__(self, tensors: list[torch.Tensor], order: list[int]) -> None:
-        self.dtype, self.shape = tensors[0].dtype, tuple(tensors[0].shape)
+        self.dtype, self.device, self.shape = tensors[0].dtype, tensors[0].device, tuple(tensors[0].shape)
         self.tensors, self.order = tensors, order
         self.asked: list[int] = []
 
