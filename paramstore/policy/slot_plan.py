@@ -4,8 +4,8 @@ A *visit* is one dispatch of a layer: its keys are all known, since the router h
 be *loaded ahead* of its visit. The plan decides and counts; whoever carries it out copies, and tells when bytes have come.
 
 - A hit is a key whose bytes were there when its visit began. One that is still under way then is *late*.
-- What a visit uses is never evicted. What was loaded ahead and not used since, or is still under way, is spared: it gives room
-  to a visit that finds nothing else, and never to another load ahead.
+- What a visit uses is never evicted. What was loaded ahead, or is still under way, is spared until its layer is visited: it gives
+  room to a visit that finds nothing else, and never to another load ahead. What that visit does not use was guessed wrong.
 - A visit of more keys than may stand at once passes by: it takes free slots, evicts nobody for more than the few slots that the
   rest runs through, and so leaves what is there for the visits after it.
 - Loads ahead evict at most `churn` keys between the beginnings of two visits.
@@ -20,10 +20,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paramstore.errors import CapacityError, LeaseError
-from paramstore.policy.base import Policy, VisitPolicy
+from paramstore.policy.base import Policy, VisitPolicy, layer_of
 
 UNTOLD_MAX = 64
 """Visits of which the policy is told together: a decision tells it first, so that only time is saved."""
+PASSING_SHARE, PASSING_SLOTS_MAX = 8, 16
+"""Unless told otherwise a visit that does not fit runs its rest through one of so many slots, at least one and at most so many."""
 
 
 @dataclass(slots=True)
@@ -51,11 +53,13 @@ class SlotCounts:
 class Held:
     """A key that stands in a slot, or is on its way there. One object for each load: a key that comes again gets another."""
 
-    __slots__ = ("is_ahead", "is_gone", "is_ready", "key", "users")
+    __slots__ = ("is_ahead", "is_awaited", "is_gone", "is_ready", "key", "users")
 
     def __init__(self, key: Hashable, *, is_ahead: bool) -> None:
         self.key = key
         self.is_ahead = is_ahead
+        self.is_awaited = is_ahead
+        """Whether its layer's visit, for which it was loaded ahead, is still to come."""
         self.is_ready = False
         self.is_gone = False
         self.users = 0
@@ -86,15 +90,16 @@ class SlotVisit:
 class SlotPlan:
     """Owner of what stands in `slots` slots, of who uses it, and of the counts. Pure: it copies nothing and never waits.
 
-    passing_slots: most slots that a visit which does not fit runs its rest through. churn: None for no bound.
+    passing_slots: most slots that a visit which does not fit runs its rest through; default a few. churn: None for no bound.
     """
 
-    def __init__(self, slots: int, policy: Policy, *, passing_slots: int = 1, churn: int | None = None) -> None:
+    def __init__(self, slots: int, policy: Policy, *, passing_slots: int | None = None, churn: int | None = None) -> None:
         self.slots = slots
         self.counts = SlotCounts()
         self._policy = policy
         self._visits = policy if isinstance(policy, VisitPolicy) else None
-        self._passing_slots = passing_slots
+        few = max(1, min(slots // PASSING_SHARE, PASSING_SLOTS_MAX))
+        self._passing_slots = few if passing_slots is None else passing_slots
         self._churn = slots if churn is None else churn
         self._churned = 0
         self._held: dict[Hashable, Held] = {}
@@ -201,7 +206,7 @@ class SlotPlan:
             else:
                 late.append(one)
             counts.useful += one.is_ahead
-            one.is_ahead = False
+            one.is_ahead = one.is_awaited = False
             one.users += 1
             held.append(one)
         counts.late += len(late)
@@ -210,6 +215,7 @@ class SlotPlan:
         self._kept_free += passing_slots
         self._churned = 0
         self._note_use(keys)
+        self._await_no_more(keys)
         for key in passing:
             self._policy.forget(key)
         return SlotVisit(held, tuple(loads), tuple(late), tuple(passing), passing_slots, evicted)
@@ -221,6 +227,8 @@ class SlotPlan:
         self._tell()
         wanted = list(dict.fromkeys(keys))
         new = [key for key in wanted if key not in self._held]
+        for held in filter(None, map(self._held.get, wanted)):
+            held.is_awaited = held.is_ahead
         spared = {held.key for held in self._held.values() if held.users or _is_spared(held)} | set(wanted)
         idle = sum(key not in spared for key in self._held)
         new = new[: self.free + min(idle, self._churn - self._churned)]
@@ -292,11 +300,20 @@ class SlotPlan:
     def _tell(self) -> None:
         """Tells the policy of the visits that decided nothing."""
         untold, self._untold = self._untold, []
+        self._await_no_more([held.key for visit in untold for held in visit])
         for visit in untold:
             self._note_use([held.key for held in visit])
             for held in visit:
                 if held.is_gone:
                     self._policy.forget(held.key)
+
+    def _await_no_more(self, visited: Sequence[Hashable]) -> None:
+        """Spares no more what was loaded ahead for the layers that were visited."""
+        waiting = [held for held in self._held.values() if held.is_awaited]
+        if waiting and visited:
+            layers = {layer_of(key) for key in visited} - {None}  # a name of no layer waits for its own visit
+            for held in waiting:
+                held.is_awaited = layer_of(held.key) not in layers
 
     def _note_use(self, keys: Sequence[Hashable]) -> None:
         if self._visits is not None:
@@ -313,4 +330,4 @@ class SlotPlan:
 
 
 def _is_spared(held: Held) -> bool:
-    return held.is_ahead or not held.is_ready
+    return held.is_awaited or not held.is_ready
