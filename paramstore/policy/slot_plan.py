@@ -215,10 +215,15 @@ class SlotPlan:
         self._kept_free += passing_slots
         self._churned = 0
         self._note_use(keys)
-        self._await_no_more(keys)
+        self._await_no_more(set(map(layer_of, keys)))
         for key in passing:
             self._policy.forget(key)
         return SlotVisit(held, tuple(loads), tuple(late), tuple(passing), passing_slots, evicted)
+
+    def skip(self, layers: Iterable[object]) -> None:
+        """These layers are not visited this time: what was loaded ahead for them is spared no more."""
+        self._tell()
+        self._await_no_more(set(layers))
 
     # --- loads ---
 
@@ -300,20 +305,18 @@ class SlotPlan:
     def _tell(self) -> None:
         """Tells the policy of the visits that decided nothing."""
         untold, self._untold = self._untold, []
-        self._await_no_more([held.key for visit in untold for held in visit])
+        self._await_no_more({layer_of(held.key) for visit in untold for held in visit})
         for visit in untold:
             self._note_use([held.key for held in visit])
             for held in visit:
                 if held.is_gone:
                     self._policy.forget(held.key)
 
-    def _await_no_more(self, visited: Sequence[Hashable]) -> None:
-        """Spares no more what was loaded ahead for the layers that were visited."""
-        waiting = [held for held in self._held.values() if held.is_awaited]
-        if waiting and visited:
-            layers = {layer_of(key) for key in visited} - {None}  # a name of no layer waits for its own visit
-            for held in waiting:
-                held.is_awaited = layer_of(held.key) not in layers
+    def _await_no_more(self, layers: set[object]) -> None:
+        """Spares no more what was loaded ahead for `layers`; a name of no layer waits for its own visit."""
+        for held in self._held.values():
+            if held.is_awaited and (layer := layer_of(held.key)) is not None and layer in layers:
+                held.is_awaited = False
 
     def _note_use(self, keys: Sequence[Hashable]) -> None:
         if self._visits is not None:

@@ -56,15 +56,20 @@ class HostSlots:
     """Standing leases in front of a namespace; an `ExpertSource`. May be used from several threads: one visit begins at a time.
 
     slots: default what the namespace was promised, less a few. policy: one of `paramstore.policy.make.SLOT_POLICIES`; those that
-    know an order have the layers visited as the namespace has them, again and again. `refresh` moves what later visits see; called
+    know an order have `layers` visited, default the namespace's, again and again. `refresh` moves what later visits see; called
     from another thread, it may part a visit that is just beginning. A daemon that takes nothing off its socket holds all threads up
     for as long as a request may wait. A key that another visit has asked for is waited for as long as that one does.
     """
 
-    def __init__(self, namespace: HostSource, *, slots: int | None = None, policy: str = "schedule") -> None:
+    def __init__(
+        self, namespace: HostSource, *, slots: int | None = None, policy: str = "schedule", layers: Sequence[int] | None = None
+    ) -> None:
         self.namespace = namespace
-        self._slots = _slots_within(namespace) if slots is None else slots
+        self.may_stand = True
+        """Whether leases outlive their visits; whoever puts this in front of a namespace asks that."""
+        self._slots = slots_within(namespace) if slots is None else slots
         self._policy = policy
+        self._order = namespace.layers if layers is None else layers
         self._lock = threading.RLock()
         """Reentrant, as a signal's handler may close the store while its thread is in here."""
         self._plan = self._fresh_plan()
@@ -153,6 +158,8 @@ class HostSlots:
             self._begin()
             self._end(plan, visit)
             self._is_deciding = False
+        if not self.may_stand:
+            self.give_back()
 
     def abandon(self, plan: SlotPlan, visit: SlotVisit) -> None:
         """Has the visit of a lease that nobody has any more ended when the next one begins. Takes no lock."""
@@ -240,6 +247,24 @@ class HostSlots:
             leased = (held for held in self._plan.held if held in self._leases or held in self._arriving)
             self._drop([held for held in leased if not held.users])
             self._is_deciding = False
+
+    def skip(self, layers: Sequence[int]) -> None:
+        """Notes that these layers are not visited this time: what was loaded ahead for them is spared no more."""
+        with self._lock:
+            self._begin()
+            self._plan.skip(layers)
+            self._is_deciding = False
+
+    def close(self) -> None:
+        """Cancels loads ahead under way, and releases every lease that no visit uses."""
+        with self._lock:
+            self._begin()
+            while self._ahead:
+                ticket, loads = self._ahead.popleft()
+                ticket.cancel()
+                self._give_up(loads)
+            self._is_deciding = False
+        self.give_back()
 
     def let_go(self) -> None:
         """Releases every lease that no visit uses, as the session ends. Takes no lock."""
@@ -340,7 +365,7 @@ class HostSlots:
         self.namespace.report_device(resident=[], touched=touched, bytes_resident=0)
 
     def _fresh_plan(self) -> SlotPlan:
-        return SlotPlan(self._slots, make_slot_policy(self._policy, self._slots, self.namespace.layers))
+        return SlotPlan(self._slots, make_slot_policy(self._policy, self._slots, self._order))
 
 
 def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "schedule") -> ExpertSource:
@@ -349,7 +374,7 @@ def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "
     return cache if namespace.let_stand(cache) else namespace
 
 
-def _slots_within(namespace: HostSource) -> int:
+def slots_within(namespace: HostSource) -> int:
     """Keys that may stand within what was promised."""
     promised, key_count = namespace.lease_slots, len(namespace.layers) * namespace.experts
     return key_count if promised >= key_count else max(1, promised - max(1, promised // LEFT_FREE))

@@ -26,7 +26,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch
 from paramstore.policy.make import make_slot_policy
-from paramstore.policy.slot_plan import Held, SlotPlan, SlotVisit
+from paramstore.policy.slot_plan import Held, SlotCounts, SlotPlan, SlotVisit
 from paramstore_client.device.copier import REACHED, Mark, make_copier
 from paramstore_client.device.device_lease import DeviceLease, DeviceStats, DeviceTicket
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
@@ -101,6 +101,11 @@ class DeviceTier:
         return [copy.key for held, copy in self._copies.items() if not held.is_gone]
 
     @property
+    def counts(self) -> SlotCounts:
+        """The plan's counts: `stats` has them by the names of a device."""
+        return self.plan.counts
+
+    @property
     def stats(self) -> DeviceStats:
         """The counts so far."""
         counts = self.plan.counts
@@ -167,6 +172,10 @@ class DeviceTier:
         self.settle()
         return ticket
 
+    def skip(self, layers: Sequence[int]) -> None:
+        """Notes that these layers are not visited this time: what was loaded ahead for them is spared no more."""
+        self.plan.skip(layers)
+
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
         """Hands the gradients to the namespace."""
         return self.namespace.push(gradients)
@@ -186,7 +195,8 @@ class DeviceTier:
 
     def close(self) -> None:
         """Waits for copies under way, gives every host lease back and forgets every copy."""
-        self._prefetches.clear()
+        while self._prefetches:
+            self._prefetches.popleft().cancel()
         self._reserve_host_leases(self.namespace.lease_slots)
         self._copier.close()
         self._stop_watching()
