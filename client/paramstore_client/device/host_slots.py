@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -67,9 +68,10 @@ class HostSlots:
         self.namespace = namespace
         self.may_stand = True
         """Whether leases outlive their visits; whoever puts this in front of a namespace asks that."""
-        self._slots = slots_within(namespace) if slots is None else slots
-        self._policy = policy
-        self._order = namespace.layers if layers is None else layers
+        self.lease_slots = slots_within(namespace) if slots is None else slots
+        """Keys that may be in use at once: as many as may stand."""
+        order = namespace.layers if layers is None else layers
+        self._fresh_plan = partial(_plan_of, self.lease_slots, policy, order)
         self._lock = threading.RLock()
         """Reentrant, as a signal's handler may close the store while its thread is in here."""
         self._plan = self._fresh_plan()
@@ -100,11 +102,6 @@ class HostSlots:
     @property
     def experts(self) -> int:
         return self.namespace.experts
-
-    @property
-    def lease_slots(self) -> int:
-        """Keys that may be in use at once: as many as may stand."""
-        return self._slots
 
     @property
     def counts(self) -> SlotCounts:
@@ -364,8 +361,9 @@ class HostSlots:
         self._touched.clear()
         self.namespace.report_device(resident=[], touched=touched, bytes_resident=0)
 
-    def _fresh_plan(self) -> SlotPlan:
-        return SlotPlan(self._slots, make_slot_policy(self._policy, self._slots, self._order))
+
+def _plan_of(slots: int, policy: str, layers: Sequence[int]) -> SlotPlan:
+    return SlotPlan(slots, make_slot_policy(policy, slots, layers))
 
 
 def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "schedule") -> ExpertSource:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paramstore.clock import Clock, MonotonicClock
-from paramstore.core.arguments import indices, whole_number, wrong
+from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
@@ -219,11 +219,11 @@ class RingMemory:
         if not keys:
             raise ConfigError("acquire of no keys: which layer a ring visits is known by its keys")
         continues = self._last_key is not None and self._last_key[0] == keys[0][0] and self._last_key[1] < keys[0][1]
-        return self._begin_visit(keys[0][0], keys, is_first=not continues, part=part, timeout_s=timeout_s)
+        return self._begin_visit(keys[0][0], keys, is_first=not continues, part=text("part", part), timeout_s=timeout_s)
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> AheadTicket:
         """Asks the namespace for `keys` ahead of use, beside what the ring itself loads."""
-        return self._source.prefetch(keys, part=part)
+        return self._source.prefetch(keys, part=text("part", part))
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
         """Hands the gradients to the namespace."""

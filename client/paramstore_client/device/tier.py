@@ -72,6 +72,8 @@ class DeviceTier:
         slots = whole_number("slots", slots, least=1)
         order = indices("layers", namespace.layers if layers is None else layers)
         self.plan = SlotPlan(slots, make_slot_policy(text("policy", policy), slots, order))
+        self.counts: SlotCounts = self.plan.counts
+        """What the plan counted so far; `stats` has it by the names of a device."""
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
@@ -99,11 +101,6 @@ class DeviceTier:
     def keys(self) -> list[ExpertKey]:
         """The keys that stand here, or are on their way."""
         return [copy.key for held, copy in self._copies.items() if not held.is_gone]
-
-    @property
-    def counts(self) -> SlotCounts:
-        """The plan's counts: `stats` has them by the names of a device."""
-        return self.plan.counts
 
     @property
     def stats(self) -> DeviceStats:
