@@ -504,7 +504,7 @@ def test_a_ring_of_which_few_experts_are_used_never_stops_loading_ahead() -> Non
 def test_where_no_lease_may_stand_each_ends_with_its_visit() -> None:
     ns = make_namespace()
     ns.may_stand = False
-    with RingMemory(ns, 2) as ring:
+    with RingMemory(ns, 5) as ring:
         for turn in range(10):
             with ring.layer(turn % 5) as experts:
                 assert_weights(ns, turn % 5, experts)
