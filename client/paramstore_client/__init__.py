@@ -50,6 +50,7 @@ from paramstore_client.schemas import adagrad_schema, adamw_schema, param_schema
 
 if TYPE_CHECKING:
     from paramstore_client import hf, nn, training
+    from paramstore_client.device.buffer import ExpertBuffer
     from paramstore_client.device.ring import RingMemory
     from paramstore_client.device.tier import DeviceTier
     from paramstore_client.nn import StoredExperts
@@ -65,6 +66,7 @@ __all__ = [
     "CorruptCatalog",
     "CorruptRecord",
     "DeviceTier",
+    "ExpertBuffer",
     "ForkedClient",
     "Lease",
     "LeaseError",
@@ -108,6 +110,7 @@ __all__ = [
 
 _TORCH_NAMES = {
     "DeviceTier": "paramstore_client.device.tier",
+    "ExpertBuffer": "paramstore_client.device.buffer",
     "RingMemory": "paramstore_client.device.ring",
     "StoredExperts": "paramstore_client.nn",
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
+from paramstore.policy.slot_visit import SlotCounts
 
 
 class WeightLease(Protocol):
@@ -75,6 +76,20 @@ class ExpertSource(Protocol):
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> Any:
         """Adds to the pending gradients; the tensors may be freed on return. (Any: what it returns is the handle's affair.)"""
+        ...
+
+
+@runtime_checkable
+class SlotSource(ExpertSource, Protocol):
+    """An `ExpertSource` with slots of its own, whose decisions are a `SlotPlan`'s."""
+
+    @property
+    def counts(self) -> SlotCounts:
+        """What was counted so far."""
+        ...
+
+    def skip(self, layers: Sequence[int]) -> None:
+        """Notes that these layers are not visited this time: what was loaded ahead for them is spared no more."""
         ...
 
 

@@ -4,8 +4,8 @@ A *visit* is one dispatch of a layer: its keys are all known, since the router h
 be *loaded ahead* of its visit. The plan decides and counts; whoever carries it out copies, and tells when bytes have come.
 
 - A hit is a key whose bytes were there when its visit began. One that is still under way then is *late*.
-- What a visit uses is never evicted. What was loaded ahead and not used since, or is still under way, is spared: it gives room
-  to a visit that finds nothing else, and never to another load ahead.
+- What a visit uses is never evicted. What was loaded ahead, or is still under way, is spared until its layer is visited: it gives
+  room to a visit that finds nothing else, and never to another load ahead. What that visit does not use was guessed wrong.
 - A visit of more keys than may stand at once passes by: it takes free slots, evicts nobody for more than the few slots that the
   rest runs through, and so leaves what is there for the visits after it. What was loaded ahead for it runs through as well.
 - Loads ahead evict at most `churn` keys between the beginnings of two visits.
@@ -16,97 +16,35 @@ memory (SE-MoE, arXiv 2205.10034, section 3.3.2) `RingOrder`. Both papers give e
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from paramstore.errors import CapacityError, LeaseError
-from paramstore.policy.base import Policy, VisitPolicy
+from paramstore.policy.base import Policy, VisitPolicy, layer_of
+from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 
 UNTOLD_MAX = 64
 """Visits of which the policy is told together: a decision tells it first, so that only time is saved."""
-
-
-@dataclass(slots=True)
-class SlotCounts:
-    """Keys since the plan was made. hits + late + misses + passed = keys of all visits; each miss, each passing and each key of
-    `ahead` is one load. useful: loaded ahead and visited then, late ones too; wasted: gone before any visit."""
-
-    hits: int = 0
-    late: int = 0
-    misses: int = 0
-    passed: int = 0
-    ahead: int = 0
-    useful: int = 0
-    wasted: int = 0
-    evicted: int = 0
-    dropped: int = 0
-    failed: int = 0
-
-    @property
-    def loads(self) -> int:
-        """Loads that were decided, those that failed among them."""
-        return self.misses + self.passed + self.ahead
-
-
-class Held:
-    """A key that stands in a slot, or is on its way there. One object for each load: a key that comes again gets another."""
-
-    __slots__ = ("is_ahead", "is_gone", "is_passing", "is_ready", "key", "users")
-
-    def __init__(self, key: Hashable, *, is_ahead: bool) -> None:
-        self.key = key
-        self.is_ahead = is_ahead
-        self.is_ready = False
-        self.is_gone = False
-        self.is_passing = False
-        """Whether it goes once the visit that it passes by for has used it."""
-        self.users = 0
-        """Visits under way that use it."""
-
-    def __repr__(self) -> str:
-        state = "gone" if self.is_gone else "ready" if self.is_ready else "under way"
-        return f"<Held {self.key!r}, {state}, {self.users} users>"
-
-
-@dataclass(slots=True, eq=False)
-class SlotVisit:
-    """What one visit finds and needs; its `held` are in use, and `passing_slots` slots kept free for it, until `end_visit`.
-
-    held: in the order of the visit's keys, without those that pass. loads: those of `held` that are to be loaded now. late: those
-    that are still on their way. passing: keys to be run through `passing_slots` slots, as many at a time (`let_in`, `let_out`).
-    through: those of them that have a slot now, and what was loaded ahead and passes. evicted: what gave room. ahead_ready,
-    ahead_late: keys loaded ahead of it whose bytes had come, or had not.
-    """
-
-    held: Sequence[Held]
-    loads: tuple[Held, ...] = ()
-    late: tuple[Held, ...] = ()
-    passing: tuple[Hashable, ...] = ()
-    passing_slots: int = 0
-    evicted: tuple[Held, ...] = ()
-    through: list[Held] = field(default_factory=list)
-    waiting: deque[Hashable] = field(default_factory=deque)
-    ahead_ready: int = 0
-    ahead_late: int = 0
-    is_over: bool = False
+PASSING_SHARE, PASSING_SLOTS_MAX = 8, 16
+"""Unless told otherwise a visit that does not fit runs its rest through one of so many slots, at least one and at most so many."""
 
 
 class SlotPlan:
     """Owner of what stands in `slots` slots, of who uses it, and of the counts. Pure: it copies nothing and never waits.
 
-    passing_slots: most slots that a visit which does not fit runs its rest through. held_most: most slots that one visit which
-    may pass takes; None: all. churn: None for no bound.
+    passing_slots: most slots that a visit which does not fit runs its rest through; default a few. held_most: most slots that one
+    visit which may pass takes; None: all. churn: None for no bound.
     """
 
     def __init__(
-        self, slots: int, policy: Policy, *, passing_slots: int = 1, held_most: int | None = None, churn: int | None = None
-    ) -> None:
+        self, slots: int, policy: Policy, *, passing_slots: int | None = None, held_most: int | None = None,
+        churn: int | None = None,
+    ) -> None:  # fmt: skip
         self.slots = slots
         self.counts = SlotCounts()
         self._policy = policy
         self._visits = policy if isinstance(policy, VisitPolicy) else None
-        self._passing_slots = passing_slots
+        few = max(1, min(slots // PASSING_SHARE, PASSING_SLOTS_MAX))
+        self._passing_slots = few if passing_slots is None else passing_slots
         self.held_most = slots if held_most is None else held_most
         self._churn = slots if churn is None else churn
         self._churned = 0
@@ -191,7 +129,7 @@ class SlotPlan:
             self._kept_free -= 1
         else:
             self.counts.useful += held.is_ahead
-            held.is_ahead = False
+            held.is_ahead = held.is_awaited = False
             self.counts.passed -= 1
             self.counts.hits += held.is_ready
             self.counts.late += not held.is_ready
@@ -278,6 +216,7 @@ class SlotPlan:
         visit.held, visit.loads, visit.late, visit.passing = held, tuple(loads), tuple(late), tuple(passing)
         visit.waiting.extend(passing)
         self._note_use(keys)
+        self._await_no_more(set(map(layer_of, keys)))
         for key in (*passing, *(one.key for one in visit.through)):
             if key not in self._held or self._held[key].is_passing:
                 self._policy.forget(key)
@@ -288,13 +227,18 @@ class SlotPlan:
         visit.ahead_ready += one.is_ahead and one.is_ready
         visit.ahead_late += one.is_ahead and not one.is_ready
         one.is_passing = passes and one.is_ahead and not one.users
-        one.is_ahead = False
+        one.is_ahead = one.is_awaited = False
         if not one.is_ready:
             late.append(one)
             return
         self.counts.hits += 1
         if not one.is_passing:
             self._fast[one.key] = one
+
+    def skip(self, layers: Iterable[object]) -> None:
+        """These layers are not visited this time: what was loaded ahead for them is spared no more."""
+        self._tell()
+        self._await_no_more(set(layers))
 
     # --- loads ---
 
@@ -304,6 +248,8 @@ class SlotPlan:
         self._tell()
         wanted = list(dict.fromkeys(keys))
         new = [key for key in wanted if key not in self._held]
+        for held in filter(None, map(self._held.get, wanted)):
+            held.is_awaited = held.is_ahead
         spared = {held.key for held in self._held.values() if held.users or _is_spared(held)} | set(wanted)
         idle = sum(key not in spared for key in self._held)
         most = self._churn - self._churned
@@ -376,11 +322,18 @@ class SlotPlan:
     def _tell(self) -> None:
         """Tells the policy of the visits that decided nothing."""
         untold, self._untold = self._untold, []
+        self._await_no_more({layer_of(held.key) for visit in untold for held in visit})
         for visit in untold:
             self._note_use([held.key for held in visit])
             for held in visit:
                 if held.is_gone:
                     self._policy.forget(held.key)
+
+    def _await_no_more(self, layers: set[object]) -> None:
+        """Spares no more what was loaded ahead for `layers`; a name of no layer waits for its own visit."""
+        for held in self._held.values():
+            if held.is_awaited and (layer := layer_of(held.key)) is not None and layer in layers:
+                held.is_awaited = False
 
     def _note_use(self, keys: Sequence[Hashable]) -> None:
         if self._visits is not None:
@@ -397,4 +350,4 @@ class SlotPlan:
 
 
 def _is_spared(held: Held) -> bool:
-    return held.is_ahead or not held.is_ready
+    return held.is_awaited or not held.is_ready

@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.trace import Trace, TraceEventKind
-from paramstore.policy.slot_plan import SlotCounts, SlotPlan
+from paramstore.policy.slot_plan import SlotPlan
+from paramstore.policy.slot_visit import SlotCounts
 from paramstore.sim.belady import Belady
 
 Ahead = Callable[[int], Sequence[ExpertKey]]

@@ -43,6 +43,18 @@ print("ready", flush=True)
 signal.pause()
 """
 
+BUFFER = """
+import signal, sys
+import paramstore_client as ps
+
+store = ps.connect(sys.argv[1])
+ns = store.open_namespace("moe", min_lease_slots=3)
+buffer = ps.ExpertBuffer(ns, 2)
+buffer.acquire([(0, 0), (0, 1)]).release()
+print("ready", flush=True)
+signal.pause()
+"""
+
 LIMIT_S = 20.0
 
 Until = Callable[[Callable[[], object]], None]
@@ -55,8 +67,8 @@ def client_process(daemon: DaemonProcess) -> Iterator[Callable[[str], subprocess
     """A client in a process of its own: it leases two keys and, as writer, has one push done and one half sent."""
     processes = []
 
-    def start(mode: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-c", CLIENT, daemon.address, mode], stdout=subprocess.PIPE)
+    def start(mode: str, program: str = CLIENT) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", program, daemon.address, mode], stdout=subprocess.PIPE)
         processes.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
@@ -87,6 +99,14 @@ def test_a_killed_client_leaves_no_lease_no_gradient_and_no_upload_area(
     after = figures(store)
     assert (after["pending_gradients"], after["has_writer"], after["views"]) == (0, False, before["views"])
     assert store.stats()["tiers"]["host"]["upload_bytes"] == upload_bytes
+
+
+def test_what_stands_in_a_killed_clients_buffer_comes_back(store: ps.Store, client_process: Any, until: Until) -> None:
+    before = figures(store)["leased_slots"]
+    process = client_process("read", BUFFER)
+    assert figures(store)["leased_slots"] == before + 2, "they stand, though no visit uses them"
+    process.kill()
+    until(lambda: figures(store)["leased_slots"] == before)
 
 
 def test_what_a_killed_writer_pushed_is_forgotten(

@@ -194,7 +194,8 @@ class Scene:
             "param_schema.fields": {"w": ((2,), "float32")}, "Schema.param.fields": {"w": ((2,), "float32")},
             "Schema.check_options.options": ps.AdamW(), "RingMemory.layers": None, "RingMemory.experts": [1],
             "DeviceTier.layers": None,
-            "RingMemory.namespace": self.ns, "DeviceTier.namespace": self.ns, "StoredExperts.namespace": self.ns,
+            "RingMemory.namespace": self.ns, "ExpertBuffer.namespace": self.ns, "DeviceTier.namespace": self.ns,
+            "StoredExperts.namespace": self.ns,
             "StoredExperts.group": None, "bind.namespace": self.ns, "model": torch.nn.Linear(1, 1), "kind": "adamw",
             "description": ps.adamw_schema(fields).describe(), "settled_within.timeout_s": 0.0, "dir": self.directory / "new",
             "host_budget": None, "volumes": (), "add_volumes": (), "volume_size": None, "gradient_budget": None, "socket": None,
@@ -228,7 +229,7 @@ MADE_BY_US = {
 FOR_US = {
     "ExpertSchedule.begin_forward", "ExpertSchedule.begin_backward", "Experts.expect_micro_batches", "Lease.make_view",
     "RingMemory.end_visit", "ServeOptions.arguments", "Ticket.settle", "Ticket.settle_error", "ServeOptions.environment",
-    "DeviceTier.end_visit",
+    "DeviceTier.end_visit", "DeviceTier.skip", "ExpertBuffer.skip",
 }  # fmt: skip
 """Methods that only other parts of the client call."""
 NOT_LOOKED_AT = {("RingMemory", "clock"), ("launched", "environment")} | {
@@ -244,6 +245,7 @@ SUBJECTS: dict[str, Callable[[Scene], Any]] = {
     "Namespace": lambda scene: scene.ns, "Lease": lambda scene: scene.lease, "Ticket": lambda scene: scene.ns.prefetch([(0, 1)]),
     "Schema": lambda scene: scene.ns.schema, "ServeOptions": lambda scene: ps.ServeOptions(),
     "RingMemory": lambda scene: scene.ring(), "DeviceTier": lambda scene: scene.tier(),
+    "ExpertBuffer": lambda scene: ps.ExpertBuffer(scene.ns, 1),
     "StoredExperts": lambda scene: ps.StoredExperts(scene.ns, 0), "ExpertSchedule": lambda scene: scene.schedule(),
     "ResidentExperts": lambda scene: ps.nn.ResidentExperts([{"w": torch.ones(2)}]), "Experts": lambda scene: scene.experts(),
     "Initialization": lambda scene: scene.initialization(),

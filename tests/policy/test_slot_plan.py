@@ -16,7 +16,8 @@ from paramstore.policy.lifo_inactive import LifoInactive
 from paramstore.policy.lru import Lru
 from paramstore.policy.ring_order import RingOrder
 from paramstore.policy.schedule import Schedule
-from paramstore.policy.slot_plan import Held, SlotPlan, SlotVisit
+from paramstore.policy.slot_plan import SlotPlan
+from paramstore.policy.slot_visit import Held, SlotVisit
 
 LAYERS, EXPERTS = 4, 6
 
@@ -175,6 +176,26 @@ def test_what_was_loaded_ahead_is_spared_until_it_was_used() -> None:
     used(plan, "a")
     assert keys_of(plan.visit("z").evicted) == ["a"]
     assert (plan.counts.ahead, plan.counts.useful, plan.counts.wasted) == (2, 1, 0)
+
+
+def test_what_was_guessed_wrong_is_spared_until_its_layers_visit_and_no_longer() -> None:
+    plan = SlotPlan(4, Lru())
+    guesses = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for held in plan.ahead(guesses)[0]:
+        plan.arrive(held)
+    assert plan.ahead([(2, 0)]) == ([], [])
+    used(plan, [(0, 0)])  # a visit that decides nothing
+    assert keys_of(plan.ahead([(2, 0), (2, 1), (2, 2)])[1]) == [(0, 1), (0, 0)], "those of layer 1 are waited for"
+    assert (plan.counts.useful, plan.counts.wasted) == (1, 1)
+
+
+def test_what_was_guessed_wrong_and_is_asked_for_again_is_spared_again() -> None:
+    plan = SlotPlan(3, Lru())
+    for held in plan.ahead([(0, 0), (0, 1)])[0]:
+        plan.arrive(held)
+    used(plan, [(0, 2)])
+    plan.ahead([(0, 0)])
+    assert keys_of(plan.ahead([(1, 0), (1, 1), (1, 2)])[1]) == [(0, 1), (0, 2)]
 
 
 def test_demand_that_finds_nothing_else_takes_what_was_loaded_ahead_and_it_counts_as_wasted() -> None:
@@ -359,7 +380,7 @@ def test_every_counter_is_what_a_plain_model_of_the_slots_counts(name: str, seed
             evicting = rng.choice([None, None, 0])
             loads, evicted = plan.ahead(keys, evicting=evicting)
             assert not evicted or evicting is None
-            model.ahead(loads, evicted)
+            model.ahead(keys, loads, evicted)
         elif action < 0.72 and visits:
             visit = rng.choice(visits)
             before = list(plan.held)
@@ -403,6 +424,8 @@ class Slots:
         self.ready: set[Held] = set()
         self.fresh: set[Held] = set()
         """Loaded ahead and not visited since."""
+        self.awaited: set[Held] = set()
+        """Of these, those whose layer was not visited since, or that were asked for again then."""
         self.users: dict[Held, int] = {}
         self.leaving: set[Held] = set()
         """Going once they were used."""
@@ -446,6 +469,8 @@ class Slots:
             self.fresh.discard(held)
             self.users[held] = self.users.get(held, 0) + 1
         assert list(visit.loads) == loads
+        layers = {key[0] for key in keys}  # type: ignore[index]
+        self.awaited = {held for held in self.awaited & self.fresh if held.key[0] not in layers}  # type: ignore[index]
 
     def refuse(self, keys: Sequence[Hashable]) -> None:
         missing = [key for key in keys if key not in self.standing]
@@ -453,16 +478,18 @@ class Slots:
         mine = [held for held in idle if held.key in keys]
         assert len(missing) > self.free + len(idle) - len(mine), "there was room"
 
-    def ahead(self, loads: Sequence[Held], evicted: Sequence[Held]) -> None:
+    def ahead(self, keys: Sequence[Hashable], loads: Sequence[Held], evicted: Sequence[Held]) -> None:
+        self.awaited |= {held for held in self.fresh if held.key in keys}
         for held in evicted:
             assert held in self.ready
-            assert held not in self.fresh
+            assert held not in self.awaited
             assert not self.users.get(held)
             self.remove(held)
         for held in loads:
             assert held.key not in self.standing
             self.standing[held.key] = held
             self.fresh.add(held)
+            self.awaited.add(held)
 
     def let_in(self, visit: SlotVisit, held: Held, evicted: Sequence[Held]) -> None:
         assert held.key == self.waiting[visit].pop(0)
@@ -472,6 +499,7 @@ class Slots:
             self.remove(other)
         self.useful += held in self.fresh
         self.fresh.discard(held)
+        self.awaited.discard(held)
         if self.standing.get(held.key) is held:
             self.passed -= 1
             self.hits += held in self.ready

@@ -13,7 +13,7 @@ from torch import Tensor
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.errors import LeaseError, UnknownKey
-from paramstore.policy.slot_plan import SlotVisit
+from paramstore.policy.slot_visit import SlotVisit
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
 from paramstore_client.source import HostTicket
 

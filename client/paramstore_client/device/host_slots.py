@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -24,8 +25,9 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.errors import LeaseError, ParamStoreError
 from paramstore.policy.make import make_slot_policy
-from paramstore.policy.slot_plan import Held, SlotCounts, SlotPlan, SlotVisit
-from paramstore_client.device.loads_ahead import LoadsAhead
+from paramstore.policy.slot_plan import SlotPlan
+from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
+from paramstore_client.device.loads_ahead import LoadsAhead, NothingAhead
 from paramstore_client.device.standing_lease import StandingLease
 from paramstore_client.handle.base import plain_keys
 from paramstore_client.source import ExpertSource, HostSource, HostTicket, LeaseTicket, WeightLease
@@ -43,38 +45,31 @@ LEFT_TO_OTHERS = 8
 _log = logging.getLogger(__name__)
 
 
-class NothingAhead:
-    """The ticket of a prefetch that had nothing to fetch."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> Mapping[str, int]:
-        return {"loaded": 0, "resident": 0, "skipped": 0, "bytes": 0}
-
-    def cancel(self) -> bool:
-        return False
-
-
 class HostSlots:
     """Standing leases in front of a namespace; an `ExpertSource`. May be used from several threads: one visit begins at a time.
 
     slots: default what the namespace was promised, less a few. policy: one of `paramstore.policy.make.SLOT_POLICIES`; those that
-    know an order have the layers visited as the namespace has them, again and again. `refresh` moves what later visits see; called
+    know an order have `layers` visited, default the namespace's, again and again. `refresh` moves what later visits see; called
     from another thread, it may part a visit that is just beginning. A daemon that takes nothing off its socket holds all threads up
     for as long as a request may wait. A key that another visit has asked for is waited for as long as that one does.
     """
 
-    def __init__(self, namespace: HostSource, *, slots: int | None = None, policy: str = "schedule") -> None:
+    def __init__(
+        self, namespace: HostSource, *, slots: int | None = None, policy: str = "schedule", layers: Sequence[int] | None = None
+    ) -> None:
         self.namespace = namespace
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
         self.experts: int = namespace.experts
-        self._slots = _slots_within(namespace) if slots is None else slots
-        self._policy = policy
+        self.may_stand = True
+        """Whether leases outlive their visits; whoever puts this in front of a namespace asks that."""
+        self.lease_slots = slots_within(namespace) if slots is None else slots
+        """Keys that may be in use at once: as many as may stand."""
+        order = namespace.layers if layers is None else layers
+        self._fresh_plan = partial(_plan_of, self.lease_slots, policy, order)
         self._lock = threading.RLock()
         """Reentrant, as a signal's handler may close the store while its thread is in here."""
-        self._plan = _plan_of(self._slots, self._policy, self.layers)
+        self._plan = self._fresh_plan()
         self._leases: dict[Held, WeightLease] = {}
         self._arriving: dict[Held, LeaseTicket] = {}
         self._visits: set[SlotVisit] = set()
@@ -89,11 +84,6 @@ class HostSlots:
         self._is_deciding = False
         """Whether a visit has begun or ended halfway: it was interrupted, unless it is under way now."""
         weakref.finalize(self, _release_idle, self._leases, self._arriving).atexit = False
-
-    @property
-    def lease_slots(self) -> int:
-        """Keys that may be in use at once: as many as may stand."""
-        return self._slots
 
     @property
     def counts(self) -> SlotCounts:
@@ -150,6 +140,8 @@ class HostSlots:
             self._begin()
             self._end(plan, visit)
             self._is_deciding = False
+        if not self.may_stand:
+            self.give_back()
 
     def abandon(self, plan: SlotPlan, visit: SlotVisit) -> None:
         """Has the visit of a lease that nobody has any more ended when the next one begins. Takes no lock."""
@@ -258,6 +250,21 @@ class HostSlots:
             self._drop([held for held in leased if not held.users])
             self._is_deciding = False
 
+    def skip(self, layers: Sequence[int]) -> None:
+        """Notes that these layers are not visited this time: what was loaded ahead for them is spared no more."""
+        with self._lock:
+            self._begin()
+            self._plan.skip(layers)
+            self._is_deciding = False
+
+    def close(self) -> None:
+        """Cancels loads ahead under way, and releases every lease that no visit uses."""
+        with self._lock:
+            self._begin()
+            self._ahead.cancel(self._plan)
+            self._is_deciding = False
+        self.give_back()
+
     def let_go(self) -> None:
         """Releases every lease that no visit uses, as the session ends. Takes no lock."""
         _release_idle(self._leases, self._arriving)
@@ -285,7 +292,7 @@ class HostSlots:
         for held in [*self._leases, *self._arriving]:
             held.is_gone = True
             held.users = users[held]
-        self._plan = _plan_of(self._slots, self._policy, self.layers)
+        self._plan = self._fresh_plan()
         self._ahead.forget()
         self._release_gone()
 
@@ -356,7 +363,7 @@ def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "
     return cache if namespace.let_stand(cache) else namespace
 
 
-def _slots_within(namespace: HostSource) -> int:
+def slots_within(namespace: HostSource) -> int:
     """Keys that may stand within what was promised."""
     promised, key_count = namespace.lease_slots, len(namespace.layers) * namespace.experts
     return key_count if promised >= key_count else max(1, promised - max(1, promised // LEFT_FREE))

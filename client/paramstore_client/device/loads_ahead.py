@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from paramstore.core.key import ExpertKey
 from paramstore.errors import ParamStoreError
-from paramstore.policy.slot_plan import Held, SlotPlan
+from paramstore.policy.slot_plan import SlotPlan
+from paramstore.policy.slot_visit import Held
 from paramstore_client.source import HostSource, HostTicket
 
 AHEAD_KEYS = 4
@@ -21,6 +22,19 @@ AHEAD_MAX = 64
 """Most loads ahead whose outcome is awaited; beyond it the oldest counts as not arrived."""
 
 _log = logging.getLogger(__name__)
+
+
+class NothingAhead:
+    """The ticket of a prefetch that had nothing to fetch."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> Mapping[str, int]:
+        return {"loaded": 0, "resident": 0, "skipped": 0, "bytes": 0}
+
+    def cancel(self) -> bool:
+        return False
 
 
 class LoadsAhead:
@@ -65,6 +79,14 @@ class LoadsAhead:
             for held in loads[:arrived]:
                 plan.arrive(held)
             self._give_up(plan, loads[arrived:])
+
+    def cancel(self, plan: SlotPlan) -> None:
+        """Cancels all of them: nobody will visit what they bring."""
+        while self._under_way:
+            ticket, loads = self._under_way.popleft()
+            ticket.cancel()
+            self._give_up(plan, loads)
+        self.unplaced = []
 
     def forget(self) -> None:
         """Forgets all of them: they are of another view, or of another plan."""

@@ -1,12 +1,12 @@
 """The ring memory of MoESys (SE-MoE, arXiv 2205.10034, section 3.3.2): a model larger than memory computes layer by layer.
 
-Of L layers, K have a slot each: layer i computes from its slot while the slots of the next K - 1 load; when it is done
-its slot takes layer i + K. After the last layer comes the first again, for the next token.
+Of L layers, K have room: while one computes the next K - 1 load; when it is done its room goes to the Kth after it. After the last
+layer comes the first again, for the next token.
 
-- A *turn* counts the layers visited, without end: turn t is layer t mod L in slot t mod K. A slot remembers its turn, and
-  is proven to be the one meant at each use, so L need not be a multiple of K.
-- On the CPU a slot is a lease on the host cache, without a copy, and loading ahead is a prefetch; on a CUDA device it is
-  room in a `DeviceTier`. The ring itself knows no difference.
+- A *turn* counts the layers visited, without end: turn t is layer t mod L. A visit that would need the room of one that is not over
+  is refused, so L need not be a multiple of K.
+- Slots hold single experts, and what stands, loads and goes is decided by a `SlotPlan` with the policy `ring`: on the CPU a slot is
+  a lease that stands (`HostSlots`), on a device memory (`DeviceTier`). In the paper a slot holds a layer.
 - Loading ahead never waits and never fails a visit, and demand never waits for more than what the layer needs.
 - The ring turns once a visit has its weights: one that raises on entry has cost itself, and nothing else.
 """
@@ -15,25 +15,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from paramstore.clock import Clock, MonotonicClock
-from paramstore.core.arguments import indices, whole_number, wrong
+from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, UnknownKey
+from paramstore.policy.slot_visit import SlotCounts
 from paramstore_client.activity import Activity
-from paramstore_client.device.tier import DeviceTier, device_of
+from paramstore_client.device.slot_cache import open_slots
+from paramstore_client.device.tier import device_of
 from paramstore_client.device.visit_order import declare_ring
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import AheadTicket, ExpertSource, HostSource, WeightLease
+from paramstore_client.source import AheadTicket, ExpertSource, HostSource, SlotSource, WeightLease
 
 Experts = dict[int, Mapping[str, Tensor]]
 """expert -> {field: tensor}"""
@@ -43,9 +44,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RingStats:
-    """Counts of one ring. A visit is a hit if its experts (of its first part) were there when it began, else it waited.
+    """Counts of one ring. A visit is a hit if all its experts (of its first part) were there when it began, else it waited.
 
-    wait_s: time in `acquire`, hits included. leased_bytes_max: most bytes leased at once; total_bytes: of all the layers.
+    wait_s: time in `acquire`, hits included. leased_bytes_max: most bytes that visits under way held; total_bytes: of all layers.
     """
 
     hits: int = 0
@@ -59,15 +60,6 @@ class RingStats:
     def resident_fraction(self) -> float:
         """Largest fraction of all experts' bytes that the computation held at once."""
         return self.leased_bytes_max / self.total_bytes
-
-
-@dataclass(slots=True)
-class _LayerSlot:
-    """The newest turn of a slot, and the load ahead of that turn."""
-
-    turn: int
-    keys: frozenset[ExpertKey]
-    ticket: AheadTicket | None
 
 
 class RingLease:
@@ -103,9 +95,10 @@ class RingMemory:
     """A ring of `slots` layers over a namespace, visited in order, again and again. A context manager.
 
     device: where `layer` gives the weights. layers: the order of visits; default all, ascending. experts_ahead: experts
-    that a slot loads ahead of its turn; default all where `slots` whole layers fit in what may be leased, else as many
-    as fit, the likeliest by use so far. When it begins, a reader's namespace is told the order. Used by one thread. Owner of the
-    turns, and of the `DeviceTier` it makes.
+    of a layer that are loaded ahead of its turn; default all where `slots` whole layers fit in what may be leased, else as many
+    as fit, the likeliest by use so far. Over a source that is no namespace the slots are that source's, and hits are told where it
+    counts them. When it begins, a reader's namespace is told the order. Used by one thread. Owner of the turns, and of the slots
+    in front of a namespace.
 
         with ps.RingMemory(ns, slots=2) as ring:
             for token in range(count):
@@ -146,18 +139,22 @@ class RingMemory:
         self.experts: int = namespace.experts
         self.stats = RingStats(total_bytes=len(order) * namespace.experts * self._key_bytes)
         self._slot_count = slots
+        self._namespace = namespace
         self._closing = ExitStack()
-        self._source = namespace
-        if device_of(device).type != "cpu":
-            room = slots * (self.experts if experts_ahead is None else experts_ahead)
-            host = cast(HostSource, namespace)  # a device makes sense only in front of a namespace
-            self._source = self._closing.enter_context(DeviceTier(host, room, device=device, policy="ring", layers=order))
+        self._source: ExpertSource = namespace
+        device = device_of(device)
+        if device.type != "cpu" or isinstance(namespace, HostSource):
+            per_layer = self.experts if experts_ahead is None or device.type == "cpu" else experts_ahead
+            cache = open_slots(namespace, slots * per_layer, device=device, policy="ring", layers=order)
+            self._source = self._closing.enter_context(closing(cache))
         fitting = max(1, self._source.lease_slots // slots)
         self._experts_ahead = min(self.experts, fitting if experts_ahead is None else experts_ahead)
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._activity = Activity()
-        self._slots: list[_LayerSlot] = []
+        self._is_open = False
         self._turn = -1
+        self._ahead_turn = -1
+        """The last turn that was asked for ahead."""
         self._last_key: ExpertKey | None = None
         self._visits: list[RingLease] = []
         """The leases of visits that are not over."""
@@ -166,6 +163,12 @@ class RingMemory:
     def lease_slots(self) -> int:
         """Keys that may be held leased at once."""
         return self._source.lease_slots
+
+    @property
+    def counts(self) -> SlotCounts:
+        """Keys of all visits since the slots were made: hits, what was loaded, ahead and not, and what went. A load moves one
+        expert's `param` image, or on the CPU nothing where the daemon still has it. Zeros where the source counts nothing."""
+        return self._source.counts if isinstance(self._source, SlotSource) else SlotCounts()
 
     @property
     def _key_bytes(self) -> int:
@@ -181,17 +184,13 @@ class RingMemory:
         return f"<RingMemory of {ring}, {where if self._turn >= 0 else 'before its first visit'}>"
 
     def __enter__(self) -> RingMemory:
-        declare_ring(self._source, self.layers)
-        self._slots = [_LayerSlot(turn - self._slot_count, frozenset(), None) for turn in range(self._slot_count)]
-        for turn in range(self._slot_count):
-            self._load_ahead(turn)
+        declare_ring(self._namespace, self.layers)
+        self._is_open = True
+        self._load_ahead(self._turn + self._slot_count)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for slot in self._slots:
-            if slot.ticket is not None:
-                slot.ticket.cancel()
-        self._slots = []
+        self._is_open = False
         self._closing.close()
 
     # --- visits ---
@@ -220,11 +219,11 @@ class RingMemory:
         if not keys:
             raise ConfigError("acquire of no keys: which layer a ring visits is known by its keys")
         continues = self._last_key is not None and self._last_key[0] == keys[0][0] and self._last_key[1] < keys[0][1]
-        return self._begin_visit(keys[0][0], keys, is_first=not continues, part=part, timeout_s=timeout_s)
+        return self._begin_visit(keys[0][0], keys, is_first=not continues, part=text("part", part), timeout_s=timeout_s)
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> AheadTicket:
         """Asks the namespace for `keys` ahead of use, beside what the ring itself loads."""
-        return self._source.prefetch(keys, part=part)
+        return self._source.prefetch(keys, part=text("part", part))
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
         """Hands the gradients to the namespace."""
@@ -248,12 +247,12 @@ class RingMemory:
         self, layer: int, keys: Sequence[ExpertKey], *, is_first: bool, part: str = "param", timeout_s: float | None = None
     ) -> RingLease:
         """Begins a visit and returns its lease. Until the weights are there nothing changes; an interrupt after that ends it."""
-        if not self._slots:
+        if not self._is_open:
             raise LeaseError(f"layer {layer}: a ring is used inside its `with`")
         turn = self._turn_of(layer) if is_first else self._turn
-        is_loaded = self._is_loaded(turn, keys)
-        begun_s = self._clock.now_s()
+        begun_s, hits = self._clock.now_s(), self.counts.hits
         lease = self._source.acquire(keys, part=part, timeout_s=timeout_s)
+        is_hit = self.counts.hits == hits + len(set(keys))
         visit = RingLease(self, lease, turn, len(keys))
         self._visits.append(visit)
         try:
@@ -263,8 +262,8 @@ class RingMemory:
             experts = [expert for _, expert in keys]
             if is_first:
                 self._activity.record(layer, experts)
-                self.stats.hits += is_loaded
-                self.stats.waits += not is_loaded
+                self.stats.hits += is_hit
+                self.stats.waits += not is_hit
                 self._turn_to(turn)
             else:
                 self._activity.add(layer, experts)
@@ -274,15 +273,15 @@ class RingMemory:
         return visit
 
     def end_visit(self, visit: RingLease) -> None:
-        """Ends the visit of a RingLease, which has released its keys; its slot takes the layer that comes around next."""
+        """Ends the visit of a RingLease, which has released its keys; its room goes to the layer that comes around next."""
         self._visits.remove(visit)
-        if self._slots:
+        if self._is_open:
             self._load_ahead(visit.turn + self._slot_count)
 
     # --- turns ---
 
     def _turn_of(self, layer: int) -> int:
-        """The next turn of `layer`. Raises LeaseError where its slot is that of a visit which is not over."""
+        """The next turn of `layer`. Raises LeaseError where its room is that of a visit which is not over."""
         if layer not in self.layers:
             raise UnknownKey(f"layer {layer} is not in the ring; it has {list(self.layers)}")
         here = self._turn + 1
@@ -296,50 +295,30 @@ class RingMemory:
         return turn
 
     def _turn_to(self, turn: int) -> None:
-        """Notes that the visit of `turn` has begun; the slots of skipped turns are given to the turns that come around next."""
+        """Notes that the visit of `turn` has begun; the room of skipped turns goes to those that come around next."""
         skipped = range(self._turn + 1, turn)
         self._turn = turn
         self.stats.skipped_turns += len(skipped)
-        for other in skipped:
-            self._load_ahead(other + self._slot_count)
+        if skipped:
+            if isinstance(self._source, SlotSource):
+                self._source.skip([self.layers[other % len(self.layers)] for other in skipped])
+            self._load_ahead(turn - 1 + self._slot_count)
 
-    def _load_ahead(self, turn: int) -> None:
-        """Gives its slot to `turn`, unless a later turn has it, and starts the load of the experts that `turn` will likely need."""
-        slot = self._slots[turn % self._slot_count]
-        if slot.turn >= turn:
-            return
-        if slot.ticket is not None and not slot.ticket.done():
-            slot.ticket.cancel()
-        layer = self.layers[turn % len(self.layers)]
-        experts = self._sorted(None) if self._experts_ahead == self.experts else self._likely(layer)
-        slot.turn, slot.keys, slot.ticket = turn, frozenset((layer, expert) for expert in experts), None
-        slot.ticket = self._ask_ahead(layer, experts)
+    def _load_ahead(self, last: int) -> None:
+        """Asks for the experts that the turns up to `last` will likely need, as far as they were not asked for before."""
+        first = max(self._ahead_turn + 1, last - self._slot_count + 1)
+        self._ahead_turn = max(self._ahead_turn, last)
+        for turn in range(first, last + 1):
+            layer = self.layers[turn % len(self.layers)]
+            self._ask_ahead(layer, self._sorted(None) if self._experts_ahead == self.experts else self._likely(layer))
 
-    def _ask_ahead(self, layer: int, experts: Sequence[int]) -> AheadTicket | None:
+    def _ask_ahead(self, layer: int, experts: Sequence[int]) -> None:
         try:
-            return self._source.prefetch([(layer, expert) for expert in experts]) if experts else None
+            if experts:
+                self._source.prefetch([(layer, expert) for expert in experts])
         except ParamStoreError as error:  # demand will ask again and raise the error where it matters
             _log.warning("%d experts of layer %d could not be loaded ahead: %s", len(experts), layer, error)
-            return None
 
     def _likely(self, layer: int) -> list[int]:
         """The experts worth loading ahead, most used first; none before the first visit, when a guess would mostly be waste."""
         return list(self._activity.likely(layer, self._experts_ahead))
-
-    def _is_loaded(self, turn: int, keys: Sequence[ExpertKey]) -> bool:
-        """Whether the bytes of `keys` are there now: in slots on a device, or on the host, if the load ahead has brought them."""
-        if isinstance(self._source, DeviceTier):
-            return self._source.has(keys)
-        slot = self._slots[turn % self._slot_count]
-        return slot.turn == turn and slot.ticket is not None and slot.keys.issuperset(keys) and _brought_all(slot.ticket)
-
-
-def _brought_all(ticket: AheadTicket) -> bool:
-    """Whether a load ahead is done, and nothing of it is known to have been skipped for want of room."""
-    if not ticket.done():
-        return False
-    outcome = getattr(ticket, "wait", None)  # a prefetch into host memory tells what it skipped
-    try:
-        return outcome is None or not outcome()["skipped"]
-    except ParamStoreError:  # demand asks again, and raises it where it matters
-        return False

@@ -13,7 +13,8 @@ from torch import Tensor
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.errors import LeaseError, UnknownKey
-from paramstore.policy.slot_plan import Held, SlotPlan, SlotVisit
+from paramstore.policy.slot_plan import SlotPlan
+from paramstore.policy.slot_visit import Held, SlotVisit
 from paramstore_client.source import WeightLease
 
 _log = logging.getLogger(__name__)

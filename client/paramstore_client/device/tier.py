@@ -29,7 +29,8 @@ from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch
 from paramstore.policy.base import Policy
 from paramstore.policy.make import make_slot_policy
-from paramstore.policy.slot_plan import Held, SlotPlan, SlotVisit
+from paramstore.policy.slot_plan import SlotPlan
+from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 from paramstore_client.device.copier import REACHED, Mark, make_copier
 from paramstore_client.device.device_lease import DeviceLease, DeviceStats, DeviceTicket
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
@@ -88,6 +89,8 @@ class DeviceTier:
         make_policy = partial(make_slot_policy, text("policy", policy))
         self._make_plan = partial(_plan_of, make_policy, order)
         self.plan = self._make_plan(slots)
+        self.counts: SlotCounts = self.plan.counts
+        """What the plan counted so far; `stats` has it by the names of a device."""
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
@@ -183,6 +186,10 @@ class DeviceTier:
         self.settle()
         return ticket
 
+    def skip(self, layers: Sequence[int]) -> None:
+        """Notes that these layers are not visited this time: what was loaded ahead for them is spared no more."""
+        self.plan.skip(layers)
+
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
         """Hands the gradients to the namespace."""
         return self.namespace.push(gradients)
@@ -229,7 +236,8 @@ class DeviceTier:
 
     def close(self) -> None:
         """Waits for copies under way, gives every host lease back and forgets every copy."""
-        self._prefetches.clear()
+        while self._prefetches:
+            self._prefetches.popleft().cancel()
         self._reserve_host_leases(self.namespace.lease_slots)
         self._copier.close()
         self._stop_watching()

@@ -16,7 +16,8 @@ from paramstore.core.optimizers import AdamW
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, StoreUnavailable, UnknownKey
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device import host_slots, loads_ahead
-from paramstore_client.device.host_slots import HostSlots, NothingAhead, standing
+from paramstore_client.device.host_slots import HostSlots, standing
+from paramstore_client.device.loads_ahead import NothingAhead
 from paramstore_client.source import ExpertSource
 from paramstore_testkit.interrupts import Interrupt
 

@@ -9,7 +9,8 @@ import pytest
 from paramstore.core.key import ExpertKey
 from paramstore.errors import StoreUnavailable
 from paramstore.policy.lru import Lru
-from paramstore.policy.slot_plan import Held, SlotPlan
+from paramstore.policy.slot_plan import SlotPlan
+from paramstore.policy.slot_visit import Held
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.loads_ahead import AHEAD_KEYS, LoadsAhead
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from random import Random
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_every_visit_finds_the_weights_of_its_layer(layers: int, slots: int) -> 
                     assert list(experts) == list(range(EXPERTS))
                     assert_weights(ns, layer, experts)
     assert ns.leased == []
-    assert ns.leased_keys_max == EXPERTS
+    assert ns.leased_keys_max == (layers if layers <= slots else 1) * EXPERTS, "what is loaded ahead is leased when it is visited"
 
 
 def test_a_layer_that_is_done_makes_room_for_the_one_k_after_it() -> None:
@@ -56,7 +57,8 @@ def test_a_layer_that_is_done_makes_room_for_the_one_k_after_it() -> None:
         for layer in (0, 1, 2, 3, 4, 0):
             with ring.layer(layer):
                 ns.events.clear()
-            assert [(kind, keys[0][0]) for kind, keys in ns.events] == [("release", layer), ("prefetch", (layer + 2) % 5)]
+            happened = [(kind, keys[0][0]) for kind, keys in ns.events]
+            assert happened == [("release", layer)] * EXPERTS + [("prefetch", (layer + 2) % 5)]
 
 
 def test_known_routing_is_all_that_is_leased() -> None:
@@ -64,28 +66,27 @@ def test_known_routing_is_all_that_is_leased() -> None:
     with RingMemory(ns, 2) as ring, ring.layer(0, [3, 1]) as experts:
         assert list(experts) == [1, 3]
         assert_weights(ns, 0, experts)
-    assert next(ns.happened("acquire")) == ("acquire", ((0, 1), (0, 3)))
+    assert list(ns.happened("acquire")) == [("acquire", ((0, 1),)), ("acquire", ((0, 3),))]
 
 
 def test_where_whole_layers_do_not_fit_only_the_likely_experts_are_loaded_ahead() -> None:
-    ns = make_namespace(layers=2, lease_slots=4)
+    ns = make_namespace(lease_slots=5)
     with RingMemory(ns, 2) as ring:
         assert layers_of(ns, "prefetch") == [], "nothing is known yet"
         for experts in ([1, 3], [3], [2, 3]):
-            for layer in range(2):
+            for layer in range(5):
                 with ring.layer(layer, experts):
                     pass
-    assert list(ns.happened("prefetch"))[-1] == ("prefetch", ((1, 3), (1, 2)))
-    assert all(len(keys) <= 2 for _, keys in ns.happened("prefetch"))
+    asked = [keys for _, keys in ns.happened("prefetch")]
+    assert asked[-1] == ((1, 3), (1, 2))
+    assert all(len(keys) <= 2 for keys in asked)
 
 
 def test_experts_ahead_can_be_limited() -> None:
     ns = make_namespace()
-    with RingMemory(ns, 2, experts_ahead=1) as ring, ring.layer(0, [2]):
-        pass
     with RingMemory(ns, 2, experts_ahead=1) as ring:
         for layer in (0, 1, 2, 3, 4, 0):
-            with ring.layer(layer, [2]):
+            with ring.layer(layer):
                 pass
     assert {len(keys) for _, keys in ns.happened("prefetch")} == {1}
 
@@ -101,16 +102,15 @@ def test_the_order_of_layers_is_the_callers() -> None:
             pass
 
 
-def test_skipped_layers_give_their_slots_up() -> None:
+def test_skipped_layers_give_their_room_up() -> None:
     ns = make_namespace()
-    ns.holds_prefetches = True
     with RingMemory(ns, 2) as ring:
-        with ring.layer(3) as experts:
-            assert_weights(ns, 3, experts)
-        assert ring.stats.skipped_turns == 3
-        assert [ticket.is_cancelled for ticket in ns.tickets] == [True, True, True, True, False, False], "3 was used as it was"
-        with ring.layer(4) as experts:
-            assert_weights(ns, 4, experts)
+        for _ in range(3):
+            for layer in (3, 4):
+                with ring.layer(layer) as experts:
+                    assert_weights(ns, layer, experts)
+        assert ring.stats.skipped_turns == 9
+        assert ring.counts.wasted == 3 * 2 * EXPERTS, "each time 0 and 1 gave room to 3 and 4"
         with ring.layer(0) as experts:
             assert_weights(ns, 0, experts)
 
@@ -247,7 +247,8 @@ class RingTrial(Trial):
         with telling(self.story), RingMemory(self.ns, self.slots) as self.ring:
             for _ in range(steps):
                 self.step()
-                assert len(self.ns.leased) == len(self.held) == 0
+                assert not self.held
+                assert self.ns.leased_key_count <= min(self.slots, self.layers) * EXPERTS
                 stats = self.ring.stats
                 assert (stats.hits + stats.waits, stats.skipped_turns) == (self.visits, self.skipped)
             for layer in range(self.layers):  # and all is as it was
@@ -295,6 +296,8 @@ class RingTrial(Trial):
 
     def stopped(self) -> None:
         error = self.random.choice((KeyboardInterrupt(), WaitTimeout("late")))
+        for keeper in self.ns.keepers:  # what stands asks nobody
+            keeper.give_back()
         with failing(self.ns, "acquire_error", error), pytest.raises(type(error)), self.ring.layer(self.layer()):
             pass
 
@@ -351,7 +354,7 @@ def test_a_layer_above_the_lease_cap_streams_in_parts() -> None:
                 assert_weights(ns, layer, experts)
                 seen += experts
             assert seen == list(range(EXPERTS))
-    assert ns.leased_keys_max == 3
+    assert ns.leased_keys_max == 2, "one is left to who else leases through the handle"
     assert ns.leased == []
 
 
@@ -360,7 +363,8 @@ def test_parts_that_are_not_finished_are_released() -> None:
     with RingMemory(ns, 1) as ring:
         for _ in ring.parts(0):
             break
-        assert ns.leased == []
+        assert "holding 0 keys" in repr(ring)
+    assert ns.leased == []
 
 
 # --- counts ---
@@ -391,7 +395,7 @@ def test_the_time_waited_is_counted() -> None:
         for layer in range(3):
             with ring.layer(layer):
                 pass
-        assert ring.stats.wait_s == 4.5
+        assert ring.stats.wait_s == 3 * EXPERTS * 1.5
 
 
 def test_the_fraction_held_at_most_is_told() -> None:
@@ -467,6 +471,45 @@ def test_what_a_ring_has_loaded_ahead_is_there_when_its_visit_begins_and_was_cop
         copied = stats.bytes_copied / sum(field.length_bytes for field in ns.schema.part("param").fields)
         assert copied == sum(len(leased) for _, leased in ns.happened("acquire")), "a copy is one host lease of its key"
         assert copied <= 1.06 * turns * EXPERTS
+
+
+@pytest.mark.parametrize("kind", ["host", "twin"])
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_with_whole_layers_ahead_nothing_is_absent_and_an_expert_is_loaded_once_a_use(slots: int, kind: str) -> None:
+    ns, turns = make_namespace(), 40 * 5
+    with ExitStack() as stack:
+        source = ns if kind == "host" else stack.enter_context(DeviceTier(ns, slots * EXPERTS, device="cpu", policy="ring"))
+        ring = stack.enter_context(RingMemory(source, slots))
+        for turn in range(turns):
+            with ring.layer(turn % 5) as experts:
+                assert_weights(ns, turn % 5, experts)
+        counts = ring.counts
+        assert (ring.stats.hits, ring.stats.waits) == (turns, 0)
+        assert (counts.hits, counts.late, counts.misses, counts.passed) == (turns * EXPERTS, 0, 0, 0)
+        asked = [key for _, keys in ns.happened("prefetch") for key in keys]
+        assert counts.loads == len(asked) <= 1.06 * turns * EXPERTS
+        leased = [key for _, keys in ns.happened("acquire") for key in keys]
+        assert len(leased) == (turns * EXPERTS if kind == "host" else counts.loads), "on the host a load is leased when it is used"
+
+
+def test_a_ring_of_which_few_experts_are_used_never_stops_loading_ahead() -> None:
+    ns, random = make_namespace(), Random(5)
+    with RingMemory(ns, 2) as ring:
+        for turn in range(100):
+            with ring.layer(turn % 5, random.sample(range(EXPERTS), 2)):
+                pass
+        assert (ring.stats.hits, ring.stats.waits) == (100, 0)
+
+
+def test_where_no_lease_may_stand_each_ends_with_its_visit() -> None:
+    ns = make_namespace()
+    ns.may_stand = False
+    with RingMemory(ns, 5) as ring:
+        for turn in range(10):
+            with ring.layer(turn % 5) as experts:
+                assert_weights(ns, turn % 5, experts)
+            assert ns.leased == []
+        assert (ring.stats.hits, ring.stats.waits) == (10, 0)
 
 
 def test_a_visit_whose_load_ahead_was_skipped_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,8 +124,8 @@ class PlacedField:
 class ExpertStack:
     """n experts' tensors of one field, as what `grouped_mm` calls a weight, [n, ...], without a copy.
 
-    On the CPU torch's own grouped_mm multiplies group by group there, each by one mm, and so does this: with the same bits, in whatever order,
-    as groups do not depend on each other. It knows what the kernel asks of a weight, and raises TypeError for any other operation.
+    On the CPU torch's own grouped_mm multiplies group by group, each by one mm, and so does this: with the same bits, in whatever
+    order, as groups do not depend on each other. It knows what the kernel asks of a weight; other operations raise TypeError.
     """
 
     def __init__(
