@@ -94,8 +94,9 @@ class StandingLease:
         """Yields each key once, those that are there first, so that others may come meanwhile; waits where none is. Raises what a
         load raises."""
         owner, visit = self._owner, self._visit
-        standing = deque(held for held in visit.held if owner.has_come(held))
-        coming = [held for held in visit.held if not owner.has_come(held)]
+        standing, coming = deque[Held](), list[Held]()
+        for held in visit.held:
+            (standing if owner.has_come(held) else coming).append(held)
         while visit.waiting or visit.through or standing or coming:
             owner.let_in(self._plan, visit, self._timeout_s)
             under_way = [*visit.through, *coming]

@@ -154,7 +154,10 @@ class DeviceTier:
         except BaseException:
             self.plan.end_visit(visit)
             raise
-        self._touch(wanted)
+        self._touched.update(dict.fromkeys(wanted))
+        self._acquire_count += 1
+        if self._acquire_count % REPORT_EVERY == 0:
+            self.report()
         self._take_prefetched()
         return DeviceLease(self, visit, copies)
 
@@ -370,9 +373,3 @@ class DeviceTier:
         for mark, _, _ in list(self._host_leases):
             mark.wait_on_host()
         self._copier.forget_memory(address, length_bytes)
-
-    def _touch(self, keys: Sequence[ExpertKey]) -> None:
-        self._touched.update(dict.fromkeys(keys))
-        self._acquire_count += 1
-        if self._acquire_count % REPORT_EVERY == 0:
-            self.report()

@@ -394,3 +394,60 @@ def test_at_random_the_bytes_are_those_of_the_view_and_the_counts_those_of_the_l
             visit(slots, wanted)
         acquired += sum(len(leased) for kind, leased in asked(namespace) if kind == "acquire")
         assert namespace.leased_key_count <= slots.lease_slots, f"seed {seed}"
+
+
+# --- visits that are gone through in turn
+
+
+def gone_through(slots: HostSlots, wanted: Sequence[ExpertKey]) -> list[ExpertKey]:
+    """Goes through a lease of `wanted`, and finds each key's bytes in its turn."""
+    namespace: Any = slots.namespace
+    order = []
+    with slots.acquire_arriving(wanted, may_pass=True) as lease:
+        for key in lease.in_turn():
+            order.append(key)
+            for name, value in namespace.values(key).items():
+                assert torch.equal(lease[key][name], value), key
+    return order
+
+
+@pytest.mark.parametrize("slot_count", [1, 2, 3, 5, 8])
+def test_any_number_of_keys_runs_through_any_number_of_slots(slot_count: int) -> None:
+    namespace, slots = make(slots=slot_count, lease_slots=slot_count, experts=12)
+    for wanted in (keys(*range(12)), keys(3, 5, 7), keys(*range(12), layer=1), keys(*range(12))):
+        slots.prefetch(wanted[1:3])
+        assert sorted(gone_through(slots, wanted)) == wanted
+        assert sum(len(lease.keys()) for lease in namespace.leased) <= slot_count
+
+
+def test_what_passes_by_is_gone_after_its_turn() -> None:
+    _, slots = make(slots=2, lease_slots=2)
+    with slots.acquire_arriving(keys(0, 1, 2, 3), may_pass=True) as lease:
+        passed = [key for key in lease.in_turn() if lease.passes(key)]
+        assert len(passed) == 3
+        with pytest.raises(LeaseError, match="passes by"):
+            lease[passed[0]]
+
+
+def test_a_key_that_comes_while_the_turns_are_told_apart_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, slots = make()
+    asked: list[object] = []
+
+    def has_come(held: object) -> bool:  # each key comes right after it was asked about
+        asked.append(held)
+        return asked.count(held) > 1
+
+    monkeypatch.setattr(slots, "has_come", has_come)
+    assert sorted(gone_through(slots, keys(0, 1, 2))) == keys(0, 1, 2)
+
+
+def test_slots_that_are_left_at_a_visits_end_are_for_what_finds_none() -> None:
+    namespace, slots = make(slots=4, lease_slots=4, experts=12)
+    gone_through(slots, keys(*range(12)))
+    with slots.acquire_arriving(keys(*range(12)), may_pass=True) as lease:
+        slots.prefetch(keys(*range(6), layer=1))
+        namespace.events.clear()
+        for _ in lease.in_turn():
+            pass
+        assert list(namespace.happened("prefetch")) != [], "as soon as no key of its own lacks a slot"
+    assert slots.counts.wasted == 0
