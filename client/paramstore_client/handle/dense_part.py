@@ -50,7 +50,7 @@ class DensePart:
         try:
             version, length = HEAD.unpack_from(extra, len(MAGIC))
             if version != VERSION:
-                raise CheckpointError(f"a step's dense part is noted in version {version}; this one reads {VERSION}: update paramstore")
+                raise CheckpointError(f"a dense part is noted in version {version}; this one reads {VERSION}: update paramstore")
             start = len(MAGIC) + HEAD.size
             note = json.loads(extra[start : start + length])
             if Path(name := str(note["file"])).name != name:

@@ -152,7 +152,7 @@ class _Shards:
 
     def __init__(self, directory: Path, files: Mapping[str, list[str]], tensors: Mapping[str, Tensor]) -> None:
         self._shards: list[Shard] = []
-        self._places: dict[str, tuple[Shard, StoredTensor, flush_directory]] = {}
+        self._places: dict[str, tuple[Shard, StoredTensor]] = {}
         self.bytes_written = 0
         try:
             for file, names in files.items():
