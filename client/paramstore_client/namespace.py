@@ -156,18 +156,22 @@ class Namespace(Updates, Residency, Steps):
             if ticket.is_settled:
                 self._area.give_back([place])
 
-    def refresh(self) -> Refreshed:
-        """Moves a reader to the newest committed step, and returns it with how much has changed. Copies in host memory of what has
-        not changed are used on; what has changed is loaded when it is asked for."""
+    def refresh(self, step: int | None = None) -> Refreshed:
+        """Moves a reader to the newest committed step, or to `step`, and returns it with how much has changed. Copies in host
+        memory of what has not changed are used on; what has changed is loaded when it is asked for. Raises StepDropped where there
+        is no such step any more, and VersionMismatch for a `step` with a daemon before protocol 1.6; then nothing has changed."""
+        if step is not None:
+            self._connection.check_minor(messages.FOLLOW_MINOR, "refresh(step)")
+            step = whole_number("step", step)
         is_counted = self._connection.minor >= messages.STEPS_MINOR
-        message = messages.Refresh(self._next_id(), self._handle, is_counted)
+        message = messages.Refresh(self._next_id(), self._handle, is_counted, step)
         try:
             ticket = self._send(message, "refresh", Refreshed.counted if is_counted else Refreshed.uncounted)
             self._count_view_change()  # the view moves when the daemon reads this, and the answer waits for the counting
             moved = ticket.wait()
         finally:
             self._count_view_change()
-        self._committed_step = int(moved)
+        self._committed_step = max(self._committed_step or 0, int(moved)) if step is not None else int(moved)
         if self.mode == "read":
             self._view_step = int(moved)
         return moved

@@ -68,7 +68,7 @@ class Handlers:
         store, view = self._store, self.view
         return {
             m.Namespaces: lambda _: store.admission.list_namespaces(),
-            m.Refresh: lambda r: store.refresh_counted(view(r)) if r.is_counted else store.refresh(view(r)),
+            m.Refresh: lambda r: (store.refresh_counted if r.is_counted else store.refresh)(view(r), r.step),
             m.AwaitStep: self._await_step,
             m.OpenUpload: self._open_upload,
             m.InitializeBegin: lambda r: self._together(r, lambda one: store.initializer.begin(one, is_resumed=r.is_resumed)),

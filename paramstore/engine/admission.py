@@ -148,14 +148,15 @@ class Admission:
             elif at is None and prepared is not None:
                 raise prepared_error(namespace, what="open_namespace")
             return await self._open_writer(namespace, host_bytes, at=at, group=group, min_lease_slots=min_lease_slots)
-        self._reader_step(namespace, at)  # refused before any memory moves
+        self.reader_step(namespace, at)  # refused before any memory moves
         async with self._lock:
             await self._open_memory(namespace, host_bytes)
-            step = self._reader_step(namespace, at)  # a commit may have dropped it meanwhile
+            step = self.reader_step(namespace, at)  # a commit may have dropped it meanwhile
             return self._open_view(namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots)
 
     @staticmethod
-    def _reader_step(namespace: NamespaceState, at: int | None) -> int:
+    def reader_step(namespace: NamespaceState, at: int | None) -> int:
+        """The step that a reader gets who asks for `at`, or for the newest. Raises StepDropped; StepFailed before the first."""
         newest = namespace.steps.standing_step
         if newest is None:
             raise StepFailed(f"namespace {namespace.name!r} has no committed step yet: only a writer can open it")

@@ -91,21 +91,21 @@ class Store:
         with self.transfers.deciding() as planner:
             planner.views.end_writing(view)
 
-    def refresh(self, view: View) -> int:
-        """Moves a reader to the newest committed step that no transaction under way drops, and returns that step."""
+    def refresh(self, view: View, step: int | None = None) -> int:
+        """Moves a reader to `step`, or to the newest committed one that no transaction under way drops, and returns that step.
+        Raises StepDropped if it cannot be opened; nothing has changed then."""
         if view.is_writer:
             raise ConfigError("a writer sees its working state; refresh() moves readers")
-        step = view.namespace.steps.standing_step
-        assert step is not None
+        step = self.admission.reader_step(view.namespace, step)
         with self.transfers.deciding() as planner:
             planner.views.move(view, step)
         return step
 
-    def refresh_counted(self, view: View) -> Coroutine[Any, Any, dict[str, int]]:
+    def refresh_counted(self, view: View, step: int | None = None) -> Coroutine[Any, Any, dict[str, int]]:
         """Does what `refresh` does, at once. Returns a coroutine that counts what has changed; see `count_changes`."""
         # What a rollback has dropped is known no more: nothing can be compared with it.
         before, is_lost = view.step, view.is_dropped and view.epoch != view.namespace.epoch
-        step = self.refresh(view)
+        step = self.refresh(view, step)
         is_lost |= before is not None and step < before  # a rollback is under way: the epoch grows at its end
         return count_changes(view.namespace, before=None if is_lost else before, step=step)
 

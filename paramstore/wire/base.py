@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 5
+PROTOCOL_MINOR = 6
 VERIFY_MINOR = 1
 """The first minor in which a daemon knows `Verify`."""
 PREPARE_MINOR = 2
@@ -21,6 +21,8 @@ PROMISE_MINOR = 4
 """The first minor in which `lease_slots` of a handle never changes, and `min_lease_slots` asks for more."""
 STEPS_MINOR = 5
 """The first minor in which a daemon knows `AwaitStep`, and counts what a `Refresh` changes."""
+FOLLOW_MINOR = 6
+"""The first minor in which a `Refresh` may name the step."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17
@@ -46,8 +48,8 @@ VisitPairs = Annotated[tuple[tuple[int, str], ...], msgspec.Meta(max_length=VISI
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Base of all messages; each is an array whose first item is its tag.
 
-    ADDED_FIELDS: how many fields at its end an older peer of this major does not know. They are not sent while all of them have
-    their defaults, so that such a peer understands the rest.
+    ADDED_FIELDS: how many fields at its end an older peer of this major does not know. Those at the end that have their defaults
+    are not sent, so that such a peer understands the rest.
     """
 
     ADDED_FIELDS: ClassVar[int] = 0

@@ -66,12 +66,13 @@ def encode(message: Message) -> bytearray:
 
 
 def _shortened(message: Message) -> object:
-    """The values of a message to send: without its ADDED_FIELDS if all of them have their defaults."""
+    """The values of a message to send: without those of its ADDED_FIELDS at the end that have their defaults."""
     values = [getattr(message, name) for name in message.__struct_fields__]
-    added = message.ADDED_FIELDS
-    if tuple(values[-added:]) != message.__struct_defaults__[-added:]:
-        return message
-    return [message.__struct_config__.tag, *values[:-added]]
+    for default in reversed(message.__struct_defaults__[-message.ADDED_FIELDS :]):
+        if values[-1] != default:
+            break
+        values.pop()
+    return [message.__struct_config__.tag, *values]
 
 
 def decode_request(body: bytes | bytearray | memoryview) -> Request:

@@ -11,17 +11,18 @@ from paramstore.wire.base import Message, Seconds
 
 
 class Refresh(Message, tag="refresh"):
-    """Moves a reader to the newest committed step. Result: the step.
+    """Moves a reader to the newest committed step, or to `step`. Result: the step. Error: StepDropped if there is no `step`.
 
     is_counted: the result is {step, keys, bytes}, how many keys have other bytes there than at the step before, and how many bytes
-    their `param` copies take. Since STEPS_MINOR.
+    their `param` copies take. Since STEPS_MINOR. step: since FOLLOW_MINOR.
     """
 
-    ADDED_FIELDS: ClassVar[int] = 1
+    ADDED_FIELDS: ClassVar[int] = 2
 
     id: int
     handle: int
     is_counted: bool = False
+    step: int | None = None
 
 
 class AwaitStep(Message, tag="await_step"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_time")]
 
 Serve = Callable[..., DaemonProcess]
 LIMIT_S = 20.0
+MOVES = 200
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +150,40 @@ def test_a_refresh_after_a_commit_of_a_few_keys_reads_these_alone_from_the_volum
         for key in reader.space:
             assert values(reader, key) == trainer.ask("values", key=key)
         assert bytes_read() - before == 3 * record_bytes
+
+
+def test_experts_and_dense_weights_are_of_one_step_at_each_of_hundreds_of_moves(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """A model follows another process's commits, which come as fast as it can make them, and tell their step in each weight."""
+    from paramstore_client.hf.compat import modeling
+
+    command = [sys.executable, "-m", "paramstore_testkit.processes.dense_trainer", daemon.address, "telling", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer, ps.connect(daemon.address) as store:
+        try:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "ready\n"
+            auto = modeling.transformers().AutoModelForCausalLM
+            served = ps.hf.from_pretrained(auto, tmp_path / "saved", store=store, name="telling", mode="infer", expert_memory=4)
+            reader = ps.hf.namespace(served)
+            first = values_at(reader)
+            begun = reader.view_step
+            moved = [ps.hf.follow(served)]
+            while len(moved) < MOVES:
+                assert trainer.poll() is None
+                followed = ps.hf.follow(served)
+                if followed.has_moved:
+                    moved.append(followed)
+                    dense = {float(parameter.detach().flatten()[0]) for parameter in served.parameters()}
+                    added = {round(now - then) + begun for now, then in zip(values_at(reader), first, strict=True)}
+                    assert dense == added == {float(followed.step or 0)} == {float(reader.view_step or 0)}
+        finally:
+            trainer.kill()
+    assert [one.step for one in moved] == sorted({one.step for one in moved})
+
+
+def values_at(reader: ps.Namespace) -> list[float]:
+    """The first element of every expert's first field."""
+    found = []
+    for key in reader.space:
+        with reader.acquire([key]) as lease:
+            found.append(float(next(iter(lease[key].values())).flatten()[0]))
+    return found

@@ -69,7 +69,7 @@ class Grown(Message, tag="grown"):
     [
         (Grown(1), ["grown", 1, 5]),
         (Grown(1, 6), ["grown", 1, 6]),
-        (Grown(1, 5, 0), ["grown", 1, 5, 0, 3]),
+        (Grown(1, 5, 0), ["grown", 1, 5, 0]),
         (Grown(1, 5, None, 4), ["grown", 1, 5, None, 4]),
     ],
 )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from paramstore.errors import CheckpointError
+from paramstore_client.handle.dense_part import callers_extra
+
 PATH_MAX = 4096
 
 
@@ -20,9 +23,9 @@ class Origin:
 
     @classmethod
     def from_extra(cls, extra: bytes) -> Origin | None:
-        """The origin that `to_extra` packed; None if the bytes are anything else."""
+        """The origin that `to_extra` packed, beside a dense part or alone; None if the bytes are anything else."""
         try:
-            begun = json.loads(extra)["import"]
+            begun = json.loads(callers_extra(extra))["import"]
             return cls(str(begun["fingerprint"]), str(begun["source"]))
-        except (ValueError, KeyError, TypeError):
+        except (CheckpointError, ValueError, KeyError, TypeError):
             return None

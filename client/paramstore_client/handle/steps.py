@@ -136,7 +136,7 @@ class Steps(Handle):
         meanwhile; WriterFenced; VersionMismatch with a daemon before protocol 1.5.
         """
         limit_s = self.wait_timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
-        ticket = self._await_newer(self._stood(after), None, limit_s)
+        ticket = self.begin_await_step(self._stood(after), None, limit_s)
         try:
             return ticket.wait().step
         except BaseException:
@@ -156,7 +156,7 @@ class Steps(Handle):
         async def newer_steps() -> AsyncGenerator[int]:
             sequence: int | None = None
             while True:
-                ticket = self._await_newer(stood, sequence, self.wait_timeout_s)
+                ticket = self.begin_await_step(stood, sequence, self.wait_timeout_s)
                 try:
                     newest = await ticket
                 except BaseException as error:
@@ -176,8 +176,10 @@ class Steps(Handle):
             return whole_number("after", after)
         return self._committed_step if self.mode == "write" else None
 
-    def _await_newer(self, after: int | None, sequence: int | None, limit_s: float) -> Ticket[NewStep]:
-        """Asks to be told of a newer step; see `AwaitStep`."""
+    def begin_await_step(self, after: int | None, sequence: int | None, limit_s: float) -> Ticket[NewStep]:
+        """Begins to wait for a newer step, and returns at once. `after` is as for `wait_for_step`, but None means the step that a
+        reader stands on; sequence: that of the commit that was told last, which makes any other newest one newer. Cancel a ticket
+        nobody waits for. It raises what `wait_for_step` raises, WaitTimeout after `limit_s`."""
 
         def told(answer: object) -> NewStep:
             newest = answers.result_of(answer, NewStep)

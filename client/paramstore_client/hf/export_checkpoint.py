@@ -28,12 +28,12 @@ from paramstore.errors import CheckpointError, ConfigError
 from paramstore_client.hf.checkpoint.hub_names import HubNames, dense_groups
 from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
 from paramstore_client.hf.checkpoint.recipes import expert_parameters, find_experts, read_tensor
-from paramstore_client.hf.checkpoint.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor
 from paramstore_client.hf.checkpoint.shards import INDEX, WEIGHTS, Checkpoint
 from paramstore_client.hf.compat.conversions import Conversions, Reversion, natural_order, split, without_tied
 from paramstore_client.hf.import_checkpoint import check_schema
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
+from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor, flush_directory
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 
 SHARD_BYTES_MAX = 50 * 10**9
@@ -110,7 +110,7 @@ def export_checkpoint(
             index = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
             files.append(INDEX)
             _write_text(target / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-        _flush_directory(target)
+        flush_directory(target)
         seconds = clock.now_s() - started_s
         return Exported(target, view.view_step, len(view.keys()), tuple(sorted(files)), shards.bytes_written, seconds)
 
@@ -257,7 +257,7 @@ def _prepare(directory: Path) -> None:
     old = [directory / INDEX, directory / WEIGHTS, *(file for file in directory.iterdir() if SHARD_NAME.fullmatch(file.name))]
     for file in old:  # the index first
         file.unlink(missing_ok=True)
-    _flush_directory(directory)
+    flush_directory(directory)
 
 
 def _write_configuration(model: Any, directory: Path, *, tokenizer: object, like: Path | None) -> None:
@@ -296,11 +296,3 @@ def _write_text(file: Path, text: str) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     partial.rename(file)
-
-
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

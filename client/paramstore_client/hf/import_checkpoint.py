@@ -27,10 +27,10 @@ from paramstore_client.handle.initialization import Initialization
 from paramstore_client.handle.origin import Origin
 from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
 from paramstore_client.hf.checkpoint.recipes import ExpertSource
-from paramstore_client.hf.checkpoint.safetensors_file import Files
 from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
+from paramstore_client.safetensors_file import Files
 from paramstore_client.tensors import DTYPES
 
 SAVE_EVERY_S = 10.0

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from paramstore.core.arguments import choice, data, flag, whole_number
+from paramstore.core.arguments import choice, data, flag, path, whole_number
 from paramstore.errors import ConfigError, StepOutOfOrder
 from paramstore_client.connection.answers import Result
 from paramstore_client.connection.ticket import Ticket
+from paramstore_client.handle.dense_part import DensePart, callers_extra
 from paramstore_client.handle.origin import Origin
 from paramstore_client.namespace import Namespace
 from paramstore_client.training.attachment import Attachment
 from paramstore_client.training.checkpoint import Manifest, check_committed, roll_to
+from paramstore_client.training.dense_files import DenseFiles, opened
 from paramstore_client.training.options import MainGroup, options_class, trains_adapters, unwrapped
 from paramstore_client.training.sentinel import ExpertSentinel
 from paramstore_client.training.unattached import Unattached
@@ -47,6 +51,8 @@ class Experts(ExpertUpdates):
         sentinel.listener = Unattached(namespace, model)
         self._attachment: Attachment | None = None
         self._commit: Ticket[Result] | None = None
+        self._dense_files: DenseFiles | None = None
+        """Those in which a commit may have left old files."""
         self._origin: bytes | None = None
         """The `extra` bytes that commits without the caller's own carry on; None until it is looked up."""
 
@@ -139,28 +145,65 @@ class Experts(ExpertUpdates):
         ticket, self._commit = self._commit, None
         if ticket is not None:
             ticket.wait()
+        files, self._dense_files = self._dense_files, None
+        if files is not None:
+            files.remove_old()
 
     # --- checkpoints
 
-    def commit(self, step: int, extra: bytes = b"") -> Ticket[Result]:
+    def commit(self, step: int, extra: bytes = b"", *, dense: str | os.PathLike[str] | None = None) -> Ticket[Result]:
         """Makes everything applied so far durable as `step`; as `Namespace.commit`, but the next call here waits for it.
 
-        To be called before the dense weights of the step are saved: a step that is committed and not saved can be rolled back.
-        extra: what `namespace.extra(step)` gives later; without it, where the experts were imported from stays noted.
+        dense: a directory for files of the dense weights. The model's state dict, without experts, is written there and synced
+        before the step is committed, which names the file: experts and dense weights are of one step, whatever happens in between.
+        All ranks give it; rank 0 writes. Files of steps that are kept no more go once the commit is seen to be durable, by the
+        next call here. Without it, what is saved of the dense weights is to be saved after the commit.
+        extra: what `namespace.extra(step)` gives later (`DensePart.from_extra(...).extra` of it, with `dense`); without it, where
+        the experts were imported from stays noted.
+
+        Raises CheckpointError where the file cannot be written; nothing is committed then.
         """
         step, extra = whole_number("step", step), data("extra", extra)
+        directory = None if dense is None else Path(path("dense", dense))
         self.settle()
         if isinstance(watcher := self.sentinel.listener, Unattached | Attachment):
             watcher.before_commit(step)
-        origin = self._origin_extra()  # before a first `extra` of the caller's hides it
-        self._commit = self.namespace.commit(step, extra or origin)
+        extra = extra or self._origin_extra()  # the latter before a first `extra` of the caller's hides it
+        if directory is not None:
+            files = DenseFiles(directory, self.namespace)
+            extra = files.write(self._bound_model(), step, extra)
+            self._dense_files = files
+        self._commit = self.namespace.commit(step, extra)
         return self._commit
+
+    def load_dense(self, directory: str | os.PathLike[str] | None = None) -> int | None:
+        """Loads the dense weights of the committed step into the model, in place, and returns the step: so a training goes on.
+
+        directory: where the file lies, if it was moved since. None is returned, and nothing has changed, where the step was
+        committed without dense weights. Every rank reads the file. Raises CheckpointError where it is missing, cut off or
+        damaged, SchemaMismatch where it is of another model; then nothing has changed.
+        """
+        moved = None if directory is None else Path(path("directory", directory))
+        model, step = self._bound_model(), check_committed(self.namespace)
+        found = DensePart.from_extra(self.namespace.extra(step))
+        if found is None:
+            return None
+        with opened(found, moved) as file:
+            file.check_fits(model)
+            file.load(model)
+        return step
+
+    def _bound_model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ConfigError("dense weights: the model of these experts is gone")
+        return model
 
     def _origin_extra(self) -> bytes:
         if self._origin is None:
             step = self.namespace.committed_step
             extra = b"" if step is None else self.namespace.extra(step)
-            self._origin = b"" if Origin.from_extra(extra) is None else extra
+            self._origin = b"" if Origin.from_extra(extra) is None else callers_extra(extra)
         return self._origin
 
     def rollback(self, step: int | None = None) -> None:
@@ -172,7 +215,7 @@ class Experts(ExpertUpdates):
         for ticket in (self._apply, self._commit):
             if ticket is not None and ticket.settled_within() and ticket.error is not None:
                 _log.info("%s had failed, and is rolled back: %s", ticket.what, ticket.error)
-        self._apply = self._commit = None
+        self._apply = self._commit = self._dense_files = None
         roll_to(self.namespace, check_committed(self.namespace) if step is None else step)
 
     def state_dict(self) -> dict[str, Any]:

@@ -164,15 +164,19 @@ def train_early(job: Job) -> None:
 def save_and_load(job: Job) -> None:
     """Saves a distributed checkpoint of everything; what is then trained is trained once more from it, with equal results."""
     job.train(2)
-    job.experts.commit(2)
     directory = [tempfile.mkdtemp() if job.rank == 0 else ""]
     dist.broadcast_object_list(directory)
     path = Path(directory[0])
+    job.experts.commit(2, dense=path / "dense")
+    dense = {name: _whole(value).clone() for name, value in job.stored.state_dict().items()}
     model, optimizer = get_state_dict(job.stored, job.optimizer)
     save({"model": model, "optimizer": optimizer, "experts": job.experts}, checkpoint_id=path)
     job.train(2)
     job.check()
     job.experts.rollback()
+    assert job.experts.load_dense() == 2
+    for name, value in job.stored.state_dict().items():
+        assert torch.equal(_whole(value), dense[name]), f"{name} is not that of step 2"
     model, optimizer = get_state_dict(job.stored, job.optimizer)
     states = {"model": model, "optimizer": optimizer, "experts": job.experts}
     job.optimizer.zero_grad()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
-from paramstore_client.hf.checkpoint.safetensors_file import read_header
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.model.layout import ExpertLayout
+from paramstore_client.safetensors_file import read_header
 from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
 
 SHARD_BYTES_MAX = 40_000

@@ -329,7 +329,9 @@ class FakeDaemon:
             case m.Steps():
                 return sorted(namespace.extras)
             case m.Refresh():
-                step = namespace.committed_step
+                step = namespace.committed_step if request.step is None else request.step
+                if step not in namespace.extras:
+                    raise StepDropped(f"step {step} is not retained")
                 return {"step": step, "keys": 3, "bytes": 96} if request.is_counted else step
             case m.Extra():
                 if request.step not in namespace.extras:

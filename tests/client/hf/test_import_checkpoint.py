@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 import paramstore_client as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, StepFailed, StepOutOfOrder
 from paramstore_client.hf.checkpoint.progress import Progress
-from paramstore_client.hf.checkpoint.safetensors_file import read_header
 from paramstore_client.hf.checkpoint.skeleton import skeleton
 from paramstore_client.hf.import_checkpoint import import_checkpoint
 from paramstore_client.hf.model.layout import find_layout
+from paramstore_client.safetensors_file import read_header
 from paramstore_testkit.training.saved_models import expert_values, load_stock, save_stock, weight_map
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from paramstore.core.schema import Schema
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import StepRequest, View
-from paramstore.errors import CatalogError, LeaseError, ParamStoreError, TicketCancelled, WaitTimeout, WriterFenced
+from paramstore.errors import CatalogError, LeaseError, ParamStoreError, StepDropped, TicketCancelled, WaitTimeout, WriterFenced
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores import small_store
@@ -247,6 +247,29 @@ def test_waits_that_are_over_stand_nowhere() -> None:
 
 
 # --- what a refresh changes
+
+
+def test_a_refresh_to_a_step_goes_there_or_nowhere() -> None:
+    async def scenario() -> None:
+        store, view = await committed(Machine(held_steps=0), 1)
+        follower = await reader(store)
+        await commit(store, view, 2, keys=1)
+        await commit(store, view, 3, keys=2)
+        param_bytes = view.namespace.schema.part("param").image_bytes
+        assert await store.refresh_counted(follower, 2) == {"step": 2, "keys": 1, "bytes": param_bytes}
+        assert follower.step == 2
+        await commit(store, view, 4)
+        await commit(store, view, 5)
+        assert follower.is_dropped
+        for step in (2, 6):
+            with pytest.raises(StepDropped):
+                store.refresh(follower, step)
+            assert follower.is_dropped
+        assert store.refresh(follower, 4) == follower.step == 4
+        assert not follower.is_dropped
+
+    run(scenario())
+
 
 
 def test_a_refresh_counts_the_keys_that_have_other_bytes() -> None:

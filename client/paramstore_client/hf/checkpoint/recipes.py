@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from paramstore.core.key import ExpertKey
 from paramstore.errors import CheckpointError
-from paramstore_client.hf.checkpoint.safetensors_file import DTYPES, Files, StoredTensor
 from paramstore_client.hf.checkpoint.shards import Checkpoint
 from paramstore_client.hf.compat.conversions import Conversions, natural_order
 from paramstore_client.hf.model import module_list
 from paramstore_client.hf.model.layout import ExpertLayout, ExpertTensor
+from paramstore_client.safetensors_file import DTYPES, Files, StoredTensor
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 from paramstore_client.tensors import mapped
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paramstore.errors import CheckpointError
 from paramstore_client.checkpoint_directory import checkpoint_directory
-from paramstore_client.hf.checkpoint.safetensors_file import StoredTensor, read_header
+from paramstore_client.safetensors_file import StoredTensor, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import xxhash
+
 from paramstore.errors import CheckpointError
 
 DTYPES = {
@@ -34,6 +36,8 @@ HEADER_BYTES_MAX = 100_000_000
 """The longest header that the format's own implementation reads."""
 LENGTH = struct.Struct("<Q")
 ALIGNMENT_BYTES = 8
+PIECE_BYTES = 1 << 20
+"""Bytes that are read at once for a checksum."""
 _SORTED = ("F64", "I64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
 """Order of dtypes in a file, the longest first, so that each tensor is aligned for its dtype."""
 
@@ -110,21 +114,37 @@ class Files:
 
     def read(self, tensor: StoredTensor, into: memoryview) -> None:
         """Fills `into`, `tensor.length_bytes` long, with the tensor's bytes. Raises CheckpointError naming file and tensor."""
-        if tensor.file not in self._descriptors:
-            try:
-                self._descriptors[tensor.file] = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CheckpointError(f"{tensor}: cannot be opened: {error.strerror}") from error
+        try:
+            descriptor = self._descriptor(tensor.file)
+        except OSError as error:
+            raise CheckpointError(f"{tensor}: cannot be opened: {error.strerror}") from error
         done = 0
         while done < len(into):
             try:
-                count = os.preadv(self._descriptors[tensor.file], [into[done:]], tensor.offset_bytes + done)
+                count = os.preadv(descriptor, [into[done:]], tensor.offset_bytes + done)
             except OSError as error:
                 raise CheckpointError(f"{tensor}: cannot be read at byte {tensor.offset_bytes + done}: {error.strerror}") from error
             if count == 0:
                 raise CheckpointError(f"{tensor}: the file was cut off at byte {tensor.offset_bytes + done} while it was read")
             done += count
         self.bytes_read += done
+
+    def checksum(self, file: Path) -> tuple[int, str]:
+        """Reads the whole of `file`. Returns its size and its xxh3, as 16 hexadecimal digits. Raises CheckpointError."""
+        try:
+            descriptor, hasher, done = self._descriptor(file), xxhash.xxh3_64(), 0
+            while piece := os.pread(descriptor, PIECE_BYTES, done):
+                hasher.update(piece)
+                done += len(piece)
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+        return done, hasher.hexdigest()
+
+    def _descriptor(self, file: Path) -> int:
+        """The descriptor of `file`: what is read later is the same file, whatever bears its name then."""
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        return self._descriptors[file]
 
     def close(self) -> None:
         while self._descriptors:
@@ -140,14 +160,14 @@ class Files:
 
 
 class Shard:
-    """A file that is being made, under a name of its own until `publish`. Its tensors are written in any order, in any pieces.
+    """A file that is being made, under the name `partial` until `publish`. Its tensors are written in any order, in any pieces.
 
     tensors: (name, dtype, shape). Owner of the file's descriptor.
     """
 
     def __init__(self, file: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], *, metadata: Mapping[str, str]) -> None:
         self.file = file
-        self._partial = file.with_name(f"{file.name}.partial")
+        self.partial = file.with_name(f"{file.name}.partial")
         ordered = sorted(tensors, key=lambda one: (_SORTED.index(one[1]), one[0]))
         described: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
@@ -163,7 +183,7 @@ class Shard:
             name: StoredTensor(file, name, dtype, tuple(shape), data_start + start)
             for (name, dtype, shape), start in zip(ordered, starts, strict=True)
         }
-        self._descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(self.partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._descriptor, data_start + end)
         self._write(0, memoryview(LENGTH.pack(len(header)) + header))
 
@@ -178,22 +198,31 @@ class Shard:
             while done < len(data):
                 done += os.pwrite(self._descriptor, data[done:], offset_bytes + done)
         except OSError as error:
-            error.filename = str(self._partial)
+            error.filename = str(self.partial)
             raise
 
-    def publish(self) -> None:
-        """Gives the file its name; it is durable with the directory's next flush. Raises OSError."""
+    def publish(self, name: str | None = None) -> None:
+        """Gives the file its name, or this other one; it is durable with the directory's next flush. Raises OSError."""
         os.fsync(self._descriptor)
         self.close()
-        self._partial.rename(self.file)
+        self.partial.rename(self.file if name is None else self.file.with_name(name))
 
     def discard(self) -> None:
         """Removes what was written, unless it was published."""
         if self._descriptor >= 0:
             self.close()
-            self._partial.unlink(missing_ok=True)
+            self.partial.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
+
+
+def flush_directory(directory: Path) -> None:
+    """Makes the names in `directory` durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
