@@ -100,9 +100,8 @@ class StandingLease:
         while visit.waiting or visit.through or standing or coming:
             owner.let_in(self._plan, visit, self._timeout_s)
             under_way = [*visit.through, *coming]
-            held = next((held for held in under_way if owner.has_come(held)), None)
-            if held is None:
-                held = standing.popleft() if standing else under_way[0]
+            come = next((held for held in under_way if owner.has_come(held)), None)
+            held = come or (standing.popleft() if standing else under_way[0])
             owner.lease_of(held)
             if held in visit.through:
                 self._by_key = None
