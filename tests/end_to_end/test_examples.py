@@ -32,13 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ex")
 
 
-def run_example(folder: Path) -> subprocess.CompletedProcess[str]:
-    """The example as a user runs it."""
+def run_example(folder: Path, example: Path = EXAMPLE) -> subprocess.CompletedProcess[str]:
+    """An example as a user runs it."""
     paths = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PARAMSTORE_")}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
-        [sys.executable, str(EXAMPLE)], cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(example)], cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
 
 
@@ -109,3 +109,18 @@ def names_in(mapping: Mapping[str, Any], section: str = "") -> Iterator[str]:
             yield key
         if isinstance(value, Mapping):
             yield from names_in(value, key)
+
+
+@pytest.mark.slow
+def test_serving_through_a_ring_gives_the_tokens_of_memory_and_reads_what_does_not_stand(folder: Path) -> None:
+    try:
+        first, again = (run_example(folder, ROOT / "examples" / "serve_ring.py") for _ in range(2))
+    finally:
+        end_daemon(folder / "serve-run" / "store")
+    for done in (first, again):
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert lines[0] == "16 of 64 experts stand: 12 of 48 MiB"
+        assert lines[-1] == "every token is that of the model in memory"
+    assert sum(int(count) for count in re.findall(r"tokens, (\d+) MiB read", first.stdout)) > 12, "more than stands"
+    assert re.findall(r"^'.*'$", first.stdout, re.MULTILINE) == re.findall(r"^'.*'$", again.stdout, re.MULTILINE)

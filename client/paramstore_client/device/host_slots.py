@@ -159,8 +159,10 @@ class HostSlots:
                 while (held := plan.let_in(visit)) is not None:
                     self._release_gone()
                     self._begin_load(held, timeout_s)
-            finally:
+            except ParamStoreError:
                 self._is_deciding = False
+                raise
+            self._is_deciding = False
 
     def let_out(self, plan: SlotPlan, visit: SlotVisit, held: Held) -> None:
         """Gives back the slot of what has passed by, to the visit's next key, or else to what was to be loaded ahead."""
@@ -175,8 +177,7 @@ class HostSlots:
                     self._load_ahead(self._ahead.unplaced, evicting=0)
             except ParamStoreError as error:  # demand will ask again and raise the error where it matters
                 _log.warning("a load ahead was given up: %s", error)
-            finally:
-                self._is_deciding = False
+            self._is_deciding = False
 
     def lease_of(self, held: Held) -> WeightLease:
         """The lease that stands for `held`, once it has come. Raises what its load raises, LeaseError where it is gone."""
@@ -226,11 +227,13 @@ class HostSlots:
         self.namespace.check_usable()
         with self._lock:
             self._begin()
+            is_passing = any(visit.waiting or visit.through for visit in self._visits)
             try:
-                is_passing = any(visit.waiting or visit.through for visit in self._visits)
                 ticket = self._load_ahead(wanted, evicting=0 if is_passing else None)
-            finally:
+            except ParamStoreError:
                 self._is_deciding = False
+                raise
+            self._is_deciding = False
         return NothingAhead() if ticket is None else ticket
 
     def lacking(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:

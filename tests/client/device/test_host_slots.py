@@ -27,7 +27,7 @@ def make(lease_slots: int = 9, *, slots: int | None = None, experts: int = 6) ->
     return namespace, HostSlots(namespace, slots=slots, policy="lru")
 
 
-MODULES = ("/host_slots.py", "/slot_plan.py", "/standing_lease.py")
+MODULES = ("/host_slots.py", "/loads_ahead.py", "/slot_plan.py", "/standing_lease.py")
 
 
 def stand(namespace: MemoryNamespace, slots: HostSlots) -> None:
@@ -451,3 +451,35 @@ def test_slots_that_are_left_at_a_visits_end_are_for_what_finds_none() -> None:
             pass
         assert list(namespace.happened("prefetch")) != [], "as soon as no key of its own lacks a slot"
     assert slots.counts.wasted == 0
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_of_going_through_loses_no_lease() -> None:
+    for line in range(1, 4000, 3):
+        namespace, slots = make(lease_slots=4, slots=4)
+        visit(slots, keys(0, 1, 2))
+        is_raised = []
+
+        def run(line: int, slots: HostSlots, is_raised: list[bool]) -> None:
+            with Interrupt(line, MODULES) as interrupt:
+                slots.prefetch(keys(3))
+                with slots.acquire_arriving(keys(*range(6)), may_pass=True) as lease:
+                    slots.prefetch(keys(0, 1, layer=1))
+                    assert len(list(lease.in_turn())) == 6
+            is_raised.append(interrupt.is_raised)
+
+        thread = threading.Thread(target=run, args=(line, slots, is_raised))
+        thread.start()
+        thread.join(60)
+        gc.collect()
+        assert slots._lock.acquire(timeout=1), line
+        slots._lock.release()
+        for again in (keys(0, 1, 2, 3), keys(3, 4, 5, layer=1)):  # all slots can be had
+            visit(slots, again)
+        assert sorted(gone_through(slots, keys(*range(6)))) == keys(*range(6)), line
+        assert namespace.leased_key_count <= 4, line
+        slots.give_back()
+        assert namespace.leased == [], line
+        if not is_raised[0]:
+            break
+    assert 60 < line < 3999
