@@ -103,6 +103,7 @@ class SlotPlan:
         if visit.is_over:
             return
         visit.is_over = True
+        self.counts.passed -= len(visit.waiting)  # they never came
         visit.waiting.clear()
         for held in list(visit.through):
             self.let_out(visit, held)
@@ -195,8 +196,8 @@ class SlotPlan:
         held, loads, late, passing = list[Held](), list[Held](), list[Held](), list[Hashable]()
         for key in keys:
             one = found.get(key)
-            is_beyond = passes and len(held) + visit.passing_slots >= self.held_most
-            if key not in loaded and (one is None or (is_beyond and not one.is_ahead)):
+            is_beyond = passes and len(held) + len(visit.through) + visit.passing_slots >= self.held_most
+            if is_beyond or (one is None and key not in loaded):
                 passing.append(key)
                 continue
             if one is None:
@@ -268,7 +269,7 @@ class SlotPlan:
     def arrive(self, held: Held) -> None:
         """The bytes of `held` are in its slot."""
         held.is_ready = True
-        if not held.is_gone and not held.is_ahead and not held.is_passing:
+        if self._held.get(held.key) is held and not held.is_ahead and not held.is_passing:
             self._fast[held.key] = held
 
     def fail(self, held: Held) -> None:

@@ -28,6 +28,9 @@ def replay_visits(visits: Sequence[Sequence[ExpertKey]], plan: SlotPlan, *, ahea
         visit = plan.visit(keys, may_pass=True)
         for held in visit.loads:
             plan.arrive(held)
+        while (passing := plan.let_in(visit)) is not None:
+            plan.arrive(passing)
+            plan.let_out(visit, passing)
         for held in plan.ahead(ahead(index))[0] if ahead is not None else ():
             plan.arrive(held)
         plan.end_visit(visit)

@@ -223,13 +223,13 @@ def settled(ticket: ps.Ticket[Any]) -> object:
 
 MADE_BY_US = {
     "Lease", "Namespace", "Store", "Ticket", "Experts", "ExpertSentinel", "Launch", "PrefetchPlan", "ExpertLayout", "ExpertTensor",
-    "Schema",
+    "Schema", "Followed", "Following",
 }  # fmt: skip
 """Classes whose values the client gives out: nobody calls them. (A schema is made by the schema functions.)"""
 FOR_US = {
     "ExpertSchedule.begin_forward", "ExpertSchedule.begin_backward", "Experts.expect_micro_batches", "Lease.make_view",
     "RingMemory.end_visit", "ServeOptions.arguments", "Ticket.settle", "Ticket.settle_error", "ServeOptions.environment",
-    "DeviceTier.end_visit", "DeviceTier.skip", "ExpertBuffer.skip",
+    "DeviceTier.end_visit", "DeviceTier.skip", "ExpertBuffer.skip", "ExpertSchedule.following", "Namespace.begin_await_step",
 }  # fmt: skip
 """Methods that only other parts of the client call."""
 NOT_LOOKED_AT = {("RingMemory", "clock"), ("launched", "environment")} | {

@@ -373,7 +373,7 @@ def test_every_counter_is_what_a_plain_model_of_the_slots_counts(name: str, seed
         if action < 0.5:
             try:
                 visits.append(plan.visit(keys, may_pass=rng.random() < 0.5))
-                model.visit(keys, visits[-1])
+                model.visit(keys, visits[-1], held_most=plan.held_most)
             except (LeaseError, CapacityError):
                 model.refuse(keys)
         elif action < 0.6:
@@ -438,7 +438,7 @@ class Slots:
     def under_way(self) -> list[Held]:
         return [held for held in self.standing.values() if held not in self.ready]
 
-    def visit(self, keys: Sequence[Hashable], visit: SlotVisit) -> None:
+    def visit(self, keys: Sequence[Hashable], visit: SlotVisit, *, held_most: int) -> None:
         there = {key: held for key, held in self.standing.items() if key in keys}
         for held in visit.evicted:
             assert not self.users.get(held), "it was in use"
@@ -451,6 +451,7 @@ class Slots:
         self.passed += len(visit.passing)
         self.kept[visit], self.through[visit], self.waiting[visit] = visit.passing_slots, through, list(visit.passing)
         assert bool(visit.passing) >= bool(visit.passing_slots)
+        assert not visit.passing or len(visit.held) + len(through) + visit.passing_slots <= held_most
         assert visit.ahead_ready == len({*visit.held, *through} & self.fresh & self.ready)
         assert visit.ahead_late == len({*visit.held, *through} & self.fresh - self.ready)
         self.leaving = self.leaving - set(visit.held) | set(through)
@@ -520,6 +521,7 @@ class Slots:
             self.kept[visit] += bool(self.waiting[visit])
 
     def end(self, visit: SlotVisit) -> None:
+        self.passed -= len(self.waiting[visit])
         self.waiting[visit] = []
         for held in list(self.through[visit]):
             self.let_out(visit, held)

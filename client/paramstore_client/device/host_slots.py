@@ -16,14 +16,14 @@ import os
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
-from paramstore.errors import LeaseError, ParamStoreError
+from paramstore.errors import LeaseError, ParamStoreError, StepMismatch
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
@@ -49,9 +49,10 @@ class HostSlots:
     """Standing leases in front of a namespace; an `ExpertSource`. May be used from several threads: one visit begins at a time.
 
     slots: default what the namespace was promised, less a few. policy: one of `paramstore.policy.make.SLOT_POLICIES`; those that
-    know an order have `layers` visited, default the namespace's, again and again. `refresh` moves what later visits see; called
-    from another thread, it may part a visit that is just beginning. A daemon that takes nothing off its socket holds all threads up
-    for as long as a request may wait. A key that another visit has asked for is waited for as long as that one does.
+    know an order have the layers visited as the namespace has them, again and again. `refresh` moves what later visits see; called
+    from another thread, it may part a visit that is just beginning, and ends one that goes through slots with StepMismatch. A
+    daemon that takes nothing off its socket holds all threads up for as long as a request may wait. A key that another visit has
+    asked for is waited for as long as that one does.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class HostSlots:
             except ParamStoreError:
                 self._is_deciding = False
                 raise
-            lease = StandingLease(self, plan, visit, timeout_s)
+            lease = StandingLease(self, plan, visit, view=self._view, timeout_s=timeout_s)
             self._touched.update((held.key, None) for held in visit.held if held in self._leases)  # type: ignore[misc]
             self._is_deciding = False
             return lease
@@ -151,13 +152,17 @@ class HostSlots:
         """Whether the lease of `held` has an outcome."""
         return (ticket := self._arriving.get(held)) is None or ticket.done()
 
-    def let_in(self, plan: SlotPlan, visit: SlotVisit, timeout_s: float | None) -> None:
-        """Begins to load as many keys that pass by as there are slots for."""
+    def let_in(self, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
+        """Begins to load as many keys that pass by as there are slots for. view: the view that the visit began with."""
         with self._lock:
             self._begin()
             try:
+                if visit.waiting and self.namespace.view_change_count != view:
+                    raise StepMismatch("the namespace moved while a layer was computed: call refresh and rollback between forwards")
+                evicted = plan.counts.evicted
                 while (held := plan.let_in(visit)) is not None:
-                    self._release_gone()
+                    if plan.counts.evicted != evicted:
+                        self._release_gone()
                     self._begin_load(held, timeout_s)
             except ParamStoreError:
                 self._is_deciding = False
@@ -171,7 +176,7 @@ class HostSlots:
                 return
             self._begin()
             plan.let_out(visit, held)
-            self._release_gone()
+            self._release_gone([held])
             try:
                 if self._ahead.unplaced and not visit.waiting and plan is self._plan:
                     self._load_ahead(self._ahead.unplaced, evicting=0)
@@ -295,6 +300,9 @@ class HostSlots:
         for held in [*self._leases, *self._arriving]:
             held.is_gone = True
             held.users = users[held]
+        for held in self._plan.held:
+            held.is_gone = True  # to the old plan's visits too
+        self._visits = {visit for visit in self._visits if not visit.is_over}
         self._plan = self._fresh_plan()
         self._ahead.forget()
         self._release_gone()
@@ -345,14 +353,16 @@ class HostSlots:
             self._plan.drop(held)
         self._release_gone()
 
-    def _release_gone(self) -> None:
-        """Releases the leases of what was evicted or dropped, and is in nobody's use."""
-        for held in [held for held in self._leases if held.is_gone and not held.users]:
-            self._leases[held].release()  # a second call does nothing
-            self._leases.pop(held, None)
-        for held in [held for held in self._arriving if held.is_gone and not held.users]:
-            self._arriving[held].abandon()
-            self._arriving.pop(held, None)
+    def _release_gone(self, among: Iterable[Held] | None = None) -> None:
+        """Releases the leases of what was evicted or dropped, and is in nobody's use. among: where to look; default everywhere."""
+        looked_at = [*self._leases, *self._arriving] if among is None else list(among)
+        for held in [held for held in looked_at if held.is_gone and not held.users]:
+            if (lease := self._leases.get(held)) is not None:
+                lease.release()  # a second call does nothing
+                self._leases.pop(held, None)
+            if (ticket := self._arriving.get(held)) is not None:
+                ticket.abandon()
+                self._arriving.pop(held, None)
 
     def _report(self) -> None:
         touched = list(self._touched)

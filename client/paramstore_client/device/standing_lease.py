@@ -47,7 +47,7 @@ class VisitOwner(Protocol):
         """Whether the lease of `held` has an outcome."""
         ...
 
-    def let_in(self, plan: SlotPlan, visit: SlotVisit, timeout_s: float | None) -> None:
+    def let_in(self, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
         """Begins to load as many keys that pass by as there are slots for."""
         ...
 
@@ -60,12 +60,15 @@ class StandingLease:
     """The right to the bytes of one visit's keys. Its release ends the visit; the leases below stand. Asking for a key whose bytes
     are on their way waits for them."""
 
-    __slots__ = ("__weakref__", "_by_key", "_has_views", "_owner", "_plan", "_timeout_s", "_visit")
+    __slots__ = ("__weakref__", "_by_key", "_has_views", "_owner", "_plan", "_timeout_s", "_view", "_visit")
 
-    def __init__(self, owner: VisitOwner, plan: SlotPlan, visit: SlotVisit, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, owner: VisitOwner, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None = None
+    ) -> None:
         self._owner = owner
         self._plan = plan
         self._visit = visit
+        self._view = view
         self._timeout_s = timeout_s
         self._by_key: dict[ExpertKey, Held] | None = None
         self._has_views = False
@@ -98,7 +101,7 @@ class StandingLease:
         for held in visit.held:
             (standing if owner.has_come(held) else coming).append(held)
         while visit.waiting or visit.through or standing or coming:
-            owner.let_in(self._plan, visit, self._timeout_s)
+            owner.let_in(self._plan, visit, view=self._view, timeout_s=self._timeout_s)
             under_way = [*visit.through, *coming]
             come = next((held for held in under_way if owner.has_come(held)), None)
             held = come or (standing.popleft() if standing else under_way[0])

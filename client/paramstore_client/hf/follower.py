@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -192,7 +193,8 @@ class Following:
         """Computes one forward at the newest step."""
         if self._news is None or self._news.done():
             self._look()
-        cache = caches.cache_of(kwargs)
+        given = inspect.signature(self._forward).bind_partial(*args).arguments if len(args) > 1 else {}
+        cache = caches.cache_of({**given, **kwargs})
         before, started_s = caches.lengths(cache), None
         while True:
             try:

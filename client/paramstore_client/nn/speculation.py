@@ -23,7 +23,8 @@ MEMORY = 0.9
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Keys since the model was loaded. asked: given to be loaded; in_time, late: of those visited then; wasted: the others."""
+    """Keys since the model was loaded. asked: that got a slot to be loaded to; in_time, late: of those visited then; wasted: the
+    others."""
 
     asked: int = 0
     in_time: int = 0
@@ -37,18 +38,20 @@ class Speculation:
 
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     _windows: dict[int, int] = field(default_factory=dict)
-    _asked: tuple[int, int] = (0, 0)
-    """(size, keys) that were asked for last."""
+    _noted: tuple[int, int, int] | None = None
+    """(layer guessed for, size, loads placed before) of the newest guesses."""
     _useful: float = 1.0
     _skipped: int = 0
 
-    def judge(self, in_time: int, late: int) -> None:
-        """Takes in what became of the keys asked for last: so many had come when their visit began, so many were on their way."""
-        size, asked = self._asked
-        self._asked = (0, 0)
-        if not asked:
+    def judge(self, layer: int, in_time: int, late: int, *, placed: int) -> None:
+        """Takes in what became of the guesses for `layer`, whose visit has begun: so many had come by then, so many were on their
+        way. placed: loads ahead that got a slot, so far."""
+        noted, self._noted = self._noted, None
+        if noted is None or noted[0] != layer or placed == noted[2]:
             return
+        size, asked = noted[1], placed - noted[2]
         useful = min(in_time + late, asked)
+        self.counts.asked += asked
         self.counts.in_time += in_time
         self.counts.late += late
         self.counts.wasted += asked - useful
@@ -67,7 +70,6 @@ class Speculation:
                 return 0
         return self._windows.get(tokens.bit_length(), FIRST_WINDOW)
 
-    def note(self, tokens: int, keys: int) -> None:
-        """Notes that `keys` guesses are being loaded ahead."""
-        self.counts.asked += keys
-        self._asked = (tokens.bit_length(), keys)
+    def note(self, layer: int, *, tokens: int, placed: int) -> None:
+        """Notes that guesses for `layer` are about to be loaded ahead. placed: as for `judge`."""
+        self._noted = layer, tokens.bit_length(), placed

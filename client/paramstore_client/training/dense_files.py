@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from paramstore.errors import CheckpointError, ConfigError, ParamStoreError, SchemaMismatch, StepDropped
+from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, StepDropped
 from paramstore_client.handle.dense_part import DensePart
 from paramstore_client.namespace import Namespace
 from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor, flush_directory, read_header
@@ -57,13 +57,13 @@ class DenseFiles:
                         shard = self._begin(tensors, step) if is_first else None
                     elif shard is not None and problem is None and whole is not None:
                         shard.write(shard.tensors[name], _bytes(whole.cpu().contiguous()))
-                except (OSError, ParamStoreError) as error:
+                except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to be told
                     problem = error
             packed = b""
             if shard is not None and problem is None:
                 try:
                     packed = self._publish(shard, extra)
-                except (OSError, ParamStoreError) as error:
+                except Exception as error:  # noqa: BLE001 - as above
                     problem = error
         finally:
             if shard is not None:

@@ -168,7 +168,8 @@ class Experts(ExpertUpdates):
         self.settle()
         if isinstance(watcher := self.sentinel.listener, Unattached | Attachment):
             watcher.before_commit(step)
-        extra = extra or self._origin_extra()  # the latter before a first `extra` of the caller's hides it
+        origin = self._origin_extra()  # before a first `extra` of the caller's hides it
+        extra = extra or origin
         if directory is not None:
             files = DenseFiles(directory, self.namespace)
             extra = files.write(self._bound_model(), step, extra)

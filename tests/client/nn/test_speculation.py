@@ -7,8 +7,8 @@ from paramstore_client.nn.speculation import FIRST_WINDOW, RETRY_EVERY, Speculat
 
 def visited(speculation: Speculation, *, tokens: int, asked: int, in_time: int, late: int) -> int:
     """Loads `asked` guesses ahead, of which so many were visited; gives what is admitted then."""
-    speculation.note(tokens, asked)
-    speculation.judge(in_time, late)
+    speculation.note(1, tokens=tokens, placed=100)
+    speculation.judge(1, in_time, late, placed=100 + asked)
     return speculation.admit(tokens)
 
 
@@ -43,6 +43,10 @@ def test_guesses_that_nobody_visits_end_by_themselves_and_are_tried_again() -> N
 def test_every_key_is_counted_once() -> None:
     speculation = Speculation()
     visited(speculation, tokens=3, asked=7, in_time=3, late=2)
-    speculation.judge(5, 5)  # nothing was asked for since
+    speculation.judge(1, 5, 5, placed=200)  # nothing was asked for since
+    speculation.note(1, tokens=3, placed=200)
+    speculation.judge(2, 5, 5, placed=210)  # another layer: a forward on another thread
+    speculation.note(1, tokens=3, placed=210)
+    speculation.judge(1, 0, 0, placed=210)  # none of them got a slot
     counts = speculation.counts
     assert (counts.asked, counts.in_time, counts.late, counts.wasted) == (7, 3, 2, 2)

@@ -4,6 +4,7 @@
 |---|---|---|
 | `past_key_values=`, later `cache=`, an argument of a model's forward | documented | 5.7 - 5.24 |
 | `Cache.layers`, `EncoderDecoderCache.self_attention_cache` | documented | 5.24 |
+| classes of `cache_utils` and of continuous batching: `crop` takes back all they hold, or they say so | de facto | 5.24 |
 | a layer's `get_seq_length()`, `crop(-tokens)`, `is_croppable` | documented; static layers have `crop` since 5.24 | 5.24 |
 """
 
@@ -15,6 +16,9 @@ from typing import Any
 from torch import Tensor
 
 NAMES = ("cache", "past_key_values")
+KNOWN = ("transformers.cache_utils", "transformers.generation.continuous_batching.cache")
+"""Modules whose caches and layers are known to hold nothing that `crop` leaves behind. Those of single models may: MiniMax's has a
+recurrent state beside its layers, layers of DeepSeek-V4 compress what they are given."""
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
@@ -32,6 +36,10 @@ def lengths(cache: Any) -> list[Any]:
 def crop(cache: Any, before: list[Any]) -> str | None:
     """Takes each layer back to `before`, what `lengths` gave. Returns None, or why a layer cannot be taken back: then the cache is
     of no use any more."""
+    if cache is None:
+        return None
+    if type(cache).__module__ not in KNOWN:
+        return f"{type(cache).__name__} may hold more than its layers do"
     for index, layer in enumerate(getattr(cache, "layers", ())):
         earlier, now = before[index] if index < len(before) else 0, _length(layer)
         if earlier is None or now is None:
@@ -39,6 +47,8 @@ def crop(cache: Any, before: list[Any]) -> str | None:
         added = int(now) - int(earlier)
         if added == 0:
             continue
+        if type(layer).__module__ not in KNOWN:
+            return f"{type(layer).__name__} of layer {index} may hold more than keys and values"
         if not getattr(layer, "is_croppable", True):
             return f"{type(layer).__name__} of layer {index} has passed its window"
         try:

@@ -79,16 +79,18 @@ class ModelExperts:
         self, layer: int, experts: Sequence[int], hidden_TH: Tensor, found: tuple[int, int], slots: int
     ) -> list[ExpertKey]:  # fmt: skip
         """Keys to load ahead while `layer` computes, without a graph. found: what became of those that were loaded ahead of it."""
-        self.speculation.judge(*found)
+        source = self.source
+        if isinstance(source, HostSlots):
+            self.speculation.judge(layer, *found, placed=source.counts.ahead)
         following = self.schedule.following(layer)
         router = None if following is None else self.routers.get(following)
         by_use = self.after_forward(layer, experts, max(0, slots - len(experts)))
-        if following is None or router is None or not isinstance(self.source, HostSlots):
+        if following is None or router is None or not isinstance(source, HostSlots):
             return by_use
         admitted = self.speculation.admit(len(hidden_TH))
         guesses = [(following, expert) for expert in router.guess(hidden_TH)] if admitted else []
-        lacking = self.source.lacking(guesses)[:admitted]
-        self.speculation.note(len(hidden_TH), len(lacking))
+        lacking = source.lacking(guesses)[:admitted]
+        self.speculation.note(following, tokens=len(hidden_TH), placed=source.counts.ahead)
         return lacking
 
     def after_backward(self, layer: int, room: int) -> list[ExpertKey]:

@@ -40,6 +40,8 @@ class EarlyRouter:
                 answer = type(self._gate).forward(self._gate, hidden_TH)
             ids_TK = next(part for part in answer if isinstance(part, Tensor) and not part.is_floating_point())
             counts = torch.bincount(ids_TK.reshape(-1), minlength=self._experts).tolist()
+            if len(counts) > self._experts:
+                raise ValueError("its answer names no experts")
         except Exception as error:  # noqa: BLE001 - foreign code, called for a guess alone: it must fail no forward
             self._is_usable = False
             _log.info("%s makes no guesses: %s: %s", type(self._gate).__name__, type(error).__name__, error)

@@ -6,6 +6,7 @@ bit: every expert's gradient is one addition.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
-from paramstore.errors import ConfigError
+from paramstore.errors import ConfigError, ParamStoreError
 from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.device.standing_lease import StandingLease
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
@@ -24,6 +25,8 @@ from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
 from paramstore_client.hf.model.layer_weights import LayerWeights
 from paramstore_client.hf.model.lease_window import Hint, Identities, Window
 from paramstore_client.source import ExpertSource
+
+_log = logging.getLogger(__name__)
 
 PUSH_BYTES = 4 << 20
 """Bytes of gradients that wait for one push: each push is a round trip."""
@@ -208,7 +211,10 @@ class HeldSupply(ForwardSupply):
         with lease, ExitStack() as lent:
             found = lease.ahead if isinstance(lease, StandingLease) else (0, 0)
             if ahead := self._ahead(found, source.lease_slots):
-                source.prefetch(ahead)
+                try:
+                    source.prefetch(ahead)
+                except ParamStoreError as error:  # demand will ask again and raise the error where it matters
+                    _log.warning("%d experts could not be loaded ahead: %s", len(ahead), error)
             weights = LayerWeights(lease, keys, self._buffers, lent)
             stacks: Any = {field.name: ExpertStack(weights.field(field)) for field in source.schema.part("param").fields}
             yield lambda holder: stacks
