@@ -142,7 +142,7 @@ class ExpertStack:
         self.itemsize = self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> ExpertStack:
-        """The same experts in another dtype."""
+        """A stack of these experts that computes in another dtype."""
         return ExpertStack(self._field, dtype=dtype, is_transposed=self._is_transposed, ends=self._ends)
 
     def transpose(self, first: int, second: int) -> ExpertStack:

@@ -1,4 +1,4 @@
-"""Early routers: found in every family that is served, or not at all; guesses are the router's own, and no hook hears of them."""
+"""Early routers: found in six families; guesses are the router's own, and no hook hears of them."""
 
 from __future__ import annotations
 
