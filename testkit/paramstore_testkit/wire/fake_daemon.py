@@ -52,7 +52,8 @@ class FakeSession:
     def send_bytes(self, data: bytes, fds: Sequence[int] = ()) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         sent_bytes = self.sock.sendmsg([data], rights)
-        self.sock.sendall(data[sent_bytes:])
+        if sent_bytes < len(data):  # sending nothing fails too once the client has closed, and would end what it sent before
+            self.sock.sendall(data[sent_bytes:])
 
 
 class FakeDaemon:
