@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -319,6 +319,15 @@ def test_without_a_miss_it_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch)
 # --- interrupts, threads, chance
 
 
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """The collector looks at what the test makes alone, and not each time at all that this process has loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def interrupted(slots: HostSlots, wanted: list[ExpertKey], line: int) -> bool:
     """Interrupts a visit, in a thread of its own, whose later exceptions would have the one raised here as their context."""
     is_raised = []
@@ -336,6 +345,7 @@ def interrupted(slots: HostSlots, wanted: list[ExpertKey], line: int) -> bool:
     return is_raised[0]
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("wanted", [keys(0, 1), keys(1, 2), keys(3, 4, layer=1)], ids=["hits", "some", "misses"])
 def test_an_interrupt_at_any_line_loses_no_lease(wanted: list[ExpertKey]) -> None:
     for line in range(1, 500):
@@ -454,6 +464,7 @@ def test_slots_that_are_left_at_a_visits_end_are_for_what_finds_none() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_objects")
 def test_an_interrupt_at_any_line_of_going_through_loses_no_lease() -> None:
     for line in range(1, 4000):
         namespace, slots = make(lease_slots=8, slots=8, experts=10)
