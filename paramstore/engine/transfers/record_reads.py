@@ -95,5 +95,5 @@ def read_transfer(
     queued = deque(pieces)
     return Transfer(
         lane=volume_lane(extent.volume), urgency=urgency, run=run, pieces=queued, settle=settle, deadline_s=deadline_s,
-        light_bytes=record_bytes if len(queued) == 1 else 0,
+        light_bytes=record_bytes if len(queued) == 1 else 0, is_read=True,
     )  # fmt: skip

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramstore.engine.tables.requests import Urgency
-from paramstore.engine.transfers.scheduler import BURST_PIECES, LIGHT_BURST_BYTES, Burst, LaneStats, Scheduler, Transfer
+from paramstore.engine.transfers.scheduler import (
+    BURST_PIECES,
+    LIGHT_BURST_BYTES,
+    LIGHT_READ_BYTES,
+    Burst,
+    LaneStats,
+    Scheduler,
+    Transfer,
+)
 from paramstore.errors import ParamStoreError, VolumeError
 
 DEMAND, PREFETCH, WRITE_BACK = Urgency.DEMAND, Urgency.PREFETCH, Urgency.WRITE_BACK
@@ -18,11 +26,11 @@ DEMAND, PREFETCH, WRITE_BACK = Urgency.DEMAND, Urgency.PREFETCH, Urgency.WRITE_B
 
 def transfer(
     *pieces: object, urgency: Urgency = DEMAND, deadline_s: float | None = None, final: object = None, lane: Hashable = "disk",
-    light_bytes: int = 0,
+    light_bytes: int = 0, is_read: bool = False,
 ) -> Transfer:
     return Transfer(
         lane=lane, urgency=urgency, run=lambda piece: piece, pieces=deque(pieces), settle=lambda _: None, final=final,
-        deadline_s=deadline_s, light_bytes=light_bytes,
+        deadline_s=deadline_s, light_bytes=light_bytes, is_read=is_read,
     )  # fmt: skip
 
 
@@ -235,6 +243,46 @@ def test_light_transfers_of_one_burst_end_apart() -> None:
     assert made.stats() == {"disk": LaneStats(queued=0, running=0)}
 
 
+def read(name: str, *, light_bytes: int = LIGHT_READ_BYTES // 4) -> Transfer:
+    return transfer(name, light_bytes=light_bytes, is_read=True)
+
+
+def test_as_many_light_reads_are_under_way_as_keep_a_disk_busy_so_that_the_first_end_first() -> None:
+    made = scheduler(8)
+    for name in "abcdef":
+        made.submit(read(name))
+    started = [made.next_burst("disk") for _ in range(4)]
+    assert [one is not None and one[0][1] for one in started] == [["a"], ["b"], ["c"], ["d"]]
+    assert made.next_burst("disk") is None
+    finish(made, started[2])
+    (then,) = made.next_burst("disk") or ()
+    assert then[1] == ["e"]
+    assert made.next_burst("disk") is None
+    finish(made, started[0], VolumeError("broken"))
+    assert made.next_burst("disk") is not None
+
+
+def test_a_light_read_larger_than_all_that_may_be_under_way_goes_alone() -> None:
+    made = scheduler(8)
+    for name in "ab":
+        made.submit(read(name, light_bytes=2 * LIGHT_READ_BYTES))
+    first = made.next_burst("disk")
+    assert made.next_burst("disk") is None
+    finish(made, first)
+    assert made.next_burst("disk") is not None
+
+
+def test_writes_and_reads_of_several_pieces_begin_beside_light_reads() -> None:
+    made = scheduler(8)
+    for name in "abcd":
+        made.submit(read(name))
+    assert all(made.next_burst("disk") for _ in range(4))
+    made.submit(transfer("p", "q", is_read=True))
+    assert made.next_burst("disk") is not None
+    made.submit(light("w", urgency=DEMAND, light_bytes=LIGHT_READ_BYTES))
+    assert made.next_burst("disk") is not None
+
+
 # --- the final piece
 
 
@@ -336,7 +384,7 @@ class Shift:
         self.transfers = [
             transfer(
                 *((number, piece) for piece in range(count)), urgency=urgency, final=(number, "final") if is_final else None,
-                light_bytes=QUARTER if count == 1 and not is_final else 0,
+                light_bytes=QUARTER if count == 1 and not is_final else 0, is_read=number % 2 == 0,
             )
             for number, (count, urgency, is_final) in enumerate(specs)
         ]
