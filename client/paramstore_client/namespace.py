@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -137,6 +138,11 @@ class Namespace(Updates, Residency, Steps):
 
         message = messages.Acquire(self._next_id(), self._handle, wanted, part, limit_s)
         return self._send(message, "acquire", grant, timeout_s=limit_s + ANSWER_GRACE_S)
+
+    def together(self) -> AbstractContextManager[None]:
+        """What this thread asks for and releases inside is sent in one go, at the end or before a wait: each call that sends wakes
+        the daemon. The end raises WaitTimeout where the daemon takes nothing off its socket; what was asked stays asked."""
+        return self._connection.together()
 
     def read(self, key: ExpertKey) -> dict[str, Tensor]:
         """Copies of the key's whole record: every stored field (`master/…`, `exp_avg/…`), and param fields by name."""

@@ -8,6 +8,7 @@ are `DeviceTier` and `RingMemory`: that is why `StoredExperts` takes any of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
@@ -140,6 +141,10 @@ class HostSource(ExpertSource, Protocol):
 
     def begin_acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> LeaseTicket:
         """Begins an `acquire` and returns at once."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """What this thread asks for and releases inside is sent in one go, at the end or before a wait."""
         ...
 
     def let_stand(self, keeper: LeaseKeeper, /) -> bool:

@@ -14,6 +14,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -244,6 +245,10 @@ class MemoryNamespace:
 
     def begin_acquire(self, keys: Sequence[ExpertKey], part: str = "param", timeout_s: float | None = None) -> MemoryLeaseTicket:
         return MemoryLeaseTicket(partial(self.acquire, list(keys), part, timeout_s))
+
+    def together(self) -> AbstractContextManager[None]:
+        """Nothing is sent here."""
+        return nullcontext()
 
     def let_stand(self, keeper: LeaseKeeper) -> bool:
         """Notes who keeps leases, unless `may_stand` is false."""

@@ -20,8 +20,7 @@ import select
 import socket
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from paramstore.clock import Clock, MonotonicClock
@@ -38,6 +37,7 @@ from paramstore.errors import (
 from paramstore.wire.codec import encode
 from paramstore.wire.messages import PROTOCOL_MAJOR, Message, Request, Unmapped
 from paramstore_client.connection.inbox import WAY_ON, Inbox
+from paramstore_client.connection.outbox import Outbox
 from paramstore_client.connection.segments import Segments
 from paramstore_client.connection.ticket import Ticket
 
@@ -76,16 +76,13 @@ class Connection:
         self._inbox = Inbox(sock, self.segments)
         self._ids = itertools.count(1)
         self._tickets: dict[int, Ticket[Any]] = {}
-        self._outbox: deque[memoryview] = deque()
+        self._outbox = Outbox()
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._has_reader = False
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
         self._failure: str | None = None
-        self._readable = select.poll()
-        self._readable.register(self._fd, select.POLLIN)
-        self._either = select.poll()
-        self._either.register(self._fd, select.POLLIN | select.POLLOUT)
+        self._readable, self._either = _poller(self._fd, select.POLLIN), _poller(self._fd, select.POLLIN | select.POLLOUT)
         _connections.add(self)
 
     def check_minor(self, minor: int, call: str) -> None:
@@ -105,15 +102,9 @@ class Connection:
         return next(self._ids)
 
     def request(
-        self,
-        message: Request,
-        *,
-        what: str,
-        convert: Callable[[Any], T],
-        timeout_s: float | None = None,
-        on_settled: Callable[[ParamStoreError | None], None] | None = None,
-        is_cancellable: bool = True,
-    ) -> Ticket[T]:
+        self, message: Request, *, what: str, convert: Callable[[Any], T], timeout_s: float | None = None,
+        on_settled: Callable[[ParamStoreError | None], None] | None = None, is_cancellable: bool = True,
+    ) -> Ticket[T]:  # fmt: skip
         """Sends `message` and returns its ticket. Requests reach the daemon in the order of these calls.
 
         what: names the request in messages to people. convert: makes the result from the answer, on the reading thread.
@@ -127,19 +118,20 @@ class Connection:
             frame = encode(message)
         except ProtocolError as error:  # a value that no check caught, or more than a frame holds: nothing was sent
             raise ConfigError(f"{what}: {error}") from error
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(
-            self, request_id, what=what, convert=convert, timeout_s=limit_s, on_settled=on_settled, is_cancellable=is_cancellable
-        )
+            self, request_id, what=what, convert=convert, timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            on_settled=on_settled, is_cancellable=is_cancellable,
+        )  # fmt: skip
         if len(self._tickets) >= TICKETS_MAX:
             raise CapacityError(f"{what}: {TICKETS_MAX} requests of this client are unanswered; wait for some of them")
         with self._changed:
             self.check_usable()
             self._tickets[request_id] = ticket
-        self._outbox.append(memoryview(frame))
-        self._flush()
-        if self._outbox:
-            self._send_rest(what, self.timeout_s)
+        self._outbox.add(frame)
+        if not self._outbox.is_gathering:
+            self._flush()
+            if self._outbox:
+                self._send_rest(what, self.timeout_s)
         return ticket
 
     def post(self, message: Message) -> None:
@@ -148,8 +140,20 @@ class Connection:
         On a dead connection it is dropped, as the daemon ends that session by itself; in a forked child, as the parent has it.
         """
         if self._failure is None and os.getpid() == self._process_id:
-            self._outbox.append(memoryview(encode(message)))
+            self._outbox.add(encode(message))
+            if not self._outbox.is_gathering:
+                self._flush()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread sends inside leaves in one go, at the latest at the end, which raises WaitTimeout as `request` does."""
+        try:
+            with self._outbox.gathered():
+                yield
+        finally:
             self._flush()
+        if self._outbox and not self._outbox.is_gathering:
+            self._send_rest("requests sent together", self.timeout_s)
 
     def end_lease(self, lease: int) -> None:
         """Notes that the lease's slots are no longer in use; acknowledges segments that were waiting for that."""
@@ -316,13 +320,8 @@ class Connection:
         """For the sender: sends what the socket takes. False when it is full, or takes no more for good."""
         outbox = self._outbox
         while outbox:
-            frame = outbox[0]
             try:
-                sent_bytes = self._sock.send(frame)
-                if sent_bytes < len(frame):
-                    outbox[0] = frame[sent_bytes:]
-                else:
-                    outbox.popleft()
+                outbox.take_off(self._sock.sendmsg(outbox.first()))
             except BlockingIOError:
                 return False
             except OSError:
@@ -349,9 +348,7 @@ class Connection:
                 finally:
                     self._leave_reader()
             else:
-                room = select.poll()
-                room.register(self._fd, select.POLLOUT)
-                room.poll(math.ceil(STALL_POLL_S * 1000))
+                _poller(self._fd, select.POLLOUT).poll(math.ceil(STALL_POLL_S * 1000))
             self._flush()
 
     # --- the end ---
@@ -387,6 +384,12 @@ class Connection:
             raise ForkedClient(
                 f"this client belongs to process {self._process_id}, this is its forked child {os.getpid()}: connect again here"
             )
+
+
+def _poller(fd: int, events: int) -> select.poll:
+    poller = select.poll()
+    poller.register(fd, events)
+    return poller
 
 
 def _close_all_in_child() -> None:

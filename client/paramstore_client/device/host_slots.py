@@ -41,7 +41,6 @@ PASSING_SLOTS = 8
 LEFT_TO_OTHERS = 8
 """One of so many slots, at least one, is no visit's that can also do with less: another thread's goes on with it."""
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -119,7 +118,6 @@ class HostSlots:
                 self._is_deciding = False
                 raise
             lease = StandingLease(self, plan, visit, view=self._view, timeout_s=timeout_s)
-            self._touched.update((held.key, None) for held in visit.held if held in self._leases)  # type: ignore[misc]
             self._is_deciding = False
             return lease
 
@@ -159,11 +157,12 @@ class HostSlots:
             try:
                 if visit.waiting and self.namespace.view_change_count != view:
                     raise StepMismatch("the namespace moved while a layer was computed: call refresh and rollback between forwards")
-                evicted = plan.counts.evicted
-                while (held := plan.let_in(visit)) is not None:
-                    if plan.counts.evicted != evicted:
-                        self._release_gone()
-                    self._begin_load(held, timeout_s)
+                with self.namespace.together():
+                    evicted = plan.counts.evicted
+                    while (held := plan.let_in(visit)) is not None:
+                        if plan.counts.evicted != evicted:
+                            self._release_gone()
+                        self._begin_load(held, timeout_s)
             except ParamStoreError:
                 self._is_deciding = False
                 raise
@@ -187,9 +186,7 @@ class HostSlots:
     def lease_of(self, held: Held) -> WeightLease:
         """The lease that stands for `held`, once it has come. Raises what its load raises, LeaseError where it is gone."""
         lease = self._leases.get(held)
-        if lease is None:
-            lease = self._await(held)
-        return lease
+        return self._await(held) if lease is None else lease
 
     def _await(self, held: Held) -> WeightLease:
         """Waits for the lease of `held`, without the lock."""
@@ -234,7 +231,8 @@ class HostSlots:
             self._begin()
             is_passing = any(visit.waiting or visit.through for visit in self._visits)
             try:
-                ticket = self._load_ahead(wanted, evicting=0 if is_passing else None)
+                with self.namespace.together():
+                    ticket = self._load_ahead(wanted, evicting=0 if is_passing else None)
             except ParamStoreError:
                 self._is_deciding = False
                 raise
@@ -317,24 +315,27 @@ class HostSlots:
             self._report()
         visit = None if may_pass and len(keys) > self._plan.held_most else self._plan.visit_ready(keys)
         if visit is not None:
+            self._touched |= dict.fromkeys(keys)
             return visit
-        if self._touched:
-            self._report()
-        self._ahead.note_arrivals(self._plan)
-        self._ahead.unplaced = []  # they are of this visit, or of none
-        visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
-        self._release_gone()
-        wanted = [*visit.through, *visit.held]
-        try:
-            for held in wanted:
-                self._begin_load(held, timeout_s)
-        except ParamStoreError:
-            self._plan.end_visit(visit)
-            for held in wanted:
-                if held not in self._leases:
-                    self._plan.fail(held)
+        with self.namespace.together():
+            if self._touched:
+                self._report()
+            self._ahead.note_arrivals(self._plan)
+            self._ahead.unplaced = []  # they are of this visit, or of none
+            visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
             self._release_gone()
-            raise
+            wanted = [*visit.through, *visit.held]
+            try:
+                for held in wanted:
+                    self._begin_load(held, timeout_s)
+            except ParamStoreError:
+                self._plan.end_visit(visit)
+                for held in wanted:
+                    if held not in self._leases:
+                        self._plan.fail(held)
+                self._release_gone()
+                raise
+            self._touched.update((held.key, None) for held in visit.held if held in self._leases)  # type: ignore[misc]
         return visit
 
     def _begin_load(self, held: Held, timeout_s: float | None) -> None:

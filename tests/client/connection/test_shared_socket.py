@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -26,6 +27,68 @@ def test_requests_reach_the_daemon_in_call_order(daemon: FakeDaemon, namespace: 
         ticket.wait()
     ids = [request.id for request in daemon.requests(m.Prefetch)]
     assert ids == sorted(ids)
+
+
+def test_what_a_thread_sends_together_leaves_in_one_call_and_in_order(
+    daemon: FakeDaemon, namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, calls = namespace._connection, list[int]()
+    send_some = connection._send_some
+
+    def counting() -> bool:
+        calls.append(len(connection._outbox.first()))
+        return send_some()
+
+    monkeypatch.setattr(connection, "_send_some", counting)
+    lease = namespace.acquire(KEYS)
+    calls.clear()
+    with namespace.together():
+        lease.release()
+        tickets = [namespace.begin_acquire([key]) for key in KEYS]
+        assert calls == []
+    assert calls == [3]
+    for ticket in tickets:
+        ticket.wait().release()
+    daemon.wait_for(m.Release, 3)
+    assert [type(request) for request in daemon.received[-5:-2]] == [m.Release, m.Acquire, m.Acquire]
+    with namespace.together():
+        assert namespace.begin_acquire(KEYS).wait()[KEYS[0]]["down"].shape == (4, 8), "who waits inside sends first"
+
+
+def test_what_is_sent_together_is_sent_where_it_ends_with_an_error_and_by_other_threads(
+    daemon: FakeDaemon, namespace: ps.Namespace
+) -> None:
+    with contextlib.suppress(KeyError), namespace.together():
+        first = namespace.begin_acquire(KEYS)
+        raise KeyError
+    first.wait().release()
+    with namespace.together():
+        ticket = namespace.begin_acquire(KEYS)
+        other = threading.Thread(target=lambda: namespace.acquire(KEYS).release())
+        other.start()
+        other.join()
+        assert len(daemon.requests(m.Acquire)) == 3
+    ticket.wait().release()
+
+
+def test_more_than_one_call_can_send_goes_out_whole(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    daemon.script(m.Prefetch, lambda session, request: session.send(m.Done(request.id, {"keys": len(request.keys)})))
+    with namespace.together():
+        tickets = [namespace.prefetch([(0, 0)] * (1 + number % 300)) for number in range(1000)]
+    assert [ticket.wait()["keys"] for ticket in tickets] == [1 + number % 300 for number in range(1000)]
+
+
+def test_the_end_of_what_is_sent_together_waits_a_bounded_time(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    daemon.pause()
+    namespace._connection.timeout_s = 0.1
+
+    def send_much() -> None:
+        with namespace.together():
+            for _ in range(10_000):
+                namespace.prefetch([(0, 0)] * 1000)
+
+    with pytest.raises(ps.WaitTimeout, match="took nothing off its socket"):
+        send_much()
 
 
 def test_full_socket_does_not_deadlock_with_a_daemon_that_waits_for_us_to_read(
