@@ -196,7 +196,7 @@ class Models:
         """Bytes that demand lacked, and bytes that were read, so far."""
         counts = self.slots.counts
         read = sum(int(volume["bytes_read"]) for volume in self.service.stats()["volumes"].values())
-        return (counts.misses + counts.useful) * self.raw.record_bytes, read
+        return (counts.misses + counts.useful + counts.passed) * self.raw.record_bytes, read
 
 
 @torch.no_grad()

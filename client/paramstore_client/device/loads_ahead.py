@@ -1,6 +1,7 @@
 """Loads ahead of host slots on their way: which keys were asked for, and what has come of them.
 
-- A load ahead is a prefetch into host memory, of a few keys at a time; what has come is leased when it is visited.
+- A load ahead is a prefetch of one key into host memory, so that each is known by itself to have come; what has come is leased when
+  it is visited.
 - Whose slots are given up here was not taken over by demand meanwhile.
 """
 
@@ -16,9 +17,7 @@ from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held
 from paramstore_client.source import HostSource, HostTicket
 
-AHEAD_KEYS = 4
-"""Most keys of one load ahead: its outcome comes when all of them have come."""
-AHEAD_MAX = 64
+AHEAD_MAX = 256
 """Most loads ahead whose outcome is awaited; beyond it the oldest counts as not arrived."""
 
 _log = logging.getLogger(__name__)
@@ -48,44 +47,43 @@ class LoadsAhead:
         """Keys of the newest loads ahead that found no slot."""
         self._namespace = namespace
         self._is_taken = is_taken
-        self._under_way: deque[tuple[HostTicket, Sequence[Held]]] = deque()
+        self._under_way: deque[tuple[HostTicket, Held]] = deque()
 
     def begin(self, plan: SlotPlan, loads: Sequence[Held]) -> HostTicket | None:
         """Asks for the bytes of `loads`, which `plan` has given slots. Gives the last ticket. Raises what `prefetch` raises; the
         slots of what was not asked for are free then."""
         ticket = None
-        for start in range(0, len(loads), AHEAD_KEYS):
-            part = loads[start : start + AHEAD_KEYS]
+        for place, held in enumerate(loads):
             try:
-                ticket = self._namespace.prefetch([held.key for held in part])  # type: ignore[misc]  # the names are keys here
+                ticket = self._namespace.prefetch([held.key])  # type: ignore[list-item]  # the names are keys here
             except ParamStoreError:
-                self._give_up(plan, loads[start:])
+                self._give_up(plan, loads[place:])
                 raise
-            self._under_way.append((ticket, part))
+            self._under_way.append((ticket, held))
             if len(self._under_way) > AHEAD_MAX:
-                self._give_up(plan, self._under_way.popleft()[1])
+                self._give_up(plan, [self._under_way.popleft()[1]])
         return ticket
 
     def note_arrivals(self, plan: SlotPlan) -> None:
-        """Tells the plan which loads have come. The host takes keys in order, so what it had no room for is at the end."""
+        """Tells the plan which loads have come; the slot of what the host had no room for is free."""
         while self._under_way and self._under_way[0][0].done():
-            ticket, loads = self._under_way.popleft()
+            ticket, held = self._under_way.popleft()
             try:
-                skipped = ticket.wait()["skipped"]
+                has_come = not ticket.wait()["skipped"]
             except ParamStoreError as error:  # demand will ask again and raise the error where it matters
-                _log.warning("a load ahead of %d keys was given up: %s", len(loads), error)
-                skipped = len(loads)
-            arrived = len(loads) - skipped
-            for held in loads[:arrived]:
+                _log.warning("a load ahead of %s was given up: %s", held.key, error)
+                has_come = False
+            if has_come:
                 plan.arrive(held)
-            self._give_up(plan, loads[arrived:])
+            else:
+                self._give_up(plan, [held])
 
     def cancel(self, plan: SlotPlan) -> None:
         """Cancels all of them: nobody will visit what they bring."""
         while self._under_way:
-            ticket, loads = self._under_way.popleft()
+            ticket, held = self._under_way.popleft()
             ticket.cancel()
-            self._give_up(plan, loads)
+            self._give_up(plan, [held])
         self.unplaced = []
 
     def forget(self) -> None:

@@ -149,7 +149,9 @@ def test_a_load_ahead_gives_victims_back_first_and_is_spared() -> None:
     visit(slots, keys(0, 1, 2))
     asked(namespace)
     slots.prefetch(keys(3, 4))
-    assert asked(namespace) == [("release", tuple(keys(0))), ("release", tuple(keys(1))), ("prefetch", tuple(keys(3, 4)))]
+    assert asked(namespace) == [
+        ("release", tuple(keys(0))), ("release", tuple(keys(1))), ("prefetch", tuple(keys(3))), ("prefetch", tuple(keys(4))),
+    ]  # fmt: skip
     visit(slots, keys(5))  # room is made by what was not asked for
     visit(slots, keys(3, 4))
     counts = slots.counts
@@ -191,7 +193,8 @@ def refuse(*arguments: object) -> Any:
     raise StoreUnavailable("on purpose")
 
 
-def test_of_very_many_loads_ahead_the_oldest_are_given_up() -> None:
+def test_of_very_many_loads_ahead_the_oldest_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads_ahead, "AHEAD_MAX", 60)
     namespace, slots = make(lease_slots=80, slots=80, experts=80)
     namespace.holds_prefetches = True
     for expert in range(loads_ahead.AHEAD_MAX + 2):

@@ -1,4 +1,4 @@
-"""Loads ahead of host slots: a few keys a ticket, whose outcome is told to the plan; what brings nothing gives its slot up."""
+"""Loads ahead of host slots: a ticket a key, whose outcome is told to the plan; what brings nothing gives its slot up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paramstore.policy.lru import Lru
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore_client.device.loads_ahead import AHEAD_KEYS, LoadsAhead
+from paramstore_client.device.loads_ahead import LoadsAhead
 
 KEYS: list[ExpertKey] = [(0, expert) for expert in range(6)]
 
@@ -26,9 +26,9 @@ def begun(keys: Sequence[ExpertKey], *, holds: bool = False) -> tuple[MemoryName
     return namespace, plan, loads, taken
 
 
-def test_a_few_keys_are_asked_for_at_a_time() -> None:
+def test_each_key_is_asked_for_by_itself() -> None:
     namespace, *_ = begun(KEYS)
-    assert list(namespace.happened("prefetch")) == [("prefetch", tuple(KEYS[:AHEAD_KEYS])), ("prefetch", tuple(KEYS[AHEAD_KEYS:]))]
+    assert list(namespace.happened("prefetch")) == [("prefetch", (key,)) for key in KEYS]
 
 
 def test_the_plan_is_told_what_has_come() -> None:
