@@ -98,11 +98,13 @@ class SlotPlan:
             self._tell()
         return SlotVisit(held)
 
-    def end_visit(self, visit: SlotVisit) -> None:
-        """Ends a visit, and lets go of what still passes by for it; a second call does nothing."""
+    def end_visit(self, visit: SlotVisit) -> bool:
+        """Ends a visit, and lets go of what still passes by for it; a second call does nothing. Whether what is gone may have lost
+        its last user."""
         if visit.is_over:
-            return
+            return False
         visit.is_over = True
+        leaves = bool(visit.through)
         self.counts.passed -= len(visit.waiting)  # they never came
         visit.waiting.clear()
         for held in list(visit.through):
@@ -110,7 +112,11 @@ class SlotPlan:
         self._kept_free -= visit.passing_slots
         visit.passing_slots = 0
         for held in visit.held:
-            self._end_use(held)
+            held.users -= 1
+            if held.is_gone:
+                leaves = True
+                self._lingering -= not held.users
+        return leaves
 
     def let_in(self, visit: SlotVisit) -> Held | None:
         """Gives the next key that passes by a slot, to be loaded now unless it stands. None where no slot is free for it yet, or no

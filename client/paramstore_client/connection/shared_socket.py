@@ -36,6 +36,7 @@ from paramstore.errors import (
 )
 from paramstore.wire.codec import encode
 from paramstore.wire.messages import PROTOCOL_MAJOR, Message, Request, Unmapped
+from paramstore_client import this_process
 from paramstore_client.connection.inbox import WAY_ON, Inbox
 from paramstore_client.connection.outbox import Outbox
 from paramstore_client.connection.segments import Segments
@@ -72,7 +73,7 @@ class Connection:
         self.clock: Clock = clock or MonotonicClock()
         self._sock = sock
         self._fd = sock.fileno()
-        self._process_id = os.getpid()
+        self._process_id = this_process.pid
         self._inbox = Inbox(sock, self.segments)
         self._ids = itertools.count(1)
         self._tickets: dict[int, Ticket[Any]] = {}
@@ -139,7 +140,7 @@ class Connection:
 
         On a dead connection it is dropped, as the daemon ends that session by itself; in a forked child, as the parent has it.
         """
-        if self._failure is None and os.getpid() == self._process_id:
+        if self._failure is None and this_process.pid == self._process_id:
             self._outbox.add(encode(message))
             if not self._outbox.is_gathering:
                 self._flush()
@@ -216,7 +217,7 @@ class Connection:
         is_expected: failures of tickets that nobody waits for are not logged. Those of prefetches and other requests that can be
         cancelled never are: this process ends them itself, and nothing is lost by it.
         """
-        if os.getpid() == self._process_id:
+        if this_process.pid == self._process_id:
             try:
                 for keeper in self.segments.keepers():
                     keeper.let_go()
@@ -342,8 +343,7 @@ class Connection:
                 raise WaitTimeout(f"{what}: the daemon took nothing off its socket for {timeout_s:g} s")
             if self._try_become_reader():
                 try:
-                    events = self._either.poll(math.ceil(STALL_POLL_S * 1000))
-                    if events and events[0][1] & ~select.POLLOUT:
+                    if (events := self._either.poll(math.ceil(STALL_POLL_S * 1000))) and events[0][1] & ~select.POLLOUT:
                         self._read_once()
                 finally:
                     self._leave_reader()
@@ -380,9 +380,9 @@ class Connection:
             self._sock.close()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._process_id:
+        if this_process.pid != self._process_id:
             raise ForkedClient(
-                f"this client belongs to process {self._process_id}, this is its forked child {os.getpid()}: connect again here"
+                f"this client belongs to process {self._process_id}, this is its forked child {this_process.pid}: connect again"
             )
 
 

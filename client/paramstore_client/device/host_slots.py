@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -27,6 +26,7 @@ from paramstore.errors import LeaseError, ParamStoreError, StepMismatch
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
+from paramstore_client import this_process
 from paramstore_client.device.loads_ahead import LoadsAhead, NothingAhead
 from paramstore_client.device.standing_lease import StandingLease
 from paramstore_client.handle.base import plain_keys
@@ -80,7 +80,7 @@ class HostSlots:
         self._view = namespace.view_change_count
         self._touched: dict[ExpertKey, None] = {}
         self._visit_count = 0
-        self._process_id = os.getpid()
+        self._process_id = this_process.pid
         self._is_deciding = False
         """Whether a visit has begun or ended halfway: it was interrupted, unless it is under way now."""
         weakref.finalize(self, _release_idle, self._leases, self._arriving).atexit = False
@@ -131,7 +131,7 @@ class HostSlots:
 
     def end_visit(self, plan: SlotPlan, visit: SlotVisit) -> None:
         """Ends the visit of a StandingLease. Does nothing a second time, or in a forked child, where the lock may be held."""
-        if os.getpid() != self._process_id:
+        if this_process.pid != self._process_id:
             return
         with self._lock:
             if visit.is_over:
@@ -286,10 +286,9 @@ class HostSlots:
             self._abandoned.popleft()  # an interrupt before it ends the visit again, which does nothing
 
     def _end(self, plan: SlotPlan, visit: SlotVisit) -> None:
-        through = bool(visit.through)
-        plan.end_visit(visit)
+        leaves = plan.end_visit(visit)
         self._visits.discard(visit)
-        if through or any(held.is_gone for held in visit.held):
+        if leaves:
             self._release_gone()
 
     def _start_over(self) -> None:

@@ -90,7 +90,7 @@ def test_a_wait_ends_with_the_daemon(daemon: FakeDaemon, reader: ps.Namespace) -
 
 def test_a_forked_child_waits_for_no_step(daemon: FakeDaemon, reader: ps.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as child:
-        child.setattr("os.getpid", lambda: -1)
+        child.setattr("paramstore_client.this_process.pid", -1)
         with pytest.raises(ps.ForkedClient):
             reader.wait_for_step()
         with pytest.raises(ps.ForkedClient):
