@@ -3,7 +3,8 @@ host memory, beside the same model with everything in memory and beside what its
 
 Run it on an idle machine: `python bench/bench_decode.py [--quick] [--dir DIR] [--out FILE]`. The figures go to
 bench/results/decode-<date>.json. Each round times ours and memory in alternating order on a prompt of its own, and reads as many
-raw records as a layer lacks; the logits of both are compared bit for bit.
+raw records as a layer lacks; the logits of both are compared bit for bit. With half and a quarter accelerate's `disk_offload`
+decodes beside it, with the pages of its files dropped before each token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +40,16 @@ from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.engine.planner.promises import slots_promising
 from paramstore.engine.tables.arena import segment_lengths
 from paramstore.errors import ParamStoreError
-from paramstore_bench.decoding import SHARES, Answer, PairedAnswer, Work, check_logits, row_of
+from paramstore_bench.decoding import SHARES, Answer, PairedAnswer, Work, check_logits, peer_row_of, row_of
+from paramstore_bench.offload_peer import TARGETS, drop_pages, offloaded
 from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.hf.model.binding import ATTRIBUTE, layer_of
 
 RESULTS = Path(__file__).parent / "results"
 WORKS = (Work(16, new=24), Work(16), Work(64), Work(512))
-ROUNDS, QUICK_ROUNDS = 9, 2
+PEER_WORK = Work(16, new=4)
+"""What the peer does too: it takes seconds for a token."""
+ROUNDS, QUICK_ROUNDS, PEER_ROUNDS = 9, 2, 3
 THREADS = (1, 2)
 VOCABULARY = 8192
 RAW_RECORDS = 32
@@ -150,9 +156,13 @@ def measure_share(bench: Bench, shape: Shape, share: float, *, rounds: int) -> l
         )  # fmt: skip
         service.wait_until_quiet(bench.clock)
         models = Models(ours, memory, service, raw)
-        return [
-            models.row(bench, work, share, threads, rounds=rounds) for threads in THREADS for work in WORKS
-        ]
+        rows = [models.row(bench, work, share, threads, rounds=rounds) for threads in THREADS for work in WORKS]
+        if share in TARGETS:
+            bench.tell(f"{share:.0%}: the peer")
+            with bench.folder("offloaded") as folder:
+                peer = offloaded(checkpoint, folder, layers=shape.layers, share=share)
+                rows += [models.peer_row(peer, (folder, checkpoint), share, threads) for threads in THREADS]
+        return rows
 
 
 class Models:
@@ -178,8 +188,22 @@ class Models:
         facts = {"slots": float(self.slots.lease_slots), "keys": float(len(self.slots.layers) * self.slots.experts)}
         return row_of(work, share, threads, pairs, record_bytes=self.raw.record_bytes, facts=facts)
 
+    def peer_row(self, peer: Any, folders: Sequence[Path], share: float, threads: int) -> Row:
+        """Measures decoding beside the peer, whose files lie in `folders`."""
+        torch.set_num_threads(threads)
+        pairs = []
+        for number in range(PEER_ROUNDS):
+            prompt = prompt_of(PEER_WORK, 100 + number)
+            ours = self._ours(PEER_WORK, prompt)
+            theirs = run(peer, PEER_WORK, prompt, between=partial(drop_pages, folders))
+            check_logits(ours, theirs, what=f"the peer, round {number}")
+            pairs.append((ours, theirs))
+        return peer_row_of(
+            share, threads, pairs, tokens=PEER_WORK.tokens, record_bytes=self.raw.record_bytes, bound=TARGETS[share]
+        )
+
     def _pair(self, work: Work, number: int) -> PairedAnswer:
-        prompt = torch.randint(VOCABULARY, (1, work.prompt), generator=torch.Generator().manual_seed(number + 1000 * work.prompt))
+        prompt = prompt_of(work, number)
         if number % 2:
             memory, ours = run(self.memory, work, prompt), self._ours(work, prompt)
         else:
@@ -199,21 +223,33 @@ class Models:
         return (counts.misses + counts.useful + counts.passed) * self.raw.record_bytes, read
 
 
+def prompt_of(work: Work, number: int) -> Tensor:
+    """The token ids [1, prompt] of a round: each has its own."""
+    return torch.randint(VOCABULARY, (1, work.prompt), generator=torch.Generator().manual_seed(number + 1000 * work.prompt))
+
+
 @torch.no_grad()
-def run(model: Any, work: Work, prompt: Tensor, *, counted: Any = lambda: (0.0, 0.0)) -> Answer:
-    """Times one work. In decoding the prompt goes first, untimed, and tokens are chosen greedily."""
+def run(
+    model: Any, work: Work, prompt: Tensor, *, counted: Any = lambda: (0.0, 0.0), between: Callable[[], None] | None = None
+) -> Answer:
+    """Times one work. In decoding the prompt goes first, untimed, and tokens are chosen greedily. between: called before each
+    forward, untimed."""
     cache = DynamicCache(config=model.config)
     logits: list[Tensor] = []
     tokens = prompt
     if work.new:
         tokens = model(input_ids=prompt, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
     before = counted()
-    started_s = time.perf_counter()
+    seconds, started_s = 0.0, time.perf_counter()
     for _ in range(max(1, work.new)):
+        if between is not None:
+            seconds += time.perf_counter() - started_s
+            between()
+            started_s = time.perf_counter()
         out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
         logits.append(out.logits[:, -1])
         tokens = logits[-1].argmax(-1, keepdim=True)
-    seconds = time.perf_counter() - started_s
+    seconds += time.perf_counter() - started_s
     lacking, read = (after - earlier for after, earlier in zip(counted(), before, strict=True))
     return Answer(seconds, torch.cat(logits), lacking_bytes=min(lacking, read), read_bytes=read)
 

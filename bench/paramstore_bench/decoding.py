@@ -42,7 +42,6 @@ class Work:
         return self.new or self.prompt
 
 
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One timed run. logits: of the last position of each forward. lacking_bytes, read_bytes: what demand lacked, and all reads."""
@@ -98,5 +97,21 @@ def row_of(
         record_bytes=record_bytes, value=median(work.tokens / pair.ours.seconds for pair in pairs), against=against,
         limit=median(work.tokens / limit_s for limit_s in limits), ratio=median(ratios),
         ratio_min=min(ratios), ratio_max=max(ratios), target=Target("ratio", ">=", bound), parts=parts,
+    )  # fmt: skip
+    return judged(row)
+
+
+def peer_row_of(
+    share: float, threads: int, pairs: Sequence[tuple[Answer, Answer]], *, tokens: int, record_bytes: int, bound: float
+) -> Row:
+    """Makes the row of decoding beside a peer. pairs: (ours, the peer's) of the same tokens."""
+    ratios = [peer.seconds / ours.seconds for ours, peer in pairs]
+    row = Row(
+        name=f"{DECODE} beside accelerate", case=f"{share:.0%} of the experts in host memory, {threads} threads", subject=SUBJECT,
+        unit="tokens/s", record_bytes=record_bytes, value=median(tokens / ours.seconds for ours, _ in pairs),
+        against="accelerate's disk_offload of as many layers, the page cache of its files dropped before each token",
+        limit=median(tokens / peer.seconds for _, peer in pairs), ratio=median(ratios), ratio_min=min(ratios),
+        ratio_max=max(ratios), target=Target("ratio", ">=", bound),
+        parts={"ours_s": median(ours.seconds for ours, _ in pairs), "peer_s": median(peer.seconds for _, peer in pairs)},
     )  # fmt: skip
     return judged(row)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paramstore.errors import StepMismatch
-from paramstore_bench.decoding import Answer, PairedAnswer, Work, check_logits, row_of
+from paramstore_bench.decoding import Answer, PairedAnswer, Work, check_logits, peer_row_of, row_of
 
 DECODING, PROMPT = Work(16, new=10), Work(64)
 
@@ -44,3 +44,10 @@ def test_one_bit_of_the_logits_is_an_error() -> None:
     check_logits(answer(1.0), answer(2.0), what="x")
     with pytest.raises(StepMismatch, match="round 3"):
         check_logits(answer(1.0), Answer(1.0, torch.ones(1)), what="round 3")
+
+
+def test_beside_a_peer_the_figure_is_how_many_times_its_speed() -> None:
+    pairs = [(answer(1.0), answer(12.0)), (answer(1.0), answer(10.0)), (answer(1.0), answer(15.0))]
+    row = peer_row_of(0.5, 1, pairs, tokens=4, record_bytes=8, bound=10.0)
+    assert (row.value, row.limit, row.ratio, row.ratio_min, row.ratio_max, row.holds) == (4.0, 4 / 12, 12.0, 10.0, 15.0, True)
+    assert peer_row_of(0.5, 1, pairs, tokens=4, record_bytes=8, bound=16.0).holds is False
