@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     date, started_s = machine.now(), time.monotonic()
     file = arguments.out or RESULTS / f"device-{date[:10]}.json"
     log = file.with_suffix(".log")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # of the parts: such a machine often reaches nothing, and nobody needs to
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")

@@ -24,7 +24,15 @@ EXPERTS = 64
 
 
 def measure_waits(place: Place, plan: Plan, directory: Path) -> Iterator[Row]:
-    """Counts the waits of each layer for a prompt and one token, loads among them."""
+    """Counts the waits of each layer for a prompt and one token, loads among them; first those of which the number is known."""
+    with place.streams() as waits:
+        event, ones = torch.cuda.Event(), torch.ones(1, device="cuda:0")  # type: ignore[no-untyped-call]  # the library's
+        before = waits()
+        ones.item()
+        event.record(torch.cuda.current_stream())
+        event.synchronize()
+        counted = waits() - before
+    yield yes_or_no("known waits are counted", "a value, an event", is_so=counted == 2, counted=counted)
     for kernel in KERNELS:
         model = StoredModel("qwen3_moe", kernel)
         with place.streams() as waits, waits_of_layers(waits) as found:
