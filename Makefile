@@ -8,7 +8,7 @@ WORKERS ?= 2
 HOURS ?= 8
 SEED ?= 1000
 
-.PHONY: setup check lint types contracts unit test pythons soak demo bench clean
+.PHONY: setup check lint types contracts unit test pythons soak demo bench carry clean
 
 setup: $(VENV)/.ready
 
@@ -67,5 +67,9 @@ demo: setup
 bench: setup
 	$(BIN)/python bench/bench_tiers.py
 
+# What the battery for a CUDA device needs on a machine without a network; `python3 bench/carry_device.py install` sets it up there.
+carry: setup
+	$(BIN)/python bench/carry_device.py make .carry
+
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) demo-run .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) demo-run .carry .mypy_cache .ruff_cache .pytest_cache

@@ -106,6 +106,19 @@ def test_registered_memory_is_copied_from_and_unregistered_before_it_goes(mappin
     del source
 
 
+@pytest.mark.parametrize("may_register", [True, False])
+def test_a_tier_made_in_inference_mode_serves_outside_of_it(may_register: bool) -> None:
+    ns = make_namespace()
+    with torch.inference_mode():
+        tier = DeviceTier(ns, 1, device="cuda")
+        tier._copier._may_register = may_register  # else through buffers that the first copies make
+        for key in KEYS[:3]:
+            tier.fetch([key]).release()
+    with tier, tier.fetch(KEYS[3:4]) as held:
+        for name, value in ns.values(KEYS[3]).items():
+            assert torch.equal(held[KEYS[3]][name].cpu(), value)
+
+
 FIELDS = {"gate_up": (2 * 512, 256), "down": (256, 512)}
 
 

@@ -40,8 +40,9 @@ class DeviceSlots:
     """Owner of the slots' memory, one tensor [S, bytes of an image], and of the marks of their last uses."""
 
     def __init__(self, part: Part, count: int, *, device: torch.device, copier: Copier) -> None:
-        images = torch.zeros((count, part.image_bytes), dtype=torch.uint8, device=device)
-        self.fields = {field.name: _over(images, field) for field in part.fields}
+        with torch.inference_mode(False):  # else, made in such a block, they could not be written to behind it
+            images = torch.zeros((count, part.image_bytes), dtype=torch.uint8, device=device)
+            self.fields = {field.name: _over(images, field) for field in part.fields}
         self.bytes = images.nbytes
         self._device = device
         self._table = SlotTable()

@@ -8,6 +8,7 @@
 - Loading ahead copies what is on the host by now, and waits for nothing else.
 
 With `device="cpu"` the same class runs on host tensors without streams: the twin that every test runs on.
+It was never run on a GPU.
 """
 
 from __future__ import annotations
@@ -46,13 +47,19 @@ _log = logging.getLogger(__name__)
 
 
 def device_of(device: torch.device | str) -> torch.device:
-    """`device` as a torch device. Raises ConfigError where there is none of that name."""
+    """`device` as a torch device; "cuda" is the current one, with its index, as tensors have it. Raises ConfigError where there is
+    none of that name."""
     if not isinstance(device, str | torch.device):
         raise wrong("device", device, "a torch.device, or its name")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: torch {torch.__version__} finds no CUDA device here")
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
 
 
 def _out_of_memory(tier: DeviceTier) -> CapacityError:

@@ -70,7 +70,8 @@ def simulated_cuda(world: StreamWorld, *, can_register: bool = True) -> Iterator
     names: dict[str, Any] = {
         "Stream": NewStream, "Event": NewEvent, "stream": stream, "device": nullcontext,
         "current_stream": lambda _=None: world.current, "cudart": lambda: runtime, "synchronize": lambda _=None: world.finish(),
-        "is_available": lambda: True, "is_bf16_supported": lambda: True, "_lazy_init": lambda: None,
+        "is_available": lambda: True, "current_device": lambda: 0, "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda: True, "_lazy_init": lambda: None,
         "get_device_capability": lambda _=None: (9, 0),
     }  # fmt: skip
     with patch.multiple("torch.cuda", **names), patch("torch.tensor", tensor), device:

@@ -38,3 +38,12 @@ def test_first_copy_into_a_slot_comes_after_the_work_that_made_it_and_later_ones
         slots.free(copy)
     assert copier.after == copier.ends[:2]
     assert REACHED not in copier.after
+
+
+def test_slots_made_in_inference_mode_are_written_to_outside_of_it() -> None:
+    ns = make_namespace()
+    with torch.inference_mode():
+        slots = DeviceSlots(ns.schema.part("param"), 1, device=torch.device("cpu"), copier=HostCopier())
+    copy = slots.place(KEYS[0], ns.values(KEYS[0]), ns.identity(KEYS[0]), checked_at=0)
+    for name, value in ns.values(KEYS[0]).items():
+        assert torch.equal(slots.views(copy)[name], value)

@@ -13,6 +13,8 @@ from paramstore_client.device.copier import HostCopier, Mark
 from paramstore_client.device.slots import DeviceSlots
 from paramstore_client.device.tier import REPORT_EVERY, DeviceTier
 from paramstore_client.nn import ResidentExperts, StoredExperts
+from paramstore_testkit.streams.cuda import simulated_cuda
+from paramstore_testkit.streams.world import StreamWorld
 from paramstore_testkit.training.small_tier import KEYS, WatchfulCopier, assert_holds, make_namespace, make_tier, update, use
 
 
@@ -344,3 +346,15 @@ def test_a_tier_that_shrinks_keeps_its_counts_and_serves_the_same_bytes(monkeypa
         with tier.fetch(KEYS[:1]) as held:
             assert_holds(ns, held, KEYS[:1])
     assert ns.leased == []
+
+
+def test_device_without_an_index_is_the_current_one_as_tensors_have_it() -> None:
+    with simulated_cuda(StreamWorld(0)), DeviceTier(make_namespace(), 1, device="cuda") as tier:
+        assert tier.device == tier.slots.fields["down"].device == torch.device("cuda", 0)
+
+
+def test_cuda_device_where_there_is_none_is_a_clear_error() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(ConfigError, match=r"device='cuda': torch .* finds no CUDA device here"):
+            DeviceTier(make_namespace(), 1, device="cuda")

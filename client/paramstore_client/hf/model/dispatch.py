@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paramstore.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dispatch:
@@ -29,8 +31,14 @@ class Dispatch:
 def look_up(ids_TK: Tensor, *, experts: int, guesses_G: Tensor | None = None) -> Dispatch:
     """The dispatch of `ids_TK`, integers below `experts`: what `torch.unique` gives, without its second wait for the device.
 
-    guesses_G: integers of any shape on the same device, for whoever loads ahead: they come in the same transfer.
+    guesses_G: integers of any shape on the same device, for whoever loads ahead: they come in the same transfer. Raises ConfigError
+    while a CUDA graph is captured: it would have the experts of one token for all.
     """
+    if ids_TK.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "stored experts cannot be captured in a CUDA graph: which of them are needed is known on the host alone. For "
+            "generate_batch give ContinuousBatchingConfig(use_cuda_graph=False)"
+        )
     ids_N = ids_TK.reshape(-1).long()
     if not len(ids_N) and guesses_G is None:
         return Dispatch([], [], ids_TK.long(), [])

@@ -3,7 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paramstore.errors import ConfigError
 from paramstore_client.hf.model.dispatch import look_up
+from paramstore_testkit.streams.cuda import simulated_cuda
+from paramstore_testkit.streams.device_tensor import CUDA
+from paramstore_testkit.streams.world import StreamWorld
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -31,3 +35,13 @@ def test_guesses_come_as_they_were_given_in_the_same_transfer(monkeypatch: pytes
 def test_no_token_chooses_nothing() -> None:
     found = look_up(torch.empty(0, 2, dtype=torch.int64), experts=4)
     assert (found.experts, found.counts, found.guesses, found.positions_TK.shape) == ([], [], [], (0, 2))
+
+
+def test_capture_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would end it as well, with words about streams."""
+    with simulated_cuda(StreamWorld(0)):
+        ids = torch.tensor([[1, 2]], device=CUDA)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(ConfigError, match=r"in a CUDA graph.* ContinuousBatchingConfig\(use_cuda_graph=False\)"):
+            look_up(ids, experts=4)
+    look_up(torch.tensor([[1, 2]]), experts=4)  # on the host there is none
