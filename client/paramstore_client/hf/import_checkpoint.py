@@ -170,6 +170,12 @@ def check_schema(layout: ExpertLayout, namespace: Namespace) -> None:
         )
 
 
+def check_experts(path: str | os.PathLike[str], layout: ExpertLayout, model: nn.Module) -> None:
+    """Returns if the experts of the checkpoint at `path` can be imported. layout: of `model`, as for `import_checkpoint`. Raises
+    CheckpointError naming file and tensor."""
+    ExpertSource(model, layout, open_checkpoint(path))
+
+
 def check_imported(path: str | os.PathLike[str], namespace: Namespace, model: nn.Module) -> None:
     """Raises CheckpointError if the step a reader stands on is, or was trained from, another checkpoint than that at `path`.
 

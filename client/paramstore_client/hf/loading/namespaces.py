@@ -54,6 +54,11 @@ def open_experts(
     return store.open_namespace(name, mode="write", min_lease_slots=min_lease_slots, **ranks)
 
 
+def is_committed(store: Store, name: str) -> bool:
+    """Whether there is a namespace of that name with a committed step."""
+    return any(known["name"] == name and known["committed_step"] is not None for known in store.namespaces())
+
+
 def _checked(reader: Namespace, check: Check | None) -> Namespace:
     """Returns `reader` if `check` takes it; closes it where `check` raises."""
     if check is not None:

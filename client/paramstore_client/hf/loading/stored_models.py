@@ -30,7 +30,7 @@ from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.refusals import check_arguments, check_config
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
-from paramstore_client.hf.loading.namespaces import open_experts
+from paramstore_client.hf.loading.namespaces import is_committed, open_experts
 from paramstore_client.hf.loading.placement import CacheShape, Placement, check_shape, make_tier
 from paramstore_client.hf.model import experts_function
 from paramstore_client.hf.model.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
@@ -62,6 +62,12 @@ class _Source:
         """The directory of its files. Raises CheckpointError."""
         cached = {key: self.options[key] for key in CACHE_OPTIONS if self.options.get(key) is not None}
         return checkpoint_directory(self.path, **cached) / (self.options.get("subfolder") or "")
+
+    def look(self, layout: ExpertLayout) -> None:
+        """Raises CheckpointError where the experts cannot be imported, before a namespace is made, which stays."""
+        from paramstore_client.hf.import_checkpoint import check_experts
+
+        check_experts(self.directory(), layout, self.model)
 
     def fill(self, namespace: Namespace) -> None:
         """Imports the experts into a new namespace; of several ranks, this one's share."""
@@ -116,8 +122,9 @@ def from_pretrained(
     schema_options: further arguments of the schema function. progress: as for `import_checkpoint`.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
-    other experts, CheckpointError where it still holds those imported from another checkpoint, and what `create_namespace`,
-    `open_namespace` and the import raise. Then nothing is left open.
+    other experts, CheckpointError where it still holds those imported from another checkpoint, where a file is missing, and where
+    the checkpoint's experts are not the configuration's; no namespace is made then. Also what `create_namespace`, `open_namespace`
+    and the import raise. Nothing is left open.
     """
     min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
     _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
@@ -134,15 +141,23 @@ def from_pretrained(
     find_layout(modeling.on_meta(concrete, copy.deepcopy(config)))  # refuses before anything is loaded
     experts_function.register()
     requested = requested or config._experts_implementation
-    loaded = stripped_class(concrete).from_pretrained(path, config=config, experts_implementation=experts_function.NAME, **options)
+    try:
+        loaded = stripped_class(concrete).from_pretrained(
+            path, config=config, experts_implementation=experts_function.NAME, **options
+        )
+    except FileNotFoundError as error:  # a shard that the index names
+        raise CheckpointError(f"{os.fspath(path)}: the checkpoint is not whole: {error}: fetch it again") from error
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
     layout = find_layout(model)
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
     kernel = choose_kernel(model, experts_kernel, requested)
     placement = _placed(mode, model, layout, schema, memory, cache_shape)
     source = _Source(path, options, model, progress)
+    name = name or _name_of(path)
+    if not is_committed(store, name):
+        source.look(layout)
     opened = open_experts(
-        store, name or _name_of(path), layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, placement.lease_slots),
+        store, name, layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, placement.lease_slots),
         fill=source.fill, check=source.check,
     )  # fmt: skip
     join(model, opened, kernel=kernel, placement=placement, policy=memory.policy)
