@@ -319,7 +319,7 @@ class HostSlots:
         with self.namespace.together():
             if self._touched:
                 self._report()
-            self._ahead.note_arrivals(self._plan)
+            self._ahead.note_arrivals(self._plan, self._arriving)
             self._ahead.unplaced = []  # they are of this visit, or of none
             visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
             self._release_gone()

@@ -15,7 +15,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.errors import ParamStoreError
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held
-from paramstore_client.source import HostSource, HostTicket
+from paramstore_client.source import HostSource, HostTicket, LeaseTicket
 
 AHEAD_MAX = 256
 """Most loads ahead whose outcome is awaited; beyond it the oldest counts as not arrived."""
@@ -64,8 +64,10 @@ class LoadsAhead:
                 self._give_up(plan, [self._under_way.popleft()[1]])
         return ticket
 
-    def note_arrivals(self, plan: SlotPlan) -> None:
-        """Tells the plan which loads have come; the slot of what the host had no room for is free."""
+    def note_arrivals(self, plan: SlotPlan, demanded: dict[Held, LeaseTicket] | None = None) -> None:
+        """Tells the plan which loads have come; the slot of what the host had no room for is free. demanded: loads on demand under
+        way; those that have failed behind their visit's end are given up too."""
+        drop_failed(plan, demanded or {})
         while self._under_way and self._under_way[0][0].done():
             ticket, held = self._under_way.popleft()
             try:
@@ -96,3 +98,14 @@ class LoadsAhead:
         for held in loads:
             if not self._is_taken(held):
                 plan.fail(held)
+
+
+def drop_failed(plan: SlotPlan, arriving: dict[Held, LeaseTicket]) -> None:
+    """Takes slots back from loads on demand that have failed after their visit had ended, by the failure of another key: who visits
+    them next asks again, and does not hear of it."""
+    for held in [held for held, ticket in arriving.items() if not held.users and ticket.done()]:
+        try:
+            arriving[held].wait()
+        except ParamStoreError:
+            plan.fail(held)
+            arriving.pop(held).abandon()

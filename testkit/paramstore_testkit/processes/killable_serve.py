@@ -1,9 +1,9 @@
 """`python -m paramstore_testkit.processes.killable_serve [plain]`: daemons that are killed at a point of their work, one by one.
 
-Each request, a mapping {flags, kill_at, point, gates, bugs}, makes a child that serves a store with those settings, as
-`paramstore serve` does, on volumes and a catalog with kill points, with the named bugs planted. Slow imports are done
-before the first fork, so that a daemon is up in some 30 ms: torch, or with `plain` no torch but the arithmetic of
-`plain_arithmetic`. `KillableDaemons` is the other end.
+Each request, a mapping {flags, kill_at, point, gates, bugs, switches}, makes a child that serves a store with those settings, as
+`paramstore serve` does, on volumes and a catalog with kill points, with the named bugs planted. With `switches`, a folder, the
+volumes' files fail as that says (`faulty_os.Switches`). Slow imports are done before the first fork, so that a daemon is up in some
+30 ms: torch, or with `plain` no torch but the arithmetic of `plain_arithmetic`. `KillableDaemons` is the other end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any
 
 from paramstore.config import load
 from paramstore.daemon import assembly, server, volume_places
+from paramstore.storage.volume import backing_file
 from paramstore_testkit.bugs import daemon_bugs
 from paramstore_testkit.oracles import plain_arithmetic
 from paramstore_testkit.processes import kill_points
 from paramstore_testkit.processes.fork_server import ForkServer, serve_forks
+from paramstore_testkit.trials.faulty_os import FaultyOs, Switches
 
 PLAIN = "plain"
 MODULE = "paramstore_testkit.processes.killable_serve"
@@ -39,12 +41,13 @@ class KillableDaemons(ForkServer):
 
     def launch(
         self, directory: Path, *, kill_at: int = 0, point: str = "", flags: Mapping[str, Any] | None = None,
-        gates: Mapping[str, Path] | None = None, bugs: Sequence[str] = (),
+        gates: Mapping[str, Path] | None = None, bugs: Sequence[str] = (), switches: Path | None = None,
     ) -> None:  # fmt: skip
         """Starts a daemon; it may not serve yet. See `kill_points.KillPoints`, `daemon_bugs`."""
         settings = {"dir": str(directory), "volumes": [str(directory / name) for name in VOLUMES], **FLAGS, **(flags or {})}
         gate_paths = {name: str(path) for name, path in (gates or {}).items()}
-        self.fork({"flags": settings, "kill_at": kill_at, "point": point, "bugs": list(bugs), "gates": gate_paths})
+        request = {"flags": settings, "kill_at": kill_at, "point": point, "bugs": list(bugs), "gates": gate_paths}
+        self.fork({**request, "switches": None if switches is None else str(switches)})
 
     def address(self) -> str | None:
         """Waits until it serves; gives its address, or None if it was killed before. Raises AssertionError if it refused."""
@@ -75,6 +78,8 @@ def _serve(request: dict[str, Any]) -> None:
     kill_points.points = kill_points.KillPoints(request["kill_at"], request["point"], gates)
     for bug in request["bugs"]:
         daemon_bugs.plant(bug)
+    if (switches := request["switches"]) is not None:
+        vars(backing_file).update(os=FaultyOs(Switches(Path(switches))))
     server.run(load(request["flags"], environ={}))
 
 

@@ -29,6 +29,17 @@ OS_SITES = {
 """Calls that are counted, and the ways in which each can fail."""
 
 
+class Switches(Script):
+    """A script that others write: each call of one of OS_SITES fails for as long as a file of its name lies in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def kind_of_failure(self, site: str) -> str | None:
+        return "EIO" if (self._folder / site).exists() else None
+
+
 class FaultyOs:
     """A stand-in for `os` in a module."""
 

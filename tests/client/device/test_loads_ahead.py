@@ -13,6 +13,7 @@ from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.loads_ahead import LoadsAhead
+from paramstore_client.source import LeaseTicket, WeightLease
 
 KEYS: list[ExpertKey] = [(0, expert) for expert in range(6)]
 
@@ -60,3 +61,37 @@ def test_where_the_host_refuses_slots_are_given_up_but_for_those_that_demand_has
     with pytest.raises(StoreUnavailable):
         loads.begin(plan, wanted)
     assert [held.key for held in plan.held] == [KEYS[1]]
+
+
+class Outcome:
+    """An acquire that has failed, or is under way."""
+
+    def __init__(self, error: StoreUnavailable | None) -> None:
+        self.error = error
+        self.is_abandoned = False
+
+    def done(self) -> bool:
+        return self.error is not None
+
+    def wait(self) -> WeightLease:
+        assert self.error is not None, "what is under way is not waited for"
+        raise self.error
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
+def test_what_failed_after_its_visit_is_asked_for_anew_and_what_is_under_way_or_in_use_is_not() -> None:
+    plan = SlotPlan(8, Lru())
+    failed, used, coming = plan.visit([KEYS[0]]), plan.visit([KEYS[1]]), plan.visit([KEYS[2]])
+    errors = (StoreUnavailable("on purpose"), StoreUnavailable("on purpose"), None)
+    outcomes = [Outcome(error) for error in errors]
+    arriving: dict[Held, LeaseTicket] = {
+        visit.held[0]: outcome for visit, outcome in zip((failed, used, coming), outcomes, strict=True)
+    }
+    plan.end_visit(failed)
+    plan.end_visit(coming)
+    LoadsAhead(MemoryNamespace.of_swiglu(), arriving.__contains__).note_arrivals(plan, arriving)
+    assert [held.key for held in arriving] == KEYS[1:3]
+    assert (plan.find(KEYS[0]), plan.counts.failed, plan.free) == (None, 1, 6)
+    assert [outcome.is_abandoned for outcome in outcomes] == [True, False, False]
