@@ -177,9 +177,9 @@ class Namespace(Updates, Residency, Steps):
             moved = ticket.wait()
         finally:
             self._count_view_change()
-        self._committed_step = max(self._committed_step or 0, int(moved)) if step is not None else int(moved)
         if self.mode == "read":
             self._view_step = int(moved)
+        self._committed_step = int(moved) if step is None else self.steps()[-1]  # a rollback may have been since
         return moved
 
     # --- other handles on it ---

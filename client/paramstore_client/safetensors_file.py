@@ -67,24 +67,24 @@ class StoredTensor:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of `file`, by name. Raises CheckpointError naming file and tensor."""
+    with Files() as files:
+        return files.header(file)
+
+
+def _described(file: Path, descriptor: int) -> tuple[dict[str, Any], int, int]:
+    """(what the header of an open file says by name, where the tensors begin, the file's size). Raises CheckpointError, OSError."""
+    size_bytes = os.fstat(descriptor).st_size
+    head = os.pread(descriptor, LENGTH.size, 0)
+    header_bytes = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else -1
+    if not 0 < header_bytes <= min(HEADER_BYTES_MAX, size_bytes - LENGTH.size):
+        raise CheckpointError(f"{file}: no safetensors file, or cut off within its header ({size_bytes} bytes)")
     try:
-        size_bytes = file.stat().st_size
-        with file.open("rb") as opened:
-            head = opened.read(LENGTH.size)
-            header_bytes = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else -1
-            if not 0 < header_bytes <= min(HEADER_BYTES_MAX, size_bytes - LENGTH.size):
-                raise CheckpointError(f"{file}: no safetensors file, or cut off within its header ({size_bytes} bytes)")
-            described = json.loads(opened.read(header_bytes))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+        described = json.loads(os.pread(descriptor, header_bytes, LENGTH.size))
     except ValueError as error:
         raise CheckpointError(f"{file}: its header is no JSON: {error}") from error
     if not isinstance(described, dict):
         raise CheckpointError(f"{file}: its header is no mapping")
-    data_start = LENGTH.size + header_bytes
-    return {
-        name: _tensor(file, name, value, data_start, size_bytes) for name, value in described.items() if name != "__metadata__"
-    }
+    return described, LENGTH.size + header_bytes, size_bytes
 
 
 def _tensor(file: Path, name: str, value: Any, data_start: int, size_bytes: int) -> StoredTensor:
@@ -128,6 +128,16 @@ class Files:
                 raise CheckpointError(f"{tensor}: the file was cut off at byte {tensor.offset_bytes + done} while it was read")
             done += count
         self.bytes_read += done
+
+    def header(self, file: Path) -> dict[str, StoredTensor]:
+        """The tensors of `file`, by name. Raises CheckpointError naming file and tensor."""
+        try:
+            described, data_start, size_bytes = _described(file, self._descriptor(file))
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+        return {
+            name: _tensor(file, name, value, data_start, size_bytes) for name, value in described.items() if name != "__metadata__"
+        }
 
     def checksum(self, file: Path) -> tuple[int, str]:
         """Reads the whole of `file`. Returns its size and its xxh3, as 16 hexadecimal digits. Raises CheckpointError."""

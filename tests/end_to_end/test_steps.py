@@ -153,3 +153,15 @@ def retaining(directory: Path, steps: int) -> Path:
     path = directory.parent / "paramstore.toml"
     path.write_text(f"retained_steps = {steps}\n")
     return path
+
+
+def test_a_reader_that_moves_to_a_step_knows_the_newest_one_also_after_a_rollback(directory: Path, serve: Serve) -> None:
+    daemon = serve(directory).start()
+    with ps.connect(daemon.address) as store, store.open_namespace("moe", mode="write") as trainer:
+        reader = store.open_namespace("moe")
+        for step in (2, 3):
+            train(trainer, step)
+        assert (reader.refresh(3), reader.committed_step) == (3, 3)
+        assert (reader.refresh(2), reader.committed_step) == (2, 3), "it went back by itself"
+        trainer.rollback(2)
+        assert (reader.refresh(2), reader.view_step, reader.committed_step) == (2, 2, 2)

@@ -2,8 +2,9 @@
 
 - A file's name holds its checksum: no file is ever replaced by another, so that a step whose commit fails, or comes again after a
   rollback, leaves the file of the committed one as it is.
-- A file goes when a step above its own is committed and no step that can be opened names it. What lies above the newest step is
-  left alone: a writer that came later may be about to commit it.
+- A file goes when a step above its own is committed into the same directory and no step that can be opened names it. What lies
+  above the newest step is left alone: a writer that came later may be about to commit it. Other directories are never looked into:
+  a copy of this store may name files there, and nobody here knows of it. Who moves on to another one removes the old.
 - Weights are loaded into the tensors that the model has, in place.
 """
 
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, StepDropped
 from paramstore_client.handle.dense_part import DensePart
 from paramstore_client.namespace import Namespace
-from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor, flush_directory, read_header
+from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor, flush_directory
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 
 _log = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ def opened(dense: DensePart, directory: Path | None = None) -> Iterator[DenseFil
             raise CheckpointError(f"{file}: {size_bytes} bytes, where {dense.size_bytes} were committed")
         if xxh3 != dense.xxh3:
             raise CheckpointError(f"{file}: its checksum is {xxh3}, where {dense.xxh3} was committed")
-        yield DenseFile(read_header(file), size_bytes, files)
+        yield DenseFile(files.header(file), size_bytes, files)
 
 
 def dense_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -156,8 +156,9 @@ class Experts(ExpertUpdates):
 
         dense: a directory for files of the dense weights. The model's state dict, without experts, is written there and synced
         before the step is committed, which names the file: experts and dense weights are of one step, whatever happens in between.
-        All ranks give it; rank 0 writes. Files of steps that are kept no more go once the commit is seen to be durable, by the
-        next call here. Without it, what is saved of the dense weights is to be saved after the commit.
+        All ranks give it; rank 0 writes. Files of steps that are kept no more go from there once the commit is seen to be durable,
+        by the next call here; those in a directory given before stay, to be removed when none of `namespace.steps()` names them
+        any more. Without it, what is saved of the dense weights is to be saved after the commit.
         extra: what `namespace.extra(step)` gives later (`DensePart.from_extra(...).extra` of it, with `dense`); without it, where
         the experts were imported from stays noted.
 
@@ -181,8 +182,9 @@ class Experts(ExpertUpdates):
         """Loads the dense weights of the committed step into the model, in place, and returns the step: so a training goes on.
 
         directory: where the file lies, if it was moved since. None is returned, and nothing has changed, where the step was
-        committed without dense weights. Every rank reads the file. Raises CheckpointError where it is missing, cut off or
-        damaged, SchemaMismatch where it is of another model; then nothing has changed.
+        committed without dense weights. Every rank reads the file, to check it and then to load it. Raises CheckpointError where
+        it is missing, cut off or damaged, SchemaMismatch where it is of another model; then nothing has changed. Where the disk
+        fails once the file was found whole, CheckpointError leaves some weights loaded: the call is to be made again.
         """
         moved = None if directory is None else Path(path("directory", directory))
         model, step = self._bound_model(), check_committed(self.namespace)

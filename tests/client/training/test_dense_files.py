@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import paramstore_client as ps
 from paramstore_client.handle.dense_part import DensePart, callers_extra
+from paramstore_client.safetensors_file import Files, StoredTensor
 from paramstore_client.training import bind
 from paramstore_client.training.dense_files import dense_tensors, opened
 from paramstore_testkit.training.toy_moe import Pair, ToyMoE, make_stored, plain_loop
@@ -98,6 +100,61 @@ def test_files_go_with_their_steps_and_after_them(namespace: ps.Namespace, tmp_p
     pair.experts.commit(7, dense=tmp_path)
     pair.experts.settle()
     assert steps_of(tmp_path) == [1, 6, 7]
+
+
+def test_files_in_another_directory_stay_until_their_owner_removes_them(namespace: ps.Namespace, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    pair = Pair.make(namespace)
+    for step in range(1, 7):
+        train(pair)
+        pair.experts.commit(step, dense=old if step < 4 else new)
+        pair.experts.settle()
+    assert namespace.steps() == [5, 6]
+    assert (steps_of(old), steps_of(new)) == ([2, 3], [5, 6])
+    assert {part(namespace, step).directory for step in namespace.steps()} == {str(new)}, "by which their owner knows"
+
+
+def test_a_file_that_takes_the_name_of_one_that_was_checked_is_not_read(
+    namespace: ps.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair.make(namespace)
+    expected = train(pair)
+    pair.experts.commit(1, dense=tmp_path).wait()
+    checksum = Files.checksum
+
+    def checked(files: Files, file: Path) -> tuple[int, str]:
+        found = checksum(files, file)
+        file.unlink()
+        save_file({"another": torch.zeros(1)}, file)
+        return found
+
+    train(pair)
+    monkeypatch.setattr(Files, "checksum", checked)
+    assert pair.experts.load_dense() == 1
+    assert equal(dense(pair.stored), expected)
+
+
+def test_a_disk_that_fails_after_the_check_is_said_and_the_next_call_loads_all(
+    namespace: ps.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair.make(namespace)
+    expected = train(pair)
+    pair.experts.commit(1, dense=tmp_path).wait()
+    train(pair)
+    read, count = Files.read, itertools.count()
+
+    def failing(files: Files, tensor: StoredTensor, into: memoryview) -> None:
+        if next(count) == 1:
+            raise ps.CheckpointError(f"{tensor}: cannot be read at byte 0: Input/output error")
+        read(files, tensor, into)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "read", failing)
+        with pytest.raises(ps.CheckpointError, match="Input/output error"):
+            pair.experts.load_dense()
+    assert not equal(dense(pair.stored), expected)
+    assert pair.experts.load_dense() == 1
+    assert equal(dense(pair.stored), expected)
 
 
 def test_a_crash_before_the_commit_leaves_the_step_before_with_its_own_file(
