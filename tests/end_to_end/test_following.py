@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import paramstore_client as ps
 from paramstore.core.key import ExpertKey
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_time")]
 Serve = Callable[..., DaemonProcess]
 LIMIT_S = 20.0
 MOVES = 200
+FAST_MOVES = 40
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +180,50 @@ def test_experts_and_dense_weights_are_of_one_step_at_each_of_hundreds_of_moves(
         finally:
             trainer.kill()
     assert [one.step for one in moved] == sorted({one.step for one in moved})
+
+
+def test_generate_beside_commits_that_come_faster_than_its_tokens_never_mixes_two_steps(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """Each layer of each token finds the experts and the dense weights of one step, the newest by then or one just before."""
+    from paramstore_client.hf.compat import modeling
+    from paramstore_client.hf.model.binding import layer_of
+    from paramstore_client.hf.model.layout import experts_modules
+
+    command = [sys.executable, "-m", "paramstore_testkit.processes.dense_trainer", daemon.address, "fast", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer, ps.connect(daemon.address) as store:
+        try:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "ready\n"
+            auto = modeling.transformers().AutoModelForCausalLM
+            served = ps.hf.from_pretrained(auto, tmp_path / "saved", store=store, name="fast", mode="infer", expert_memory=4)
+            reader = ps.hf.namespace(served)
+            begun, key = reader.view_step, reader.keys()[0]
+            with reader.acquire([key]) as lease:
+                field = next(iter(lease[key]))
+                first = float(lease[key][field].flatten()[0])
+            found: list[list[tuple[float, float]]] = []
+
+            def look(module: torch.nn.Module, *_: Any) -> None:
+                with layer_of(module).source.acquire([key]) as lease:
+                    expert = round(float(lease[key][field].flatten()[0]) - first) + (begun or 0)
+                found[-1].append((float(expert), float(next(served.parameters()).detach().flatten()[0])))
+
+            layers = list(experts_modules(served).values())
+            for module in layers:
+                module.register_forward_pre_hook(look)
+            served.register_forward_pre_hook(lambda *_: found.append([]))
+            with ps.hf.following(served) as progress:
+                while progress.move_count < FAST_MOVES:
+                    served.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+                    assert trainer.poll() is None
+        finally:
+            trainer.kill()
+    computed = [token for token in found if len(token) >= len(layers)]
+    for token in computed:
+        steps = {step for pair in token[-len(layers):] for step in pair}  # what lies before them was dropped, and computed again
+        assert len(steps) == 1, token
+    assert len({token[-1] for token in computed}) >= FAST_MOVES // 2
 
 
 def values_at(reader: ps.Namespace) -> list[float]:
