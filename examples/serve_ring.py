@@ -43,9 +43,9 @@ def main(arguments):
     print("every token is that of the model in memory")
 
 
-def generate(model, prompt):
+def generate(model, prompt, count=NEW_TOKENS):
     mask = torch.ones_like(prompt)
-    return model.generate(prompt, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    return model.generate(prompt, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
 
 
 def bytes_read(store):
@@ -60,12 +60,13 @@ def text_codec(path):
     return lambda text: tokenizer(text, return_tensors="pt")["input_ids"], lambda tokens: tokenizer.decode(tokens[0])
 
 
-def small_checkpoint(path):
+def small_checkpoint(path, **sizes):
     if not (path / "small").exists():
         torch.manual_seed(0)
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512, "head_dim": 64, **sizes}
         config = Qwen3MoeConfig(
-            vocab_size=256, hidden_size=256, intermediate_size=512, moe_intermediate_size=512, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=2, decoder_sparse_step=1,
+            vocab_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=16,
+            num_experts_per_tok=2, decoder_sparse_step=1, **sizes,
         )  # fmt: skip
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
         (path / "small").touch()

@@ -24,6 +24,7 @@ LONG_FILES = (
     "tests/crash/test_file_systems.py", "tests/properties/test_simulation.py", "tests/crash/test_crash_enumeration.py",
     "tests/end_to_end/test_demo.py", "tests/end_to_end/test_attach_ranks.py", "tests/faults/test_io_errors.py",
     "tests/crash/test_kill_daemon.py", "tests/faults/test_corruption.py", "tests/end_to_end/test_client_page.py",
+    "tests/end_to_end/test_examples.py",
     "tests/bench/test_tiers.py", "tests/end_to_end/test_finetune.py", "tests/properties/test_exact_model.py",
     "tests/crash/test_canaries.py", "tests/end_to_end/test_torture.py", "tests/cli/test_import.py", "tests/cli/test_signals.py",
     "tests/crash/test_crash_states.py", "tests/client/hf/test_import_kills.py", "tests/client/hf/test_versions.py",

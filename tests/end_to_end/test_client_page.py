@@ -22,6 +22,7 @@ RANKS = ROOT / "docs" / "ranks.md"
 NODES = ROOT / "docs" / "nodes.md"
 TRAINING = ROOT / "docs" / "training.md"
 TRANSFORMERS = ROOT / "docs" / "transformers.md"
+SERVING = ROOT / "docs" / "serving.md"
 HANDLE = ("namespace.py", "handle/residency.py", "handle/steps.py", "handle/updates.py")
 """What a namespace's calls are written in."""
 LINES_MAX = 200
@@ -54,7 +55,7 @@ def client_source(*names: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [PAGE, RANKS, NODES, TRAINING, TRANSFORMERS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [PAGE, RANKS, NODES, TRAINING, TRANSFORMERS, SERVING], ids=lambda page: page.stem)
 def test_the_pages_program_runs(page: Path, folder: Path) -> None:
     script = folder / "client_page.py"
     script.write_text(program(page))
@@ -70,8 +71,9 @@ def test_the_pages_program_runs(page: Path, folder: Path) -> None:
     assert "nobody waited" not in done.stderr
 
 
-def test_the_page_is_one_screenful_of_pages() -> None:
-    assert len(PAGE.read_text().splitlines()) <= LINES_MAX
+@pytest.mark.parametrize("page", [PAGE, SERVING], ids=lambda page: page.stem)
+def test_the_page_is_one_screenful_of_pages(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= LINES_MAX
 
 
 def test_the_page_names_every_call_that_returns_a_ticket() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ex")
 
 
-def run_example(folder: Path, example: Path = EXAMPLE) -> subprocess.CompletedProcess[str]:
-    """An example as a user runs it."""
+def surroundings() -> dict[str, str]:
+    """The environment of a user, who has this checkout installed."""
     paths = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PARAMSTORE_")}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return environment
+
+
+def run_example(folder: Path, example: Path = EXAMPLE, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """An example as a user runs it."""
     return subprocess.run(
-        [sys.executable, str(example)], cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+        [sys.executable, str(example), *arguments], cwd=folder, env=surroundings(), capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+
+
+def interrupt_example(folder: Path, example: Path, *, at: str, arguments: Sequence[str] = ()) -> tuple[int, str]:
+    """Sends Ctrl-C to an example once it has printed `at`; gives its exit code and what it wrote to stderr."""
+    with (folder / "stderr").open("w+") as errors, subprocess.Popen(
+        [sys.executable, str(example), *arguments], cwd=folder, env=surroundings(), stdout=subprocess.PIPE, stderr=errors
+    ) as process:
+        assert process.stdout is not None
+        said = b""
+        while at.encode() not in said:
+            said += (piece := os.read(process.stdout.fileno(), 4096))
+            assert piece, f"it ended before:\n{said.decode()}\n{(folder / 'stderr').read_text()}"
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        code = process.wait(END_TIMEOUT_S)
+        errors.seek(0)
+        return code, errors.read()
 
 
 @pytest.fixture
@@ -124,3 +149,53 @@ def test_serving_through_a_ring_gives_the_tokens_of_memory_and_reads_what_does_n
         assert lines[-1] == "every token is that of the model in memory"
     assert sum(int(count) for count in re.findall(r"tokens, (\d+) MiB read", first.stdout)) > 12, "more than stands"
     assert re.findall(r"^'.*'$", first.stdout, re.MULTILINE) == re.findall(r"^'.*'$", again.stdout, re.MULTILINE)
+
+
+def runs_in(folder: Path, argument: str) -> bool:
+    """Whether a process runs in `folder` that has been given `argument`."""
+    found = False
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            found |= (process / "cwd").resolve() == folder and argument in (process / "cmdline").read_text().split("\0")
+    return found
+
+
+@pytest.mark.slow
+def test_decoding_through_a_buffer_gives_the_tokens_of_memory_counts_what_moved_and_ends_at_ctrl_c(folder: Path) -> None:
+    example, directory = ROOT / "examples" / "decode_buffer.py", folder / "decode-run" / "store"
+    try:
+        assert interrupt_example(folder, example, at="experts stand", arguments=("--tokens", "2000"))[0] == 130
+        done = run_example(folder, example)
+    finally:
+        end_daemon(directory)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "16 of 64 experts stand: 12 of 48 MiB"
+    assert lines[-1] == "every token is that of the model in memory"
+    told = re.findall(r"  \d+\.\d tokens/s, (\d+) of (\d+) uses hit, (\d+) MiB moved into the buffer, (\d+) MiB read", done.stdout)
+    assert len(told) == 3
+    for hits, uses, moved, read in (map(int, numbers) for numbers in told):
+        assert 0 < hits < uses
+        assert moved > 12, "more than stands"
+        assert 0 < read <= moved
+
+
+@pytest.mark.slow
+def test_a_model_that_is_trained_is_served_at_whole_steps_and_both_end_at_ctrl_c(folder: Path) -> None:
+    example, directory = ROOT / "examples" / "train_and_serve.py", folder / "train-and-serve-run" / "store"
+    try:
+        code, errors = interrupt_example(folder, example, at="[step 2]", arguments=("--steps", "1000"))
+        assert (code, "Traceback" in errors) == (130, False), errors
+        with ps.connect(directory) as store:
+            (entry,) = store.namespaces()
+        assert not runs_in(folder, "--train"), "the trainer is gone"
+        done = run_example(folder, example)
+    finally:
+        end_daemon(directory)
+    assert done.returncode == 0, done.stderr
+    steps = [int(step) for step in re.findall(r"^\[step (\d+)\]", done.stdout, re.MULTILINE)]
+    assert steps == sorted(steps)
+    assert steps[-1] == entry["committed_step"] + 8
+    ((tokens, count),) = re.findall(r"every token is that of its step in memory: (\d+) tokens of (\d+) steps\n$", done.stdout)
+    assert int(count) == len(set(steps)) >= 3, done.stdout
+    assert int(tokens) >= 24 * 2

@@ -191,6 +191,37 @@ def test_fewer_slots_than_a_token_takes_experts_give_its_tokens(
         assert torch.equal(served.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
 
 
+def test_counts_are_those_of_the_bytes_that_moved(store: ps.Store, serve: Callable[..., Any]) -> None:
+    served, used = serve(expert_memory=16), list[int]()
+    namespace = ps.hf.namespace(served)
+    for module in experts_modules(served).values():
+        module.register_forward_pre_hook(lambda module, inputs: used.append(len(inputs[1].unique())))
+
+    def bytes_read() -> int:
+        return sum(int(volume["bytes_read"]) for volume in store.stats()["volumes"].values())
+
+    def forget() -> int:
+        namespace.refresh()  # what stands is given back at the next visit, or for who leases
+        with namespace.acquire(namespace.keys()[:1]):
+            pass
+        namespace.evict().wait()
+        return bytes_read()
+
+    served.generate(tokens(), **GREEDY)
+    before_bytes = forget()
+    namespace.acquire(namespace.keys()[:1]).release()
+    record_bytes = bytes_read() - before_bytes
+    before_bytes, before = forget(), ps.hf.counts(served)
+    used.clear()
+    served.generate(tokens(), **GREEDY)
+    counts = ps.hf.counts(served)
+    loads = counts.loads - before.loads
+    assert bytes_read() - before_bytes == loads * record_bytes
+    assert 0 < loads <= 16
+    assert sum(getattr(counts, kind) - getattr(before, kind) for kind in ("hits", "late", "misses", "passed")) == sum(used)
+    assert counts.hits - before.hits >= sum(used) - loads, "what did not move was there"
+
+
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}], ids=str)
 def test_a_device_map_on_the_host_serves_from_there(device_map: Any, serve: Callable[..., Any], stock: Any) -> None:
     if device_map == "auto" and torch.cuda.is_available():

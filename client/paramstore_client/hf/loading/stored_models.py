@@ -10,7 +10,7 @@ import copy
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from paramstore.core.key import check_name
 from paramstore.core.optimizers import OPTIMIZERS
 from paramstore.core.schema import UPDATE_RULES, Schema
 from paramstore.errors import CheckpointError, ConfigError
+from paramstore.policy.slot_visit import SlotCounts
 from paramstore_client.checkpoint_directory import checkpoint_directory
 from paramstore_client.client import Store
 from paramstore_client.device.host_slots import HostSlots, standing
@@ -229,12 +230,31 @@ def experts(model: nn.Module) -> Experts:
 
 def namespace(model: nn.Module) -> Namespace:
     """The open namespace of a model's experts, in either mode; `refresh()` moves a reader. Raises ConfigError for other models."""
-    for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
-        layer = module.__dict__.get(ATTRIBUTE)
-        source = layer.source if isinstance(layer, LayerExperts) else None
-        if isinstance(source := source.namespace if isinstance(source, HostSlots | DeviceTier) else source, Namespace):
-            return source
+    source = _source_of(model)
+    if isinstance(source := source.namespace if isinstance(source, HostSlots | DeviceTier) else source, Namespace):
+        return source
     raise ConfigError(f"{type(model).__name__} has no stored experts: load it with ps.hf.from_pretrained or from_config")
+
+
+def counts(model: nn.Module) -> SlotCounts:
+    """What was counted so far at the slots in which the experts of a served model stand, each use of an expert by a layer: `hits`
+    were there when the layer began, `late` on their way, `misses` and `passed` were not; `loads` is how many were loaded, ahead or
+    not, each one `param` image of the namespace's schema. On the CPU an interrupt begins the counts anew.
+
+    Raises ConfigError for a model that has no slots: one that trains, or of a store that was connected with `debug=True`.
+    """
+    source = _source_of(model)
+    if isinstance(source, HostSlots | DeviceTier):
+        return replace(source.counts)
+    raise ConfigError(f"{type(model).__name__} has no experts that stand in slots: load it with mode='infer', without debug=True")
+
+
+def _source_of(model: nn.Module) -> ExpertSource | None:
+    """The source of a model's stored experts; None where it has none."""
+    for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
+        if isinstance(layer := module.__dict__.get(ATTRIBUTE), LayerExperts):
+            return layer.source
+    return None
 
 
 def _placed(

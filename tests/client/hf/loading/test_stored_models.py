@@ -368,3 +368,12 @@ def test_model_without_stored_experts_has_no_handle() -> None:
         ps.hf.experts(stock_model())
     with pytest.raises(ConfigError, match="from_pretrained"):
         ps.hf.namespace(stock_model())
+    with pytest.raises(ConfigError, match="mode='infer'"):
+        ps.hf.counts(stock_model())
+
+
+def test_a_model_whose_experts_do_not_stand_has_no_counts(store: ps.Store, address: str) -> None:
+    with pytest.raises(ConfigError, match="no experts that stand in slots"):
+        ps.hf.counts(new_model(store, "uncounted"))
+    with ps.connect(address, debug=True) as debug, pytest.raises(ConfigError, match="without debug=True"):
+        ps.hf.counts(new_model(debug, "uncounted", mode="infer"))
