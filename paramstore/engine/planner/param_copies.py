@@ -14,6 +14,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity, Located
 from paramstore.core.optimizers import Options
 from paramstore.core.residency import Copy, CopyEvent, Working, next_copy
+from paramstore.engine.planner.loans import wake_openings
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.copies import ParamCopy, Waiter, WorkingCopy
@@ -186,6 +187,8 @@ class CopyPlanner:
                 self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
         request.copies = []
         request.view.leases.pop(request.lease_id, None)
+        if namespace.loan_waiters:
+            wake_openings(self._outbox, namespace)
 
     def retire_stale(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
         """Retires copies of `keys` that the writer saw before the last apply. In an exact namespace every apply makes every copy
