@@ -68,6 +68,8 @@ def test_what_is_lent_takes_effect_in_the_order_of_the_requests(at_desk: AtDesk)
         await client.send(m.GiveBack(handle, 3))
         await client.send(m.Borrow(701, handle, 5))
         assert [(await client.result(number)).count for number in (700, 701)] == [9, 5]
+        await client.request(m.Namespaces)
+        assert client.unasked == [], "each was answered once"
 
     at_desk(scenario)
 
