@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from paramstore.errors import ParamStoreError
@@ -90,7 +91,8 @@ class Loans:
         if grown and grown == self.count:
             self._ended = threading.Event()
             arguments = weakref.ref(owner), self, self._ended
-            threading.Thread(target=_look, args=arguments, name="paramstore-loans", daemon=True).start()
+            with suppress(RuntimeError):  # none can be started, as at the interpreter's end: visits look all the same
+                threading.Thread(target=_look, args=arguments, name="paramstore-loans", daemon=True).start()
         return grown
 
     def give_back(self, plan: SlotPlan, release_gone: Callable[[], None]) -> None:

@@ -180,18 +180,27 @@ def test_a_loan_ends_with_its_handle_and_a_lost_session_keeps_what_it_leased() -
     assert open_view(small, least=25).lease_slots == 25
 
 
-@pytest.mark.parametrize("how", ["given back", "released", "closed", "lost"])
+@pytest.mark.parametrize("how", ["given back", "released late", "released within", "closed", "lost"])
 def test_who_waits_for_slots_looks_again_when_some_may_have_come_back(how: str) -> None:
     small = desk()
     view = open_view(small, slots=10)
     small.planner.loans.lend(view, 4)
-    held = small.leased(view, *KEYS[:5])
+    few, many = small.leased(view, *KEYS[:2]), small.leased(view, *KEYS[2:13])
+    if how.startswith("released"):
+        small.planner.loans.take_back(view, 2)
     small.planner.take_decisions()
     small.planner.loans.await_loans(small.namespace, "future")
     if how == "given back":
         small.planner.loans.take_back(view, 2)
-    elif how == "released":
-        small.release(held)
+    elif how == "released late":
+        small.release(few)
+    elif how == "released within":
+        small.release(many)
+        small.planner.outbox.woken.clear()
+        small.planner.loans.await_loans(small.namespace, "another")
+        small.release(few)
+        assert small.planner.outbox.woken == [], "the promise is kept for it, whether it leases or not"
+        return
     elif how == "closed":
         small.planner.views.close(view)
     else:
