@@ -166,9 +166,7 @@ def test_who_opens_gets_its_promise_while_the_reader_is_in_the_middle_of_visits(
 
 
 def test_an_idle_reader_gives_back_without_a_visit(slots: HostSlots, other: ps.Store) -> None:
-    began_s = time.monotonic()
-    with opened(other, min_lease_slots=WRITERS):
-        assert time.monotonic() - began_s < RECALL_WAIT_S
+    with opened(other, min_lease_slots=WRITERS):  # where nothing comes back in time it is refused
         assert slots.loans.count == 64 - 4 - PROMISED - WRITERS
         visit(slots, ALL)
 
