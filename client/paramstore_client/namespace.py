@@ -26,6 +26,7 @@ from paramstore_client.connection.ticket import Ticket
 from paramstore_client.gradients.upload_area import UploadArea
 from paramstore_client.handle.base import ANSWER_GRACE_S, plain_keys
 from paramstore_client.handle.lease import Lease
+from paramstore_client.handle.loans import HandleLoans
 from paramstore_client.handle.ranks import ALONE, Rank
 from paramstore_client.handle.residency import Residency
 from paramstore_client.handle.steps import Refreshed, Steps
@@ -207,16 +208,16 @@ class Namespace(Updates, Residency, Steps):
 
     # --- leases that stand ---
 
-    def let_stand(self, keeper: LeaseKeeper) -> bool:
+    def let_stand(self, keeper: LeaseKeeper) -> HandleLoans | None:
         """Notes that `keeper` keeps leases beyond their use, for as long as it lives: it is asked to give them back where `acquire`
-        finds none left, and when the session ends. False where nothing may stand: in debug mode a lease ends when its user says so,
-        and a daemon that speaks an older protocol than 1.4 promises no slots."""
+        finds none left, and when the session ends. Returns where it may borrow slots; None where nothing may stand: in debug mode a
+        lease ends when its user says so, and a daemon that speaks an older protocol than 1.4 promises no slots."""
         if not all(callable(getattr(keeper, name, None)) for name in ("give_back", "let_go")):
             raise wrong("keeper", keeper, "who has give_back() and let_go()")
-        may_stand = not self._is_debug and self._connection.minor >= messages.PROMISE_MINOR
-        if may_stand:
-            self._connection.segments.add_keeper(self._handle, keeper)
-        return may_stand
+        if self._is_debug or self._connection.minor < messages.PROMISE_MINOR:
+            return None
+        self._connection.segments.add_keeper(self._handle, keeper)
+        return HandleLoans(self._connection, self._handle, name=self.name, is_reader=self.mode == "read")
 
     def check_usable(self) -> None:
         """Returns while the handle is open, in its own process; else raises UnknownNamespace, StoreUnavailable or ForkedClient."""

@@ -19,6 +19,10 @@ from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
 from paramstore.policy.slot_visit import SlotCounts
 
+Loan = tuple[int, Sequence[int]]
+"""Lease slots beyond the promise: how many there are now, and a word whose one number says how many may be kept. It falls when
+others need them."""
+
 
 class WeightLease(Protocol):
     """The right to the bytes of some keys, until it is released. Their tensors are read-only, and wrong to use afterwards."""
@@ -115,6 +119,33 @@ class LeaseKeeper(Protocol):
         ...
 
 
+class LoanTicket(Protocol):
+    """A request to borrow under way."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> Loan:
+        """What was lent, all in all; raises what the service refuses it with."""
+        ...
+
+    def abandon(self) -> None:
+        """Gives it up: the outcome is nobody's."""
+        ...
+
+
+class Lender(Protocol):
+    """Lends lease slots beyond the promise of a handle, to one keeper of leases at a time."""
+
+    def begin_borrow(self, keeper: LeaseKeeper, count: int, /) -> LoanTicket | None:
+        """Asks for `count` slots in all, and returns at once; None where nothing can be lent to this keeper."""
+        ...
+
+    def give_back(self, kept: int, /) -> None:
+        """Gives all borrowed slots back but `kept`, whose leases were released before. What is asked for and not answered yet is
+        given up by it. Must neither wait nor raise."""
+        ...
+
+
 class LeaseTicket(Protocol):
     """An `acquire` under way."""
 
@@ -147,8 +178,9 @@ class HostSource(ExpertSource, Protocol):
         """What this thread asks for and releases inside is sent in one go, at the end or before a wait."""
         ...
 
-    def let_stand(self, keeper: LeaseKeeper, /) -> bool:
-        """Notes who keeps leases beyond their use, and has to be asked for them. False where nothing may stand."""
+    def let_stand(self, keeper: LeaseKeeper, /) -> Lender | None:
+        """Notes who keeps leases beyond their use, and has to be asked for them. Returns where it may borrow slots; None where
+        nothing may stand."""
         ...
 
     def check_usable(self) -> None:

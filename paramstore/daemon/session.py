@@ -23,6 +23,7 @@ from paramstore.daemon.lost import LostRequests
 from paramstore.daemon.peer import Peer
 from paramstore.daemon.service import Service
 from paramstore.daemon.session_leases import SessionLeases
+from paramstore.daemon.session_loans import SessionLoans
 from paramstore.daemon.uploads import Uploads
 from paramstore.daemon.welcome import refusal_of, welcome_to
 from paramstore.engine.tables.namespace import View
@@ -59,13 +60,14 @@ class Session:
         late = ProtocolError(f"no hello within {HELLO_TIMEOUT_S} s")
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._channel.refuse, late)
         self._leases = SessionLeases(self._store, self._channel, client=self, fail=self._fail)
+        self.loans = SessionLoans(self._store, self._channel)
         self._requests = Handlers(
             service, self._channel, client=self, views=self._views, uploads=self._uploads, cancels=self._cancels
         )
         self._handlers: dict[type[m.Message], Handler] = {
             **self._requests.table(),
             m.CreateNamespace: self._open, m.OpenNamespace: self._open, m.CreateRank: self._open, m.OpenRank: self._open,
-            m.CloseNamespace: self._close_namespace,
+            m.CloseNamespace: self._close_namespace, m.Borrow: lambda r: self.loans.borrow(self._requests.view(r), r),
         }  # fmt: skip
         self._held = HeldRequests(self._loop, run=self._take_up, fail=self._fail)
         self._lost: LostRequests | None = None
@@ -104,7 +106,7 @@ class Session:
             self._acquire(request)
         elif isinstance(request, m.Release):
             self._leases.release(request.leases)
-        elif isinstance(request, m.Cancel | m.Unmapped | m.DeviceReport):
+        elif isinstance(request, m.Cancel | m.Unmapped | m.DeviceReport | m.GiveBack):
             self._one_way(request)
         else:
             self._answer(request)
@@ -158,7 +160,7 @@ class Session:
             return
         if asyncio.iscoroutine(result):
             self._start(request.id, result)
-        else:
+        elif not isinstance(result, Sent):
             self._done(request.id, result)
 
     def _take_up(self, request: Any) -> None:
@@ -235,6 +237,7 @@ class Session:
     def _end_view(self, view: View, *, reason: str = "closed the namespace") -> None:
         self._store.close_view(view, reason=reason)
         self._leases.forget(view)
+        self.loans.forget(view)
 
     # --- leases
 
@@ -260,6 +263,8 @@ class Session:
                 self._cancel(request.target)
             elif isinstance(request, m.Unmapped):
                 self._store.host.unmapped(self, request.segments)
+            elif isinstance(request, m.GiveBack):
+                self.loans.take_back(self._views.get(request.handle), request.kept)
             elif isinstance(request, m.DeviceReport):
                 self._store.report_device(self._requests.view(request), request.resident, request.touched, request.bytes_resident)
         except ParamStoreError:
@@ -297,6 +302,7 @@ class Session:
         for cancel in list(self._cancels.values()):
             cancel()
         self._leases.cancel_all(StoreUnavailable("the session ended"))
+        self.loans.close()
         for handle, view in list(self._views.items()):
             if not (self._process.is_watched and view.leased):
                 del self._views[handle]

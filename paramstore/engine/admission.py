@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from paramstore.core.key import KeySpace, check_name
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.host import HostTier
+from paramstore.engine.capacity.recall import RECALL_WAIT_S, Recall
 from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.planner.permission import check_unclaimed, prepared_error
 from paramstore.engine.planner.planner import fresh_namespace
@@ -37,6 +39,8 @@ from paramstore.storage.catalog.base import Change, NamespaceContents, Namespace
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.format.structures import pack_description
 
+T = TypeVar("T")
+
 UNMAP_TIMEOUT_S = 1.0
 """How long to wait for clients that were asked to unmap memory; one that reads its socket answers in a millisecond."""
 IDLE_TIMEOUT_S = 10.0
@@ -50,6 +54,7 @@ class Admission:
     def __init__(
         self, transfers: Transfers, host: HostTier, volumes: VolumeSet, cleaner: Cleaner,
         history: History, transactions: Transactions, ranks: Ranks, namespaces: dict[str, NamespaceState], *, retained_steps: int,
+        recall_wait_s: float = RECALL_WAIT_S,
     ) -> None:  # fmt: skip
         self._transfers = transfers
         self._host = host
@@ -60,6 +65,7 @@ class Admission:
         self._ranks = ranks
         self._namespaces = namespaces
         self._retained_steps = retained_steps
+        self._recall_wait_s = recall_wait_s
         self._lock = asyncio.Lock()
         self._snapshot_lock = asyncio.Lock()
         """Serialises snapshots; not `_lock`, since a snapshot waits for a commit under way and must not hold up openings."""
@@ -93,7 +99,8 @@ class Admission:
                 self._check_reusable(existing, schema, keys)
             else:
                 return await self._create(name, schema, keys, host_bytes, group)
-        return await self._open_writer(existing, host_bytes, at=None, group=group)
+        with self._recall(existing, is_writer=True, group=group) as recall:
+            return await self._open_writer(existing, host_bytes, recall, at=None, group=group)
 
     async def _create(
         self, name: str, schema: Schema, keys: KeySpace, host_bytes: int | None, group: WriterGroup | None
@@ -132,27 +139,50 @@ class Admission:
         """Returns a view of `name`. Mode "write" fences earlier writers and rolls back to `at`, or to the committed step; a
         prepared step is committed if it is `at`. Mode "read" stands on `at`, or on the committed step. Raises UnknownNamespace,
         StepDropped, StepFailed to a reader before the first commit, StepPrepared to a writer without `at` while a step is prepared,
-        CapacityError where `min_lease_slots` are not left."""
+        CapacityError where `min_lease_slots` are not left, or were lent and have not come back in time."""
         if mode not in ("read", "write"):
             raise ConfigError(f"mode={mode!r}: use 'read' or 'write'")
         namespace = self._namespaces.get(name)
         if namespace is None:
             known = ", ".join(sorted(self._namespaces)) or "none"
             raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
-        if mode == "write":
+        recall = self._recall(namespace, is_writer=mode == "write", group=group, least=min_lease_slots)
+        if mode == "read":
+            self.reader_step(namespace, at)  # refused before any memory moves
+
+            def open_reader() -> View:
+                step = self.reader_step(namespace, at)  # a commit may have dropped it meanwhile
+                return self._open_view(namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots)
+
+            with recall:
+                return await self._with_memory(namespace, host_bytes, recall, open_reader)
+        with recall:
             if min_lease_slots:
-                await self._check_slots(namespace, host_bytes, group=group, least=min_lease_slots)
+                await self._check_slots(namespace, host_bytes, recall, group=group, least=min_lease_slots)
             prepared = namespace.steps.prepared_step  # this includes a step that is still being prepared
             if at is not None and at != prepared:
                 namespace.steps.ledger.check_rollback(at)  # refused before anybody is fenced
             elif at is None and prepared is not None:
                 raise prepared_error(namespace, what="open_namespace")
-            return await self._open_writer(namespace, host_bytes, at=at, group=group, min_lease_slots=min_lease_slots)
-        self.reader_step(namespace, at)  # refused before any memory moves
-        async with self._lock:
-            await self._open_memory(namespace, host_bytes)
-            step = self.reader_step(namespace, at)  # a commit may have dropped it meanwhile
-            return self._open_view(namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots)
+            return await self._open_writer(namespace, host_bytes, recall, at=at, group=group, min_lease_slots=min_lease_slots)
+
+    def _recall(self, namespace: NamespaceState, *, is_writer: bool, group: WriterGroup | None, least: int = 0) -> Recall:
+        world_size = 1 if group is None else group.world_size
+        return Recall(
+            self._transfers, namespace, is_writer=is_writer, world_size=world_size, least=least, wait_s=self._recall_wait_s
+        )
+
+    async def _with_memory(
+        self, namespace: NamespaceState, host_bytes: int | None, recall: Recall, finish: Callable[[], T]
+    ) -> T:
+        """Does `finish` once the namespace has its memory, and what readers were lent too much has come back or time is over. While
+        it waits for that others may open."""
+        while True:
+            async with self._lock:
+                await self._open_memory(namespace, host_bytes)
+                if recall.is_over():
+                    return finish()
+            await recall.wait()
 
     @staticmethod
     def reader_step(namespace: NamespaceState, at: int | None) -> int:
@@ -167,7 +197,7 @@ class Admission:
         return namespace.steps.ledger.step(at).step
 
     async def _open_writer(
-        self, namespace: NamespaceState, host_bytes: int | None, *, at: int | None, group: WriterGroup | None,
+        self, namespace: NamespaceState, host_bytes: int | None, recall: Recall, *, at: int | None, group: WriterGroup | None,
         min_lease_slots: int = 0,
     ) -> View:  # fmt: skip
         """Fences the present writer and rolls back. The rollback waits for a commit of this namespace, so it runs outside the lock:
@@ -175,12 +205,11 @@ class Admission:
         self._fence(namespace)  # at once; the caller has checked just before that the slots asked for are left
         async with self._opening[namespace.name]:
             if min_lease_slots:
-                await self._check_slots(namespace, host_bytes, group=group, least=min_lease_slots)
+                await self._check_slots(namespace, host_bytes, recall, group=group, least=min_lease_slots)
             self._fence(namespace)
             await self._history.reopen(namespace, at=at)
-            async with self._lock:
-                await self._open_memory(namespace, host_bytes)
-                return self._open_view(namespace, is_writer=True, group=group, min_lease_slots=min_lease_slots)
+            open_view = partial(self._open_view, namespace, is_writer=True, group=group, min_lease_slots=min_lease_slots)
+            return await self._with_memory(namespace, host_bytes, recall, open_view)
 
     def _open_view(
         self, namespace: NamespaceState, *, is_writer: bool, step: int | None = None, group: WriterGroup | None = None,
@@ -194,14 +223,16 @@ class Admission:
             self._ranks.fence(namespace.writing.group)
 
     async def _check_slots(
-        self, namespace: NamespaceState, host_bytes: int | None, *, group: WriterGroup | None, least: int
+        self, namespace: NamespaceState, host_bytes: int | None, recall: Recall, *, group: WriterGroup | None, least: int
     ) -> None:
         """Raises CapacityError where a writer that opens now cannot be promised `least` slots; it fences nobody."""
-        async with self._lock:
-            await self._open_memory(namespace, host_bytes)
-            world_size = 1 if group is None else group.world_size
+        world_size = 1 if group is None else group.world_size
+
+        def check() -> None:
             with self._transfers.deciding() as planner:
                 planner.views.promise(namespace, is_writer=True, world_size=world_size, least=least)
+
+        await self._with_memory(namespace, host_bytes, recall, check)
 
     async def snapshot(self, view: View, step: int) -> None:
         """Makes room for one more step and keeps `step` durably, until it is dropped; nothing to do if it is kept. Raises

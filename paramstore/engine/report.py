@@ -48,6 +48,7 @@ def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object
         "dirty_limit_bytes": working.dirty_limit_bytes if working is not None else None, "snapshots": steps.ledger.snapshots(),
         "commit": commit_progress(namespace, now_s),
         "leased_slots": sum(copy.leases > 0 for copy in copies),
+        "lent_slots": sum(view.loan.count for view in namespace.views if not view.is_fenced),
         "hbm_bytes": sum(view.device_bytes for view in namespace.views),
         "param": {**_part(stats.param, param), "resident": len(copies),
                   "retired": sum(copy.state is Copy.RETIRED for copy in copies)},

@@ -21,6 +21,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.visits import check_visits
 from paramstore.engine.admission import Admission
 from paramstore.engine.capacity.host import HostTier
+from paramstore.engine.capacity.recall import RECALL_WAIT_S
 from paramstore.engine.capacity.upload_budget import UploadBudget
 from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.planner.permission import check_unclaimed, check_writing
@@ -69,8 +70,9 @@ class Store:
         self.reading = Reading(transfers, access, transfers.runner)
         self.followers = Followers(transfers)
         self.admission = Admission(
-            transfers, host, volumes, cleaner, history, transactions, self.ranks, namespaces, retained_steps=config.retained_steps
-        )
+            transfers, host, volumes, cleaner, history, transactions, self.ranks, namespaces, retained_steps=config.retained_steps,
+            recall_wait_s=min(RECALL_WAIT_S, config.wait_timeout_s / 2),  # the client that opens hears of it in time
+        )  # fmt: skip
         self._clock = clock
         self._started_s = clock.now_s()
 
@@ -118,6 +120,18 @@ class Store:
             "epoch": namespace.epoch, "lease_slots": view.lease_slots, "wait_timeout_s": self.config.wait_timeout_s,
             "gradient_share_bytes": self.uploads.share(view),
         }  # fmt: skip
+
+    # --- loans
+
+    def lend(self, view: View, count: int) -> int:
+        """Lends a reader slots up to `count` in all beyond its promise, as far as there are any. Returns how many it has then."""
+        with self.transfers.deciding() as planner:
+            return planner.loans.lend(view, count)
+
+    def take_back(self, view: View, kept: int) -> None:
+        """Notes that a reader has given back all but `kept` of what it was lent."""
+        with self.transfers.deciding() as planner:
+            planner.loans.take_back(view, kept)
 
     # --- wishes of a client
 

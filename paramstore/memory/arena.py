@@ -126,6 +126,14 @@ def allocate_upload(length_bytes: int, pages: PageReport) -> Segment:
     return _memfd_segment(length_bytes, page_kind, seals=FIXED_SIZE_SEALS)
 
 
+def allocate_words(length_bytes: int) -> Segment:
+    """Makes a segment of a few small pages, present at once, that a client may map and only this process can write. Raises
+    CapacityError."""
+    segment = _memfd_segment(length_bytes, PageKind.SMALL, seals=SHARED_SEALS)
+    segment.touch()
+    return segment
+
+
 def allocate_private(length_bytes: int, pages: PageReport) -> Segment:
     """Makes a segment that this process alone sees; a forked child does not inherit it. Raises CapacityError."""
     _check_length(length_bytes)

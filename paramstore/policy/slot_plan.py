@@ -29,7 +29,8 @@ PASSING_SHARE, PASSING_SLOTS_MAX = 8, 16
 
 
 class SlotPlan:
-    """Owner of what stands in `slots` slots, of who uses it, and of the counts. Pure: it copies nothing and never waits.
+    """Owner of what stands in `slots` slots, of who uses it, and of the counts. Pure: it copies nothing and never waits. The number
+    of slots may change (`grow`, `shrink`).
 
     passing_slots: most slots that a visit which does not fit runs its rest through; default a few. held_most: most slots that one
     visit which may pass takes; None: all. churn: None for no bound.
@@ -46,7 +47,7 @@ class SlotPlan:
         few = max(1, min(slots // PASSING_SHARE, PASSING_SLOTS_MAX))
         self._passing_slots = few if passing_slots is None else passing_slots
         self.held_most = slots if held_most is None else held_most
-        self._churn = slots if churn is None else churn
+        self._churn = churn
         self._churned = 0
         self._held: dict[Hashable, Held] = {}
         self._fast: dict[Hashable, Held] = {}
@@ -66,6 +67,25 @@ class SlotPlan:
     def held(self) -> list[Held]:
         """What stands, or is on its way, in the order of arrival."""
         return list(self._held.values())
+
+    def grow(self, count: int) -> None:
+        """Has `count` slots more, between two visits or within one; the next one that does not fit takes as many more."""
+        self._resize(count)
+
+    def shrink(self, count: int) -> int:
+        """Has `count` slots fewer: free ones, then those of what no visit uses, loads ahead last. Returns how many fewer: not all
+        where visits under way use the others. One slot stays."""
+        self._tell()
+        idle = sum(not held.users for held in self._held.values())
+        given = max(0, min(count, self.slots - 1, self.free + idle))
+        for key in self._choose(given - self.free, lambda key: self._held[key].users > 0, spares_ahead=True):
+            self._evict(key)
+        self._resize(-given)
+        return given
+
+    def _resize(self, count: int) -> None:
+        self.slots += count
+        self.held_most = max(1, self.held_most + count)
 
     def find(self, key: Hashable) -> Held | None:
         """What stands for `key`, ready or not."""
@@ -259,7 +279,7 @@ class SlotPlan:
             held.is_awaited = held.is_ahead
         spared = {held.key for held in self._held.values() if held.users or _is_spared(held)} | set(wanted)
         idle = sum(key not in spared for key in self._held)
-        most = self._churn - self._churned
+        most = (self.slots if self._churn is None else self._churn) - self._churned
         new = new[: max(0, self.free) + min(idle, most if evicting is None else min(most, evicting))]
         victims = self._choose(len(new) - self.free, spared.__contains__)
         evicted = [self._evict(key) for key in victims]

@@ -1,6 +1,7 @@
 """A namespace in memory, for tests of code that stands on the client: same calls, same refusals, no daemon.
 
-- `acquire` refuses as the service does: CapacityError above `lease_slots`, LeaseError where own leases stand in the way.
+- `acquire` refuses as the service does: CapacityError above `lease_slots` and what was lent (`loans`), LeaseError where own leases
+  stand in the way.
 - Every lease gets its own slots: one mapping per key, fields at the schema's offsets. A release checks that nobody wrote into
   them, and fills them with NaN (or the largest integer), so that use after release is seen; those who asked for it
   (`before_unmap`) are told of them then.
@@ -30,6 +31,7 @@ from paramstore.core.schema import Field, Part, Schema
 from paramstore.errors import CapacityError, LeaseError, ParamStoreError, SchemaMismatch, StoreUnavailable, UnknownKey
 from paramstore.optim.rule import Step
 from paramstore.optim.update import RULES
+from paramstore.testing.memory_loans import MemoryLoans
 from paramstore_client.source import LeaseKeeper
 
 EVENTS_MAX = 100_000
@@ -166,6 +168,7 @@ class MemoryNamespace:
         self.pending: dict[ExpertKey, Fields] = {}
         self.keepers: weakref.WeakSet[LeaseKeeper] = weakref.WeakSet()
         self.may_stand = True
+        self.loans = MemoryLoans()
         self.is_closed = False
         self.device_reports: list[tuple[list[ExpertKey], list[ExpertKey], int]] = []
         self.view_change_count = 0
@@ -231,12 +234,11 @@ class MemoryNamespace:
         """Leases all keys or none, as the service does."""
         wanted = tuple((layer, expert) for layer, expert in keys)
         self.space.check(wanted, namespace="memory")
-        if len(wanted) > self.lease_slots:
+        most = self.lease_slots + self.loans.count
+        if len(wanted) > most:
             raise CapacityError(f"{len(wanted)} keys asked, this session may lease lease_slots={self.lease_slots}")
-        if self.leased_key_count + len(wanted) > self.lease_slots:
-            raise LeaseError(
-                f"{len(wanted)} keys asked, own leases hold {self.leased_key_count} of {self.lease_slots}: release them first"
-            )
+        if self.leased_key_count + len(wanted) > most:
+            raise LeaseError(f"{len(wanted)} keys asked, own leases hold {self.leased_key_count} of {most}: release them first")
         lease = MemoryLease(self, wanted, self.schema.part(part))
         self.leased.append(lease)
         self.leased_keys_max = max(self.leased_keys_max, self.leased_key_count)
@@ -250,11 +252,12 @@ class MemoryNamespace:
         """Nothing is sent here."""
         return nullcontext()
 
-    def let_stand(self, keeper: LeaseKeeper) -> bool:
+    def let_stand(self, keeper: LeaseKeeper) -> MemoryLoans | None:
         """Notes who keeps leases, unless `may_stand` is false."""
-        if self.may_stand:
-            self.keepers.add(keeper)
-        return self.may_stand
+        if not self.may_stand:
+            return None
+        self.keepers.add(keeper)
+        return self.loans
 
     def check_usable(self) -> None:
         """Raises StoreUnavailable after `close`."""

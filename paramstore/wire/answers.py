@@ -23,6 +23,16 @@ class Granted(Message, tag="granted"):
     segments: list[tuple[int, int]]
 
 
+class Lent(Message, tag="lent"):
+    """The handle has `count` slots beyond its promise now. word: index of the session's word that says how many of them it may
+    keep; a lower number there asks slots back. page_bytes: length of the page of words, where its fd is attached; else 0."""
+
+    id: int
+    count: int
+    word: int
+    page_bytes: int
+
+
 class Uploaded(Message, tag="uploaded"):
     """The session has a new, writable upload segment; its fd is attached."""
 
@@ -52,4 +62,4 @@ class LeaseSlots(Message, tag="lease_slots"):
     slots: int
 
 
-Answer = Done | Granted | Uploaded | Failed | Unmap | LeaseSlots
+Answer = Done | Granted | Lent | Uploaded | Failed | Unmap | LeaseSlots

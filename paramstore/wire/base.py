@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 6
+PROTOCOL_MINOR = 7
 VERIFY_MINOR = 1
 """The first minor in which a daemon knows `Verify`."""
 PREPARE_MINOR = 2
@@ -23,6 +23,8 @@ STEPS_MINOR = 5
 """The first minor in which a daemon knows `AwaitStep`, and counts what a `Refresh` changes."""
 FOLLOW_MINOR = 6
 """The first minor in which a `Refresh` may name the step."""
+LOANS_MINOR = 7
+"""The first minor in which a daemon lends lease slots beyond the promise."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17

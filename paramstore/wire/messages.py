@@ -1,8 +1,8 @@
 """Every message that crosses the socket. `docs/protocol.md` describes the conversation; these messages are the contract.
 
 A request carries `id`, chosen by the client, unique among its unanswered requests, never 0. The daemon answers each with
-one `Done`, `Granted`, `Uploaded` or `Failed` of the same id, in any order: a ticket stands for one request.
-`Release`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. Unasked the daemon sends `Unmap` (before minor 4 also
+one `Done`, `Granted`, `Lent`, `Uploaded` or `Failed` of the same id, in any order: a ticket stands for one request.
+`Release`, `GiveBack`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. Unasked the daemon sends `Unmap` (before minor 4 also
 `LeaseSlots`), and `Failed` with id 0, which says why it hangs up.
 
 Descriptors travel by SCM_RIGHTS at the first byte of the frame that names their segments, in that order, to the client only.
@@ -15,6 +15,7 @@ from paramstore.wire.answers import Done as Done
 from paramstore.wire.answers import Failed as Failed
 from paramstore.wire.answers import Granted as Granted
 from paramstore.wire.answers import LeaseSlots as LeaseSlots
+from paramstore.wire.answers import Lent as Lent
 from paramstore.wire.answers import Unmap as Unmap
 from paramstore.wire.answers import Uploaded as Uploaded
 from paramstore.wire.applies import Apply as Apply
@@ -26,6 +27,7 @@ from paramstore.wire.base import EXTRA_BYTES_MAX as EXTRA_BYTES_MAX
 from paramstore.wire.base import FOLLOW_MINOR as FOLLOW_MINOR
 from paramstore.wire.base import KEYS_MAX as KEYS_MAX
 from paramstore.wire.base import LABEL_MAX as LABEL_MAX
+from paramstore.wire.base import LOANS_MINOR as LOANS_MINOR
 from paramstore.wire.base import MAGIC as MAGIC
 from paramstore.wire.base import PREPARE_MINOR as PREPARE_MINOR
 from paramstore.wire.base import PROMISE_MINOR as PROMISE_MINOR
@@ -44,6 +46,7 @@ from paramstore.wire.base import Message as Message
 from paramstore.wire.base import VisitPairs as VisitPairs
 from paramstore.wire.requests import Abort as Abort
 from paramstore.wire.requests import Acquire as Acquire
+from paramstore.wire.requests import Borrow as Borrow
 from paramstore.wire.requests import Cancel as Cancel
 from paramstore.wire.requests import CloseNamespace as CloseNamespace
 from paramstore.wire.requests import CreateNamespace as CreateNamespace
@@ -51,6 +54,7 @@ from paramstore.wire.requests import CreateRank as CreateRank
 from paramstore.wire.requests import DeclareSchedule as DeclareSchedule
 from paramstore.wire.requests import DeviceReport as DeviceReport
 from paramstore.wire.requests import Evict as Evict
+from paramstore.wire.requests import GiveBack as GiveBack
 from paramstore.wire.requests import GradientNorm as GradientNorm
 from paramstore.wire.requests import Hello as Hello
 from paramstore.wire.requests import InitializeBegin as InitializeBegin

@@ -183,6 +183,22 @@ class Release(Message, tag="release"):
     leases: list[int]
 
 
+class Borrow(Message, tag="borrow"):
+    """Asks for `count` lease slots in all beyond the handle's promise, those among them that it has borrowed. Answered by Lent: as
+    many as can be lent now, and no fewer than it has. A writer is lent nothing."""
+
+    id: int
+    handle: int
+    count: int
+
+
+class GiveBack(Message, tag="give_back"):
+    """Gives borrowed slots back, all but `kept` of them (one-way). Sent behind the releases of what was leased in them."""
+
+    handle: int
+    kept: int
+
+
 class Cancel(Message, tag="cancel"):
     """Cancels the request `target` if that is still possible (one-way); the answer to `target` says what became of it."""
 
@@ -329,8 +345,9 @@ class DeviceReport(Message, tag="device"):
 Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | AwaitStep
     | OpenUpload
-    | InitializeBegin | InitializePut | InitializeSave | InitializeEnd | Prefetch | Acquire | Release | Cancel | Push
-    | GradientNorm | Apply | BeginApply | EndLayers | AwaitRoom | EndApply | Abort | WriteBack | Evict | Protect | DeclareSchedule
+    | InitializeBegin | InitializePut | InitializeSave | InitializeEnd | Prefetch | Acquire | Release | Borrow | GiveBack
+    | Cancel | Push | GradientNorm | Apply | BeginApply | EndLayers | AwaitRoom | EndApply | Abort | WriteBack | Evict | Protect
+    | DeclareSchedule
     | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots | Read | Residency | Stats
     | Verify | TraceBegin | TraceEnd | Unmapped | DeviceReport
 )  # fmt: skip

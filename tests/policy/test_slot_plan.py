@@ -352,6 +352,58 @@ def test_a_visit_that_may_pass_leaves_slots_to_others() -> None:
     plan.end_visit(visit)
 
 
+# --- slots that come and go
+
+
+def test_slots_that_come_are_used_and_those_that_go_are_free_ones_first_and_then_the_policys_victims() -> None:
+    plan = SlotPlan(3, Lru())
+    used(plan, "abc")
+    plan.grow(2)
+    used(plan, "de")
+    assert [held.key for held in plan.held] == ["a", "b", "c", "d", "e"]
+    plan.grow(1)
+    assert plan.shrink(2) == 2
+    assert ([held.key for held in plan.held], plan.slots, plan.free) == (["b", "c", "d", "e"], 4, 0)
+    used(plan, "f")
+    assert ([held.key for held in plan.held], plan.counts.evicted) == (["c", "d", "e", "f"], 2)
+
+
+def test_a_slot_in_use_goes_no_earlier_than_its_visit_ends() -> None:
+    plan = SlotPlan(4, Lru())
+    used(plan, "ab")
+    visit = loaded(plan, "cd")
+    assert plan.shrink(3) == 2
+    assert ([held.key for held in plan.held], plan.slots) == (["c", "d"], 2)
+    assert plan.shrink(1) == 0
+    plan.end_visit(visit)
+    assert plan.shrink(5) == 1, "one stays"
+    assert [held.key for held in plan.held] == ["d"]
+
+
+def test_slots_that_a_visit_runs_the_rest_of_its_keys_through_stay_with_it() -> None:
+    plan = SlotPlan(4, Lru(), passing_slots=2)
+    visit = loaded(plan, "abcdef", may_pass=True)
+    assert (keys_of(visit.held), visit.passing_slots) == (["a", "b"], 2)
+    assert plan.shrink(4) == 0
+    while (held := plan.let_in(visit)) is not None:
+        plan.let_out(visit, held)
+    plan.end_visit(visit)
+    assert plan.shrink(4) == 3
+
+
+def test_what_one_visit_may_take_and_what_loads_ahead_may_evict_go_with_the_slots() -> None:
+    plan = SlotPlan(8, Lru(), held_most=7)
+    plan.grow(4)
+    assert (plan.slots, plan.held_most) == (12, 11)
+    used(plan, range(12))
+    assert len(plan.ahead([f"{number}" for number in range(20)])[1]) == 12
+    plan.clear()
+    plan.shrink(11)
+    assert (plan.slots, plan.held_most) == (1, 1)
+    plan.grow(3)
+    assert plan.slots == 4
+
+
 # --- all of it, at random
 
 
@@ -370,7 +422,14 @@ def test_every_counter_is_what_a_plain_model_of_the_slots_counts(name: str, seed
         if rng.random() < 0.1:  # of two layers
             keys += [((layer + 1) % LAYERS, expert) for expert in range(rng.randint(1, 3))]
         action = rng.random()
-        if action < 0.5:
+        if rng.random() < 0.06:
+            before, count = list(plan.held), rng.randint(0, 4)
+            if plan.slots < slots and rng.random() < 0.5:
+                plan.grow(count)
+                model.slots += count
+            else:
+                model.shrink(count, plan.shrink(count), [held for held in before if held.is_gone])
+        elif action < 0.5:
             try:
                 visits.append(plan.visit(keys, may_pass=rng.random() < 0.5))
                 model.visit(keys, visits[-1], held_most=plan.held_most)
@@ -472,6 +531,17 @@ class Slots:
         assert list(visit.loads) == loads
         layers = {key[0] for key in keys}  # type: ignore[index]
         self.awaited = {held for held in self.awaited & self.fresh if held.key[0] not in layers}  # type: ignore[index]
+
+    def shrink(self, count: int, given: int, evicted: Sequence[Held]) -> None:
+        idle = {held for held in self.standing.values() if not self.users.get(held)}
+        assert given == max(0, min(count, self.slots - 1, self.free + len(idle)))
+        assert len(evicted) == max(0, given - self.free)
+        assert idle.issuperset(evicted)
+        spared = {held for held in idle if held in self.awaited or held not in self.ready}
+        assert spared.isdisjoint(evicted) or idle - spared <= set(evicted), "loads ahead go last"
+        for held in evicted:
+            self.remove(held)
+        self.slots -= given
 
     def refuse(self, keys: Sequence[Hashable]) -> None:
         missing = [key for key in keys if key not in self.standing]

@@ -1,5 +1,5 @@
-"""Handles that open, close, fence each other and lose their sessions: whoever stays within what it was promised is never refused,
-never waits for another's leases, and is never promised anything else."""
+"""Handles that open, close, fence each other, borrow and lose their sessions: whoever stays within what it was promised and lent is
+never refused, never waits for another's leases, and is never promised anything else."""
 
 from __future__ import annotations
 
@@ -90,6 +90,74 @@ class PromiseMachine(RuleBasedStateMachine):
         self.granted += held
         self.small.planner.views.end_writing(view)
 
+    # --- loans
+
+    @precondition(lambda self: self.live())
+    @rule(pick=PICK, count=st.integers(0, 24))
+    def borrow(self, pick: int, count: int) -> None:
+        view = self.live()[pick % len(self.live())]
+        before, left = view.loan.count, self.left()
+        lent = self.small.planner.loans.lend(view, count)
+        assert lent == view.loan.count == view.loan.may_keep
+        assert before <= lent <= max(before, count)
+        assert lent == 0 if view.is_writer else lent - before <= max(0, (left + before) // 2)
+
+    borrow_again = borrow
+
+    def left(self) -> int:
+        """Slots that nobody has been promised, was lent or keeps, without the reserve."""
+        kept = [view for view in self.views if not view.is_fenced]
+        held = {copy for view in self.views if view.is_fenced for copy in view.leased}
+        return self.slots - reserve_of(self.slots) - sum(map(self.kept_by, kept)) - len(held)
+
+    @staticmethod
+    def kept_by(view: View) -> int:
+        return max(view.lease_slots + view.loan.count, len(view.leased))
+
+    @precondition(lambda self: self.live())
+    @rule(pick=PICK, kept=st.integers(0, 12), is_early=st.booleans())
+    def give_back(self, pick: int, kept: int, is_early: bool) -> None:
+        """is_early: what was cancelled is released only after the slots were given back."""
+        view = self.live()[pick % len(self.live())]
+        if any(request.view is view for request in self.waiting):
+            return  # it would be refused: it was within what is given back
+        if is_early:
+            self.small.planner.loans.take_back(view, kept)
+        self.release_to(view, view.lease_slots + min(kept, view.loan.count))
+        self.small.planner.loans.take_back(view, kept)
+
+    def release_to(self, view: View, most: int) -> None:
+        while len(view.leased) > most:
+            request = next(request for request in self.granted if request.view is view)
+            self.granted.remove(request)
+            self.small.release(request)
+
+    @precondition(lambda self: len(self.views) < VIEWS_MAX)
+    @rule(is_writer=st.booleans(), least=st.sampled_from([0, 0, 1, 3, 9]), is_willing=st.booleans())
+    def open_after_a_recall(self, is_writer: bool, least: int, is_willing: bool) -> None:
+        """is_willing: all who are asked give back; else nobody does, and the promise is smaller, or refused."""
+        namespace, planner = self.small.namespace, self.small.planner
+        planner.loans.begin_opening(namespace)
+        loans = {view: view.loan.count for view in self.views}
+        try:
+            owed, asked = planner.views.recall(namespace, is_writer=is_writer, least=least)
+            assert sum(view.loan.count - view.loan.may_keep for view in self.views if not view.is_fenced) <= owed
+            assert planner.views.recall(namespace, is_writer=is_writer, least=least) == (owed, []), "nobody is asked twice"
+            if is_willing and not any(request.view in asked for request in self.waiting):
+                for view in asked:
+                    self.release_to(view, view.lease_slots + view.loan.may_keep)
+                    planner.loans.take_back(view, view.loan.may_keep)
+                whole = planner.views._promise(namespace, is_writer=is_writer, world_size=1, least=least)
+                assert planner.views.recall(namespace, is_writer=is_writer, least=least) == (0, [])
+                assert planner.views.promise(namespace, is_writer=is_writer, least=least) == whole
+            assert all(planner.loans.lend(view, 24) == view.loan.count <= loans[view] for view in self.live()), "nothing is lent"
+            self.open(is_writer, 1, least)
+        except CapacityError:
+            assert least
+        finally:
+            planner.loans.end_opening(namespace)
+        assert all(view.loan.may_keep == view.loan.count for view in self.views), "what was not given back may be kept"
+
     def forget(self, view: View) -> None:
         self.granted = [request for request in self.granted if request.view is not view]
         self.waiting = [request for request in self.waiting if request.view is not view]
@@ -124,7 +192,7 @@ class PromiseMachine(RuleBasedStateMachine):
         wanted = {(key, view.locate(key)[0]) for request in waiting for key in request.keys}
         wanted |= {(key, view.locate(key)[0]) for key in keys}
         held = {(copy.key, copy.identity) for copy in view.leased}
-        is_within = len(held | wanted) <= view.lease_slots or wanted <= held
+        is_within = len(held | wanted) <= view.lease_slots + view.loan.count or wanted <= held
         try:
             request = self.small.lease(view, *keys)
         except (CapacityError, LeaseError):
@@ -192,8 +260,8 @@ class PromiseMachine(RuleBasedStateMachine):
         assert all(view.lease_slots == self.promised[view] for view in self.views)
         kept = [view for view in self.views if not view.is_fenced]
         held = {copy for view in self.views if view.is_fenced for copy in view.leased}
-        assert sum(view.lease_slots for view in kept) + len(held) <= usable
-        assert all(len(view.leased) <= view.lease_slots for view in self.views)
+        assert sum(map(self.kept_by, kept)) + len(held) <= usable
+        assert all(len(view.leased) <= view.lease_slots + view.loan.count for view in kept)
         assert all(copy.state is not Copy.ABSENT for view in self.views for copy in view.leased)
 
 

@@ -138,6 +138,20 @@ class SessionMachine(RuleBasedStateMachine, SessionTalk):
     # --- leases
 
     @precondition(lambda self: self.known())
+    @rule(pick=PICK, which=PICK, count=st.integers(0, 30))
+    def borrow(self, pick: int, which: int, count: int) -> None:
+        """Borrows slots, and gives them back: whoever opens next would wait for them."""
+        party = self.one(pick)
+        handle = self.handle_of(party, which)
+        answer = self.run(self.say(party, m.Borrow, handle, count))
+        if isinstance(answer, m.Failed):
+            assert answer.error == {"read": "StepDropped", "write": "WriterFenced", None: "LeaseError"}[party.handles.get(handle)]
+        else:
+            assert isinstance(answer, m.Lent)
+            assert answer.count <= (count if party.handles[handle] == "read" else 0)
+        self.run(party.raw.send(m.GiveBack(handle, 0)))
+
+    @precondition(lambda self: self.known())
     @rule(pick=PICK, which=PICK, keys=KEYS | KEYS | WRONG_KEYS, part=PARTS, again=PICK)
     def acquire(self, pick: int, which: int, keys: list[ExpertKey], part: str, again: int) -> None:
         """Given if the cap allows it; refused, with the reason, if not. `again`: by an id that is in use, or was released."""

@@ -14,7 +14,7 @@ from paramstore.wire.messages import EXTRA_BYTES_MAX, KEYS_MAX, Acquire, Answer,
 
 REQUESTS: tuple[type[Message], ...] = get_args(Request)
 ANSWERS: tuple[type[Message], ...] = get_args(Answer)
-ONE_WAY = {"Release", "Cancel", "Unmapped", "DeviceReport", "Unmap", "LeaseSlots"}
+ONE_WAY = {"Release", "GiveBack", "Cancel", "Unmapped", "DeviceReport", "Unmap", "LeaseSlots"}
 
 EXAMPLES: dict[object, Any] = {
     "VisitPairs": ((0, "routed"), (1, "updated")),

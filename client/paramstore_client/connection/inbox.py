@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from paramstore.errors import ParamStoreError, ProtocolError, StoreUnavailable, from_wire
 from paramstore.wire.codec import FrameDecoder, decode_answer
-from paramstore.wire.messages import SEGMENTS_PER_FRAME_MAX, Done, Failed, Granted, LeaseSlots, Unmap, Uploaded
+from paramstore.wire.messages import SEGMENTS_PER_FRAME_MAX, Done, Failed, Granted, LeaseSlots, Lent, Unmap, Uploaded
 from paramstore_client.connection.segments import Segments, close_all
 
 READ_BYTES = 64 << 10
@@ -23,7 +23,7 @@ WAY_ON = "call store.reconnect(), then open the namespaces again"
 """Advice in errors: how a program goes on after the connection was lost."""
 ANCILLARY_BYTES = socket.CMSG_SPACE(SEGMENTS_PER_FRAME_MAX * FD_BYTES)
 
-Answered = Done | Granted | Uploaded
+Answered = Done | Granted | Lent | Uploaded
 """An answer that is no error."""
 
 
@@ -103,6 +103,9 @@ class Inbox:
         elif isinstance(answer, Uploaded):
             (fd,) = self._take_fds(1)
             self._segments.adopt_upload(answer.segment, answer.length_bytes, fd)
+        elif isinstance(answer, Lent) and answer.page_bytes:
+            (fd,) = self._take_fds(1)
+            self._segments.adopt_words(answer.page_bytes, fd)
 
     def _take_fds(self, count: int) -> list[int]:
         if len(self._fds) < count:

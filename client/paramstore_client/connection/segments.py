@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from paramstore.errors import LeaseError, ProtocolError, StoreUnavailable
 from paramstore.memory.shared import Mapping
+from paramstore.memory.words import word_of
 
 if TYPE_CHECKING:
     from paramstore_client.source import LeaseKeeper
@@ -33,6 +34,7 @@ class Segments:
     def __init__(self) -> None:
         self._leased: dict[int, Mapping] = {}
         self._uploads: dict[int, Mapping] = {}
+        self._words: Mapping | None = None
         self._live: dict[int, list[Slot]] = {}
         self._given_up: set[int] = set()
         self._closing: dict[int, Mapping] = {}
@@ -56,6 +58,20 @@ class Segments:
         if segment in self._uploads:
             raise ProtocolError(f"upload segment {segment} was sent twice")
         self._uploads[segment] = mapping
+
+    def adopt_words(self, length_bytes: int, fd: int) -> None:
+        """Maps the session's page of words, read-only. fd: closed on return, whatever happens."""
+        page = Mapping(fd, length_bytes, is_writable=False)
+        if self._words is not None:
+            raise ProtocolError("a second page of words was sent")
+        self._words = page
+
+    def word(self, index: int) -> Sequence[int]:
+        """A word of the session's page, as a sequence of one number that the daemon changes. Raises ProtocolError where there is no
+        such word."""
+        if self._words is None:
+            raise ProtocolError(f"word {index} was named, and no page of words was sent")
+        return word_of(self._words, index)
 
     def leased(self, segment: int) -> Mapping:
         """The mapping of a segment that leases lie in. Raises LeaseError once the store was closed."""
@@ -116,6 +132,9 @@ class Segments:
         for mapping in self._uploads.values():
             mapping.close()
         self._uploads.clear()
+        if self._words is not None:
+            self._words.close()
+            self._words = None
         self._closing.clear()
         self._live.clear()
         self._given_up.clear()

@@ -2,7 +2,7 @@
 
 - A standing lease is given back when its key is evicted, when the view changes (at the next visit), when others lack its slot,
   when the session ends, and with its owner.
-- What stands is within what was promised: nobody else's lease ever waits for it.
+- What stands is within what was promised or lent (`Loans`): nobody else's lease ever waits for it.
 - A visit that finds all its keys reads a table and sends nothing. What was used meanwhile is told with the next miss. So a reader
   whose step was dropped hears of it then, not before: what stands keeps its bytes.
 - A visit of more keys than may stand runs the rest through a few slots, each given back once it was used (`in_turn`).
@@ -28,12 +28,11 @@ from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 from paramstore_client import this_process
 from paramstore_client.device.loads_ahead import LoadsAhead, NothingAhead
+from paramstore_client.device.loans import Loans, slots_within
 from paramstore_client.device.standing_lease import StandingLease
 from paramstore_client.handle.base import plain_keys
 from paramstore_client.source import ExpertSource, HostSource, HostTicket, LeaseTicket, WeightLease
 
-LEFT_FREE = 64
-"""One of so many leases, at least one, is left to who else leases through the handle, unless every key can stand."""
 REPORT_EVERY = 1024
 """Visits without a miss between two reports of what was used."""
 PASSING_SLOTS = 8
@@ -64,7 +63,8 @@ class HostSlots:
         self.may_stand = True
         """Whether leases outlive their visits; whoever puts this in front of a namespace asks that."""
         self.lease_slots = slots_within(namespace) if slots is None else slots
-        """Keys that may be in use at once: as many as may stand."""
+        """Keys that may be in use at once, and stand, whatever others do."""
+        self.loans = Loans(len(namespace.layers) * namespace.experts - self.lease_slots if slots is None else 0)
         order = namespace.layers if layers is None else layers
         self._fresh_plan = partial(_plan_of, self.lease_slots, policy, order)
         self._lock = threading.RLock()
@@ -83,7 +83,7 @@ class HostSlots:
         self._process_id = this_process.pid
         self._is_deciding = False
         """Whether a visit has begun or ended halfway: it was interrupted, unless it is under way now."""
-        weakref.finalize(self, _release_idle, self._leases, self._arriving).atexit = False
+        weakref.finalize(self, _release_idle, self._leases, self._arriving, self.loans).atexit = False
 
     @property
     def counts(self) -> SlotCounts:
@@ -270,10 +270,11 @@ class HostSlots:
             self._ahead.cancel(self._plan)
             self._is_deciding = False
         self.give_back()
+        self.skip(self.loans.refuse())
 
     def let_go(self) -> None:
         """Releases every lease that no visit uses, as the session ends. Takes no lock."""
-        _release_idle(self._leases, self._arriving)
+        _release_idle(self._leases, self._arriving, self.loans)
 
     # --- under the lock ---
 
@@ -284,12 +285,15 @@ class HostSlots:
         while self._abandoned:
             self._end(*self._abandoned[0])
             self._abandoned.popleft()  # an interrupt before it ends the visit again, which does nothing
+        if self.loans.count > self.loans.word[0]:
+            self.loans.give_back(self._plan, self._release_gone)
 
     def _end(self, plan: SlotPlan, visit: SlotVisit) -> None:
-        leaves = plan.end_visit(visit)
-        self._visits.discard(visit)
-        if leaves:
+        if plan.end_visit(visit):
             self._release_gone()
+        self._visits.discard(visit)
+        if self.loans.count > self.loans.word[0]:  # what the visit used can be given back now
+            self.loans.give_back(self._plan, self._release_gone)
 
     def _start_over(self) -> None:
         """After an interrupt halfway: nothing stands but what visits under way use, which goes with them."""
@@ -300,6 +304,7 @@ class HostSlots:
         for held in self._plan.held:
             held.is_gone = True  # to the old plan's visits too
         self._visits = {visit for visit in self._visits if not visit.is_over}
+        self.loans.end()
         self._plan = self._fresh_plan()
         self._ahead.forget()
         self._release_gone()
@@ -321,6 +326,7 @@ class HostSlots:
                 self._report()
             self._ahead.note_arrivals(self._plan, self._arriving)
             self._ahead.unplaced = []  # they are of this visit, or of none
+            self._plan.grow(self.loans.more(self, is_full=self._plan.free <= 0))
             visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
             self._release_gone()
             wanted = [*visit.through, *visit.held]
@@ -373,13 +379,7 @@ class HostSlots:
 def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "schedule") -> ExpertSource:
     """Puts slots in front of a namespace, where leases may stand; else returns the namespace itself."""
     cache = HostSlots(namespace, slots=slots, policy=policy)
-    return cache if namespace.let_stand(cache) else namespace
-
-
-def slots_within(namespace: HostSource) -> int:
-    """Keys that may stand within what was promised."""
-    promised, key_count = namespace.lease_slots, len(namespace.layers) * namespace.experts
-    return key_count if promised >= key_count else max(1, promised - max(1, promised // LEFT_FREE))
+    return cache if cache.loans.lend_by(namespace.let_stand(cache)) else namespace
 
 
 def _plan_of(slots: int, policy: str, layers: Sequence[int]) -> SlotPlan:
@@ -389,11 +389,12 @@ def _plan_of(slots: int, policy: str, layers: Sequence[int]) -> SlotPlan:
     )  # fmt: skip
 
 
-def _release_idle(leases: dict[Held, WeightLease], arriving: dict[Held, LeaseTicket]) -> None:
-    """Gives back what no visit uses; a forward under way on another thread keeps its bytes, as with any lease at a close."""
+def _release_idle(leases: dict[Held, WeightLease], arriving: dict[Held, LeaseTicket], loans: Loans) -> None:
+    """Gives back what no visit uses, and loans; a forward under way on another thread keeps its bytes, as any lease at a close."""
     for held in list(arriving):
         if not held.users and (ticket := arriving.pop(held, None)) is not None:
             ticket.abandon()
     for held in list(leases):
         if not held.users and (lease := leases.pop(held, None)) is not None:
             lease.release()
+    loans.end()

@@ -1,7 +1,8 @@
 """The planner's rules for leases and their caps, prefetches, and the queues of those who wait for slots.
 
 - A lease request takes all its slots in one plan, or waits in FIFO order; while it waits it holds nothing.
-- A request for more than the view's promise (`engine.promises`), or one that only the view's own leases block, is refused at once.
+- A request for more than the view's promise and loan (`promises`, `loans`), or one that only the view's own leases block, is
+  refused at once.
 - A prefetch takes the slots it can get now and waits for none; the more was wasted so far, the fewer unused slots it may hold.
 """
 
@@ -276,8 +277,9 @@ class LeasePlanner:
 
 
 def _cap(view: View) -> int:
-    """Slots that the view may have leased: its promise, or all the arena's slots where the machine had memory for fewer."""
-    return min(view.lease_slots, view.namespace.memory.param.planned_slots)
+    """Slots that the view may have leased: its promise and what it was lent, or all the arena's slots where the machine had memory
+    for fewer."""
+    return min(view.lease_slots + view.loan.count, view.namespace.memory.param.planned_slots)
 
 
 def _is_reachable(namespace: NamespaceState, working: WorkingCopy) -> bool:

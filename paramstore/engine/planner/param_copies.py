@@ -14,6 +14,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity, Located
 from paramstore.core.optimizers import Options
 from paramstore.core.residency import Copy, CopyEvent, Working, next_copy
+from paramstore.engine.planner.loans import wake_openings
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.copies import ParamCopy, Waiter, WorkingCopy
@@ -168,7 +169,9 @@ class CopyPlanner:
 
     def unlease(self, request: LeaseRequest) -> None:
         """Gives up every slot the request holds, landed or not."""
-        leased, namespace = request.view.leased, request.view.namespace
+        view, namespace = request.view, request.view.namespace
+        leased = view.leased
+        held_count = len(leased)
         for copy in request.copies:
             copy.leases -= 1
             left = leased[copy] - 1
@@ -185,7 +188,9 @@ class CopyPlanner:
             elif copy.is_waiting and not copy.waiters:  # nobody wants what the working copy would give it
                 self._remove(namespace, copy, CopyEvent.LOAD_FAILED)
         request.copies = []
-        request.view.leases.pop(request.lease_id, None)
+        view.leases.pop(request.lease_id, None)
+        if namespace.loan_waiters and (view.is_fenced or held_count > view.lease_slots + view.loan.count):
+            wake_openings(self._outbox, namespace)  # what others lack is counted by what this view has leased
 
     def retire_stale(self, namespace: NamespaceState, keys: Iterable[ExpertKey]) -> None:
         """Retires copies of `keys` that the writer saw before the last apply. In an exact namespace every apply makes every copy

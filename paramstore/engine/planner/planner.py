@@ -22,6 +22,7 @@ from paramstore.engine.planner.apply_order import missed_steps
 from paramstore.engine.planner.claims import ClaimPlanner
 from paramstore.engine.planner.cuts import CutPlanner
 from paramstore.engine.planner.leases import LeasePlanner
+from paramstore.engine.planner.loans import LoanPlanner
 from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.views import ViewPlanner
 from paramstore.engine.planner.waiting import WaitingRequests
@@ -66,7 +67,10 @@ class Planner:
         self.copies = CopyPlanner(self.outbox, self.requests)
         self.working = WorkingPlanner(space, self.outbox, self.requests)
         self.leases = LeasePlanner(self.outbox, self.requests, self.copies, self.working)
-        self.views = ViewPlanner(self.outbox, self.copies, self.leases, retention or Retention(), reader_slots=reader_slots)
+        self.loans = LoanPlanner(self.outbox)
+        self.views = ViewPlanner(
+            self.outbox, self.copies, self.leases, self.loans, retention or Retention(), reader_slots=reader_slots
+        )
         self.claims = ClaimPlanner(self.outbox, self.copies, self.leases)
         self.cuts = CutPlanner(space, self.outbox, self.working, self.leases)
         self.space_waiters: list[object] = []

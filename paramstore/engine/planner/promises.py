@@ -69,11 +69,13 @@ def holders(namespace: NamespaceState) -> str:
 
 
 def _kept_slots(view: View) -> int:
-    """Slots that this view keeps from others: its promise, or those it still holds where it takes no more leases."""
-    return len(view.leased) if view.is_fenced else view.lease_slots
+    """Slots that this view keeps from others: its promise and its loan, or those it still holds where it takes no more leases."""
+    return len(view.leased) if view.is_fenced else view.lease_slots + view.loan.count
 
 
 def _kept(view: View) -> str:
     mode = "writer" if view.is_writer else "reader"
     who = f"a {mode}" if view.client is None else f"the {mode} {view.client.name}"
-    return f"{who} {'still holds' if view.is_fenced else 'was promised'} {_kept_slots(view)}"
+    if view.is_fenced:
+        return f"{who} still holds {len(view.leased)}"
+    return f"{who} was promised {view.lease_slots}" + (f" and lent {view.loan.count}" if view.loan.count else "")

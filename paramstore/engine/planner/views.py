@@ -8,12 +8,13 @@ from paramstore.config import Retention
 from paramstore.core.key import ExpertKey
 from paramstore.core.visits import Visits
 from paramstore.engine.planner.leases import LeasePlanner
+from paramstore.engine.planner.loans import LoanPlanner, wake_openings
 from paramstore.engine.planner.param_copies import CopyPlanner
-from paramstore.engine.planner.promises import promise
+from paramstore.engine.planner.promises import holders, promise
 from paramstore.engine.planner.schedules import choose_schedule, declare_schedule
 from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState, StepRequest, View, ViewClient, WriterGroup
-from paramstore.errors import LeaseError, ParamStoreError
+from paramstore.errors import CapacityError, LeaseError, ParamStoreError
 from paramstore.storage.catalog.base import StepRow
 
 
@@ -21,16 +22,40 @@ class ViewPlanner:
     """Decides about views; part of the planner, on the event-loop thread."""
 
     def __init__(
-        self, outbox: Outbox, copies: CopyPlanner, leases: LeasePlanner, retention: Retention, *, reader_slots: int | None = None
-    ) -> None:
+        self, outbox: Outbox, copies: CopyPlanner, leases: LeasePlanner, loans: LoanPlanner, retention: Retention, *,
+        reader_slots: int | None = None,
+    ) -> None:  # fmt: skip
         self._outbox = outbox
         self._copies = copies
         self._leases = leases
+        self._loans = loans
         self._retention = retention
         self._reader_slots = reader_slots
 
     def promise(self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0) -> int:
-        """Returns how many slots a view that opens now may lease: `least` or more. See `promises.promise`."""
+        """Returns how many slots a view that opens now may lease, `least` or more: see `promises.promise`, less what was asked back
+        and is still lent.
+
+        Raises CapacityError naming the holders, where that is less than `least`.
+        """
+        slots = self._promise(namespace, is_writer=is_writer, world_size=world_size, least=least)
+        owed = self._loans.owed(namespace, slots * world_size, is_writer=is_writer)
+        had = max(0, slots * world_size - owed) // world_size
+        if had < least:
+            raise CapacityError(
+                f"namespace {namespace.name!r}: min_lease_slots={least}, but {owed} slots that are lent were not given back in "
+                f"time: {holders(namespace)}; close one, ask for less, or try again"
+            )
+        return had
+
+    def recall(self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0) -> tuple[int, list[View]]:
+        """Asks back what has to come back for a view that is to open. Returns how many slots are still lent too many for its whole
+        promise, and the views whose clients are to be told. Raises CapacityError where `least` are not left beside promises."""
+        slots = self._promise(namespace, is_writer=is_writer, world_size=world_size, least=least)
+        owed = self._loans.owed(namespace, slots * world_size, is_writer=is_writer)
+        return owed, self._loans.recall(namespace, owed)
+
+    def _promise(self, namespace: NamespaceState, *, is_writer: bool, world_size: int, least: int) -> int:
         return promise(namespace, is_writer=is_writer, world_size=world_size, least=least, reader_slots=self._reader_slots)
 
     def open(
@@ -65,6 +90,7 @@ class ViewPlanner:
     def fence(self, group: WriterGroup) -> None:
         """Fences the views of `group`, since another writer opens the namespace."""
         group.fence()
+        wake_openings(self._outbox, group.first.namespace)
         self._wake(group.members.values())
 
     def close(self, view: View) -> None:
@@ -75,6 +101,7 @@ class ViewPlanner:
             self._leases.cancel_lease(request, LeaseError("the session ended"))
         if view in namespace.views:
             namespace.views.remove(view)
+        wake_openings(self._outbox, namespace)
         self._wake([view])
         self._leave_group(view)
         if view.declared is not None:
@@ -84,6 +111,7 @@ class ViewPlanner:
     def end_writing(self, view: View) -> None:
         """Ends a view's writing only: its session is gone, but its process may still read what it leased."""
         view.is_fenced = True
+        wake_openings(self._outbox, view.namespace)
         self._leave_group(view)
         choose_schedule(view.namespace)
 

@@ -35,6 +35,12 @@ class Declared:
     optim: Visits
 
 
+class LoanTeller(Protocol):
+    """Tells a client how many of its borrowed slots it may keep."""
+
+    def tell(self, view: View) -> None: ...
+
+
 class ViewClient(Protocol):
     """The session that a view belongs to."""
 
@@ -44,6 +50,11 @@ class ViewClient(Protocol):
         ...
 
     def calls_go_on(self, view: View) -> None: ...
+
+    @property
+    def loans(self) -> LoanTeller:
+        """The part that tells the client of its loans."""
+        ...
 
 
 class WriterGroup:
@@ -99,6 +110,15 @@ def fenced_error(namespace: NamespaceState) -> WriterFenced:
     return WriterFenced(f"another writer opened namespace {namespace.name!r}; open it again to write on")
 
 
+@dataclass(slots=True)
+class Loan:
+    """Slots that a reader's view may lease beyond its promise, until others are promised them. count: lent; may_keep: how many of
+    them it was told to keep, fewer where some are asked back."""
+
+    count: int = 0
+    may_keep: int = 0
+
+
 class View:
     """A session's view of a namespace through one handle: the working state (a writer), or a step. Counts its leases."""
 
@@ -111,6 +131,7 @@ class View:
         self.step = step
         self.lease_slots = lease_slots
         """Slots that it may have leased at once, as it was promised when it opened."""
+        self.loan = Loan()
         self.epoch = namespace.epoch
         """Epoch in which it came to stand on its step."""
         self.group = group
@@ -281,6 +302,10 @@ class NamespaceState:
         self.is_exact = schema.updates == "exact"
         """Whether an apply is a step of every record, made when it is needed."""
         self.views: list[View] = []
+        self.openings = 0
+        """Handles that are being opened: nothing is lent meanwhile."""
+        self.loan_waiters: list[object] = []
+        """Futures of those openings that wait for lent slots; opaque to the planner."""
         self.residency = ResidencyTable()
         self.steps = StepTable(ledger)
         self.writing = WritingTable(turn)

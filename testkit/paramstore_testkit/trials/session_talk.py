@@ -103,7 +103,7 @@ class SessionTalk:
     def heard(party: Party, answer: m.Message) -> None:
         while party.raw.fds:
             os.close(party.raw.fds.pop())
-        if isinstance(answer, m.Done | m.Granted | m.Uploaded | m.Failed):
+        if isinstance(answer, m.Done | m.Granted | m.Lent | m.Uploaded | m.Failed):
             party.answered[answer.id] += 1
             assert party.answered[answer.id] <= party.sent[answer.id], f"{answer} answers nothing"
 

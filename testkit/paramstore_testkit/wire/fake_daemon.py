@@ -29,6 +29,7 @@ from paramstore.errors import (
 )
 from paramstore.wire import messages as m
 from paramstore.wire.codec import FrameDecoder, decode_request, encode
+from paramstore_testkit.wire.fake_loans import FakeLoans
 from paramstore_testkit.wire.fake_namespace import FakeMemory, FakeNamespace, segment_bytes
 
 POLL_MS = 1000
@@ -45,6 +46,11 @@ class FakeSession:
         self.handles: dict[int, FakeNamespace] = {}
         self.leases: dict[int, list[int]] = {}
         self.held: list[m.Request] = []
+        self.loans = FakeLoans()
+
+    def close(self) -> None:
+        self.sock.close()
+        self.loans.close()
 
     def send(self, message: m.Message, fds: Sequence[int] = ()) -> None:
         self.send_bytes(bytes(encode(message)), fds)
@@ -192,7 +198,7 @@ class FakeDaemon:
                     self._take(sock)
                 self._changed.notify_all()
         for session in self.sessions:
-            session.sock.close()
+            session.close()
 
     def _take(self, sock: socket.socket) -> None:
         if sock is self._listener:
@@ -207,7 +213,7 @@ class FakeDaemon:
             data = b""
         if not data:
             self.sessions.remove(session)
-            sock.close()
+            session.close()
 
     def _receive(self, session: FakeSession, request: m.Request) -> None:
         self.received.append(request)
@@ -251,6 +257,10 @@ class FakeDaemon:
                 return self._open_upload(request)
             case m.Acquire():
                 return self._grant(session, request)
+            case m.Borrow():
+                session.send(*session.loans.lend(request))
+            case m.GiveBack():
+                session.loans.take_back(request.handle, request.kept)
             case m.Release():
                 for lease in request.leases:
                     session.leases.pop(lease, None)
@@ -369,7 +379,7 @@ class FakeDaemon:
         return m.Uploaded(request.id, self.memory.add_upload(size_bytes), size_bytes)
 
     def _grant(self, session: FakeSession, request: m.Acquire) -> m.Granted:
-        if len(request.keys) > self.lease_slots:
+        if len(request.keys) > self.lease_slots + session.loans.lent.get(request.handle, 0):
             raise CapacityError(f"{len(request.keys)} keys in one lease; this session may lease {self.lease_slots} slots at once")
         slots = [session.handles[request.handle].slot(key) for key in request.keys]
         used = dict.fromkeys(segment for segment, *_ in slots)

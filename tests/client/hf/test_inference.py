@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from functools import partial
 from typing import Any
@@ -163,6 +164,36 @@ def test_generate_gives_the_tokens_of_the_unmodified_model(given: dict[str, Any]
         torch.manual_seed(3)
         made.append(model.generate(ids, attention_mask=mask, max_new_tokens=10, pad_token_id=0, **given))
     assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_the_same_while_slots_are_borrowed_and_asked_back(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lent and asked back by chance, before and after each layer of each token."""
+    monkeypatch.setattr("paramstore_client.device.loans.ASK_PAUSE_S", 0.0)
+    rng = random.Random(seed)
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=4)
+    source, loans = source_of(twin), twin.namespace.loans
+    largest = []
+
+    def change(*_: object) -> None:
+        largest.append(source.loans.count)
+        assert twin.namespace.leased_key_count <= 4 + loans.count
+        loans.to_lend = rng.randint(0, 20)
+        if rng.random() < 0.5:
+            loans.recall(rng.randint(0, max(1, loans.count)))
+
+    for module in experts_modules(twin.stored).values():
+        module.register_forward_pre_hook(change)
+        module.register_forward_hook(change)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    stock, stored = twin.stock.eval(), twin.stored.eval()
+    for number in range(3):
+        prompt = tokens(seed=number)[:1]
+        assert torch.equal(stored.generate(prompt, **options), stock.generate(prompt, **options)), f"seed {seed}"
+    assert max(largest) > 4
+    loans.recall(0)
+    source.skip(())
+    assert (source.loans.count, loans.count) == (0, 0), "and all of it comes back once nothing is computed"
 
 
 def test_a_compiled_model_has_the_logits_of_the_unmodified_one() -> None:

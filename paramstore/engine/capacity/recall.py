@@ -1,0 +1,79 @@
+"""The wait of a handle that opens for slots that readers were lent: they are asked back, and come back or not within a bound.
+
+A client gives back what no kernel of its uses as soon as it looks at its word. One that is stopped, or computes on the bytes, is
+not waited for any longer: what it has it keeps, and whoever opens gets the rest or the error that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from types import TracebackType
+
+from paramstore.engine.tables.namespace import NamespaceState, View
+from paramstore.engine.transfers.transfers import Transfers
+
+RECALL_WAIT_S = 5.0
+"""Longest wait for lent slots: an idle client looks several times a second, and a kernel takes less than that."""
+
+
+class Recall:
+    """One opening's claim on what is lent, for the length of a `with` block, in which nothing more is lent.
+
+    is_writer, world_size, least: of the handle that opens, as `ViewPlanner.promise` has them. wait_s: for all waits together.
+    """
+
+    def __init__(
+        self, transfers: Transfers, namespace: NamespaceState, *, is_writer: bool, world_size: int, least: int, wait_s: float
+    ) -> None:
+        self._transfers = transfers
+        self._namespace = namespace
+        self._is_writer = is_writer
+        self._world_size = world_size
+        self._least = least
+        self._wait_s = wait_s
+        self._deadline_s: float | None = None
+        """The end of the wait, which begins when slots are asked back first."""
+        self._woken: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> Recall:
+        with self._transfers.deciding() as planner:
+            planner.loans.begin_opening(self._namespace)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._transfers.deciding() as planner:
+            spared = planner.loans.end_opening(self._namespace)
+        _tell(spared)
+
+    def is_over(self) -> bool:
+        """Asks back what is lent too much, and says whether there is nothing to wait for: all has come back, or the time is over.
+
+        Raises CapacityError where what is asked for was not even left beside promises. The namespace has its memory.
+        """
+        loop = asyncio.get_running_loop()
+        with self._transfers.deciding() as planner:
+            owed, asked = planner.views.recall(
+                self._namespace, is_writer=self._is_writer, world_size=self._world_size, least=self._least
+            )
+            if owed:
+                self._woken = loop.create_future()
+                planner.loans.await_loans(self._namespace, self._woken)
+        _tell(asked)
+        if not owed:
+            return True
+        self._deadline_s = self._deadline_s or loop.time() + self._wait_s
+        return loop.time() >= self._deadline_s
+
+    async def wait(self) -> None:
+        """Returns when slots may have come back, or the time is over."""
+        assert self._woken is not None, "is_over says first whether there is something to wait for"
+        assert self._deadline_s is not None
+        timeout_s = self._deadline_s - asyncio.get_running_loop().time()
+        await asyncio.wait([self._woken], timeout=max(0.0, timeout_s))
+
+
+def _tell(views: Iterable[View]) -> None:
+    for view in views:
+        if view.client is not None:
+            view.client.loans.tell(view)
