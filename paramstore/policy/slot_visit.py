@@ -1,6 +1,6 @@
 """The values of a plan for slots: what stands in one, what a visit finds and needs, and what is counted.
 
-`SlotPlan` alone writes them, and whoever carries a plan out reads them.
+`SlotPlan` alone writes them, and whoever carries a plan out reads them, and notes the bytes that loads ahead brought.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class SlotCounts:
     """Keys since the plan was made. hits + late + misses + passed = keys of all visits; each miss, each passing and each key of
-    `ahead` is one load. useful: loaded ahead and visited then, late ones too; wasted: gone before any visit."""
+    `ahead` is one load. useful: loaded ahead and visited then, late ones too; wasted: gone before any visit. ahead_bytes: what
+    loads ahead have brought into host memory, as the host says; of those under way none."""
 
     hits: int = 0
     late: int = 0
@@ -25,6 +26,7 @@ class SlotCounts:
     evicted: int = 0
     dropped: int = 0
     failed: int = 0
+    ahead_bytes: int = 0
 
     @property
     def loads(self) -> int:

@@ -5,6 +5,7 @@ The code is that which runs on a GPU, `CudaCopier` among it; the device is simul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.model.binding import LayerExperts
+from paramstore_client.hf.model.early_router import EarlyRouter
 from paramstore_testkit.streams.cuda import simulated_cuda
 from paramstore_testkit.streams.faults import FAULTS
 from paramstore_testkit.streams.models import StoredModel
@@ -64,9 +66,10 @@ def test_whole_model_computes_the_bits_of_the_unmodified_one_through_a_tier(fami
 
 @pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
 def test_layer_waits_for_the_device_once(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt and one token, with loads of experts among them; the module's own loop waits for each of its experts besides."""
-    world, waits = StreamWorld(0), list[int]()
-    run = LayerExperts.run
+    """A prompt and one token, with loads and guesses of experts among them; the module's own loop waits for each of its experts
+    besides."""
+    world, waits, guessed = StreamWorld(0), list[int](), list[int]()
+    run, ranked = LayerExperts.run, EarlyRouter.ranked
 
     def counted(self: LayerExperts, *inputs: Any) -> Any:
         before = world.host_waits
@@ -74,13 +77,21 @@ def test_layer_waits_for_the_device_once(kernel: str, monkeypatch: pytest.Monkey
         waits.append(world.host_waits - before)
         return y
 
+    def noted(self: EarlyRouter, counts: Sequence[int]) -> list[int]:
+        experts = ranked(self, counts)
+        guessed.append(len(experts))
+        return experts
+
     model = StoredModel("qwen3_moe", kernel)
     monkeypatch.setattr(LayerExperts, "run", counted)
+    monkeypatch.setattr(EarlyRouter, "ranked", noted)
     # The namespace in memory unmaps whatever is released; the service's keeps it mapped, and nobody waits for copies from there.
     monkeypatch.setattr(DeviceTier, "_forget_memory", lambda self, address, length: self._copier.forget_memory(address, length))
     with simulated_cuda(world):
         assert model.compute(0) == []
     assert waits == [1, 1, 1, 1]
+    assert len(guessed) == 2, "one layer follows another, twice"
+    assert all(guessed)
 
 
 @pytest.mark.soak

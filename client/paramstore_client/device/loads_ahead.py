@@ -71,7 +71,9 @@ class LoadsAhead:
         while self._under_way and self._under_way[0][0].done():
             ticket, held = self._under_way.popleft()
             try:
-                has_come = not ticket.wait()["skipped"]
+                result = ticket.wait()
+                has_come = not result["skipped"]
+                plan.counts.ahead_bytes += result["bytes"]
             except ParamStoreError as error:  # demand will ask again and raise the error where it matters
                 _log.warning("a load ahead of %s was given up: %s", held.key, error)
                 has_come = False

@@ -349,11 +349,12 @@ class DeviceTier:
             except ParamStoreError as error:  # demand will ask again and raise the error where it matters
                 _log.warning("prefetch of %d keys to %s given up: %s", len(ticket.keys), self.device, error)
 
-    @staticmethod
-    def _arrived(ticket: DeviceTicket) -> Sequence[ExpertKey]:
+    def _arrived(self, ticket: DeviceTicket) -> Sequence[ExpertKey]:
         """The keys that the host had room for. It takes them in order, so what it skipped is at the end; asking for those
         here would wait for the volume."""
-        return ticket.keys[: len(ticket.keys) - ticket.host.wait()["skipped"]]
+        result = ticket.host.wait()
+        self.counts.ahead_bytes += result["bytes"]
+        return ticket.keys[: len(ticket.keys) - result["skipped"]]
 
     # --- host leases and reports ---
 

@@ -26,6 +26,8 @@ class ExpertSchedule:
         self._activity = Activity(beta=number("beta", beta, least=0))
         self._last_used: dict[int, tuple[int, ...]] = {}
         self._last_visit: tuple[str, int] | None = None
+        self.expected: int | None = None
+        """Layer of which the hints of the last `begin_forward` are."""
 
     def join(self, layer: int) -> None:
         """Adds a layer to the order; one that is in it already stays."""
@@ -40,12 +42,14 @@ class ExpertSchedule:
         is_repeated = not is_cyclic and self._last_visit in (("forward", layer), ("backward", self._neighbour(layer, 1)))
         self._last_visit = ("forward", layer)
         if is_repeated:  # a checkpoint's recomputation: what follows is backward, downwards
-            return self._last_keys(self._neighbour(layer, -1), room)
+            self.expected = self._neighbour(layer, -1)
+            return self._last_keys(self.expected, room)
         self._activity.record(layer, experts)
         self._last_used[layer] = tuple(experts)
         above = self._neighbour(layer, 1)
         if above is None and is_cyclic:
             above = self._layers[0]
+        self.expected = above
         return [] if above is None else [(above, expert) for expert in self._activity.likely(above, room)]
 
     def begin_backward(self, layer: int, *, room: int) -> list[ExpertKey]:

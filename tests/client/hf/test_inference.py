@@ -14,7 +14,7 @@ from torch import Tensor
 from paramstore.errors import ConfigError, LeaseError
 from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.binding import layer_of
+from paramstore_client.hf.model.binding import LayerExperts, layer_of
 from paramstore_client.hf.model.layout import experts_modules
 from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
@@ -27,8 +27,11 @@ ALWAYS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "jamba", "p
 """Those that every run of the tests serves; the others are for `make soak`."""
 NOT_GROUPED = {"mistral_large4"}
 """Families whose unmodified models can be set to no kernel but their own: a part of theirs, without experts, refuses."""
-SLOTS = (64, 3, 1)
-"""What may be leased: everything stands; one standing expert less than that; one at a time."""
+CASES = ((64, True), (14, True), (14, False), (3, True), (1, True))
+"""What may be leased, and whether the next layer's router is asked for guesses: everything stands; a layer stands, and guesses of
+the next one beside it; two experts; one at a time."""
+NOT_FOUND = {"jamba"}
+"""Families of `ALWAYS` whose routers make no guesses."""
 
 
 def served() -> list[Any]:
@@ -37,8 +40,12 @@ def served() -> list[Any]:
     ]
 
 
+def layers_of(twin: Twin) -> list[LayerExperts]:
+    return [layer_of(module) for module in experts_modules(twin.stored).values()]
+
+
 def source_of(twin: Twin) -> HostSlots:
-    source = layer_of(next(iter(experts_modules(twin.stored).values()))).source
+    source = layers_of(twin)[0].source
     assert isinstance(source, HostSlots)
     return source
 
@@ -52,16 +59,22 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", served())
 def test_family_has_the_logits_of_the_unmodified_model(family: str, dtype: torch.dtype) -> None:
-    """A prompt, another one that finds part of its experts, and one token; with many slots, few, and one."""
-    for lease_slots in SLOTS:
+    """A prompt, another one that finds part of its experts, and three tokens; with many slots, few, and one, guesses and none."""
+    for lease_slots, speculates in CASES:
         twin = Twin.of(
             tiny_config(family), kernel="eager" if family in NOT_GROUPED else "grouped_mm", dtype=dtype, is_trained=False,
             lease_slots=lease_slots, model_class=modeling_class(FAMILIES[family]),
         )  # fmt: skip
+        if not speculates:
+            for layer in layers_of(twin):
+                layer.early.routers = {}
         stock, stored = twin.stock.eval(), twin.stored.eval()
         with torch.no_grad():
-            for ids in (tokens(), tokens(seed=1), tokens(seed=2)[:1, :1]):
-                assert torch.equal(logits(stored, ids), logits(stock, ids)), (lease_slots, ids.shape)
+            for ids in (tokens(), tokens(seed=1), *(tokens(seed=seed)[:1, :1] for seed in (2, 3, 4))):
+                assert torch.equal(logits(stored, ids), logits(stock, ids)), (lease_slots, speculates, ids.shape)
+        if family in ALWAYS and lease_slots == 14:
+            asked = layers_of(twin)[0].early.figures.asked
+            assert (asked > 0) == (speculates and family not in NOT_FOUND and len(layers_of(twin)) > 1), family
 
 
 def test_nothing_is_copied_where_all_stand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from paramstore_client.hf.loading.namespaces import is_committed, open_experts
 from paramstore_client.hf.loading.placement import CacheShape, Placement, check_shape, make_tier
 from paramstore_client.hf.model import experts_function
 from paramstore_client.hf.model.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
+from paramstore_client.hf.model.early_loads import SpeculationFigures
 from paramstore_client.hf.model.kernels import choose_kernel
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.stripping import strip, stripped_class
@@ -103,6 +104,7 @@ def from_pretrained(
     expert_memory: str | int | None = None,
     residency: str = "auto",
     cache_shape: tuple[int, int] | None = None,
+    speculation: bool = True,
     schema_options: Mapping[str, Any] | None = None,
     progress: Any = None,
     **options: Any,
@@ -120,6 +122,7 @@ def from_pretrained(
     asked for. Default: what the namespace is promised. Where `device_map` puts the dense part on a device, it is slots of that
     device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of each; default: one
     of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer" (docs/transformers.md).
+    speculation: whether experts are loaded ahead by the next layer's router, run early, where not all of them can stand.
     schema_options: further arguments of the schema function. progress: as for `import_checkpoint`.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
@@ -131,6 +134,7 @@ def from_pretrained(
     _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
     memory = ExpertMemory.of(expert_memory, residency, mode=mode)
     check_shape(cache_shape, mode=mode)
+    arguments.flag("speculation", speculation)
     arguments.path("path", path)
     check_arguments(options)
     requested, config = options.pop("experts_implementation", None), options.pop("config", None)
@@ -161,7 +165,7 @@ def from_pretrained(
         store, name, layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, placement.lease_slots),
         fill=source.fill, check=source.check,
     )  # fmt: skip
-    join(model, opened, kernel=kernel, placement=placement, policy=memory.policy)
+    join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=speculation)
     return loaded
 
 
@@ -179,6 +183,7 @@ def from_config(
     expert_memory: str | int | None = None,
     residency: str = "auto",
     cache_shape: tuple[int, int] | None = None,
+    speculation: bool = True,
     schema_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -192,6 +197,7 @@ def from_config(
     _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
     memory = ExpertMemory.of(expert_memory, residency, mode=mode)
     check_shape(cache_shape, mode=mode)
+    arguments.flag("speculation", speculation)
     if not hasattr(config, "model_type"):
         raise arguments.wrong("config", config, "a configuration of transformers")
     check_arguments(options)
@@ -213,7 +219,7 @@ def from_config(
         store, name or config.model_type, layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, placement.lease_slots),
         fill=lambda made: made.initialize(initial.values),
     )  # fmt: skip
-    join(model, opened, kernel=kernel, placement=placement, policy=memory.policy)
+    join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=speculation)
     return model
 
 
@@ -230,10 +236,10 @@ def experts(model: nn.Module) -> Experts:
 
 def namespace(model: nn.Module) -> Namespace:
     """The open namespace of a model's experts, in either mode; `refresh()` moves a reader. Raises ConfigError for other models."""
-    source = _source_of(model)
+    source = None if (layer := _layer_of(model)) is None else layer.source
     if isinstance(source := source.namespace if isinstance(source, HostSlots | DeviceTier) else source, Namespace):
         return source
-    raise ConfigError(f"{type(model).__name__} has no stored experts: load it with ps.hf.from_pretrained or from_config")
+    raise _without_experts(model)
 
 
 def counts(model: nn.Module) -> SlotCounts:
@@ -243,18 +249,29 @@ def counts(model: nn.Module) -> SlotCounts:
 
     Raises ConfigError for a model that has no slots: one that trains, or of a store that was connected with `debug=True`.
     """
-    source = _source_of(model)
+    source = None if (layer := _layer_of(model)) is None else layer.source
     if isinstance(source, HostSlots | DeviceTier):
         return replace(source.counts)
     raise ConfigError(f"{type(model).__name__} has no experts that stand in slots: load it with mode='infer', without debug=True")
 
 
-def _source_of(model: nn.Module) -> ExpertSource | None:
-    """The source of a model's stored experts; None where it has none."""
+def speculation(model: nn.Module) -> SpeculationFigures:
+    """What guesses of the next layer's router have brought since the model was loaded. Raises ConfigError for other models."""
+    if (layer := _layer_of(model)) is None:
+        raise _without_experts(model)
+    return layer.early.figures
+
+
+def _layer_of(model: nn.Module) -> LayerExperts | None:
+    """A layer of a model's stored experts; None where it has none."""
     for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
         if isinstance(layer := module.__dict__.get(ATTRIBUTE), LayerExperts):
-            return layer.source
+            return layer
     return None
+
+
+def _without_experts(model: nn.Module) -> ConfigError:
+    return ConfigError(f"{type(model).__name__} has no stored experts: load it with ps.hf.from_pretrained or from_config")
 
 
 def _placed(
@@ -264,8 +281,9 @@ def _placed(
 
 
 def join(
-    model: nn.Module, namespace: Namespace, *, kernel: str, placement: Placement = ON_HOST, policy: str = POLICIES["auto"]
-) -> None:
+    model: nn.Module, namespace: Namespace, *, kernel: str, placement: Placement = ON_HOST, policy: str = POLICIES["auto"],
+    speculates: bool = True,
+) -> None:  # fmt: skip
     """Joins a stripped model with an open namespace, and declares the order of its visits. placement, policy: of what stands for a
     reader. Raises SchemaMismatch, CapacityError where a device has no memory, and closes the namespace then."""
     trains = namespace.mode == "write"
@@ -281,7 +299,8 @@ def join(
             source = standing(namespace, slots=placement.slots, policy=policy)
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
         anchor = None if sentinel is None else sentinel.anchor
-        bind(model, ModelExperts(source, anchor=anchor, is_poisoned=namespace.is_debug), kernel=kernel)
+        stored = ModelExperts(source, anchor=anchor, is_poisoned=namespace.is_debug, speculates=speculates)
+        bind(model, stored, kernel=kernel)
     except BaseException:
         namespace.close()
         raise

@@ -2,7 +2,8 @@
 
 - The experts modules find their layer through a plain attribute that modules, state dicts and optimizers do not see. A copy of
   the model shares it; it cannot be pickled.
-- All layers share one schedule, which is told what each layer's gate chose and predicts the next layers by decayed counts.
+- All layers share one schedule, which is told what each layer's gate chose and predicts the next layers by decayed counts, and one
+  owner of what the next layer's router guesses.
 """
 
 # T tokens, H hidden, K experts per token
@@ -26,7 +27,7 @@ from paramstore_client.hf.model import module_list
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.device_supply import DeviceSupply, may_supply
 from paramstore_client.hf.model.dispatch import Dispatch, look_up
-from paramstore_client.hf.model.early_router import EarlyRouter, early_routers
+from paramstore_client.hf.model.early_loads import EarlyLoads
 from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
 from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, WeightsOf
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
@@ -34,7 +35,6 @@ from paramstore_client.hf.model.lease_window import Hint
 from paramstore_client.hf.model.stripping import Unpicklable
 from paramstore_client.hf.model.weight_sources import CompactSupply, HeldSupply, StreamedSupply
 from paramstore_client.nn.schedule import ExpertSchedule
-from paramstore_client.nn.speculation import Speculation
 from paramstore_client.source import ExpertSource
 
 ATTRIBUTE = "_paramstore_layer"
@@ -44,7 +44,7 @@ class ModelExperts:
     """Gives a model's layers their experts. Owner of the schedule and of the compact buffers.
 
     anchor: (layer) -> the leaf that the layer's node takes as an input; None where the experts get no gradients.
-    is_poisoned: freed buffers are filled with NaN. speculates: whether the next layer's router is asked for guesses.
+    is_poisoned: freed buffers are filled with NaN. speculates: whether routers are asked for guesses of the next layer's experts.
     """
 
     def __init__(
@@ -58,40 +58,37 @@ class ModelExperts:
         self.schedule = ExpertSchedule()
         self.passes = BackwardPasses()
         self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
-        self.speculation = Speculation()
-        self.routers: Mapping[int, EarlyRouter] = {}
-        """By layer; set when the model is bound. Empty where nothing is guessed: there is none, or every expert can stand."""
-        self._speculates = speculates and source.lease_slots < len(source.layers) * source.experts
+        self.early = EarlyLoads(source)
+        self.speculates = speculates
 
-    def find_routers(self, model: nn.Module, layout: ExpertLayout) -> None:
-        """Takes the model's routers for guesses, where they are of use."""
-        if self._speculates and self.anchor is None and isinstance(self.source, HostSlots):
-            self.routers = early_routers(model, layout)
-
-    def after_forward(self, layer: int, experts: Sequence[int], room: int) -> list[ExpertKey]:
-        """Keys to fetch while `layer` computes its last part forward. Without a graph only where at least half of the experts are
-        used: those of the next layer are guessed by their use so far, which is right as often then, and hardly ever in decoding."""
-        records = torch.is_grad_enabled()
-        hints = self.schedule.begin_forward(layer, experts, room=room, is_cyclic=not records)
-        return hints if records or 2 * len(experts) >= self.source.experts else []
+    def after_forward(
+        self, layer: int, dispatch: Dispatch, hidden_TH: Tensor, room: int, *, records: bool = False
+    ) -> list[ExpertKey]:  # fmt: skip
+        """Loads ahead, while `layer` computes its last part forward, what the next layer's router guesses, where no lease stands.
+        Gives keys to fetch besides, by their use so far; without a graph only where at least half of the experts are used: such
+        guesses are right as often then, and hardly ever in decoding. records: whether there is a graph, as buffers are filled
+        without one."""
+        by_use = self.schedule.begin_forward(layer, dispatch.experts, room=room, is_cyclic=not records)
+        by_use = by_use if records or 2 * len(dispatch.experts) >= self.source.experts else []
+        following = self.schedule.following(layer)
+        if isinstance(self.source, HostSlots) or following is None or following != self.schedule.expected:
+            return by_use
+        guessed = self.early.load(following, dispatch.guesses, hidden_TH, room=room)
+        asked = set(guessed)
+        return [*(key for key in by_use if key not in asked)][: max(0, room - len(guessed))]
 
     def ahead(
-        self, layer: int, experts: Sequence[int], hidden_TH: Tensor, found: tuple[int, int], slots: int
+        self, layer: int, dispatch: Dispatch, hidden_TH: Tensor, found: tuple[int, int], slots: int
     ) -> list[ExpertKey]:  # fmt: skip
         """Keys to load ahead while `layer` computes, without a graph. found: what became of those that were loaded ahead of it."""
-        source = self.source
-        if isinstance(source, HostSlots):
-            self.speculation.judge(layer, *found, placed=source.counts.ahead)
-        following = self.schedule.following(layer)
-        router = None if following is None else self.routers.get(following)
-        by_use = self.after_forward(layer, experts, max(0, slots - len(experts)))
-        if following is None or router is None or not isinstance(source, HostSlots):
+        by_use = self.after_forward(layer, dispatch, hidden_TH, max(0, slots - len(dispatch.experts)))
+        source, following = self.source, self.schedule.following(layer)
+        if not isinstance(source, HostSlots):
             return by_use
-        admitted = self.speculation.admit(len(hidden_TH))
-        guesses = [(following, expert) for expert in router.guess(hidden_TH)] if admitted else []
-        lacking = source.lacking(guesses)[:admitted]
-        self.speculation.note(following, tokens=len(hidden_TH), placed=source.counts.ahead)
-        return lacking
+        self.early.speculation.judge(layer, *found, placed=source.counts.ahead)
+        if following is None or following not in self.early.routers:
+            return by_use
+        return self.early.standing(following, hidden_TH, source)
 
     def after_backward(self, layer: int, room: int) -> list[ExpertKey]:
         """Keys to fetch while `layer` differentiates its last part."""
@@ -114,16 +111,24 @@ class LayerExperts(Unpicklable):
         """The source of the model's experts."""
         return self._model.source
 
+    @property
+    def early(self) -> EarlyLoads:
+        """What is loaded ahead for the model, by its routers' guesses."""
+        return self._model.early
+
     def run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
         """Runs the module's kernel on the tokens; returns [T, H]: transformers' contract of an experts function."""
         assert self._kernel is not None, "a registry module has a kernel"
-        dispatch = look_up(ids_TK, experts=self._model.source.experts)
+        early = self._model.early
+        guesses_G = early.counts_on_device(self._model.schedule.following(self.layer), hidden_TH)
+        dispatch = look_up(ids_TK, experts=self._model.source.experts, guesses_G=guesses_G)
         experts = dispatch.experts
         if not experts:  # no token: nothing to compute
             y_TH = hidden_TH.clone()
             # A rank without tokens takes part in what ranks do together after backward.
             anchor = self._anchor() if self._anchor is not None and torch.is_grad_enabled() else None
             return y_TH if anchor is None else y_TH + anchor
+        early.judge(self.layer, experts)
         keys = [(self.layer, expert) for expert in experts]
         kernel, device = self._kernel, hidden_TH.device
 
@@ -141,13 +146,13 @@ class LayerExperts(Unpicklable):
                 return call(on_device).run((hidden_TH, gate_TK))
             on_device.shrink()  # outside of the block: the error keeps its frames' tensors
         if self._may_hold(kernel, device, len(keys)):
-            ahead = partial(self._model.ahead, self.layer, experts, hidden_TH)
+            ahead = partial(self._model.ahead, self.layer, dispatch, hidden_TH)
             held = HeldSupply(self._model.source, keys, buffers=self._model.buffers, ahead=ahead)
             with suppress(LeaseError):  # another thread's forward holds too many: side by side they come in parts
                 return call(held).run((hidden_TH, gate_TK))
         make = StreamedSupply if kernel.is_streamed else partial(CompactSupply, buffers=self._model.buffers)
         supply = make(
-            self._model.source, keys, device, forward_hint=self._forward_hint(experts),
+            self._model.source, keys, device, forward_hint=self._forward_hint(dispatch, hidden_TH),
             backward_hint=partial(self._model.after_backward, self.layer),
         )  # fmt: skip
         return call(supply).run((hidden_TH, gate_TK))
@@ -158,15 +163,15 @@ class LayerExperts(Unpicklable):
         assert kernel is not None, "a registry module has a kernel"
         if not isinstance(tier, DeviceTier) or not may_supply(tier, kernel, hidden_TH, len(dispatch.experts)):
             return None
-        return DeviceSupply(tier, self.layer, dispatch, kernel=kernel, forward_hint=self._forward_hint(dispatch.experts))
+        return DeviceSupply(tier, self.layer, dispatch, kernel=kernel, forward_hint=self._forward_hint(dispatch, hidden_TH))
 
     def _may_hold(self, kernel: Kernel, device: torch.device, count: int) -> bool:
         """Whether the kernel can use the weights of `count` experts where they lie."""
         is_plain = kernel.is_grouped and device.type == "cpu" and not torch.is_grad_enabled()
         return is_plain and (isinstance(self._model.source, HostSlots) or count <= self._model.source.lease_slots)
 
-    def _forward_hint(self, experts: Sequence[int]) -> Hint:
-        return partial(self._model.after_forward, self.layer, experts)
+    def _forward_hint(self, dispatch: Dispatch, hidden_TH: Tensor) -> Hint:
+        return partial(self._model.after_forward, self.layer, dispatch, hidden_TH, records=torch.is_grad_enabled())
 
     def run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         """Runs a container's own forward on its arguments. Experts are leased one at a time, as it asks for them."""
@@ -205,7 +210,8 @@ def bind(model: nn.Module, experts: ModelExperts, *, kernel: str) -> ExpertLayou
             module.__class__ = _stored_container(type(module))
         else:
             module.__dict__[ATTRIBUTE] = LayerExperts(experts, layer, make_kernel(kernel, module, fields), fields)
-    experts.find_routers(model, layout)
+    if experts.speculates:
+        experts.early.find_routers(model, layout)
     return layout
 
 

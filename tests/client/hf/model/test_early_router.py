@@ -38,6 +38,63 @@ def test_hooks_of_the_router_do_not_hear_of_a_guess() -> None:
     assert heard == []
 
 
+class Noisy(Gate):
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.training:
+            hidden *= torch.empty_like(hidden).uniform_(0.5, 1.5)
+        return super().forward(hidden)
+
+
+class Wrong(Gate):
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden, torch.tensor([[-1, 3, 4, 1 << 40]])
+
+
+class Shard(torch.Tensor):
+    """A weight that is not whole here."""
+
+
+def test_a_router_makes_no_noise_for_a_guess_and_leaves_its_input() -> None:
+    gate, hidden = Noisy().train(), torch.tensor([[9.0, 8, 0, 0]])
+    state = torch.get_rng_state()
+    assert EarlyRouter(gate, 4).guess(hidden) == [0, 1]
+    assert torch.equal(hidden, torch.tensor([[9.0, 8, 0, 0]]))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert gate.training
+
+
+def test_a_guess_follows_the_weights_that_the_router_has_by_then() -> None:
+    gate = Gate()
+    router = EarlyRouter(gate, 4)
+    gate.weight = torch.nn.Parameter(torch.eye(4).flip(0))
+    assert router.guess(torch.tensor([[9.0, 8, 0, 0]])) == [2, 3]
+
+
+def test_a_cast_that_autocast_keeps_has_its_graph() -> None:
+    """Made without a graph, and kept, it would leave the router without a gradient."""
+    gate = Gate()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        EarlyRouter(gate, 4).guess(torch.ones(1, 4))
+        torch.nn.functional.linear(torch.ones(1, 4), gate.weight).sum().backward()
+    assert gate.weight.grad is not None
+
+
+def test_what_is_no_plain_weight_is_not_asked() -> None:
+    gate = Gate()
+    router = EarlyRouter(gate, 4)
+    gate._parameters["weight"] = torch.nn.Parameter(torch.eye(4).as_subclass(Shard))
+    assert router.counts(torch.ones(1, 4)) is None
+
+
+def test_choices_that_are_no_experts_are_counted_apart() -> None:
+    router = EarlyRouter(Wrong(), 4)
+    counts = router.counts(torch.ones(1, 4))
+    assert counts is not None
+    assert counts.tolist() == [0, 0, 0, 1, 3]
+    assert router.ranked(counts.tolist()) == []
+    assert router.counts(torch.ones(1, 4)) is None, "it is not asked again"
+
+
 def test_a_router_that_fails_makes_no_guesses_and_fails_nothing() -> None:
     router = EarlyRouter(Gate(), 4)
     assert router.guess(torch.ones(1, 5)) == []
