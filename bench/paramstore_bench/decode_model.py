@@ -59,7 +59,7 @@ def open_decode_model(file: Path, corpus: Corpus, *, settings: DemoSettings = SE
             print(f"step {result.step}/{settings.steps}: {result.loss / math.log(2):.3f} bits a byte", file=sys.stderr, flush=True)
         if result.step % SAVE_STEPS == 0 or result.step == settings.steps:
             state = {"recipe": recipe, "dense": trainer.dense_state(), "weights": trainer.model.state_dict()}
-            _save(file, {**state, "moments": place.optimizer.state_dict()})
+            save(file, {**state, "moments": place.optimizer.state_dict()})
     shape = settings.shape
     held_out = held_out_batches(corpus, count=HELD_OUT_BATCHES, batch=settings.batch, context=shape.context)
     bits = trainer.evaluate(held_out) / math.log(2)
@@ -68,7 +68,7 @@ def open_decode_model(file: Path, corpus: Corpus, *, settings: DemoSettings = SE
     return DecodeModel(settings, trainer.model.state_dict(), bits)
 
 
-def _save(file: Path, state: dict[str, object]) -> None:
+def save(file: Path, state: dict[str, object]) -> None:
     """Replaces `file` at once, so that no crash leaves half of it."""
     temporary = file.with_suffix(".new")
     torch.save(state, temporary)

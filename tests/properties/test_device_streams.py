@@ -77,8 +77,8 @@ def test_layer_waits_for_the_device_once(kernel: str, monkeypatch: pytest.Monkey
         waits.append(world.host_waits - before)
         return y
 
-    def noted(self: EarlyRouter, counts: Sequence[int]) -> list[int]:
-        experts = ranked(self, counts)
+    def noted(self: EarlyRouter, votes: Sequence[int]) -> list[int]:
+        experts = ranked(self, votes)
         guessed.append(len(experts))
         return experts
 

@@ -120,7 +120,7 @@ class LayerExperts(Unpicklable):
         """Runs the module's kernel on the tokens; returns [T, H]: transformers' contract of an experts function."""
         assert self._kernel is not None, "a registry module has a kernel"
         early = self._model.early
-        guesses_G = early.counts_on_device(self._model.schedule.following(self.layer), hidden_TH)
+        guesses_G = early.votes_on_device(self._model.schedule.following(self.layer), hidden_TH)
         dispatch = look_up(ids_TK, experts=self._model.source.experts, guesses_G=guesses_G)
         experts = dispatch.experts
         if not experts:  # no token: nothing to compute

@@ -109,12 +109,12 @@ class EarlyLoads:
 
     # --- guesses elsewhere ---
 
-    def counts_on_device(self, following: int | None, hidden_TH: Tensor) -> Tensor | None:
+    def votes_on_device(self, following: int | None, hidden_TH: Tensor) -> Tensor | None:
         """A guess that is fetched from the device with the layer's own ids, [E + 1]; None where there is none, or the tokens are in
         host memory, where it is made later."""
         router = None if following is None else self.routers.get(following)
         is_there = isinstance(self._source, DeviceTier) or hidden_TH.device.type != "cpu"
-        return router.counts(hidden_TH) if router is not None and is_there else None
+        return router.votes(hidden_TH) if router is not None and is_there else None
 
     def judge(self, layer: int, experts: Sequence[int]) -> None:
         """Takes in what became of the guesses for `layer`, which chose `experts` and has asked for none of them yet."""
@@ -130,14 +130,14 @@ class EarlyLoads:
             in_time = len(useful) if ticket.done() else 0
         self.speculation.judge(layer, in_time, len(useful) - in_time, placed=self._asked)
 
-    def load(self, following: int, counts_E: Sequence[int], hidden_TH: Tensor, *, room: int) -> list[ExpertKey]:
+    def load(self, following: int, votes_E: Sequence[int], hidden_TH: Tensor, *, room: int) -> list[ExpertKey]:
         """Loads ahead what the router of layer `following` guesses, at most `room` experts; gives those that it asked for.
-        counts_E: what `counts_on_device` told; [] to guess now."""
+        votes_E: what `votes_on_device` told; [] to guess now."""
         tokens = len(hidden_TH)
         router, admitted = self.routers.get(following), self.speculation.admit(tokens)
         if router is None or not admitted:
             return []
-        source, experts = self._source, router.ranked(counts_E) if counts_E else router.guess(hidden_TH)
+        source, experts = self._source, router.ranked(votes_E) if votes_E else router.guess(hidden_TH)
         guesses = [(following, expert) for expert in experts]
         if isinstance(source, DeviceTier):
             guesses = [key for key in guesses if source.plan.find(key) is None][:admitted]

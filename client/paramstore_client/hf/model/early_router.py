@@ -21,6 +21,11 @@ from torch import Tensor, nn
 
 from paramstore_client.hf.model.layout import ExpertLayout
 
+FIRST_CHOICE = 840
+"""Votes of a token for its first choice; its second has a half of it, its third a third. Of a small trained model, whose router was
+run a layer early, the first of four choices was right in 91 % of the guesses that were not in memory, the last in 38 %: the chance
+of being wrong falls about so with the rank, and votes add up where chances of being wrong multiply."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -33,9 +38,9 @@ class EarlyRouter:
         self._experts = experts
         self._is_usable = True
 
-    def counts(self, hidden_TH: Tensor) -> Tensor | None:
-        """How many of these tokens each expert would get, [E + 1] on their device, and last how many choices name no expert. None
-        for no guess. Waits for nothing."""
+    def votes(self, hidden_TH: Tensor) -> Tensor | None:
+        """How likely each expert is to be chosen by one of these tokens at least, [E + 1] on their device, by `FIRST_CHOICE`; the
+        last stands for choices that name no expert. None for no guess. Waits for nothing."""
         weight = getattr(self._gate, "weight", None)
         # A weight of another class is a shard, whose use would be a collective call.
         if not self._is_usable or type(weight) not in (nn.Parameter, type(hidden_TH)) or weight.device != hidden_TH.device:  # type: ignore[union-attr]
@@ -45,26 +50,28 @@ class EarlyRouter:
                 # The class's own function: hooks of the module record what the model's routers say, and this is not said by it.
                 answer = type(self._gate).forward(self._gate, hidden_TH)
             ids_TK = next(part for part in answer if isinstance(part, Tensor) and not part.is_floating_point())
+            rank_K = torch.arange(1, ids_TK.shape[-1] + 1, device=ids_TK.device)
+            vote_N = (FIRST_CHOICE // rank_K).expand(ids_TK.shape).reshape(-1)
             ids_N = ids_TK.reshape(-1).long()
             ids_N = torch.where((ids_N < 0) | (ids_N >= self._experts), self._experts, ids_N)
-            counts_E = torch.zeros(self._experts + 1, dtype=torch.int64, device=ids_N.device)
-            return counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
+            votes_E = torch.zeros(self._experts + 1, dtype=torch.int64, device=ids_N.device)
+            return votes_E.scatter_add_(0, ids_N, vote_N)
         except Exception as error:  # noqa: BLE001 - foreign code, called for a guess alone: it must fail no forward
             self._give_up(f"{type(error).__name__}: {error}")
             return None
 
-    def ranked(self, counts_E: Sequence[int]) -> list[int]:
-        """The experts of `counts`, those of most tokens first; [] where it names others than experts."""
-        if self._is_usable and counts_E[-1]:
+    def ranked(self, votes_E: Sequence[int]) -> list[int]:
+        """The experts that got votes, the likeliest first; [] where others than experts did."""
+        if self._is_usable and votes_E[-1]:
             self._give_up("its answer names no experts")
         if not self._is_usable:
             return []
-        return sorted((expert for expert, count in enumerate(counts_E) if count), key=lambda expert: -counts_E[expert])
+        return sorted((expert for expert, votes in enumerate(votes_E) if votes), key=lambda expert: -votes_E[expert])
 
     def guess(self, hidden_TH: Tensor) -> list[int]:
-        """The experts that the layer will likely choose for these hidden states, those of most tokens first; [] for no guess."""
-        counts_E = self.counts(hidden_TH)
-        return [] if counts_E is None else self.ranked(counts_E.tolist())
+        """The experts that the layer will likely choose for these hidden states, the likeliest first; [] for no guess."""
+        votes_E = self.votes(hidden_TH)
+        return [] if votes_E is None else self.ranked(votes_E.tolist())
 
     def _give_up(self, reason: str) -> None:
         self._is_usable = False
@@ -73,7 +80,8 @@ class EarlyRouter:
 
 @contextmanager
 def _casts_not_kept() -> Iterator[None]:
-    """Autocast keeps casts of weights for later: one made here has no graph, and would leave the router without a gradient."""
+    """Autocast keeps casts of weights for later. In torch before 2.11 one made here has no graph, and leaves the router without a
+    gradient."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -34,7 +34,7 @@ def rebound(twin: Twin, source: ExpertSource, *, speculates: bool = True) -> Mod
 def guessing(monkeypatch: pytest.MonkeyPatch, experts: list[int]) -> Iterator[None]:
     """Every router guesses these experts."""
     with monkeypatch.context() as patch:
-        patch.setattr(EarlyRouter, "ranked", lambda self, counts: experts)
+        patch.setattr(EarlyRouter, "ranked", lambda self, votes: experts)
         yield
 
 

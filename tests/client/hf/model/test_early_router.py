@@ -26,7 +26,9 @@ class Gate(torch.nn.Module):
         return scores, ids
 
 
-def test_experts_of_most_tokens_come_first() -> None:
+def test_the_likeliest_experts_come_first() -> None:
+    """By how many tokens choose them, and by the place that they have among a token's choices."""
+    assert EarlyRouter(Gate(), 4).guess(torch.tensor([[0.0, 8, 9, 0]])) == [2, 1]
     hidden = torch.tensor([[9.0, 8, 0, 0], [9.0, 0, 8, 0], [9.0, 0, 8, 0]])
     assert EarlyRouter(Gate(), 4).guess(hidden) == [0, 2, 1]
 
@@ -67,7 +69,7 @@ def test_a_guess_follows_the_weights_that_the_router_has_by_then() -> None:
     gate = Gate()
     router = EarlyRouter(gate, 4)
     gate.weight = torch.nn.Parameter(torch.eye(4).flip(0))
-    assert router.guess(torch.tensor([[9.0, 8, 0, 0]])) == [2, 3]
+    assert router.guess(torch.tensor([[9.0, 8, 0, 0]])) == [3, 2]
 
 
 def test_a_cast_that_autocast_keeps_has_its_graph() -> None:
@@ -83,16 +85,16 @@ def test_what_is_no_plain_weight_is_not_asked() -> None:
     gate = Gate()
     router = EarlyRouter(gate, 4)
     gate._parameters["weight"] = torch.nn.Parameter(torch.eye(4).as_subclass(Shard))
-    assert router.counts(torch.ones(1, 4)) is None
+    assert router.votes(torch.ones(1, 4)) is None
 
 
 def test_choices_that_are_no_experts_are_counted_apart() -> None:
     router = EarlyRouter(Wrong(), 4)
-    counts = router.counts(torch.ones(1, 4))
-    assert counts is not None
-    assert counts.tolist() == [0, 0, 0, 1, 3]
-    assert router.ranked(counts.tolist()) == []
-    assert router.counts(torch.ones(1, 4)) is None, "it is not asked again"
+    votes = router.votes(torch.ones(1, 4))
+    assert votes is not None
+    assert [vote > 0 for vote in votes.tolist()] == [False, False, False, True, True]
+    assert router.ranked(votes.tolist()) == []
+    assert router.votes(torch.ones(1, 4)) is None, "it is not asked again"
 
 
 def test_a_router_that_fails_makes_no_guesses_and_fails_nothing() -> None:

@@ -1,0 +1,284 @@
+"""Measures decoding through `ps.hf` with guesses of the next layer's router and without, in turns: with half, a quarter and a tenth
+of the experts in host memory, and on volumes so slow that loads take 0.5, 1 and 1.5 times as long as arithmetic.
+
+Run it on an idle machine: `python bench/bench_speculation.py CACHE [--quick] [--dir DIR] [--out FILE]`. The figures go to
+bench/results/speculation-<date>.json. The model is a Qwen3-MoE byte model that was trained on the demo's text
+(`paramstore_bench/guesses/byte_model.py`; ten minutes on one core, kept in CACHE) and widened with zeros to experts of real size:
+its routers and the way of its hidden states are those of a trained model, as far as one so small goes. It reads held-out text byte
+by byte. Logits of both ways are compared with those of the model in memory, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
+
+import paramstore as ps
+from bench_tiers import check_out
+from paramstore.bench.context import Bench
+from paramstore.bench.plan import Plan
+from paramstore.bench.report import machine, table
+from paramstore.bench.report.rows import Report, Row, encode
+from paramstore.bench.service.daemon import Service, serving
+from paramstore.cli.exits import exit_code
+from paramstore.cli.signals import end_as_interrupt
+from paramstore.config import SEGMENT_ALIGNMENT_BYTES
+from paramstore.core.key import ExpertKey
+from paramstore.demo.batches import held_out_batches
+from paramstore.demo.corpus import Corpus, open_corpus
+from paramstore.engine.planner.promises import slots_promising
+from paramstore.engine.tables.arena import segment_lengths
+from paramstore.errors import ParamStoreError, StepMismatch
+from paramstore_bench.decode_model import SETTINGS
+from paramstore_bench.guesses.byte_model import Recipe, Shape, open_byte_model, widened
+from paramstore_bench.guesses.slow_volume import reading_at
+from paramstore_bench.guesses.speculating import Cell, Decoded, limited, rows_of, waits_of
+from paramstore_client.device.host_slots import HostSlots
+from paramstore_client.hf.model.binding import ATTRIBUTE, layer_of
+
+RESULTS = Path(__file__).parent / "results"
+SHARES, BATCHES, THREADS = (0.5, 0.25, 0.1), (1, 4), (1, 2)
+LOADS_OF_COMPUTE, SLOW_SHARE = (0.5, 1.0, 1.5), 0.5
+PROMPT = 32
+"""Bytes of a text that are read at once, untimed."""
+DOMAINS = 4
+"""Kinds of text, which follow each other in the rows that are drawn. Both runs of a pair read texts of one kind, and no text is
+read twice, so that no run finds what another one left of its own text."""
+SLACK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Amounts of a run. new: bytes that are decoded and timed."""
+
+    recipe: Recipe
+    wide: Shape
+    corpus_bytes: int
+    new: int
+    rounds: int
+
+
+FULL = Size(Recipe(), Shape(hidden=1024, inner=704, heads=32), SETTINGS.corpus_bytes, new=40, rounds=5)
+SMALL = Shape(layers=2, experts=8, hidden=32, inner=16, heads=2, top_k=2)
+QUICK = Size(
+    Recipe(shape=SMALL, batch=4, context=64, steps=20, warmup_steps=2, bits_max=99.0),
+    replace(SMALL, hidden=128, inner=256, heads=4), corpus_bytes=2_000_000, new=6, rounds=2,
+)  # fmt: skip
+
+
+def main() -> int:
+    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cache", type=Path, help="a directory for the corpus and the trained model")
+    parser.add_argument("--quick", action="store_true", help="a small model: a check, not figures to quote")
+    parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
+    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/speculation-<date>.json")
+    arguments = parser.parse_args()
+    file = arguments.out or RESULTS / f"speculation-{machine.now()[:10]}.json"
+    try:
+        check_out(file)
+        return measure(file, arguments.dir, arguments.cache, is_quick=arguments.quick)
+    except ParamStoreError as error:
+        sys.stderr.write(f"bench_speculation: {type(error).__name__}: {error}\n")
+        return exit_code(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def measure(file: Path, directory: Path, cache: Path, *, is_quick: bool) -> int:
+    """Runs the bench, writes `file`, and prints the table."""
+    command = "python bench/bench_speculation.py CACHE" + (" --quick" if is_quick else "")
+    end_as_interrupt()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers left it so
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    progress, date, size = Console(stderr=True), machine.now(), QUICK if is_quick else FULL
+    with progress.status("bench speculation") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
+        bench = Bench(Plan(), Path(folder), tell=status.update)
+        started_s = bench.clock.now_s()
+        rows = Run(bench, size, cache).rows()
+        seconds = bench.clock.now_s() - started_s
+    report = Report(
+        machine=machine.describe(directory), commit=machine.commit(), command=command, date=date, seconds=seconds, rows=rows
+    )
+    file.write_bytes(encode(report))
+    table.render(report, Console())
+    progress.print(f"written: {file}")
+    return 1 if report.short_rows else 0
+
+
+class Run:
+    """The checkpoint, the texts, and what was measured of the model in memory."""
+
+    def __init__(self, bench: Bench, size: Size, cache: Path) -> None:
+        self.bench = bench
+        self.size = size
+        bench.tell("training, or loading, the byte model")
+        corpus = open_corpus(cache / f"corpus-{size.corpus_bytes}", size_bytes=size.corpus_bytes)
+        trained = open_byte_model(cache / f"byte-model-{size.recipe.steps}.pt", corpus, size.recipe)
+        small, wide = size.recipe.shape, size.wide
+        self.note = (
+            f"a byte model of {small.layers} layers x {small.experts} experts, top-{small.top_k}, hidden {small.hidden}, trained "
+            f"{size.recipe.steps} steps to {trained.held_out_bits:.2f} bits a byte, widened with zeros to hidden {wide.hidden}"
+        )
+        self.checkpoint = bench.directory / "checkpoint"
+        widened(trained.model, wide, dtype=torch.bfloat16).save_pretrained(self.checkpoint)
+        self.memory: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.bfloat16)
+        self.texts = texts_of(corpus, length=PROMPT + size.new, count=2 * (size.rounds + 1) * DOMAINS)
+        self.image_bytes = ps.param_schema(
+            {"gate_up": ((2 * wide.inner, wide.hidden), "bfloat16"), "down": ((wide.hidden, wide.inner), "bfloat16")}
+        ).part("param").image_bytes
+
+    def rows(self) -> list[Row]:
+        """Measures every cell; then those of slow volumes, by what the cells of `SLOW_SHARE` lacked."""
+        rows, slow = list[Row](), list[tuple[Cell, float]]()
+        for share in SHARES:
+            cells = [Cell(share, batch, threads, note=self.note) for threads in THREADS for batch in BATCHES]
+            for cell, made in zip(cells, self.measured(cells), strict=True):
+                rows += made
+                if share == SLOW_SHARE and cell.batch == min(BATCHES):
+                    parts = made[0].parts
+                    lacking_bytes = max(parts["off_read_bytes"], self.image_bytes)
+                    slow += [(cell, lacking_bytes / (ratio * parts["memory_s"])) for ratio in LOADS_OF_COMPUTE]
+        for cell, bytes_per_s in slow:
+            rows += self.measured([limited(cell, bytes_per_s)])[0]
+        return rows
+
+    def measured(self, cells: Sequence[Cell]) -> list[list[Row]]:
+        """Measures cells of one share on one daemon."""
+        shape = self.size.wide
+        slots = max(shape.top_k, round(cells[0].share * shape.layers * shape.experts))
+        budget_bytes = sum(segment_lengths(slots_promising(slots), self.image_bytes)) + SLACK_BYTES
+        budget_bytes -= budget_bytes % -SEGMENT_ALIGNMENT_BYTES
+        with (
+            reading_at(cells[0].bytes_per_s),
+            serving(self.bench.directory / "store", host_budget_bytes=budget_bytes) as service,
+        ):
+            ours = ps.hf.from_pretrained(
+                AutoModelForCausalLM, self.checkpoint, store=service.store, mode="infer", name="experts", expert_memory=slots,
+                dtype=torch.bfloat16,
+            )  # fmt: skip
+            service.wait_until_quiet(self.bench.clock)
+            return [self._cell(Beside(ours, service), cell) for cell in cells]
+
+    def _cell(self, beside: Beside, cell: Cell) -> list[Row]:
+        torch.set_num_threads(cell.threads)
+        self.bench.tell(cell.case)
+        pairs, memory_s = list[tuple[Decoded, Decoded]](), list[float]()
+        for number in range(self.size.rounds + 1):
+            made: dict[bool, Decoded] = {}
+            for place, speculates in enumerate((True, False) if number % 2 else (False, True)):
+                text = text_of(self.texts, 2 * number + place, cell.batch, kind=number % DOMAINS)
+                with beside.speculating(is_on=speculates):
+                    made[speculates], logits = beside.decoded(text, self.size.new)
+                seconds, expected = decode(self.memory, text, self.size.new)
+                if not torch.equal(logits, expected):
+                    raise StepMismatch(f"{cell.case}, round {number}: the logits are not those of the model in memory")
+                memory_s.append(seconds)
+            if number:  # the first is not counted
+                pairs.append((made[True], made[False]))
+        tokens, compute_s = cell.batch * self.size.new, median(memory_s[2:])
+        return rows_of(cell, pairs, tokens=tokens, compute_s=compute_s, record_bytes=self.image_bytes)
+
+
+def text_of(texts: Tensor, number: int, batch: int, *, kind: int) -> Tensor:
+    """The text of one run: of all kinds, or of one where a batch has one row."""
+    block = texts[number * DOMAINS : (number + 1) * DOMAINS]
+    return block[kind : kind + 1] if batch == 1 else block[:batch]
+
+
+class Beside:
+    """A model with stored experts, which guesses or does not, and the daemon that it is served by."""
+
+    def __init__(self, ours: Any, service: Service) -> None:
+        self.ours = ours
+        self._service = service
+        layer = next(layer_of(module) for module in ours.modules() if ATTRIBUTE in module.__dict__)
+        assert isinstance(layer.source, HostSlots)
+        self._slots, self._early = layer.source, layer.early
+        self._routers = layer.early.routers
+        self._asked: dict[ExpertKey, list[float]] = {}
+        namespace = ps.hf.namespace(ours)
+        if not hasattr(namespace.begin_acquire, "asked"):
+            setattr(namespace, "begin_acquire", _noting(namespace.begin_acquire))  # noqa: B010 - a method of an instance
+        self._asked = namespace.begin_acquire.asked  # type: ignore[attr-defined]
+
+    @contextmanager
+    def speculating(self, *, is_on: bool) -> Iterator[None]:
+        """Guesses are made in the block, or not."""
+        self._early.routers = self._routers if is_on else {}
+        try:
+            yield
+        finally:
+            self._early.routers = self._routers
+
+    def decoded(self, text: Tensor, new: int) -> tuple[Decoded, Tensor]:
+        """Decodes, and takes what was counted meanwhile."""
+        self._asked.clear()
+        before = (0, 0, 0)
+
+        def begin() -> None:
+            nonlocal before
+            before = self._counts()
+            self._service.store.trace_begin()
+
+        seconds, logits = decode(self.ours, text, new, begin=begin)
+        traced: Any = self._service.store.trace_end()
+        visited, hits, read_bytes = (after - earlier for after, earlier in zip(self._counts(), before, strict=True))
+        return Decoded(seconds, visited, hits, read_bytes, waits_of(traced["transfers"], self._asked)), logits
+
+    def _counts(self) -> tuple[int, int, int]:
+        counts = self._slots.counts
+        read = sum(int(volume["bytes_read"]) for volume in self._service.stats()["volumes"].values())
+        return counts.hits + counts.late + counts.misses + counts.passed, counts.hits, read
+
+
+def _noting(begin_acquire: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, which also notes when it was made for each key."""
+    asked: dict[ExpertKey, list[float]] = {}
+
+    def noted(keys: Sequence[ExpertKey], **given: Any) -> Any:
+        now_s = time.monotonic()
+        for key in keys:
+            asked.setdefault(key, []).append(now_s)
+        return begin_acquire(keys, **given)
+
+    noted.asked = asked  # type: ignore[attr-defined]
+    return noted
+
+
+def texts_of(corpus: Corpus, *, length: int, count: int) -> Tensor:
+    """`count` pieces of held-out text, [count, length]."""
+    return held_out_batches(corpus, count=1, batch=count, context=length)[0].input_BT
+
+
+@torch.no_grad()
+def decode(model: Any, text: Tensor, new: int, *, begin: Callable[[], None] = lambda: None) -> tuple[float, Tensor]:
+    """Seconds that `new` bytes of the texts take after their prompt, each next byte being the text's own, and the logits. begin:
+    called after the prompt."""
+    cache = DynamicCache(config=model.config)
+    model(input_ids=text[:, :PROMPT], past_key_values=cache, use_cache=True)
+    logits: list[Tensor] = []
+    begin()
+    started_s = time.perf_counter()
+    for at in range(PROMPT, PROMPT + new):
+        out = model(input_ids=text[:, at : at + 1], past_key_values=cache, use_cache=True)
+        logits.append(out.logits[:, -1])
+    return time.perf_counter() - started_s, torch.stack(logits)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
