@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 
 from torch import Tensor, nn
 
@@ -27,6 +28,9 @@ from paramstore_client.hf.model.layout import ExpertLayout
 from paramstore_client.nn.speculation import Speculation
 from paramstore_client.source import AheadTicket, ExpertSource, HostTicket, SlotSource
 
+LIKELY = 0.75
+"""The part of a router's guesses, the likeliest, that is loaded into slots on the host. What is guessed first mostly stands there
+already, so that what is lacking is of the rear: of a small trained model the last of four was used 38 % of the time."""
 TICKETS_MAX = 64
 """Most loads ahead whose bytes are awaited; those of older ones are not counted."""
 
@@ -103,7 +107,8 @@ class EarlyLoads:
         """The guesses of layer `following` that are to be loaded ahead now, into slots on the host."""
         admitted, tokens = self.speculation.admit(len(hidden_TH)), len(hidden_TH)
         experts = self.routers[following].guess(hidden_TH) if admitted else []
-        lacking = source.lacking([(following, expert) for expert in experts])[:admitted]
+        likely = experts[: ceil(LIKELY * len(experts))]
+        lacking = source.lacking([(following, expert) for expert in likely])[:admitted]
         self.speculation.note(following, tokens=tokens, placed=source.counts.ahead)
         return lacking
 
