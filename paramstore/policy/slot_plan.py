@@ -7,7 +7,8 @@ be *loaded ahead* of its visit. The plan decides and counts; whoever carries it 
 - What a visit uses is never evicted. What was loaded ahead, or is still under way, is spared until its layer is visited: it gives
   room to a visit that finds nothing else, and never to another load ahead. What that visit does not use was guessed wrong.
 - A visit of more keys than may stand at once passes by: it takes free slots, evicts nobody for more than the few slots that the
-  rest runs through, and so leaves what is there for the visits after it. What was loaded ahead for it runs through as well.
+  rest runs through, and so leaves what is there for the visits after it. What was loaded ahead for it runs through as well. What
+  passes by stays where its slot is needed neither by that visit nor, later, by a load ahead.
 - Loads ahead evict at most `churn` keys between the beginnings of two visits.
 
 A policy ranks what stands: buffering of experts ("Towards MoE Deployment", arXiv 2303.06182, section VI) has `LifoInactive`, ring
@@ -174,15 +175,23 @@ class SlotPlan:
         self._kept_free += 1
 
     def let_out(self, visit: SlotVisit, held: Held) -> None:
-        """Ends the use of what has passed by: its slot is for the next key of the visit, or free where none is left."""
+        """Ends the use of what has passed by: its slot is for the next key of the visit, or free where none is left. Where another
+        slot is free for the next key it stays."""
         visit.through.remove(held)
         is_leaving = held.is_passing and not held.is_gone and held.users == 1
         self._end_use(held)
-        if is_leaving:
+        if not is_leaving:
+            return
+        if visit.waiting and self.free > 0:
+            held.is_passing, held.is_spare = False, True
+            self._policy.hold(held.key)
+            if held.is_ready:
+                self._fast[held.key] = held
+        else:
             self._remove(held)
-            if visit.waiting:
-                visit.passing_slots += 1
-                self._kept_free += 1
+        if visit.waiting:
+            visit.passing_slots += 1
+            self._kept_free += 1
 
     def _end_use(self, held: Held) -> None:
         held.users -= 1
@@ -270,8 +279,8 @@ class SlotPlan:
     # --- loads ---
 
     def ahead(self, keys: Iterable[Hashable], *, evicting: int | None = None) -> tuple[list[Held], list[Held]]:
-        """Decides which of `keys` are loaded ahead now, the first ones first. Returns them, and what was evicted for them: at most
-        `evicting`, where given."""
+        """Decides which of `keys` are loaded ahead now, the first ones first. Returns them, and what was evicted for them: where
+        `evicting` is given at most so many besides what is spare, which goes first."""
         self._tell()
         wanted = list(dict.fromkeys(keys))
         new = [key for key in wanted if key not in self._held]
@@ -279,9 +288,11 @@ class SlotPlan:
             held.is_awaited = held.is_ahead
         spared = {held.key for held in self._held.values() if held.users or _is_spared(held)} | set(wanted)
         idle = sum(key not in spared for key in self._held)
+        spare = {key for key, held in self._held.items() if held.is_spare and key not in spared} if evicting is not None else set()
         most = (self.slots if self._churn is None else self._churn) - self._churned
-        new = new[: max(0, self.free) + min(idle, most if evicting is None else min(most, evicting))]
-        victims = self._choose(len(new) - self.free, spared.__contains__)
+        new = new[: max(0, self.free) + min(idle, most if evicting is None else min(most, evicting + len(spare)))]
+        first = self._choose(min(len(new) - self.free, len(spare)), lambda key: key not in spare)
+        victims = first + self._choose(len(new) - self.free - len(first), lambda key: key in spare or key in spared)
         evicted = [self._evict(key) for key in victims]
         self._churned += len(evicted)
         loads = []

@@ -37,7 +37,7 @@ class SlotCounts:
 class Held:
     """A key that stands in a slot, or is on its way there. One object for each load: a key that comes again gets another."""
 
-    __slots__ = ("is_ahead", "is_awaited", "is_gone", "is_passing", "is_ready", "key", "users")
+    __slots__ = ("is_ahead", "is_awaited", "is_gone", "is_passing", "is_ready", "is_spare", "key", "users")
 
     def __init__(self, key: Hashable, *, is_ahead: bool) -> None:
         self.key = key
@@ -48,6 +48,8 @@ class Held:
         self.is_gone = False
         self.is_passing = False
         """Whether it goes once the visit that it passes by for has used it."""
+        self.is_spare = False
+        """Whether it passed by and stays in a slot that nobody needed: what is loaded ahead may have it."""
         self.users = 0
         """Visits under way that use it."""
 
