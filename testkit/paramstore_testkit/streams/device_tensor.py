@@ -12,6 +12,9 @@ use is not simulated.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any  # torch calls a dispatch mode with whatever an operation takes
 
 import torch
@@ -70,6 +73,16 @@ class DeviceTensor(Tensor):
         return self.cpu().tolist()
 
 
+@dataclass(slots=True, eq=False)
+class Queued:
+    """Work that a stream was given and that has not run. outputs: what it makes, or writes into where `makes` is false."""
+
+    func: Any
+    operands: Any
+    outputs: list[Tensor]
+    makes: bool
+
+
 class Device(TorchDispatchMode):
     """Runs every operation inside its `with`: of host tensors at once, of device tensors in the world.
 
@@ -82,6 +95,8 @@ class Device(TorchDispatchMode):
         self.pinned: dict[int, int] = {}
         self._kept: list[Any] = []
         """Whatever the world has allocated: to the checker no address means two things."""
+        self._writers: defaultdict[int, list[Queued]] = defaultdict(list)
+        """Work that will write into memory, by the address where that begins."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -148,19 +163,53 @@ class Device(TorchDispatchMode):
         self._kept += outputs
         self._launch(func, (operands, options), outputs)
 
+        queued = Queued(func, (operands, options), outputs, makes=not written)
+
         def work() -> None:
             results = _tensors(_kernel(func)(*operands, **options))
             for output, result in zip(outputs, results, strict=True):
                 if output is not result:
                     output.copy_(result)
+                self._writers[_address(output)].remove(queued)
 
         if func not in UNINITIALIZED:
+            for output in outputs:
+                self._writers[_address(output)].append(queued)
             self.world.give(self.world.current, work)
         return made
 
     def _launch(self, func: Any, operands: Any, writes: list[Tensor]) -> None:
-        reads = granules([_bytes(tensor) for tensor in _tensors(operands) if tensor is not _picked_from(func, operands[0])])
+        picked = _picked_from(func, operands[0])
+        reads = granules(_bytes(tensor) for tensor in _tensors(operands) if tensor is not picked)
+        if picked is not None:
+            reads |= granules(_bytes(picked)[row] for row in self._rows_picked(func, *operands) if row < len(picked))
         self.world.races.launch(self.world.current.number, reads=reads, writes=granules(writes), operation=str(func))
+
+    def _rows_picked(self, func: Any, args: Any, kwargs: Any) -> Iterable[int]:
+        """The rows that an operation will read; none where what tells them cannot be foreseen."""
+        if func is aten.index.Tensor:
+            rows = self._foreseen(_bytes(args[1][0])) if len(args[1]) == 1 and not _needs_host(func, args) else None
+            return set() if rows is None else set(rows.flatten().tolist())
+        ends = self._foreseen(_bytes(args[2] if len(args) > 2 else kwargs["offs"]))
+        told = [] if ends is None else ends.tolist()
+        return [row for row, (start, end) in enumerate(zip([0, *told], told, strict=False)) if end > start]
+
+    def _foreseen(self, tensor: Tensor) -> Tensor | None:
+        """The values of integers once all has run that was given so far; None where more than a chain of operations, each of which
+        makes what the next one takes, has yet to run for them."""
+        writers = self._writers.get(_address(tensor))
+        if not writers:
+            return tensor
+        (args, kwargs), output = writers[0].operands, next(one for one in writers[0].outputs if _address(one) == _address(tensor))
+        if len(writers) > 1 or not writers[0].makes or tensor.is_floating_point() or tensor.dtype != output.dtype:
+            return None
+        foreseen = tree_map(lambda value: self._foreseen(value) if isinstance(value, Tensor) else value, (args, kwargs))
+        if len(_tensors(foreseen)) < len(_tensors((args, kwargs))):
+            return None
+        results = _tensors(_kernel(writers[0].func)(*foreseen[0], **foreseen[1]))
+        made = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
+        made.copy_(results[[one is output for one in writers[0].outputs].index(True)])
+        return made.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def peek(tensor: Tensor) -> Tensor:
@@ -173,6 +222,11 @@ def poison(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         return tensor.fill_(torch.nan)
     return tensor.fill_(True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor of the host lies in."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _bytes(value: Any) -> Any:
@@ -216,8 +270,8 @@ def _poisoned(value: Any) -> Any:
 
 
 def _picked_from(func: Any, args: Any) -> Tensor | None:
-    """The operand of which an operation reads rows that only values tell, not there yet at its call: that of slots which lie apart,
-    some of them under a copy meanwhile. The checker cannot know them: what is read there in a wrong order shows as wrong bytes."""
+    """The operand of which an operation reads rows that only values tell: that of slots which lie apart, some of them under a copy
+    meanwhile."""
     operand = args[PICKS[func]] if func in PICKS else None
     return None if operand is None or operand.is_contiguous() else operand
 

@@ -3,7 +3,7 @@ on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.model.kernels import ModuleView, make_kernel
 from paramstore_testkit.streams.cuda import simulated_cuda
 from paramstore_testkit.streams.device_tensor import CUDA, Device, DeviceTensor, peek, poison
-from paramstore_testkit.streams.world import Stream, StreamWorld
+from paramstore_testkit.streams.world import Event, Stream, StreamWorld
 
 
 @pytest.fixture
@@ -80,6 +80,51 @@ def test_streams_that_share_a_tensor_must_wait_for_each_other() -> None:
         with torch.cuda.stream(other):
             shared.fill_(2.0)
     assert [found.split(":")[0] for found in world.races.found] == ["stream 1"]
+
+
+def by_index(slots: Tensor, row: int) -> Tensor:
+    ids = (torch.tensor([row - 1], device=CUDA) + 1).view(1, 1)
+    return slots[ids.reshape(-1)]
+
+
+def by_groups(slots: Tensor, row: int) -> Tensor:
+    counts = (torch.arange(len(slots), device=CUDA) == row).int()
+    return torch._grouped_mm(torch.ones(1, 16, device=CUDA, dtype=torch.bfloat16), slots, offs=counts.cumsum(0, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("pick", [by_index, by_groups])
+@pytest.mark.parametrize(("row", "is_race"), [(0, False), (1, False), (2, True)])
+def test_a_kernel_that_picks_rows_reads_those_alone(pick: Callable[[Tensor, int], Tensor], row: int, is_race: bool) -> None:
+    """Also where the numbers that tell them are on their way; another stream writes into the last row meanwhile."""
+    world = StreamWorld(0, is_lazy=True)
+    with simulated_cuda(world):
+        slots = torch.ones(3, 24, 16, device=CUDA, dtype=torch.bfloat16)[:, :16]
+        other = Stream(world)
+        other.wait_event(recorded(world))
+        with torch.cuda.stream(other):
+            slots[2].fill_(2.0)
+        picked = pick(slots, row)
+        assert peek(picked).isnan().all(), "it has not run"
+    assert bool(world.races.found) == is_race
+
+
+def recorded(world: StreamWorld) -> Event:
+    event = Event(world)
+    event.record(world.current)
+    return event
+
+
+def test_a_row_that_cannot_be_foreseen_is_not_looked_at() -> None:
+    world = StreamWorld(0, is_lazy=True)
+    with simulated_cuda(world):
+        slots = torch.ones(3, 24, 16, device=CUDA)[:, :16]
+        other = Stream(world)
+        other.wait_event(recorded(world))
+        with torch.cuda.stream(other):
+            slots[2].fill_(2.0)
+        ids = torch.tensor([1], device=CUDA).add_(1)
+        slots[ids]
+    assert world.races.found == []
 
 
 def test_simulated_tensor_outside_of_its_world_is_refused() -> None:
