@@ -8,7 +8,7 @@ on: after the daemon went away it raises StoreUnavailable for good, and is opene
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -27,6 +27,7 @@ from paramstore_client.gradients.upload_area import UploadArea
 from paramstore_client.handle.base import ANSWER_GRACE_S, plain_keys
 from paramstore_client.handle.lease import Lease
 from paramstore_client.handle.loans import HandleLoans
+from paramstore_client.handle.parts_lease import PartsLease
 from paramstore_client.handle.ranks import ALONE, Rank
 from paramstore_client.handle.residency import Residency
 from paramstore_client.handle.steps import Refreshed, Steps
@@ -144,6 +145,13 @@ class Namespace(Updates, Residency, Steps):
         """What this thread asks for and releases inside is sent in one go, at the end or before a wait: each call that sends wakes
         the daemon. The end raises WaitTimeout where the daemon takes nothing off its socket; what was asked stays asked."""
         return self._connection.together()
+
+    def acquire_arriving(
+        self, keys: Sequence[ExpertKey], timeout_s: float | None = None, *, may_pass: bool = False
+    ) -> PartsLease:
+        """A lease on the part `param` of `keys`: of all at once, or where they exceed `lease_slots` and may pass, of one part after
+        the other as it is gone through. Raises what `acquire` raises."""
+        return PartsLease(self, keys, timeout_s=timeout_s, may_pass=may_pass)
 
     def read(self, key: ExpertKey) -> dict[str, Tensor]:
         """Copies of the key's whole record: every stored field (`master/…`, `exp_avg/…`), and param fields by name."""

@@ -14,7 +14,7 @@ from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
 from paramstore.core.trace import TOKENS_MAX, Trace, TraceEvent, TraceEventKind, TraceHeader, split_by_layer
 from paramstore.errors import CapacityError
-from paramstore_client.source import AheadTicket, ExpertSource, WeightLease
+from paramstore_client.source import AheadTicket, ArrivingLease, ExpertSource, WeightLease
 
 EVENTS_MAX = 4 << 20
 """Most events of one recorder; each takes some hundred bytes of memory."""
@@ -60,6 +60,13 @@ class TraceRecorder:
 
     def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> WeightLease:
         lease = self._source.acquire(keys, part, timeout_s)
+        self._keep(TraceEventKind.ACQUIRE, keys)
+        return lease
+
+    def acquire_arriving(
+        self, keys: Sequence[ExpertKey], /, timeout_s: float | None = None, *, may_pass: bool = False
+    ) -> ArrivingLease:
+        lease = self._source.acquire_arriving(keys, timeout_s, may_pass=may_pass)
         self._keep(TraceEventKind.ACQUIRE, keys)
         return lease
 

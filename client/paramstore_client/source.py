@@ -7,7 +7,7 @@ are `DeviceTier` and `RingMemory`: that is why `StoredExperts` takes any of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -44,6 +44,31 @@ class WeightLease(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> object: ...
 
 
+class ArrivingLease(WeightLease, Protocol):
+    """The right to the bytes of any number of keys: of those that were on their way when it began, and of those that pass by, one
+    after the other, where not all of them fit in memory at once. Asking for a key that is on its way waits for it."""
+
+    @property
+    def passing_count(self) -> int:
+        """How many keys come and go while the lease is gone through; asked before that."""
+        ...
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """How many keys had been loaded ahead of this visit: that had come when it began, and that had not."""
+        ...
+
+    def passes(self, key: ExpertKey) -> bool:
+        """Whether the bytes of `key`, whose turn it is, can be used no more when the next key is asked for."""
+        ...
+
+    def in_turn(self) -> Iterator[ExpertKey]:
+        """Yields each key once, in whatever order spares waiting. Raises what a load raises."""
+        ...
+
+    def __enter__(self) -> ArrivingLease: ...
+
+
 class AheadTicket(Protocol):
     """A prefetch under way. Nobody waits for it here: demand joins it."""
 
@@ -75,6 +100,13 @@ class ExpertSource(Protocol):
         """Leases all keys or none; waits. Raises CapacityError above `lease_slots`, LeaseError where own leases are in the way."""
         ...
 
+    def acquire_arriving(
+        self, keys: Sequence[ExpertKey], /, timeout_s: float | None = None, *, may_pass: bool = False
+    ) -> ArrivingLease:
+        """Leases the part `param` of all keys or none, and waits for as few as it can. may_pass: any number of keys, those beyond
+        what fits one after the other (`in_turn`); else CapacityError above `lease_slots`. Raises what `acquire` raises."""
+        ...
+
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> AheadTicket:
         """Asks for what fits, ahead of use; returns at once."""
         ...
@@ -91,6 +123,10 @@ class SlotSource(ExpertSource, Protocol):
     @property
     def counts(self) -> SlotCounts:
         """What was counted so far."""
+        ...
+
+    def lacking(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+        """Those of `keys` that neither stand nor are on their way."""
         ...
 
     def skip(self, layers: Sequence[int]) -> None:

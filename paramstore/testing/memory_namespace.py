@@ -32,6 +32,7 @@ from paramstore.errors import CapacityError, LeaseError, ParamStoreError, Schema
 from paramstore.optim.rule import Step
 from paramstore.optim.update import RULES
 from paramstore.testing.memory_loans import MemoryLoans
+from paramstore_client.handle.parts_lease import PartsLease
 from paramstore_client.source import LeaseKeeper
 
 EVENTS_MAX = 100_000
@@ -251,6 +252,11 @@ class MemoryNamespace:
     def together(self) -> AbstractContextManager[None]:
         """Nothing is sent here."""
         return nullcontext()
+
+    def acquire_arriving(
+        self, keys: Sequence[ExpertKey], timeout_s: float | None = None, *, may_pass: bool = False
+    ) -> PartsLease:
+        return PartsLease(self, keys, timeout_s=timeout_s, may_pass=may_pass)
 
     def let_stand(self, keeper: LeaseKeeper) -> MemoryLoans | None:
         """Notes who keeps leases, unless `may_stand` is false."""

@@ -55,6 +55,30 @@ def test_each_load_of_a_buffer_is_one_record_read_and_a_hit_is_none(served: str)
             assert (buffer.counts.hits, bytes_read(store)) == (3 * EXPERTS, read)
 
 
+def test_dispatches_of_twice_the_slots_read_what_cannot_stand(tmp_path: Path, serve: Callable[..., object]) -> None:
+    """Of 24 experts 12 have slots, of which 3 pass: 9 can stand. In parts, under any policy, none would be found."""
+    experts, slots, passing, rounds = LAYERS * EXPERTS, 12, 3, 10
+    daemon = serve(tmp_path / "store", "--host-budget", "4MiB").start()  # type: ignore[attr-defined]
+    with ps.connect(daemon.address) as store:
+        schema = ps.param_schema({"w": (SHAPE, "float32")})
+        with store.create_namespace("wide", schema, layers=1, experts=experts) as namespace:
+            namespace.initialize(lambda key: {"w": torch.full(SHAPE, float(key[1]))})
+            namespace.commit(0).wait()
+        with store.open_namespace("wide", min_lease_slots=slots + 1) as reader, ps.ExpertBuffer(reader, slots) as buffer:
+            layer = ps.nn.StoredExperts(buffer, 0, lambda x, weights: x * weights["w"][0, 0])
+            ids = torch.arange(experts)[:, None]
+            before, image = bytes_read(store), reader.schema.part("param").image_bytes
+            with torch.no_grad():
+                for _ in range(rounds):
+                    y = layer(torch.ones(experts, 1), ids, torch.ones(experts, 1))
+                    assert y[:, 0].tolist() == [float(expert) for expert in range(experts)]
+            uses, bound = rounds * experts, (slots - passing) / experts
+            read = (bytes_read(store) - before) / (image + 4096)
+            assert read <= (1 - 0.9 * bound) * uses
+            assert buffer.counts.hits / uses >= 0.9 * bound
+            assert read <= buffer.counts.loads == uses - buffer.counts.hits - buffer.counts.late
+
+
 def test_a_ring_reads_no_more_records_than_it_counts_loads(served: str) -> None:
     rounds = 5
     with ps.connect(served) as store, store.open_namespace("served", min_lease_slots=SLOTS + 1) as reader:

@@ -231,6 +231,8 @@ FOR_US = {
     "ExpertSchedule.begin_forward", "ExpertSchedule.begin_backward", "Experts.expect_micro_batches", "Lease.make_view",
     "RingMemory.end_visit", "ServeOptions.arguments", "Ticket.settle", "Ticket.settle_error", "ServeOptions.environment",
     "DeviceTier.end_visit", "DeviceTier.skip", "ExpertBuffer.skip", "ExpertSchedule.following", "Namespace.begin_await_step",
+    "Namespace.acquire_arriving", "RingMemory.acquire_arriving", "RingMemory.waiting", "ExpertBuffer.acquire_arriving",
+    "ExpertBuffer.lacking", "DeviceTier.acquire_arriving", "DeviceTier.lacking", "DeviceTier.let_in", "DeviceTier.let_out",
 }  # fmt: skip
 """Methods that only other parts of the client call."""
 NOT_LOOKED_AT = {("RingMemory", "clock"), ("launched", "environment")} | {

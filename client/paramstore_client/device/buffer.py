@@ -17,7 +17,7 @@ from paramstore.policy.slot_visit import SlotCounts
 from paramstore_client.device.slot_cache import open_slots
 from paramstore_client.device.tier import device_of
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import AheadTicket, HostSource, WeightLease
+from paramstore_client.source import AheadTicket, ArrivingLease, HostSource, WeightLease
 
 
 class ExpertBuffer:
@@ -87,6 +87,13 @@ class ExpertBuffer:
         leases of this process hold the slots, and what the namespace's `acquire` raises; then nothing is leased."""
         return self._slots.acquire(plain_keys(keys), part=text("part", part), timeout_s=timeout_s)
 
+    def acquire_arriving(
+        self, keys: Sequence[ExpertKey], /, timeout_s: float | None = None, *, may_pass: bool = False
+    ) -> ArrivingLease:
+        """Leases all keys or none, and waits for as few as it can. may_pass: any number of keys; those beyond what may stand pass
+        by while the lease is gone through (`in_turn`), and what stands stays. Raises what `acquire` raises."""
+        return self._slots.acquire_arriving(plain_keys(keys), timeout_s, may_pass=may_pass)
+
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> AheadTicket:
         """Asks for those of `keys` that do not stand, as many as slots can be given to; returns at once."""
         return self._slots.prefetch(plain_keys(keys), part=text("part", part))
@@ -94,6 +101,10 @@ class ExpertBuffer:
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
         """Hands the gradients to the namespace."""
         return self._slots.push(gradients)
+
+    def lacking(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+        """Those of `keys` that neither stand nor are on their way."""
+        return self._slots.lacking(keys)
 
     def skip(self, layers: Sequence[int]) -> None:
         """Notes that these layers are not visited this time: what was loaded ahead for them is spared no more."""

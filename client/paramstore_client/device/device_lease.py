@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -13,19 +13,25 @@ from torch import Tensor
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.errors import LeaseError, UnknownKey
-from paramstore.policy.slot_visit import SlotVisit
-from paramstore_client.device.slots import DeviceCopy, DeviceSlots
+from paramstore.policy.slot_visit import Held, SlotVisit
+from paramstore_client.device.copies import DeviceCopies
+from paramstore_client.device.slots import DeviceCopy
 from paramstore_client.source import HostTicket
+
+TURN_KEYS = 8
+"""Most keys that are asked for at once where others are computed with meanwhile: the daemon reads so many records at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStats:
-    """Counts of keys since the tier was made. hits: there when the visit began; late: on their way then. prefetched: copied ahead;
-    useful, wasted: of these, used then, or gone before. refetches: stale copies that were dropped, of whatever use."""
+    """Counts of keys since the tier was made. hits: there when the visit began; late: on their way then; passed: copied in their
+    turn, and gone after it. prefetched: copied ahead; useful, wasted: of these, used then, or gone before. refetches: stale copies
+    that were dropped, of whatever use."""
 
     hits: int
     late: int
     misses: int
+    passed: int
     refetches: int
     evictions: int
     prefetched: int
@@ -38,7 +44,15 @@ class SlotOwner(Protocol):
     """Who decides visits, and has the slots: `DeviceTier`."""
 
     device: torch.device
-    slots: DeviceSlots
+    copies: DeviceCopies
+
+    def let_in(self, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
+        """Copies as many keys that pass by as there are slots for. view: the view that the visit began with."""
+        ...
+
+    def let_out(self, visit: SlotVisit, held: Held, copy: DeviceCopy) -> None:
+        """Gives back the slot of what has passed by, whose last kernel has been given to the current stream."""
+        ...
 
     def end_visit(self, visit: SlotVisit, copies: Collection[DeviceCopy]) -> None:
         """Ends the visit of a lease, whose last kernel has been given to the current stream."""
@@ -50,17 +64,62 @@ class SlotOwner(Protocol):
 
 
 class DeviceLease:
-    """Copies held in their slots until released. Views are ordered after the copies on the stream that acquired them."""
+    """The right to the slots of one visit's keys. Views are ordered after the copies on the stream that asked for them, and asking
+    for a key that was not loaded yet loads it."""
 
-    def __init__(self, tier: SlotOwner, visit: SlotVisit, copies: Sequence[DeviceCopy]) -> None:
+    def __init__(self, tier: SlotOwner, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
         self._tier = tier
         self._visit = visit
-        self._copies = {copy.key: copy for copy in copies}
+        self._view = view
+        self._timeout_s = timeout_s
+        self._used: dict[Held, DeviceCopy] = {}
+        """What the current stream has been made to wait for."""
+        self._by_key: dict[ExpertKey, Held] | None = None
+
+    def load(self) -> None:
+        """Loads what was not loaded yet of the keys that stand; the current stream goes on only after all of them are there. Raises
+        what a load raises."""
+        self._use(self._visit.held)
+
+    @property
+    def passing_count(self) -> int:
+        """How many keys come and go while the lease is gone through; asked before that."""
+        return len(self._visit.passing) + len(self._visit.through)
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """How many keys had been loaded ahead of this visit: that had come when it began, and that had not."""
+        return self._visit.ahead_ready, self._visit.ahead_late
+
+    def passes(self, key: ExpertKey) -> bool:
+        """Whether the slot of `key`, whose turn it is, is given to others when the next key is asked for."""
+        return self._held(key) in self._visit.through
+
+    def in_turn(self) -> Iterator[ExpertKey]:
+        """Yields each key once, those in their slots first, so that the device computes while the host loads. What passes by may be
+        used by what is given to the current stream in its turn. Raises what a load raises."""
+        visit, tier = self._visit, self._tier
+        there, coming = list[Held](), list[Held]()
+        for held in visit.held:
+            (there if tier.copies.has(held) else coming).append(held)
+        for few, keys in ((1, there), (TURN_KEYS, coming)):
+            for start in range(0, len(keys), few):
+                self._use(keys[start : start + few])
+                yield from (held.key for held in keys[start : start + few])  # type: ignore[misc]  # the names are keys here
+        slots = visit.passing_slots + len(visit.through)
+        while visit.waiting or visit.through:
+            if len(visit.through) <= slots // 2:  # half of them at a time: one message for several, and copies beside kernels
+                tier.let_in(visit, view=self._view, timeout_s=self._timeout_s)
+            held = visit.through[0]
+            self._by_key = None
+            self._use([held])
+            yield held.key  # type: ignore[misc]  # the names are keys here
+            self._check_held(held.key)
+            tier.let_out(visit, held, self._used.pop(held))
+            self._by_key = None
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
-        if self._visit.is_over:
-            raise LeaseError(f"the lease of {key} on {self._tier.device} was released: acquire it again")
-        return self._tier.slots.views(self._copy(key))
+        return self._tier.copies.slots.views(self._copy(key))
 
     def identity(self, key: ExpertKey, /) -> Identity:
         return self._copy(key).identity
@@ -71,11 +130,12 @@ class DeviceLease:
         return self._copy(key).slot
 
     def keys(self) -> list[ExpertKey]:
-        return list(self._copies)
+        """The keys that stand."""
+        return [held.key for held in self._visit.held]  # type: ignore[misc]  # the names are keys here
 
     def release(self) -> None:
         if not self._visit.is_over:
-            self._tier.end_visit(self._visit, self._copies.values())
+            self._tier.end_visit(self._visit, self._used.values())
 
     def __enter__(self) -> DeviceLease:
         return self
@@ -83,11 +143,33 @@ class DeviceLease:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
 
+    def _use(self, used: Sequence[Held]) -> None:
+        for held in used[:1]:
+            self._check_held(held.key)
+        new = [held for held in used if held not in self._used]
+        self._used.update(zip(new, self._tier.copies.begin_use(new, self._timeout_s), strict=True))
+
     def _copy(self, key: ExpertKey) -> DeviceCopy:
-        copy = self._copies.get(key)
-        if copy is None:
-            raise UnknownKey(f"key {key} is not in this lease of {len(self._copies)} keys on {self._tier.device}")
-        return copy
+        held = self._held(key)
+        if held not in self._used:
+            self._use([held])
+        return self._used[held]
+
+    def _check_held(self, key: object) -> None:
+        if self._visit.is_over:
+            raise LeaseError(f"the lease of {key} on {self._tier.device} was released: acquire it again")
+
+    def _held(self, key: ExpertKey) -> Held:
+        self._check_held(key)
+        if self._by_key is None:
+            there = (*self._visit.held, *self._visit.through)
+            self._by_key = {held.key: held for held in there}  # type: ignore[misc]  # the names are keys here
+        held = self._by_key.get(key)
+        if held is None and key in self._visit.passing:
+            raise LeaseError(f"{key} passes by: its bytes can be used in its turn alone")
+        if held is None:
+            raise UnknownKey(f"key {key} is not in this lease of {len(self._visit.held)} keys on {self._tier.device}")
+        return held
 
 
 class DeviceTicket:

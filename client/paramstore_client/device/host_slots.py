@@ -104,7 +104,7 @@ class HostSlots:
         return lease
 
     def acquire_arriving(
-        self, keys: Sequence[ExpertKey], timeout_s: float | None = None, *, may_pass: bool = False
+        self, keys: Sequence[ExpertKey], /, timeout_s: float | None = None, *, may_pass: bool = False
     ) -> StandingLease:
         """Leases all keys or none, as `acquire` does, and waits for none: what does not stand is on its way on return.
         may_pass: any number of keys; those beyond what may stand come and go while the lease is gone through (`in_turn`)."""

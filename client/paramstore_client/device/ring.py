@@ -14,10 +14,12 @@ layer comes the first again, for the next token.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,10 +36,13 @@ from paramstore_client.device.slot_cache import open_slots
 from paramstore_client.device.tier import device_of
 from paramstore_client.device.visit_order import declare_ring
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import AheadTicket, ExpertSource, HostSource, SlotSource, WeightLease
+from paramstore_client.source import AheadTicket, ArrivingLease, ExpertSource, HostSource, SlotSource, WeightLease
 
 Experts = dict[int, Mapping[str, Tensor]]
 """expert -> {field: tensor}"""
+
+L = TypeVar("L", bound=WeightLease)
+V = TypeVar("V", bound="RingLease")
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +51,8 @@ _log = logging.getLogger(__name__)
 class RingStats:
     """Counts of one ring. A visit is a hit if all its experts (of its first part) were there when it began, else it waited.
 
-    wait_s: time in `acquire`, hits included. leased_bytes_max: most bytes that visits under way held; total_bytes: of all layers.
+    wait_s: time in `acquire`, hits included, and for keys to come in turn. leased_bytes_max: most bytes that visits under way held;
+    total_bytes: of all layers.
     """
 
     hits: int = 0
@@ -89,6 +95,37 @@ class RingLease:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
+
+
+class ArrivingRingLease(RingLease):
+    """One visit's lease that keys arrive at and pass by, as its source has it."""
+
+    def __init__(self, ring: RingMemory, lease: ArrivingLease, turn: int, key_count: int) -> None:
+        super().__init__(ring, lease, turn, key_count)
+        self._arriving = lease
+
+    @property
+    def passing_count(self) -> int:
+        return self._arriving.passing_count
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        return self._arriving.ahead
+
+    def passes(self, key: ExpertKey) -> bool:
+        return self._arriving.passes(key)
+
+    def in_turn(self) -> Iterator[ExpertKey]:
+        turns = self._arriving.in_turn()
+        while True:
+            with self._ring.waiting():
+                key = next(turns, None)
+            if key is None:
+                return
+            yield key
+
+    def __enter__(self) -> ArrivingRingLease:
+        return self
 
 
 class RingMemory:
@@ -151,7 +188,7 @@ class RingMemory:
         self._experts_ahead = min(self.experts, fitting if experts_ahead is None else experts_ahead)
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._activity = Activity()
-        self._is_open = False
+        self._is_open = self._is_over = False
         self._turn = -1
         self._ahead_turn = -1
         """The last turn that was asked for ahead."""
@@ -184,13 +221,15 @@ class RingMemory:
         return f"<RingMemory of {ring}, {where if self._turn >= 0 else 'before its first visit'}>"
 
     def __enter__(self) -> RingMemory:
+        if self._is_over:
+            raise LeaseError(f"{self!r} has ended, and its slots with it: make another ring")
         declare_ring(self._namespace, self.layers)
         self._is_open = True
         self._load_ahead(self._turn + self._slot_count)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._is_open = False
+        self._is_open, self._is_over = False, True
         self._closing.close()
 
     # --- visits ---
@@ -215,11 +254,23 @@ class RingMemory:
 
     def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> RingLease:
         """Leases keys of one layer, as a visit of it. Later experts of the layer visited last are the next part of that visit."""
+        keys, part = plain_keys(keys), text("part", part)
+        acquire = partial(self._source.acquire, keys, part=part, timeout_s=timeout_s)
+        return self._begin_visit(keys, acquire, RingLease, is_first=not self._continues(keys))
+
+    def acquire_arriving(
+        self, keys: Sequence[ExpertKey], /, timeout_s: float | None = None, *, may_pass: bool = False
+    ) -> ArrivingRingLease:
+        """Leases keys of one layer, as a visit of it, and waits for as few as it can. may_pass: any number of keys; those beyond
+        what fits pass by while the lease is gone through (`in_turn`)."""
         keys = plain_keys(keys)
+        acquire = partial(self._source.acquire_arriving, keys, timeout_s, may_pass=may_pass)
+        return self._begin_visit(keys, acquire, ArrivingRingLease, is_first=not self._continues(keys))
+
+    def _continues(self, keys: Sequence[ExpertKey]) -> bool:
         if not keys:
             raise ConfigError("acquire of no keys: which layer a ring visits is known by its keys")
-        continues = self._last_key is not None and self._last_key[0] == keys[0][0] and self._last_key[1] < keys[0][1]
-        return self._begin_visit(keys[0][0], keys, is_first=not continues, part=text("part", part), timeout_s=timeout_s)
+        return self._last_key is not None and self._last_key[0] == keys[0][0] and self._last_key[1] < keys[0][1]
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> AheadTicket:
         """Asks the namespace for `keys` ahead of use, beside what the ring itself loads."""
@@ -240,23 +291,28 @@ class RingMemory:
                 f"layer {layer}: {len(experts)} experts asked, {self.lease_slots} may be leased at once; iterate "
                 f"ring.parts({layer}) instead"
             )
-        with self._begin_visit(layer, [(layer, expert) for expert in experts], is_first=is_first) as lease:
+        keys = [(layer, expert) for expert in experts]
+        acquire = partial(self._source.acquire, keys)
+        with self._begin_visit(keys, acquire, RingLease, is_first=is_first, layer=layer) as lease:
             yield {expert: lease[layer, expert] for expert in experts}
 
     def _begin_visit(
-        self, layer: int, keys: Sequence[ExpertKey], *, is_first: bool, part: str = "param", timeout_s: float | None = None
-    ) -> RingLease:
-        """Begins a visit and returns its lease. Until the weights are there nothing changes; an interrupt after that ends it."""
+        self, keys: Sequence[ExpertKey], acquire: Callable[[], L], make: Callable[[RingMemory, L, int, int], V], *, is_first: bool,
+        layer: int | None = None,
+    ) -> V:  # fmt: skip
+        """Begins a visit and returns its lease. Until the weights are there nothing changes; an interrupt after that ends it.
+        layer: default that of the keys."""
+        layer = keys[0][0] if layer is None else layer
         if not self._is_open:
             raise LeaseError(f"layer {layer}: a ring is used inside its `with`")
         turn = self._turn_of(layer) if is_first else self._turn
-        begun_s, hits = self._clock.now_s(), self.counts.hits
-        lease = self._source.acquire(keys, part=part, timeout_s=timeout_s)
+        hits = self.counts.hits
+        with self.waiting():
+            lease = acquire()
         is_hit = self.counts.hits == hits + len(set(keys))
-        visit = RingLease(self, lease, turn, len(keys))
+        visit = make(self, lease, turn, min(len(keys), self.lease_slots))
         self._visits.append(visit)
         try:
-            self.stats.wait_s += self._clock.now_s() - begun_s
             self._last_key = keys[-1] if keys else None
             self.stats.leased_bytes_max = max(self.stats.leased_bytes_max, self._leased_keys * self._key_bytes)
             experts = [expert for _, expert in keys]
@@ -271,6 +327,13 @@ class RingMemory:
             visit.release()
             raise
         return visit
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time inside as waited for weights, unless it raises."""
+        begun_s = self._clock.now_s()
+        yield
+        self.stats.wait_s += self._clock.now_s() - begun_s
 
     def end_visit(self, visit: RingLease) -> None:
         """Ends the visit of a RingLease, which has released its keys; its room goes to the layer that comes around next."""

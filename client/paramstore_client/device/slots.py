@@ -44,7 +44,7 @@ class DeviceSlots:
             images = torch.zeros((count, part.image_bytes), dtype=torch.uint8, device=device)
             self.fields = {field.name: _over(images, field) for field in part.fields}
         self.bytes = images.nbytes
-        self._device = device
+        self.device = device
         self._table = SlotTable()
         self._table.grow(count)
         self._copier = copier
@@ -88,7 +88,7 @@ class DeviceSlots:
     def views(self, copy: DeviceCopy) -> dict[str, Tensor]:
         """The fields of a copy in use. Raises LeaseError where its slot was given away: another key's bytes are there."""
         if self._table.generation(copy.slot) != copy.generation:
-            raise LeaseError(f"slot {copy.slot} of {copy.key} on {self._device} was given away")
+            raise LeaseError(f"slot {copy.slot} of {copy.key} on {self.device} was given away")
         return {name: field[copy.slot] for name, field in self.fields.items()}
 
 

@@ -3,8 +3,8 @@
 - `SlotPlan` decides what stands and what goes; here bytes are copied, and identities compared.
 - A copy is served only if its identity (epoch, version) is the one that the session sees now: after an update the stale
   copy is dropped and the key fetched again.
-- Host leases end as soon as the copies from them are done; at most `namespace.lease_slots` keys are held meanwhile, and
-  half of them are asked for at once, so that copies and loads overlap.
+- Host leases end as soon as the copies from them are done.
+- A visit of more keys than slots runs the rest through a few slots, each overwritten after its kernel (`in_turn`).
 - Loading ahead copies what is on the host by now, and waits for nothing else.
 
 With `device="cpu"` the same class runs on host tensors without streams: the twin that every test runs on.
@@ -27,16 +27,17 @@ from torch import Tensor
 from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch
+from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch, StepMismatch
 from paramstore.policy.base import Policy
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
-from paramstore_client.device.copier import REACHED, Mark, make_copier
-from paramstore_client.device.device_lease import DeviceLease, DeviceStats, DeviceTicket
+from paramstore_client.device.copier import make_copier
+from paramstore_client.device.copies import DeviceCopies
+from paramstore_client.device.device_lease import TURN_KEYS, DeviceLease, DeviceStats, DeviceTicket
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import HostSource, WeightLease
+from paramstore_client.source import HostSource
 
 REPORT_EVERY = 64
 """Acquires between two reports of residency to the daemon."""
@@ -78,7 +79,7 @@ class DeviceTier:
 
     slots: experts it has room for. policy: one of `paramstore.policy.make.SLOT_POLICIES`. layers: the order in which they are
     visited, for those policies that know one; default the namespace's. Used by one thread at a time (the autograd thread
-    of a backward counts as its caller's). Owner of the plan, the slots, the prefetches and the host leases under way.
+    of a backward counts as its caller's). Owner of the plan, the copies and the prefetches under way.
 
     A hit costs no round trip while `namespace.view_change_count` stands still; when it has grown, each key is leased from the
     host once to compare identities, and copied again only if they differ. Host memory is registered with CUDA until the
@@ -95,9 +96,6 @@ class DeviceTier:
         order = indices("layers", namespace.layers if layers is None else layers)
         make_policy = partial(make_slot_policy, text("policy", policy))
         self._make_plan = partial(_plan_of, make_policy, order)
-        self.plan = self._make_plan(slots)
-        self.counts: SlotCounts = self.plan.counts
-        """What the plan counted so far; `stats` has it by the names of a device."""
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
@@ -105,16 +103,31 @@ class DeviceTier:
         self.namespace = namespace
         self._part = self.schema.part("param")
         self._copier = make_copier(self.device, bounce_bytes=self._part.image_bytes)
-        self.slots = DeviceSlots(self._part, slots, device=self.device, copier=self._copier)
-        self._copies: dict[Held, DeviceCopy] = {}
-        self._arriving: deque[Held] = deque()
-        """What was copied and is not known to be there, in the order of the copies."""
-        self._bytes_copied = 0
-        self._host_leases: deque[tuple[Mark, WeightLease, int]] = deque()
+        self.copies = DeviceCopies(namespace, self._make_plan(slots), self._make_slots(slots))
+        self._passing: set[SlotVisit] = set()
+        """Visits under way that do not fit."""
         self._prefetches: deque[DeviceTicket] = deque()
         self._touched: dict[ExpertKey, None] = {}
         self._acquire_count = 0
         self._stop_watching = namespace.before_unmap(self._forget_memory)
+
+    def _make_slots(self, count: int) -> DeviceSlots:
+        return DeviceSlots(self._part, count, device=self.device, copier=self._copier)
+
+    @property
+    def plan(self) -> SlotPlan:
+        """Decides which keys stand."""
+        return self.copies.plan
+
+    @property
+    def counts(self) -> SlotCounts:
+        """What was counted since the tier was made; `stats` has it by the names of a device."""
+        return self.plan.counts
+
+    @property
+    def slots(self) -> DeviceSlots:
+        """The slots. Raises CapacityError after a `shrink` that found memory for none."""
+        return self.copies.slots
 
     @property
     def lease_slots(self) -> int:
@@ -124,15 +137,16 @@ class DeviceTier:
     @property
     def keys(self) -> list[ExpertKey]:
         """The keys that stand here, or are on their way."""
-        return [copy.key for held, copy in self._copies.items() if not held.is_gone]
+        return self.copies.keys
 
     @property
     def stats(self) -> DeviceStats:
         """The counts so far."""
         counts = self.plan.counts
         return DeviceStats(
-            hits=counts.hits, late=counts.late, misses=counts.misses, refetches=counts.dropped, evictions=counts.evicted,
-            prefetched=counts.ahead, useful=counts.useful, wasted=counts.wasted, bytes_copied=self._bytes_copied,
+            hits=counts.hits, late=counts.late, misses=counts.misses, passed=counts.passed, refetches=counts.dropped,
+            evictions=counts.evicted, prefetched=counts.ahead, useful=counts.useful, wasted=counts.wasted,
+            bytes_copied=self.copies.bytes_copied,
         )  # fmt: skip
 
     def describe(self) -> dict[str, object]:
@@ -150,45 +164,64 @@ class DeviceTier:
         Raises CapacityError above `slots` keys, LeaseError where this process's leases hold the slots, and what the
         namespace's `acquire` raises; then nothing is leased, and what was copied before the error stays cached.
         """
-        wanted = self._check(keys, part)
-        self._note_arrivals()
-        self._recheck(wanted, timeout_s)
-        visit = self.plan.visit(wanted)
+        if self.schema.part(part) != self._part:
+            raise SchemaMismatch(f"part {part!r} is never on a device; the tier holds {self._part.name!r}")
+        lease = self.acquire_arriving(keys, timeout_s)
         try:
-            self._fill(visit.loads, timeout_s)
-            copies = [self._copies[held] for held in visit.held]
-            self.slots.begin_use(copies)
+            lease.load()
+            self._take_prefetched()
         except BaseException:
-            self.plan.end_visit(visit)
+            lease.release()
             raise
-        self._touched.update(dict.fromkeys(wanted))
-        self._acquire_count += 1
-        if self._acquire_count % REPORT_EVERY == 0:
-            self.report()
-        self._take_prefetched()
-        return DeviceLease(self, visit, copies)
+        return lease
+
+    def acquire_arriving(
+        self, keys: Sequence[ExpertKey], /, timeout_s: float | None = None, *, may_pass: bool = False
+    ) -> DeviceLease:
+        """Leases all `keys` or none, and copies none: what is not here is loaded as it is asked for. may_pass: any number of keys;
+        those beyond the slots come and go while the lease is gone through (`in_turn`). Raises what `acquire` raises."""
+        wanted = tuple(dict.fromkeys(plain_keys(keys)))
+        if len(wanted) > self.slots.count and not may_pass:
+            raise CapacityError(
+                f"{len(wanted)} keys asked of a device tier of {self.slots.count} slots on {self.device}: ask in parts, or "
+                "give DeviceTier more slots"
+            )
+        self.copies.note_arrivals()
+        self.copies.recheck(wanted, timeout_s)
+        lacking = self.lacking(wanted) if may_pass else []
+        visit = self.plan.visit(wanted, may_pass=may_pass)
+        lease = DeviceLease(self, visit, view=self.namespace.view_change_count, timeout_s=timeout_s)
+        try:
+            if visit.passing or visit.through:
+                self._passing.add(visit)
+            if len(lacking) > TURN_KEYS:
+                self.namespace.prefetch(lacking)  # on the host, while the first ones are copied and computed with
+            self._touched.update(dict.fromkeys(wanted))
+            self._acquire_count += 1
+            if self._acquire_count % REPORT_EVERY == 0:
+                self.report()
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def lacking(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+        """Those of `keys` that neither stand nor are on their way."""
+        return [key for key in keys if self.plan.find(key) is None]
 
     def has(self, keys: Sequence[ExpertKey]) -> bool:
         """Whether the current bytes of all `keys` are in their slots now."""
         self.settle()
         found = [self.plan.find(key) for key in plain_keys(keys)]
-        view = self.namespace.view_change_count
-        return all(held is not None and held.is_ready and self._copies[held].checked_at == view for held in found)
+        return all(held is not None and self.copies.is_current(held) for held in found)
 
     def fetch(self, keys: Sequence[ExpertKey]) -> DeviceLease:
         """Acquires `keys`: in `with tier.fetch(keys) as held:`, `held[layer, expert]["gate_up"]` is a view of the slot."""
         return self.acquire(keys)
 
-    def end_visit(self, visit: SlotVisit, copies: Collection[DeviceCopy]) -> None:
-        """Ends the visit of a DeviceLease, whose last kernel has been given to the current stream."""
-        self.slots.end_use(copies)
-        self.plan.end_visit(visit)
-        self._free_gone()
-        self.settle()
-
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> DeviceTicket:
         """Asks the host for the keys that are not here; each later call of the tier copies those that have arrived since."""
-        missing = tuple(key for key in plain_keys(keys) if self.plan.find(key) is None)[: self.slots.count]
+        missing = tuple(self.lacking(plain_keys(keys)))[: self.slots.count]
         ticket = DeviceTicket(self, missing, self.namespace.prefetch(missing, part=part))
         self._prefetches.append(ticket)
         if len(self._prefetches) > PREFETCHES_MAX:
@@ -206,7 +239,7 @@ class DeviceTier:
 
     def settle(self) -> None:
         """Ends host leases whose copies are done, and copies prefetched keys that have reached the host."""
-        self._note_arrivals()
+        self.copies.note_arrivals()
         self._take_prefetched()
 
     def report(self) -> None:
@@ -221,25 +254,22 @@ class DeviceTier:
         """Halves the slots, or more where the device has not even that memory: what stood there comes again as it is asked for.
 
         Raises LeaseError while something is leased here, CapacityError where one slot is all there is: then nothing has changed.
-        Where not even one can be made it raises that too, and the tier has none: close it.
+        Where not even one can be made it raises that too, and the tier has none, as every later call of it says: close it.
         """
-        if any(held.users for held in self.plan.held):
+        if self._passing or any(held.users for held in self.plan.held):
             raise LeaseError(f"the slots on {self.device} are in use: release their leases first")
         asked = count = self.slots.count
         if count == 1:
             raise _out_of_memory(self)
         counts = self.plan.counts
         self._prefetches.clear()
-        self._reserve_host_leases(self.namespace.lease_slots)
-        self._arriving.clear()
-        self._copies.clear()
         while count > 1:
             count //= 2
-            self.plan = self._make_plan(count)
-            self.plan.counts = counts
-            self.slots = None  # type: ignore[assignment]  # before the smaller ones take memory
+            plan = self._make_plan(count)
+            plan.counts = counts
+            self.copies.give_up(plan)  # before the smaller ones take memory
             with suppress(torch.OutOfMemoryError):
-                self.slots = DeviceSlots(self._part, count, device=self.device, copier=self._copier)
+                self.copies.take_slots(self._make_slots(count))
                 _log.warning("%s ran out of memory: %d of %d experts stand there from here on", self.device, count, asked)
                 return
         raise _out_of_memory(self)
@@ -248,11 +278,11 @@ class DeviceTier:
         """Waits for copies under way, gives every host lease back and forgets every copy."""
         while self._prefetches:
             self._prefetches.popleft().cancel()
-        self._reserve_host_leases(self.namespace.lease_slots)
+        self.copies.end_host_leases()
         self._copier.close()
         self._stop_watching()
         self.plan.clear()
-        self._free_gone()
+        self.copies.free_gone()
         self.report()
 
     def __enter__(self) -> DeviceTier:
@@ -261,91 +291,44 @@ class DeviceTier:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # --- loading ---
+    # --- visits ---
 
-    def _check(self, keys: Sequence[ExpertKey], part: str) -> tuple[ExpertKey, ...]:
-        if self.schema.part(part) != self._part:
-            raise SchemaMismatch(f"part {part!r} is never on a device; the tier holds {self._part.name!r}")
-        wanted = tuple(dict.fromkeys(plain_keys(keys)))
-        if len(wanted) > self.slots.count:
-            raise CapacityError(
-                f"{len(wanted)} keys asked of a device tier of {self.slots.count} slots on {self.device}: ask in parts, or "
-                "give DeviceTier more slots"
-            )
-        return wanted
+    def let_in(self, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
+        """Copies as many keys that pass by as there are slots for. view: the view that the visit began with."""
+        if visit.waiting and self.namespace.view_change_count != view:
+            raise StepMismatch("the namespace moved while a layer was computed: call refresh and rollback between forwards")
+        while self.plan.let_in(visit) is not None:
+            pass  # all that can have a slot now: they are asked for together
+        self.copies.fill(visit.through, timeout_s)
 
-    def _recheck(self, wanted: Sequence[ExpertKey], timeout_s: float | None) -> None:
-        """Drops those of `wanted` that stand here with other bytes than the session sees now."""
-        view = self.namespace.view_change_count
-        held = [held for key in wanted if (held := self.plan.find(key)) is not None]
-        unchecked = [one for one in held if self._copies[one].checked_at != view]
-        for start in range(0, len(unchecked), self._chunk):
-            chunk = unchecked[start : start + self._chunk]
-            with self._lease_from_host([self._copies[one].key for one in chunk], timeout_s) as host:
-                for one in chunk:
-                    copy = self._copies[one]
-                    if copy.identity == host.identity(copy.key):
-                        copy.checked_at = view
-                    else:
-                        self.plan.drop(one)
-        self._free_gone()
+    def let_out(self, visit: SlotVisit, held: Held, copy: DeviceCopy) -> None:
+        """Gives back the slot of what has passed by, whose last kernel has been given to the current stream."""
+        self.slots.end_use([copy])
+        self.plan.let_out(visit, held)
+        self.copies.free_gone([held])
 
-    def _fill(self, loads: Sequence[Held], timeout_s: float | None) -> None:
-        """Copies what was decided to load. Where it fails, what was copied stays, and the rest is given up."""
-        self._free_gone()
-        view = self.namespace.view_change_count
-        try:
-            for start in range(0, len(loads), self._chunk):
-                chunk = loads[start : start + self._chunk]
-                host = self._lease_from_host([held.key for held in chunk], timeout_s)  # type: ignore[misc]
-                mark: Mark = REACHED
-                try:
-                    for held in chunk:
-                        mark = self._place(held, host, view)
-                finally:
-                    self._host_leases.append((mark, host, len(chunk)))
-                    self._note_arrivals()
-        except BaseException:
-            for held in loads:
-                if held not in self._copies:
-                    self.plan.fail(held)
-            raise
-
-    @property
-    def _chunk(self) -> int:
-        """Keys that are leased from the host at once."""
-        return max(1, self.namespace.lease_slots // 2)
-
-    def _place(self, held: Held, host: WeightLease, view: int) -> Mark:
-        key: ExpertKey = held.key  # type: ignore[assignment]
-        fields = host[key]
-        copy = self._copies[held] = self.slots.place(key, fields, host.identity(key), checked_at=view)
-        self._arriving.append(held)
-        self._bytes_copied += sum(tensor.nbytes for tensor in fields.values())
-        return copy.ready
-
-    def _note_arrivals(self) -> None:
-        """Tells the plan which bytes are there by now, and ends the host leases that they came from."""
-        while self._arriving and ((copy := self._copies.get(self._arriving[0])) is None or copy.ready.is_reached()):
-            self.plan.arrive(self._arriving.popleft())
-        while self._host_leases and self._host_leases[0][0].is_reached():
-            self._host_leases.popleft()[1].release()
-
-    def _free_gone(self) -> None:
-        """Frees the slots of what was evicted or dropped, and is in nobody's use."""
-        for held in [held for held in self._copies if held.is_gone and not held.users]:
-            self.slots.free(self._copies.pop(held))
+    def end_visit(self, visit: SlotVisit, copies: Collection[DeviceCopy]) -> None:
+        """Ends the visit of a DeviceLease, whose last kernel has been given to the current stream."""
+        self.slots.end_use(copies)
+        for held in (*visit.held, *visit.through):
+            if held.users == 1 and not self.copies.has(held):
+                self.plan.fail(held)  # nobody has asked for its bytes
+        self.plan.end_visit(visit)
+        self._passing.discard(visit)
+        self.copies.free_gone()
+        self.settle()
 
     def _take_prefetched(self) -> None:
-        """Copies what prefetches have brought to the host, into slots that loads ahead may have."""
+        """Copies what prefetches have brought to the host, into slots that loads ahead may have: while a visit that does not fit
+        goes through, free ones alone."""
         while self._prefetches and (self._prefetches[0].is_settled or self._prefetches[0].host.done()):
             ticket = self._prefetches.popleft()
             if ticket.is_settled:
                 continue
             ticket.is_settled = True
             try:
-                loads, _ = self.plan.ahead(self._arrived(ticket))
-                self._fill(loads, timeout_s=0.0)
+                loads, _ = self.plan.ahead(self._arrived(ticket), evicting=0 if self._passing else None)
+                self.copies.fill(loads, timeout_s=0.0)
             except ParamStoreError as error:  # demand will ask again and raise the error where it matters
                 _log.warning("prefetch of %d keys to %s given up: %s", len(ticket.keys), self.device, error)
 
@@ -356,28 +339,7 @@ class DeviceTier:
         self.counts.ahead_bytes += result["bytes"]
         return ticket.keys[: len(ticket.keys) - result["skipped"]]
 
-    # --- host leases and reports ---
-
-    def _lease_from_host(self, keys: Sequence[ExpertKey], timeout_s: float | None) -> WeightLease:
-        self._reserve_host_leases(len(keys))
-        try:
-            return self.namespace.acquire(keys, timeout_s=timeout_s)
-        except LeaseError:  # others lease through this handle too, and the tier can give back the leases that it still has
-            if not self._host_leases:
-                raise
-            self._reserve_host_leases(self.namespace.lease_slots)
-            return self.namespace.acquire(keys, timeout_s=timeout_s)
-
-    def _reserve_host_leases(self, key_count: int) -> None:
-        """Waits for the oldest copies until `key_count` more keys may be leased from the host."""
-        limit = self.namespace.lease_slots - key_count
-        while self._host_leases and sum(count for _, _, count in self._host_leases) > limit:
-            mark, lease, _ = self._host_leases.popleft()
-            mark.wait_on_host()
-            lease.release()
-
     def _forget_memory(self, address: int, length_bytes: int) -> None:
         # No copy from there is under way, unless the store was closed under it: leases keep memory mapped.
-        for mark, _, _ in list(self._host_leases):
-            mark.wait_on_host()
+        self.copies.wait_for_memory()
         self._copier.forget_memory(address, length_bytes)

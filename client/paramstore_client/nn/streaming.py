@@ -1,5 +1,7 @@
 """Runs the experts of one layer from leases, part by part, forward and backward, without keeping a weight in between.
 
+Without a graph a layer is one visit, and its experts are computed with as they come. With one:
+
 - A lease is held only inside a `with`: none outlives a forward, a backward, or an error in either.
 - A tensor that autograd saves for backward and that lies in a leased slot is replaced by (expert, field, geometry) and looked up
   again under the lease that backward takes (`torch.autograd.graph.saved_tensors_hooks`). Everything else it saves is handed to
@@ -171,12 +173,20 @@ class LayerCall:
             if x_ND.requires_grad or self._wants_weights:
                 leaf = torch.zeros(()) if anchor is None else anchor
                 return _Streamed.apply(self, leaf, x_ND)  # type: ignore[no-untyped-call, no-any-return]
-        return self._forward(x_ND, self._compute)
+        return self._compute(x_ND)
 
     def record(self, x_ND: Tensor, *, wants_x: bool) -> tuple[Tensor, list[Tensor]]:
         """The experts' rows, and the activations that `differentiate` will need."""
-        y_ND = self._forward(x_ND, lambda part, weights, x: self._record_part(part, weights, x, wants_x=wants_x))
-        return y_ND, self._saved.take_activations()
+        y: list[Tensor] = []
+        for index, (part, x) in enumerate(zip(self._parts, torch.split(x_ND, [p.row_count for p in self._parts]), strict=True)):
+            with self._source.acquire(part.keys) as lease:
+                self._identities.update((key, lease.identity(key)) for key in part.keys)
+                self._prefetch_beside(part, index + 1, self._forward_hint)
+                weights = _weights_of(part, lease)
+                _check_device(part.keys[0], weights[part.blocks[0].expert], x)
+                y += self._record_part(part, weights, x, wants_x=wants_x)
+                del weights
+        return torch.cat(y), self._saved.take_activations()
 
     def differentiate(self, grad_ND: Tensor, activations: Sequence[Tensor]) -> Tensor | None:
         """Pushes every active expert's gradients, part by part; returns the gradient of the rows if it was wanted."""
@@ -196,15 +206,21 @@ class LayerCall:
                 del gradients  # before the next part makes its own
         return torch.cat(grad_x) if grad_x else None
 
-    def _forward(self, x_ND: Tensor, compute: Callable[[Part, dict[int, Mapping[str, Tensor]], Tensor], list[Tensor]]) -> Tensor:
-        y: list[Tensor] = []
-        for index, (part, x) in enumerate(zip(self._parts, torch.split(x_ND, [p.row_count for p in self._parts]), strict=True)):
-            with self._source.acquire(part.keys) as lease:
-                self._identities.update((key, lease.identity(key)) for key in part.keys)
-                self._prefetch_beside(part, index + 1, self._forward_hint)
-                weights = _weights_of(part, lease)
-                _check_device(part, weights, x)
-                y += compute(part, weights, x)
+    def _compute(self, x_ND: Tensor) -> Tensor:
+        """The experts' rows without a graph, expert by expert as they come; those that do not fit pass by."""
+        blocks = [block for part in self._parts for block in part.blocks]
+        position_of = {(self._parts[0].layer, block.expert): position for position, block in enumerate(blocks)}
+        rows, y = split_rows(x_ND, blocks), [x_ND] * len(blocks)
+        with self._source.acquire_arriving(list(position_of), may_pass=True) as lease:
+            room, does_pass = self._source.lease_slots - len(blocks), lease.passing_count > 0
+            if does_pass:  # then the last ones leave room
+                room = self._source.lease_slots // 2
+            for number, key in enumerate(lease.in_turn()):
+                if number == (len(blocks) - 1 if does_pass else 0) and (keys := self._forward_hint(room)):
+                    self._source.prefetch(keys)
+                weights, position = lease[key], position_of[key]
+                _check_device(key, weights, x_ND)
+                y[position] = self._expert_fn(rows[position], weights)
                 del weights
         return torch.cat(y)
 
@@ -214,10 +230,6 @@ class LayerCall:
         keys = self._parts[following].keys[:room] if 0 <= following < len(self._parts) else hint(room)
         if keys:
             self._source.prefetch(keys)
-
-    def _compute(self, part: Part, weights: Mapping[int, Mapping[str, Tensor]], x: Tensor) -> list[Tensor]:
-        blocks = zip(part.blocks, split_rows(x, part.blocks), strict=True)
-        return [self._expert_fn(x_tD, weights[block.expert]) for block, x_tD in blocks]
 
     def _record_part(self, part: Part, weights: dict[int, Mapping[str, Tensor]], x: Tensor, *, wants_x: bool) -> list[Tensor]:
         anchor = torch.empty(0, device=x.device, requires_grad=True)
@@ -289,13 +301,12 @@ def _weights_of(part: Part, lease: WeightLease) -> dict[int, Mapping[str, Tensor
     return {block.expert: lease[part.layer, block.expert] for block in part.blocks}
 
 
-def _check_device(part: Part, weights: Mapping[int, Mapping[str, Tensor]], x: Tensor) -> None:
-    block = part.blocks[0]
-    field, weight = next(iter(weights[block.expert].items()))
+def _check_device(key: ExpertKey, weights: Mapping[str, Tensor], x: Tensor) -> None:
+    field, weight = next(iter(weights.items()))
     if weight.device != x.device:
         raise ConfigError(
-            f"expert {(part.layer, block.expert)}: field {field!r} is leased on {weight.device}, the tokens are on "
-            f"{x.device}; give StoredExperts a DeviceTier(namespace, slots, device={str(x.device)!r})"
+            f"expert {key}: field {field!r} is leased on {weight.device}, the tokens are on {x.device}; give StoredExperts a "
+            f"DeviceTier(namespace, slots, device={str(x.device)!r})"
         )
 
 

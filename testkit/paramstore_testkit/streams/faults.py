@@ -13,6 +13,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType
+from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from paramstore_client import device
 from paramstore_client.device.copier import REACHED, Copier, CudaCopier, Mark
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
+from paramstore_client.device.tier import DeviceTier
 from paramstore_testkit.source import Function
 
 WAITS = {name for name in vars(Mark) if not name.startswith("_")} | {
@@ -109,6 +111,18 @@ def _use_over_when_begun() -> Iterator[None]:
 
 
 @contextmanager
+def _passing_unmarked() -> Iterator[None]:
+    let_out = DeviceTier.let_out
+
+    def let_out_unmarked(self: DeviceTier, *visit: Any) -> None:
+        with patch.object(DeviceSlots, "end_use", lambda self, copies: None):
+            let_out(self, *visit)
+
+    with patch.object(DeviceTier, "let_out", let_out_unmarked):
+        yield
+
+
+@contextmanager
 def _mark_before_copy() -> Iterator[None]:
     copy = CudaCopier.copy
 
@@ -125,5 +139,6 @@ FAULTS: dict[str, Fault] = {
     **waits(),
     "slots can be copied into as soon as they are made": _slots_ready_when_made,
     "a use is over when it begins": _use_over_when_begun,
+    "what passes by is overwritten without a look at its kernel": _passing_unmarked,
     "a copy's mark stands before it": _mark_before_copy,
 }

@@ -13,11 +13,12 @@ from paramstore_testkit.training.moe_models import Twin, tokens
 
 
 class StoredModel:
-    """A tiny bf16 model of a family, and what the unmodified one computes on the host."""
+    """A tiny bf16 model of a family, and what the unmodified one computes on the host. slots: default those of one layer."""
 
-    def __init__(self, family: str, kernel: str) -> None:
+    def __init__(self, family: str, kernel: str, *, slots: int = EXPERTS) -> None:
         self._name = f"{family}, {kernel}"
         self._kernel = kernel
+        self._slots = slots
         config = tiny_config(family, attn_implementation="eager")
         self._twin = Twin.of(config, kernel=kernel, dtype=torch.bfloat16, is_trained=False)
         self._prompt = tokens(length=7)
@@ -27,10 +28,10 @@ class StoredModel:
         self._dense = [(tensors, dict(tensors)) for module in modules for tensors in (module._parameters, module._buffers)]
 
     def compute(self, seed: int) -> list[str]:
-        """Computes on the device, through half the slots that the experts would fill. Tells of what the logits differ by a bit."""
+        """Computes on the device, through fewer slots than the experts would fill. Tells of what the logits differ by a bit."""
         for tensors, host in self._dense:
             tensors.update({name: tensor.to(DEVICE) for name, tensor in host.items() if tensor is not None})
-        with torch.no_grad(), DeviceTier(self._twin.namespace, EXPERTS, device=DEVICE) as tier:
+        with torch.no_grad(), DeviceTier(self._twin.namespace, self._slots, device=DEVICE) as tier:
             bind(self._twin.stored, ModelExperts(tier, anchor=None), kernel=self._kernel)
             computed = self._logits(self._twin.stored, self._prompt.to(DEVICE))
         both = zip(("prompt", "one token"), computed, self._expected, strict=True)

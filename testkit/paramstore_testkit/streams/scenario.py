@@ -28,7 +28,7 @@ SLOTS = 5
 LEASE_SLOTS = (2, 16)
 """With few, a tier waits for its host leases; with many, for hardly one, so that no such wait hides that another is missing."""
 DEVICE = torch.device("cuda", 0)
-ACTS = {"use": 8, "hold": 3, "let_go": 3, "prefetch": 4, "update": 2, "ask": 4, "unmap": 2}
+ACTS = {"use": 8, "go_through": 4, "hold": 3, "let_go": 3, "prefetch": 4, "update": 2, "ask": 4, "unmap": 2}
 
 
 class TierLife:
@@ -62,6 +62,17 @@ class TierLife:
         keys = self._keys(3)
         with self._tier.fetch(keys) as lease:
             self._compute(act, keys, lease, self._truth(keys))
+
+    def go_through(self, act: str) -> None:
+        """Computes with more keys than there are slots, as they come and pass by."""
+        keys = self._random.sample(list(self._namespace.space), self._random.randint(SLOTS + 1, len(self._namespace.space)))
+        seen = list[ExpertKey]()
+        with self._tier.acquire_arriving(keys, may_pass=True) as lease:
+            for key in lease.in_turn():
+                seen.append(key)
+                self._compute(act, [key], lease, self._truth([key]))
+        if sorted(seen) != sorted(keys):
+            self.wrong.append(f"{act}: not each key once: {seen}")
 
     def hold(self, act: str) -> None:
         """Takes a lease that stays over the next acts, in place of the one that did."""

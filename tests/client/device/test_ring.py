@@ -235,6 +235,37 @@ def test_a_ring_outside_of_its_with_is_refused() -> None:
         pass
 
 
+def test_a_ring_that_has_ended_is_not_entered_again() -> None:
+    ns = make_namespace()
+    ring = RingMemory(ns, 2)
+    with ring, ring.layer(0):
+        pass
+    ns.events.clear()
+    with pytest.raises(LeaseError, match="has ended"), ring:
+        pass
+    with pytest.raises(LeaseError, match="inside its `with`"), ring.layer(1):
+        pass
+    assert ns.events == [], "nothing was asked for, which nobody would give back"
+
+
+def test_a_layer_that_does_not_fit_goes_through_the_ring_in_one_visit() -> None:
+    ns = make_namespace(lease_slots=3)
+    with RingMemory(ns, 1) as ring:
+        for layer in (0, 1, 0):
+            keys = [(layer, expert) for expert in range(ns.experts)]
+            with ring.acquire_arriving(keys, may_pass=True) as lease:
+                assert lease.passing_count > 0
+                seen = []
+                for key in lease.in_turn():
+                    assert torch.equal(lease[key]["down"], ns.values(key)["down"])
+                    seen.append(key)
+                assert sorted(seen) == keys
+                assert lease.ahead[0] >= 0
+        assert (ring.stats.hits + ring.stats.waits, ring.stats.waits) == (3, 3)
+        assert ring.stats.wait_s > 0
+    assert ns.leased == []
+
+
 class RingTrial(Trial):
     """A seeded life of good and bad visits. A ring's rule is all the model that it needs: a visit that began is the next turn of
     its layer, one that failed is none, and only a turn that is held stands in the way of the Kth after it."""

@@ -1,5 +1,6 @@
 """The device tier on its CPU twin: a cache that never serves a stale copy and never takes a slot in use."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import AdamW
-from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, UnknownKey
+from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, StepMismatch, UnknownKey
 from paramstore.testing.memory_namespace import MemoryTicket
 from paramstore_client.device.copier import HostCopier, Mark
 from paramstore_client.device.slots import DeviceSlots
@@ -150,6 +151,114 @@ def test_an_error_of_the_host_leaves_nothing_leased_and_the_tier_usable() -> Non
         assert_holds(ns, held, KEYS[:4])
 
 
+# --- more keys than slots
+
+ALL = [(layer, expert) for layer in range(2) for expert in range(6)]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 11, 12])
+def test_any_number_of_keys_runs_through_any_number_of_slots(slots: int) -> None:
+    ns = make_namespace(lease_slots=2)
+    tier = make_tier(ns, slots)
+    for _ in range(2):
+        with tier.acquire_arriving(ALL, may_pass=True) as held:
+            seen = []
+            for key in held.in_turn():
+                assert_holds(ns, held, [key])
+                seen.append(key)
+            assert sorted(seen) == ALL
+    assert ns.leased == []
+    assert [held for held in tier.plan.held if held.users] == []
+    assert tier.slots.free_count == tier.plan.free
+
+
+def test_what_passes_by_is_gone_after_its_turn_and_what_stands_stays() -> None:
+    tier = make_tier(make_namespace())
+    use(tier, KEYS[:4])
+    copied = tier.stats.bytes_copied
+    with tier.acquire_arriving(KEYS, may_pass=True) as held:
+        assert held.passing_count == 3
+        turns = [(key, held.passes(key)) for key in held.in_turn()]
+        assert [passes for _, passes in turns] == [False] * 3 + [True] * 3
+        with pytest.raises(LeaseError, match="passes by"):
+            held[turns[-1][0]]
+        assert held[turns[0][0]]["down"] is not None
+    image_bytes = sum(value.nbytes for value in tier.namespace.values(KEYS[0]).values())
+    assert tier.stats.bytes_copied == copied + 3 * image_bytes
+    assert (tier.stats.hits, tier.stats.misses, tier.stats.passed) == (3, 4, 3)
+    assert len(set(tier.keys) & set(KEYS[:4])) == 3
+
+
+def test_a_visit_that_is_left_halfway_leaves_nothing() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns, 2)
+    with tier.acquire_arriving(KEYS, may_pass=True) as held:
+        turns = held.in_turn()
+        assert [next(turns) for _ in range(3)]
+        with pytest.raises(LeaseError, match="in use"):
+            tier.shrink()
+    with pytest.raises(LeaseError, match="was released"):
+        list(turns)
+    assert [held for held in tier.plan.held if held.users] == []
+    with tier.fetch(KEYS[:2]) as held:
+        assert_holds(ns, held, KEYS[:2])
+    assert tier.slots.free_count == tier.plan.free == 0
+    assert ns.leased == []
+
+
+def test_an_error_of_a_load_in_its_turn_leaves_a_tier_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns = make_namespace()
+    tier = make_tier(ns, 2)
+    with monkeypatch.context() as patch, tier.acquire_arriving([*KEYS[:4], (0, 99)], may_pass=True) as held:
+        patch.setattr("paramstore_client.device.device_lease.TURN_KEYS", 1)
+        with pytest.raises(UnknownKey):
+            list(held.in_turn())
+    assert [held for held in tier.plan.held if held.users] == []
+    assert tier.slots.free_count == tier.plan.free
+    with tier.acquire_arriving(KEYS, may_pass=True) as held:
+        for key in held.in_turn():
+            assert_holds(ns, held, [key])
+    assert ns.leased == []
+
+
+def test_a_view_that_changes_under_a_visit_that_goes_through_ends_it() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns, 2)
+    with tier.acquire_arriving(KEYS, may_pass=True) as held:
+        turns = held.in_turn()
+        next(turns)
+        update(ns, KEYS[:1])
+        with pytest.raises(StepMismatch, match="moved while a layer was computed"):
+            list(turns)
+    assert ns.leased == []
+
+
+def test_what_was_not_loaded_yet_is_loaded_by_whoever_asks_first() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns, 6)
+    with tier.acquire_arriving(KEYS[:3]) as held:
+        assert ns.events == [], "nothing was asked for"
+        with tier.fetch(KEYS[1:2]) as other:
+            assert_holds(ns, other, KEYS[1:2])
+        assert list(held.in_turn()) == [KEYS[1], KEYS[0], KEYS[2]], "what is there comes first"
+        assert_holds(ns, held, KEYS[:3])
+    with tier.acquire_arriving(KEYS[3:5]):
+        pass
+    assert (tier.counts.failed, sorted(tier.keys)) == (2, KEYS[:3]), "what nobody asked for was not loaded"
+
+
+def test_loads_ahead_take_free_slots_alone_while_a_visit_goes_through() -> None:
+    ns = make_namespace()
+    tier = make_tier(ns)
+    with tier.acquire_arriving(KEYS, may_pass=True) as held:
+        for key in held.in_turn():
+            tier.prefetch([(1, 0), (1, 1)])
+            assert_holds(ns, held, [key])
+        assert {(1, 0), (1, 1)} & set(tier.keys) == set()
+    tier.prefetch([(1, 0)])
+    assert (1, 0) in tier.keys
+
+
 class LateMark:
     """Reached when somebody waits on the host for it, or for a later one of the same stream."""
 
@@ -213,7 +322,7 @@ def test_a_released_lease_and_a_foreign_key_are_refused() -> None:
 def test_a_slot_that_was_given_away_is_never_read() -> None:
     tier = make_tier(make_namespace(), 1)
     with tier.fetch(KEYS[:1]):
-        (copy,) = tier._copies.values()
+        (copy,) = tier.copies._copies.values()
     use(tier, KEYS[1:2])
     with pytest.raises(LeaseError, match="was given away"):
         tier.slots.views(copy)
@@ -358,3 +467,28 @@ def test_cuda_device_where_there_is_none_is_a_clear_error() -> None:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(ConfigError, match=r"device='cuda': torch .* finds no CUDA device here"):
             DeviceTier(make_namespace(), 1, device="cuda")
+
+
+def test_a_tier_for_which_no_slot_could_be_made_says_so_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns = make_namespace()
+
+    def full(*_: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with make_tier(ns) as tier:
+        use(tier, KEYS[:2])
+        monkeypatch.setattr(DeviceSlots, "__init__", full)
+        with pytest.raises(CapacityError, match="slots have no more to give"):
+            tier.shrink()
+        counts = tier.stats
+        uses: list[Callable[[], object]] = [
+            lambda: tier.acquire(KEYS[:1]), lambda: tier.fetch(KEYS[:1]), lambda: tier.acquire_arriving(KEYS, may_pass=True),
+            lambda: tier.prefetch(KEYS[:1]), lambda: tier.lease_slots, lambda: tier.slots, tier.describe, tier.shrink,
+            lambda: StoredExperts(tier, 0),
+        ]  # fmt: skip
+        for call in uses:
+            with pytest.raises(CapacityError, match="has no slots since memory ran out"):
+                call()
+        assert (tier.keys, tier.has(KEYS[:1]), tier.stats) == ([], False, counts)
+    assert ns.leased == []
+    assert ns.device_reports[-1] == ([], KEYS[:2], 0)

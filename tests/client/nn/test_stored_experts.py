@@ -3,7 +3,9 @@
 # T tokens, K experts per token, D model
 # ruff: noqa: N803, N806 - shape suffixes, as the legend says
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,19 @@ from torch.utils.checkpoint import checkpoint
 
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import ConfigError, UnknownKey
+from paramstore.policy.make import SLOT_POLICIES
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.device.buffer import ExpertBuffer
+from paramstore_client.device.copier import HostCopier, Mark
+from paramstore_client.device.ring import RingMemory
 from paramstore_client.device.tier import DeviceTier
-from paramstore_client.nn import StoredExperts, swiglu
+from paramstore_client.nn import ExpertSchedule, ResidentExperts, StoredExperts, swiglu
+from paramstore_client.recorder import TraceRecorder
 from paramstore_testkit.training.small_experts import (
     EXPERTS,
     HIDDEN,
     TOP_K,
+    Model,
     assert_pending_equal,
     assert_same_as_resident,
     make_namespace,
@@ -175,6 +184,65 @@ def test_saving_activations_elsewhere_changes_no_bit() -> None:
     ns = make_namespace(lease_slots=4)
     with save_on_cpu():
         assert_same_as_resident(ns, make_stored(ns), make_resident(ns), make_tokens())
+
+
+# --- without a graph: more experts than slots
+
+
+class CountingCopier(HostCopier):
+    """Counts the bytes that it copies."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
+        self.bytes += sum(target.nbytes for target, _ in fields)
+        return super().copy(fields, after=after)
+
+
+@pytest.mark.parametrize("policy", SLOT_POLICIES)
+@pytest.mark.parametrize(("kind", "passing"), [("host", 8), ("device", 4)])
+def test_dispatches_of_twice_the_slots_find_nine_tenths_of_what_can_stand(
+    kind: str, passing: int, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 experts on 32 slots, again and again: by the bytes that were leased, or copied to the device."""
+    copier = CountingCopier()
+    monkeypatch.setattr("paramstore_client.device.tier.make_copier", lambda *arguments, **options: copier)
+    rounds, experts, slots = 20, 64, 32
+    ns = MemoryNamespace.of_swiglu(layers=1, experts=experts, hidden=4, inner=4, lease_slots=experts, is_trainable=False)
+    x_TD, ids_TK, gate_TK = torch.randn(experts, 4), torch.arange(experts)[:, None], torch.ones(experts, 1)
+    expected = ResidentExperts([ns.values((0, expert)) for expert in range(experts)])(x_TD, ids_TK, gate_TK)
+    expert_bytes = sum(value.nbytes for value in ns.values((0, 0)).values())
+    source = ExpertBuffer(ns, slots, policy=policy) if kind == "host" else DeviceTier(ns, slots, device="cpu", policy=policy)
+    with source, torch.no_grad():
+        for _ in range(rounds):
+            assert torch.equal(StoredExperts(source, 0)(x_TD, ids_TK, gate_TK), expected)
+        leased = sum(len(keys) for _, keys in ns.happened("acquire"))
+        moved = leased if kind == "host" else copier.bytes / expert_bytes
+        uses, bound = rounds * experts, (slots - passing) / experts
+        assert 0.9 * bound <= 1 - moved / uses <= bound
+        assert moved == source.counts.loads == uses - source.counts.hits
+    assert ns.leased == []
+    assert ns.leased_keys_max <= slots
+
+
+@pytest.mark.parametrize("lease_slots", [64, 4, 1])
+@pytest.mark.parametrize("kind", ["namespace", "recorder", "buffer", "ring", "tier"])
+def test_every_source_gives_the_bits_of_resident_experts_without_a_graph(kind: str, lease_slots: int) -> None:
+    ns = make_namespace(lease_slots=lease_slots)
+    sources: dict[str, Callable[[], Any]] = {
+        "namespace": lambda: nullcontext(ns), "recorder": lambda: nullcontext(TraceRecorder(ns)),
+        "buffer": lambda: ExpertBuffer(ns, max(1, lease_slots - 1)), "ring": lambda: RingMemory(ns, 1),
+        "tier": lambda: DeviceTier(ns, 2, device="cpu"),
+    }  # fmt: skip
+    with sources[kind]() as source, torch.no_grad():
+        for seed in range(2):
+            x_TD = make_tokens(seed=seed)
+            group = ExpertSchedule()
+            stored = Model([StoredExperts(source, layer, group=group) for layer in ns.layers])
+            assert torch.equal(stored(x_TD), make_resident(ns)(x_TD))
+    assert ns.leased == []
+    assert ns.leased_keys_max <= lease_slots
 
 
 # --- what is pushed

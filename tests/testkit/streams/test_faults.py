@@ -30,7 +30,7 @@ def test_waits_are_found_in_methods_and_functions_but_not_what_an_assert_asks_or
 
 
 def test_every_layer_of_the_device_code_has_waits_to_take_away() -> None:
-    assert {name.partition(".")[0] for name in waits()} == {"copier", "slots", "tier"}
+    assert {name.partition(".")[0] for name in waits()} == {"copier", "copies", "slots"}
 
 
 def test_a_wait_is_taken_away_inside_the_block_alone() -> None:

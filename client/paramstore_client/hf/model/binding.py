@@ -145,7 +145,7 @@ class LayerExperts(Unpicklable):
             with suppress(torch.OutOfMemoryError):
                 return call(on_device).run((hidden_TH, gate_TK))
             on_device.shrink()  # outside of the block: the error keeps its frames' tensors
-        if self._may_hold(kernel, device, len(keys)):
+        if self._may_hold(kernel, device):
             ahead = partial(self._model.ahead, self.layer, dispatch, hidden_TH)
             held = HeldSupply(self._model.source, keys, buffers=self._model.buffers, ahead=ahead)
             with suppress(LeaseError):  # another thread's forward holds too many: side by side they come in parts
@@ -158,17 +158,20 @@ class LayerExperts(Unpicklable):
         return call(supply).run((hidden_TH, gate_TK))
 
     def _on_device(self, dispatch: Dispatch, hidden_TH: Tensor) -> DeviceSupply | None:
-        """The supply of a forward that can compute in the slots of a device tier, all experts at once."""
+        """The supply of a forward that can compute in the slots of a device tier."""
         tier, kernel = self._model.source, self._kernel
         assert kernel is not None, "a registry module has a kernel"
         if not isinstance(tier, DeviceTier) or not may_supply(tier, kernel, hidden_TH, len(dispatch.experts)):
             return None
-        return DeviceSupply(tier, self.layer, dispatch, kernel=kernel, forward_hint=self._forward_hint(dispatch, hidden_TH))
+        return DeviceSupply(
+            tier, self.layer, dispatch, hidden_TH, kernel=kernel, buffers=self._model.buffers,
+            forward_hint=self._forward_hint(dispatch, hidden_TH),
+        )  # fmt: skip
 
-    def _may_hold(self, kernel: Kernel, device: torch.device, count: int) -> bool:
-        """Whether the kernel can use the weights of `count` experts where they lie."""
+    def _may_hold(self, kernel: Kernel, device: torch.device) -> bool:
+        """Whether the kernel can use the weights where they lie, in host memory."""
         is_plain = kernel.is_grouped and device.type == "cpu" and not torch.is_grad_enabled()
-        return is_plain and (isinstance(self._model.source, HostSlots) or count <= self._model.source.lease_slots)
+        return is_plain and not isinstance(self._model.source, DeviceTier)
 
     def _forward_hint(self, dispatch: Dispatch, hidden_TH: Tensor) -> Hint:
         return partial(self._model.after_forward, self.layer, dispatch, hidden_TH, records=torch.is_grad_enabled())

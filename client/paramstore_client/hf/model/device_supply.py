@@ -2,9 +2,10 @@
 
 - All keys of the layer are one visit of the tier, which ends when the kernel has been given to the stream.
 - A kernel that takes rows of a weight by expert computes on the slots themselves, [S, ...] per field: ids are slot numbers, and
-  slots of other experts have no rows. So does `batched_mm` everywhere, and `grouped_mm` where that multiplies groups in one
-  launch: bfloat16, compute capability 9.0 or more, fewer than GROUPS_MAX slots, rows of whole 16 bytes. Elsewhere `grouped_mm`
+  slots of other experts have no rows. So does `batched_mm` where it casts nothing, and `grouped_mm` where that multiplies groups in
+  one launch: bfloat16, compute capability 9.0 or more, fewer than GROUPS_MAX slots, rows of whole 16 bytes. Elsewhere `grouped_mm`
   multiplies views of the slots, one mm a group, with the counts that the host knows; the module's own loop indexes views.
+- A layer of more experts than slots runs through them: both kernels take the experts one after the other, as they come.
 - The host waits for nothing: slot numbers go to the device from pinned memory.
 
 Proven on the simulated device and its twin on the CPU; it has never run on a GPU. There `grouped_mm` chooses its tiles by rows and
@@ -18,7 +19,7 @@ groups, so with S slots bits may differ from those with the model's own number o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -26,11 +27,12 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
-from paramstore_client.device.device_lease import DeviceLease
 from paramstore_client.device.tier import DeviceTier
+from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.dispatch import Dispatch
-from paramstore_client.hf.model.kernels import ExpertStack, Kernel, PlacedField
+from paramstore_client.hf.model.kernels import ExpertStack, Kernel
 from paramstore_client.hf.model.layer_call import WeightsOf
+from paramstore_client.hf.model.layer_weights import LayerWeights
 from paramstore_client.hf.model.lease_window import Hint
 from paramstore_client.hf.model.weight_sources import ForwardSupply
 
@@ -43,29 +45,39 @@ ROW_BYTES = 16
 
 
 class DeviceSupply(ForwardSupply):
-    """The weights of one visit of a tier. A holder is the position of an expert, or None for all."""
+    """The weights of one visit of a tier, for tokens `x`. A holder is the position of an expert, or None for all."""
 
-    def __init__(self, tier: DeviceTier, layer: int, dispatch: Dispatch, *, kernel: Kernel, forward_hint: Hint) -> None:
+    def __init__(
+        self, tier: DeviceTier, layer: int, dispatch: Dispatch, x: Tensor, *, kernel: Kernel, buffers: CompactBuffers,
+        forward_hint: Hint,
+    ) -> None:  # fmt: skip
         self._keys: list[ExpertKey] = [(layer, expert) for expert in dispatch.experts]
         self._hint = forward_hint
         self._tier = tier
         self._dispatch = dispatch
         self._kernel = kernel
+        self._casts = any(field.itemsize > x.itemsize for field in tier.slots.fields.values())
+        self._buffers = buffers
         self._slots: Tensor | None = None
 
     @contextmanager
     def forward_pass(self) -> Iterator[WeightsOf]:
-        with self._tier.acquire(self._keys) as lease:
-            hints = self._hint(self._tier.lease_slots - len(self._keys))
-            if ahead := [key for key in hints if self._tier.plan.find(key) is None]:
-                self._tier.prefetch(ahead)
-            if self._kernel.is_streamed:
-                yield lambda position: lease[self._keys[position]]
-            elif _computes_on_slots(self._kernel, self._tier):
-                self._slots = _on_device([lease.slot(key) for key in self._keys], self._tier.device)
-                yield lambda holder: self._tier.slots.fields
+        keys, tier, kernel = self._keys, self._tier, self._kernel
+        with ExitStack() as lent, tier.acquire_arriving(keys, may_pass=True) as lease:
+            is_on_slots = not lease.passing_count and _computes_on_slots(kernel, tier, casts=self._casts)
+            if kernel.is_streamed or is_on_slots:
+                lease.load()
+            if ahead := tier.lacking(self._hint(max(0, tier.lease_slots - len(keys)))):
+                tier.prefetch(ahead)
+            if kernel.is_streamed:
+                yield lambda position: lease[keys[position]]
+            elif is_on_slots:
+                self._slots = _on_device([lease.slot(key) for key in keys], tier.device)
+                yield lambda holder: tier.slots.fields
             else:
-                stacks = self._stacks(lease)
+                weights = LayerWeights(lease, keys, self._buffers, lent, device=tier.device)
+                ends, fields = list(accumulate(self._dispatch.counts)), tier.schema.part("param").fields
+                stacks: Any = {field.name: ExpertStack(weights.field(field), ends=ends) for field in fields}
                 yield lambda holder: stacks
 
     def shrink(self) -> None:
@@ -80,24 +92,20 @@ class DeviceSupply(ForwardSupply):
             return positions_TK, len(self._keys)
         return self._slots[positions_TK], self._tier.slots.count
 
-    def _stacks(self, lease: DeviceLease) -> Any:  # stands for Fields, as far as grouped_mm asks
-        ends = list(accumulate(self._dispatch.counts))
-        views = [lease[key] for key in self._keys]
-        names = self._tier.slots.fields
-        return {name: ExpertStack(PlacedField([fields[name] for fields in views]), ends=ends) for name in names}
-
 
 def may_supply(tier: DeviceTier, kernel: Kernel, x: Tensor, count: int) -> bool:
-    """Whether `kernel` can compute with `count` experts of the tier where they lie, on tokens `x`, all at once."""
-    fits = x.device == tier.device and not torch.is_grad_enabled() and count <= tier.lease_slots
-    if kernel.name == "batched_mm":  # which would cast all slots
-        return fits and all(field.itemsize <= x.itemsize for field in tier.slots.fields.values())
-    return fits and (kernel.is_streamed or kernel.name == "grouped_mm")
+    """Whether `kernel` can compute with `count` experts of the tier where they lie, on tokens `x`: the module's own loop, which
+    takes them in an order of its own, only with all at once."""
+    if x.device != tier.device or torch.is_grad_enabled():
+        return False
+    return count <= tier.lease_slots if kernel.is_streamed else kernel.name != "eager"
 
 
-def _computes_on_slots(kernel: Kernel, tier: DeviceTier) -> bool:
-    if kernel.name == "batched_mm" or tier.device.type != "cuda":
-        return kernel.name == "batched_mm"
+def _computes_on_slots(kernel: Kernel, tier: DeviceTier, *, casts: bool) -> bool:
+    if kernel.name == "batched_mm":
+        return not casts  # of all slots, whoever is in them
+    if tier.device.type != "cuda":
+        return False
     matrices = [field for field in tier.slots.fields.values() if field.dim() == 3]
     is_legal = all(field.dtype == torch.bfloat16 and field.stride(1) * field.itemsize % ROW_BYTES == 0 for field in matrices)
     capability = torch.cuda.get_device_capability(tier.device)

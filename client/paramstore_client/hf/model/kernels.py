@@ -1,12 +1,12 @@
 """Chooses the kernel of transformers that runs a layer's experts; it sees the module with the active experts' weights alone.
 
 "eager" is the module's own loop; it indexes a field by expert, so its weights are served expert by expert without a copy
-(`ExpertIndex`). "grouped_mm" without a graph, on the CPU, multiplies the experts where they lie (`ExpertStack`). Else it,
-"batched_mm", and a loop that does more than index, get one tensor per field.
+(`ExpertIndex`). "grouped_mm" without a graph, on the CPU, multiplies the experts where they lie (`ExpertStack`), and so do it and
+"batched_mm" in slots of a device. Else both, and a loop that does more than index, get one tensor per field.
 """
 
 # N rows, n experts, H hidden
-# ruff: noqa: N803 - shape suffixes, as the legend says
+# ruff: noqa: N803, N806 - shape suffixes, as the legend says
 
 from __future__ import annotations
 
@@ -107,20 +107,6 @@ class StackedField(Protocol):
         ...
 
 
-class PlacedField:
-    """One field whose tensors are all there: a `StackedField`."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.dtype, self.device, self.shape = tensors[0].dtype, tensors[0].device, tuple(tensors[0].shape)
-        self._tensors = list(tensors)
-
-    def in_turn(self) -> Iterator[tuple[int, Tensor]]:
-        return enumerate(self._tensors)
-
-    def gathered(self) -> list[Tensor]:
-        return self._tensors
-
-
 class ExpertStack:
     """n experts' tensors of one field, as what `grouped_mm` calls a weight, [n, ...], without a copy.
 
@@ -152,8 +138,16 @@ class ExpertStack:
         return ExpertStack(self._field, dtype=self.dtype, is_transposed=not self._is_transposed, ends=self._ends)
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """Rows by position in the stack, as biases are taken: a copy."""
-        return torch.stack([tensor.to(self.dtype) for tensor in self._field.gathered()])[index]
+        """Rows by position in the stack, index [N], as biases are taken, and all that `batched_mm` takes: a copy. With `ends`, of
+        as many rows of each position as they say."""
+        if self._ends is None:
+            return torch.stack([tensor.to(self.dtype) for tensor in self._field.gathered()])[index]
+        rows = torch.empty((len(index), *self._field.shape), dtype=self.dtype, device=self.device)
+        order_N = index.argsort(stable=True)
+        for position, tensor in self._field.in_turn():
+            start = self._ends[position - 1] if position else 0
+            rows[order_N[start : self._ends[position]]] = tensor.to(self.dtype)
+        return rows
 
     def grouped_mm(self, x_NH: Tensor, offsets_n: Tensor) -> Tensor:
         """[N, ...] of x [N, H]: rows from offsets[i - 1] to offsets[i] times expert i. What lies behind the last is not set."""

@@ -15,18 +15,23 @@ from torch import Tensor
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Field
 from paramstore.errors import LeaseError
-from paramstore_client.device.standing_lease import StandingLease
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
-from paramstore_client.source import WeightLease
+from paramstore_client.source import ArrivingLease
+
+CPU = torch.device("cpu")
 
 
 class LayerWeights:
     """Owner of the order in which the experts of one forward came, and of the copies of those that passed by.
 
-    lease: of `keys`. lent: ends the use of the copies' memory.
+    lease: of `keys`. lent: ends the use of the copies' memory. device: where the weights are.
     """
 
-    def __init__(self, lease: WeightLease, keys: Sequence[ExpertKey], buffers: CompactBuffers, lent: ExitStack) -> None:
+    def __init__(
+        self, lease: ArrivingLease, keys: Sequence[ExpertKey], buffers: CompactBuffers, lent: ExitStack, *,
+        device: torch.device = CPU,
+    ) -> None:  # fmt: skip
+        self.device = device
         self._lease = lease
         self._keys = keys
         self._buffers = buffers
@@ -69,21 +74,16 @@ class LayerWeights:
         """Each position with its fields, as they come; what passes by is copied after its turn, but for one field."""
         position_of = {key: position for position, key in enumerate(self._keys)}
         lease = self._lease
-        if not isinstance(lease, StandingLease):
-            for key, position in position_of.items():
-                self._order.append(position)
-                yield position, lease[key]
-        else:
-            if count := lease.passing_count:
-                self._copies = self._lent.enter_context(self._buffers.lent(count, torch.device("cpu"), without=without))
-            for key in lease.in_turn():
-                position, fields, passes = position_of[key], lease[key], lease.passes(key)
-                self._order.append(position)
-                yield position, fields
-                if passes:
-                    row = self._row[position] = len(self._row)
-                    for name, copies in self._copies.items():
-                        copies[row].copy_(fields[name])
+        if count := lease.passing_count:
+            self._copies = self._lent.enter_context(self._buffers.lent(count, self.device, without=without))
+        for key in lease.in_turn():
+            position, fields, passes = position_of[key], lease[key], lease.passes(key)
+            self._order.append(position)
+            yield position, fields
+            if passes:
+                row = self._row[position] = len(self._row)
+                for name, copies in self._copies.items():
+                    copies[row].copy_(fields[name])
         self._has_come = True
 
 
@@ -92,7 +92,7 @@ class LeasedField:
 
     def __init__(self, weights: LayerWeights, field: Field) -> None:
         self.dtype: torch.dtype = getattr(torch, field.dtype)
-        self.device = torch.device("cpu")
+        self.device = weights.device
         self.shape = field.shape
         self._weights = weights
         self._name = field.name

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.errors import ConfigError, ParamStoreError
-from paramstore_client.device.host_slots import HostSlots
-from paramstore_client.device.standing_lease import StandingLease
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.kernels import ExpertStack
 from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
@@ -207,10 +205,8 @@ class HeldSupply(ForwardSupply):
     @contextmanager
     def forward_pass(self) -> Iterator[WeightsOf]:
         keys, source = self._keys, self._source
-        lease = source.acquire_arriving(keys, may_pass=True) if isinstance(source, HostSlots) else source.acquire(keys)
-        with lease, ExitStack() as lent:
-            found = lease.ahead if isinstance(lease, StandingLease) else (0, 0)
-            if ahead := self._ahead(found, source.lease_slots):
+        with source.acquire_arriving(keys, may_pass=True) as lease, ExitStack() as lent:
+            if ahead := self._ahead(lease.ahead, source.lease_slots):
                 try:
                     source.prefetch(ahead)
                 except ParamStoreError as error:  # demand will ask again and raise the error where it matters

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 SLOTS = (16, 8, 3)
-"""All experts of two layers; one layer's; fewer than a layer asks for, which come in parts."""
+"""All experts of two layers; one layer's; fewer than a layer asks for, so that some pass by."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def test_nothing_is_copied_nor_asked_for_where_all_stand(kernel: str, monkeypatc
     with tier_of(twin, 16, kernel) as tier, torch.no_grad():
         expected = twin.stored(tokens()).logits
         monkeypatch.setattr("paramstore_client.hf.model.compact_buffers.CompactBuffers.filled", None)
-        monkeypatch.setattr("paramstore_client.device.tier.DeviceTier._lease_from_host", None)
+        monkeypatch.setattr("paramstore_client.device.copies.DeviceCopies._lease_from_host", None)
         twin.namespace.events.clear()
         copied = tier.stats.bytes_copied
         assert torch.equal(twin.stored(tokens()).logits, expected)

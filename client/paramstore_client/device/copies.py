@@ -1,0 +1,168 @@
+"""The copies in a device tier's slots, and how they come there: from leases on host memory, which end as soon as the copies from
+them are done.
+
+- At most `lease_slots` of the namespace's keys are leased meanwhile, half of them at once, so that copies and loads overlap.
+- A copy is current if its identity (epoch, version) is the one that the session sees now.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from paramstore.core.key import ExpertKey
+from paramstore.errors import CapacityError, LeaseError
+from paramstore.policy.slot_plan import SlotPlan
+from paramstore.policy.slot_visit import Held
+from paramstore_client.device.copier import REACHED, Mark
+from paramstore_client.device.slots import DeviceCopy, DeviceSlots
+from paramstore_client.source import HostSource, WeightLease
+
+
+class DeviceCopies:
+    """Carries out what a plan decides. Owner of the slots, of the copies in them, and of the host leases under way."""
+
+    def __init__(self, namespace: HostSource, plan: SlotPlan, slots: DeviceSlots) -> None:
+        self.bytes_copied = 0
+        self.plan = plan
+        self._namespace = namespace
+        self._device = slots.device
+        self._slots: DeviceSlots | None = slots
+        self._copies: dict[Held, DeviceCopy] = {}
+        self._arriving: deque[Held] = deque()
+        """What was copied and is not known to be there, in the order of the copies."""
+        self._host_leases: deque[tuple[Mark, WeightLease, int]] = deque()
+
+    @property
+    def slots(self) -> DeviceSlots:
+        """The slots. Raises CapacityError after memory for not even one was found."""
+        if self._slots is None:
+            raise CapacityError(
+                f"the device tier on {self._device} has no slots since memory ran out there: close it, and make one of fewer slots"
+            )
+        return self._slots
+
+    @property
+    def keys(self) -> list[ExpertKey]:
+        """The keys whose copies are there, or are on their way."""
+        return [copy.key for held, copy in self._copies.items() if not held.is_gone]
+
+    @property
+    def host_keys(self) -> int:
+        """Most keys that are leased from the host at once."""
+        return max(1, self._namespace.lease_slots // 2)
+
+    def give_up(self, plan: SlotPlan) -> None:
+        """Waits for the copies under way, and forgets all of them, and the slots: `plan` has none until it is given some."""
+        self.end_host_leases()
+        self._arriving.clear()
+        self._copies.clear()
+        self.plan, self._slots = plan, None
+
+    def take_slots(self, slots: DeviceSlots) -> None:
+        """Has the slots that the plan decides on, after `give_up`."""
+        self._slots = slots
+
+    def has(self, held: Held) -> bool:
+        """Whether `held` has a copy, which may be on its way."""
+        return held in self._copies
+
+    def is_current(self, held: Held) -> bool:
+        """Whether the bytes of `held` are in its slot, and were compared in the present view."""
+        return held.is_ready and self._copies[held].checked_at == self._namespace.view_change_count
+
+    def recheck(self, wanted: Sequence[ExpertKey], timeout_s: float | None) -> None:
+        """Drops those of `wanted` that stand here with other bytes than the session sees now."""
+        view = self._namespace.view_change_count
+        held = [held for key in wanted if (held := self.plan.find(key)) is not None and held in self._copies]
+        unchecked = [one for one in held if self._copies[one].checked_at != view]
+        for start in range(0, len(unchecked), self.host_keys):
+            chunk = unchecked[start : start + self.host_keys]
+            with self._lease_from_host([self._copies[one].key for one in chunk], timeout_s) as host:
+                for one in chunk:
+                    copy = self._copies[one]
+                    if copy.identity == host.identity(copy.key):
+                        copy.checked_at = view
+                    else:
+                        self.plan.drop(one)
+        self.free_gone()
+
+    def fill(self, loads: Sequence[Held], timeout_s: float | None) -> None:
+        """Copies those of `loads` that were not copied yet. Where it fails, what was copied stays, and the rest is given up."""
+        loads = [held for held in loads if held not in self._copies]
+        if not loads:
+            return
+        self.free_gone()
+        view = self._namespace.view_change_count
+        try:
+            for start in range(0, len(loads), self.host_keys):
+                chunk = loads[start : start + self.host_keys]
+                host = self._lease_from_host([held.key for held in chunk], timeout_s)  # type: ignore[misc]
+                mark: Mark = REACHED
+                try:
+                    for held in chunk:
+                        mark = self._place(held, host, view)
+                finally:
+                    self._host_leases.append((mark, host, len(chunk)))
+                    self.note_arrivals()
+        except BaseException:
+            for held in loads:
+                if held not in self._copies:
+                    self.plan.fail(held)
+            raise
+
+    def begin_use(self, used: Sequence[Held], timeout_s: float | None) -> list[DeviceCopy]:
+        """The copies of `used`, made where there are none; the caller's current stream goes on only after they are there."""
+        self.fill(used, timeout_s)
+        copies = [self._copies[held] for held in used]
+        self.slots.begin_use(copies)
+        return copies
+
+    def note_arrivals(self) -> None:
+        """Tells the plan which bytes are there by now, and ends the host leases that they came from."""
+        while self._arriving and ((copy := self._copies.get(self._arriving[0])) is None or copy.ready.is_reached()):
+            self.plan.arrive(self._arriving.popleft())
+        while self._host_leases and self._host_leases[0][0].is_reached():
+            self._host_leases.popleft()[1].release()
+
+    def free_gone(self, among: Iterable[Held] | None = None) -> None:
+        """Frees the slots of what was evicted or dropped, and is in nobody's use. among: where to look; default everywhere."""
+        looked_at = list(self._copies if among is None else among)
+        for held in looked_at:
+            if held.is_gone and not held.users and held in self._copies:
+                self.slots.free(self._copies.pop(held))
+
+    def end_host_leases(self) -> None:
+        """Waits on the host for the copies under way, and gives every host lease back."""
+        self._reserve(self._namespace.lease_slots)
+
+    def wait_for_memory(self) -> None:
+        """Waits on the host until no copy reads host memory any more."""
+        for mark, _, _ in list(self._host_leases):
+            mark.wait_on_host()
+
+    def _place(self, held: Held, host: WeightLease, view: int) -> Mark:
+        key: ExpertKey = held.key  # type: ignore[assignment]
+        fields = host[key]
+        copy = self._copies[held] = self.slots.place(key, fields, host.identity(key), checked_at=view)
+        self._arriving.append(held)
+        self.bytes_copied += sum(tensor.nbytes for tensor in fields.values())
+        return copy.ready
+
+    def _lease_from_host(self, keys: Sequence[ExpertKey], timeout_s: float | None) -> WeightLease:
+        self._reserve(len(keys))
+        try:
+            return self._namespace.acquire(keys, timeout_s=timeout_s)
+        except LeaseError:  # others lease through this handle too, and the tier can give back the leases that it still has
+            if not self._host_leases:
+                raise
+            self.end_host_leases()
+            return self._namespace.acquire(keys, timeout_s=timeout_s)
+
+    def _reserve(self, key_count: int) -> None:
+        """Waits for the oldest copies until `key_count` more keys may be leased from the host."""
+        limit = self._namespace.lease_slots - key_count
+        while self._host_leases and sum(count for _, _, count in self._host_leases) > limit:
+            mark, lease, _ = self._host_leases.popleft()
+            mark.wait_on_host()
+            lease.release()
