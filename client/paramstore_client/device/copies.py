@@ -8,7 +8,7 @@ them are done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from paramstore.core.key import ExpertKey
 from paramstore.errors import CapacityError, LeaseError
@@ -125,12 +125,10 @@ class DeviceCopies:
         while self._host_leases and self._host_leases[0][0].is_reached():
             self._host_leases.popleft()[1].release()
 
-    def free_gone(self, among: Iterable[Held] | None = None) -> None:
-        """Frees the slots of what was evicted or dropped, and is in nobody's use. among: where to look; default everywhere."""
-        looked_at = list(self._copies if among is None else among)
-        for held in looked_at:
-            if held.is_gone and not held.users and held in self._copies:
-                self.slots.free(self._copies.pop(held))
+    def free_gone(self) -> None:
+        """Frees the slots of what was evicted or dropped or has passed by, and is in nobody's use."""
+        for held in [held for held in self._copies if held.is_gone and not held.users]:
+            self.slots.free(self._copies.pop(held))
 
     def end_host_leases(self) -> None:
         """Waits on the host for the copies under way, and gives every host lease back."""

@@ -305,7 +305,6 @@ class DeviceTier:
         """Gives back the slot of what has passed by, whose last kernel has been given to the current stream."""
         self.slots.end_use([copy])
         self.plan.let_out(visit, held)
-        self.copies.free_gone([held])
 
     def end_visit(self, visit: SlotVisit, copies: Collection[DeviceCopy]) -> None:
         """Ends the visit of a DeviceLease, whose last kernel has been given to the current stream."""

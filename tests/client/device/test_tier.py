@@ -192,11 +192,13 @@ def test_what_passes_by_is_gone_after_its_turn_and_what_stands_stays() -> None:
 def test_a_visit_that_is_left_halfway_leaves_nothing() -> None:
     ns = make_namespace()
     tier = make_tier(ns, 2)
+    use(tier, [(1, 0), (1, 1)])
     with tier.acquire_arriving(KEYS, may_pass=True) as held:
-        turns = held.in_turn()
-        assert [next(turns) for _ in range(3)]
+        assert (held.passing_count, [one for one in tier.plan.held if one.users]) == (6, [])
         with pytest.raises(LeaseError, match="in use"):
             tier.shrink()
+        turns = held.in_turn()
+        assert [next(turns) for _ in range(3)]
     with pytest.raises(LeaseError, match="was released"):
         list(turns)
     assert [held for held in tier.plan.held if held.users] == []
@@ -250,13 +252,16 @@ def test_what_was_not_loaded_yet_is_loaded_by_whoever_asks_first() -> None:
 def test_loads_ahead_take_free_slots_alone_while_a_visit_goes_through() -> None:
     ns = make_namespace()
     tier = make_tier(ns)
+    use(tier, [(1, 4), (1, 5)])
     with tier.acquire_arriving(KEYS, may_pass=True) as held:
         for key in held.in_turn():
-            tier.prefetch([(1, 0), (1, 1)])
+            if key != KEYS[-1]:  # then its slot is free
+                tier.prefetch([(1, 0), (1, 1)])
             assert_holds(ns, held, [key])
+        assert {(1, 4), (1, 5)} <= set(tier.keys)
         assert {(1, 0), (1, 1)} & set(tier.keys) == set()
-    tier.prefetch([(1, 0)])
-    assert (1, 0) in tier.keys
+    tier.prefetch([(1, 0), (1, 1)])
+    assert {(1, 0), (1, 1)} <= set(tier.keys)
 
 
 class LateMark:

@@ -59,6 +59,21 @@ def test_nothing_is_copied_nor_asked_for_where_all_stand(kernel: str, monkeypatc
         assert (tier.stats.bytes_copied, twin.namespace.events) == (copied, [])
 
 
+@pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
+def test_layers_of_more_experts_than_slots_pass_by_and_are_not_copied_side_by_side(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, is_trained=False)
+    monkeypatch.setattr("paramstore_client.hf.model.compact_buffers.CompactBuffers.filled", None)
+    image = sum(value.nbytes for value in twin.namespace.values((0, 0)).values())
+    with tier_of(twin, 3, kernel) as tier, torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(twin.stored(tokens()).logits, twin.stock(tokens()).logits)
+        assert tier.stats.hits > 0, "what stands is not driven out"
+        assert tier.stats.passed > 0
+        assert tier.stats.bytes_copied == (tier.counts.loads - tier.counts.failed) * image
+
+
 def test_a_failing_kernel_ends_its_visit(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
 
