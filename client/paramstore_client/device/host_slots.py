@@ -35,8 +35,9 @@ from paramstore_client.source import ExpertSource, HostSource, HostTicket, Lease
 
 REPORT_EVERY = 1024
 """Visits without a miss between two reports of what was used."""
-PASSING_SLOTS = 8
-"""Most slots through which a visit runs what may not stand, a quarter of all at most: the daemon reads so many records at once."""
+PASSING_SLOTS = 4, 8
+"""Slots through which a visit runs what may not stand: the first number where it is a quarter of all at most, and up to the second
+where that is an eighth. The daemon reads about so many records at once, and each more is one that cannot stand."""
 LEFT_TO_OTHERS = 8
 """One of so many slots, at least one, is no visit's that can also do with less: another thread's goes on with it."""
 
@@ -383,10 +384,9 @@ def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "
 
 
 def _plan_of(slots: int, policy: str, layers: Sequence[int]) -> SlotPlan:
-    return SlotPlan(
-        slots, make_slot_policy(policy, slots, layers), passing_slots=max(1, min(PASSING_SLOTS, slots // 4)),
-        held_most=max(1, slots - max(1, slots // LEFT_TO_OTHERS)),
-    )  # fmt: skip
+    passing = max(1, min(PASSING_SLOTS[0], slots // 4), min(PASSING_SLOTS[1], slots // 8))
+    held_most = max(1, slots - max(1, slots // LEFT_TO_OTHERS))
+    return SlotPlan(slots, make_slot_policy(policy, slots, layers), passing_slots=passing, held_most=held_most)
 
 
 def _release_idle(leases: dict[Held, WeightLease], arriving: dict[Held, LeaseTicket], loans: Loans) -> None:

@@ -201,11 +201,11 @@ class CountingCopier(HostCopier):
 
 
 @pytest.mark.parametrize("policy", SLOT_POLICIES)
-@pytest.mark.parametrize(("kind", "passing"), [("host", 8), ("device", 4)])
+@pytest.mark.parametrize("kind", ["host", "device"])
 def test_dispatches_of_twice_the_slots_find_nine_tenths_of_what_can_stand(
-    kind: str, passing: int, policy: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 experts on 32 slots, again and again: by the bytes that were leased, or copied to the device."""
+    """64 experts on 32 slots, of which 4 let others pass, again and again: by the bytes that were leased, or copied."""
     copier = CountingCopier()
     monkeypatch.setattr("paramstore_client.device.tier.make_copier", lambda *arguments, **options: copier)
     rounds, experts, slots = 20, 64, 32
@@ -219,7 +219,7 @@ def test_dispatches_of_twice_the_slots_find_nine_tenths_of_what_can_stand(
             assert torch.equal(StoredExperts(source, 0)(x_TD, ids_TK, gate_TK), expected)
         leased = sum(len(keys) for _, keys in ns.happened("acquire"))
         moved = leased if kind == "host" else copier.bytes / expert_bytes
-        uses, bound = rounds * experts, (slots - passing) / experts
+        uses, bound = rounds * experts, (slots - 4) / experts
         assert 0.9 * bound <= 1 - moved / uses <= bound
         assert moved == source.counts.loads == uses - source.counts.hits
     assert ns.leased == []
