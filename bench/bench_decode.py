@@ -3,7 +3,8 @@ host memory, beside the same model with everything in memory and beside what its
 
 Run it on an idle machine: `python bench/bench_decode.py [--quick] [--dir DIR] [--out FILE]`. The figures go to
 bench/results/decode-<date>.json. Each round times ours and memory in alternating order on a prompt of its own, and reads as many
-raw records as a layer lacks; the logits of both are compared bit for bit. With half and a quarter accelerate's `disk_offload`
+raw records as a layer lacks; the logits of both are compared bit for bit. Prompts are computed with guesses of the next layer's
+router, tokens without (`bench_speculation.py` measures those). With half and a quarter accelerate's `disk_offload`
 decodes beside it, with the pages of its files dropped before each token.
 """
 
@@ -173,8 +174,10 @@ class Models:
         self.memory = memory
         self.service = service
         self.raw = raw
-        source = next(layer_of(module).source for module in ours.modules() if ATTRIBUTE in module.__dict__)
+        layer = next(layer_of(module) for module in ours.modules() if ATTRIBUTE in module.__dict__)
+        source, self._early = layer.source, layer.early
         assert isinstance(source, HostSlots)
+        self._routers = self._early.routers
         self.slots = source
         for layer in source.layers:  # no slot is empty from here on, and where all experts stand nothing is read
             for expert in range(source.experts):
@@ -214,6 +217,7 @@ class Models:
         return PairedAnswer(ours, memory, rate)
 
     def _ours(self, work: Work, prompt: Tensor) -> Answer:
+        self._early.routers = {} if work.new else self._routers  # decoding: nothing is guessed
         return run(self.ours, work, prompt, counted=self._counts)
 
     def _counts(self) -> tuple[float, float]:
