@@ -178,6 +178,7 @@ class Namespace(Updates, Residency, Steps):
         if step is not None:
             self._connection.check_minor(messages.FOLLOW_MINOR, "refresh(step)")
             step = whole_number("step", step)
+            newest = self.steps()[-1:]  # a rollback may have been since; asked before anything moves
         is_counted = self._connection.minor >= messages.STEPS_MINOR
         message = messages.Refresh(self._next_id(), self._handle, is_counted, step)
         try:
@@ -188,7 +189,7 @@ class Namespace(Updates, Residency, Steps):
             self._count_view_change()
         if self.mode == "read":
             self._view_step = int(moved)
-        self._committed_step = int(moved) if step is None else self.steps()[-1]  # a rollback may have been since
+        self._committed_step = int(moved) if step is None else max([*newest, int(moved)])
         return moved
 
     # --- other handles on it ---

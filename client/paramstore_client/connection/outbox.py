@@ -6,9 +6,10 @@ Each call that sends wakes the daemon, which takes a core from whoever computes:
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 FRAMES_MAX = 64
 """Most frames of one call to the socket, far below what the system takes."""
@@ -20,7 +21,7 @@ class Outbox:
     def __init__(self) -> None:
         self._frames: deque[memoryview] = deque()
         self._gathering = threading.local()
-        """`depth`: how many `gathered` blocks a thread is in."""
+        """`block`: the innermost `Gathered` that a thread is in."""
 
     def __bool__(self) -> bool:
         return bool(self._frames)
@@ -51,14 +52,33 @@ class Outbox:
 
     @property
     def is_gathering(self) -> bool:
-        """Whether this thread holds its frames back."""
-        return getattr(self._gathering, "depth", 0) > 0
+        """Whether this thread holds its frames back: it is in a block of `gathered`."""
+        block = getattr(self._gathering, "block", None)
+        return block is not None and block() is not None
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Within the block this thread holds its frames back; who else sends, and who waits, sends them too."""
-        self._gathering.depth = getattr(self._gathering, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self._gathering.depth -= 1
+    def gathered(self, send: Callable[[bool], None]) -> Gathered:
+        """A block in which this thread holds its frames back. send(whether the block ended without an error): called at the end of
+        the outermost one."""
+        return Gathered(self._gathering, send)
+
+
+class Gathered:
+    """One block. The thread knows it weakly: an interrupt right at its begin leaves nothing behind."""
+
+    __slots__ = ("__weakref__", "_gathering", "_outer", "_send")
+
+    def __init__(self, gathering: threading.local, send: Callable[[bool], None]) -> None:
+        self._gathering = gathering
+        self._send = send
+        self._outer: weakref.ref[Gathered] | None = None
+
+    def __enter__(self) -> None:
+        self._outer = getattr(self._gathering, "block", None)
+        self._gathering.block = weakref.ref(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gathering.block = self._outer
+        if self._outer is None or self._outer() is None:
+            self._send(kind is None)

@@ -20,7 +20,7 @@ import select
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from paramstore.clock import Clock, MonotonicClock
@@ -38,7 +38,7 @@ from paramstore.wire.codec import encode
 from paramstore.wire.messages import PROTOCOL_MAJOR, Message, Request, Unmapped
 from paramstore_client import this_process
 from paramstore_client.connection.inbox import WAY_ON, Inbox
-from paramstore_client.connection.outbox import Outbox
+from paramstore_client.connection.outbox import Gathered, Outbox
 from paramstore_client.connection.segments import Segments
 from paramstore_client.connection.ticket import Ticket
 
@@ -130,9 +130,7 @@ class Connection:
             self._tickets[request_id] = ticket
         self._outbox.add(frame)
         if not self._outbox.is_gathering:
-            self._flush()
-            if self._outbox:
-                self._send_rest(what, self.timeout_s)
+            self._send_all(what)
         return ticket
 
     def post(self, message: Message) -> None:
@@ -145,16 +143,9 @@ class Connection:
             if not self._outbox.is_gathering:
                 self._flush()
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """What this thread sends inside leaves in one go, at the latest at the end, which raises WaitTimeout as `request` does."""
-        try:
-            with self._outbox.gathered():
-                yield
-        finally:
-            self._flush()
-        if self._outbox and not self._outbox.is_gathering:
-            self._send_rest("requests sent together", self.timeout_s)
+    def together(self) -> Gathered:
+        """What this thread sends inside leaves in one go, before a wait or at the end, which raises WaitTimeout as `request`."""
+        return self._outbox.gathered(lambda is_whole: self._send_all("what is sent together") if is_whole else self._flush())
 
     def end_lease(self, lease: int) -> None:
         """Notes that the lease's slots are no longer in use; acknowledges segments that were waiting for that."""
@@ -165,6 +156,8 @@ class Connection:
         """Reads, or waits for the thread that reads, until `ticket` is settled; False when `timeout_s` is over first."""
         self._check_process()
         deadline_s = self.clock.now_s() + timeout_s
+        if self._outbox.is_gathering:  # who reads meanwhile may sleep until an answer comes, and sends nothing
+            self._send_all(ticket.what)
         if not self._become_reader(ticket, deadline_s):
             return ticket.is_settled
         try:
@@ -186,6 +179,8 @@ class Connection:
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Lets `loop`, the running one, read from here on, until `unwatch` was called as often."""
+        if self._outbox.is_gathering:
+            self._send_all("what is sent together")
         with self._changed:
             self._check_process()
             count = self._loops.get(loop, 0)
@@ -334,6 +329,11 @@ class Connection:
                 self._fail(StoreUnavailable("the client was interrupted while it sent a request"))
                 raise
         return True
+
+    def _send_all(self, what: str) -> None:
+        self._flush()
+        if self._outbox:
+            self._send_rest(what, self.timeout_s)
 
     def _send_rest(self, what: str, timeout_s: float) -> None:
         """Sends the rest where the socket was full, and reads meanwhile, so that the daemon can go on. Raises WaitTimeout."""

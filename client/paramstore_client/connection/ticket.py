@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from paramstore.core.arguments import seconds
 from paramstore.errors import ParamStoreError, TicketCancelled, WaitTimeout
-from paramstore.wire.messages import Cancel, Message
+from paramstore.wire.messages import Cancel, Message, Release
 
 T = TypeVar("T")
 
@@ -126,8 +126,9 @@ class Ticket(Generic[T]):
         self._is_wanted, self._is_seen = False, True
         if self.is_settled:
             self._drop_result()
-        else:
-            self.cancel()
+        elif self.cancel():
+            # A lease may have been granted already, in an answer that nobody may ever read.
+            self._reader.post(Release([self.request_id]))
 
     # --- the connection's side ---
 

@@ -36,8 +36,7 @@ from paramstore_client.source import ExpertSource, HostSource, HostTicket, Lease
 REPORT_EVERY = 1024
 """Visits without a miss between two reports of what was used."""
 PASSING_SLOTS = 4, 8
-"""Slots through which a visit runs what may not stand: the first number where it is a quarter of all at most, and up to the second
-where that is an eighth. The daemon reads about so many records at once, and each more is one that cannot stand."""
+"""Slots for what may not stand: a quarter of all up to the first, an eighth up to the second; the daemon reads so many at once."""
 LEFT_TO_OTHERS = 8
 """One of so many slots, at least one, is no visit's that can also do with less: another thread's goes on with it."""
 
@@ -226,14 +225,13 @@ class HostSlots:
         """Asks the host for those of `keys` that do not stand, as many as the plan gives slots to: victims are given back first."""
         if part != "param":
             return self.namespace.prefetch(keys, part=part)
-        wanted = plain_keys(keys)
         self.namespace.check_usable()
         with self._lock:
             self._begin()
             is_passing = any(visit.waiting or visit.through for visit in self._visits)
             try:
                 with self.namespace.together():
-                    ticket = self._load_ahead(wanted, evicting=0 if is_passing else None)
+                    ticket = self._load_ahead(plain_keys(keys), evicting=0 if is_passing else None)
             except ParamStoreError:
                 self._is_deciding = False
                 raise
@@ -287,14 +285,14 @@ class HostSlots:
             self._end(*self._abandoned[0])
             self._abandoned.popleft()  # an interrupt before it ends the visit again, which does nothing
         if self.loans.count > self.loans.word[0]:
-            self.loans.give_back(self._plan, self._release_gone)
+            self.loans.settle(self._plan, self._release_gone)
 
     def _end(self, plan: SlotPlan, visit: SlotVisit) -> None:
         if plan.end_visit(visit):
             self._release_gone()
         self._visits.discard(visit)
         if self.loans.count > self.loans.word[0]:  # what the visit used can be given back now
-            self.loans.give_back(self._plan, self._release_gone)
+            self.loans.settle(self._plan, self._release_gone)
 
     def _start_over(self) -> None:
         """After an interrupt halfway: nothing stands but what visits under way use, which goes with them."""
@@ -322,27 +320,30 @@ class HostSlots:
         if visit is not None:
             self._touched |= dict.fromkeys(keys)
             return visit
-        with self.namespace.together():
-            if self._touched:
-                self._report()
-            self._ahead.note_arrivals(self._plan, self._arriving)
-            self._ahead.unplaced = []  # they are of this visit, or of none
-            self._plan.grow(self.loans.more(self, is_full=self._plan.free <= 0))
-            visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
-            self._release_gone()
-            wanted = [*visit.through, *visit.held]
-            try:
+        wanted = list[Held]()
+        try:
+            with self.namespace.together():
+                if self._touched:
+                    self._report()
+                self._ahead.note_arrivals(self._plan, self._arriving)
+                self._ahead.unplaced = []  # they are of this visit, or of none
+                if self._plan.free <= 0:
+                    self.loans.ask(self)
+                visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
+                self._release_gone()
+                wanted += [*visit.through, *visit.held]
                 for held in wanted:
                     self._begin_load(held, timeout_s)
-            except ParamStoreError:
+                self._touched.update((held.key, None) for held in visit.held if held in self._leases)  # type: ignore[misc]
+                return visit
+        except ParamStoreError:
+            if visit is not None:
                 self._plan.end_visit(visit)
-                for held in wanted:
-                    if held not in self._leases:
-                        self._plan.fail(held)
-                self._release_gone()
-                raise
-            self._touched.update((held.key, None) for held in visit.held if held in self._leases)  # type: ignore[misc]
-        return visit
+            for held in wanted:
+                if held not in self._leases:
+                    self._plan.fail(held)
+            self._release_gone()
+            raise
 
     def _begin_load(self, held: Held, timeout_s: float | None) -> None:
         if held not in self._leases and held not in self._arriving:
@@ -372,8 +373,7 @@ class HostSlots:
                 self._arriving.pop(held, None)
 
     def _report(self) -> None:
-        touched = list(self._touched)
-        self._touched.clear()
+        touched, self._touched = list(self._touched), {}
         self.namespace.report_device(resident=[], touched=touched, bytes_resident=0)
 
 

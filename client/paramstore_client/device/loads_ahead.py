@@ -105,9 +105,12 @@ class LoadsAhead:
 def drop_failed(plan: SlotPlan, arriving: dict[Held, LeaseTicket]) -> None:
     """Takes slots back from loads on demand that have failed after their visit had ended, by the failure of another key: who visits
     them next asks again, and does not hear of it."""
-    for held in [held for held, ticket in arriving.items() if not held.users and ticket.done()]:
+    for held, ticket in list(arriving.items()):  # a close on another thread takes off too
+        if held.users or not ticket.done():
+            continue
         try:
-            arriving[held].wait()
+            ticket.wait()
         except ParamStoreError:
             plan.fail(held)
-            arriving.pop(held).abandon()
+            ticket.abandon()
+            arriving.pop(held, None)

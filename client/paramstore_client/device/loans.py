@@ -2,12 +2,13 @@
 
 - The daemon says by a word in shared memory how many borrowed slots may be kept. It is read when a visit begins and ends, and where
   it is lower than what there is, idle leases are given back within that call; a lease in use when its visit ends.
-- A model that computes nothing makes no visit: while something is lent, a thread looks several times a second.
-- More is asked for with a miss that finds no free slot, and taken with a later one: nobody waits for it.
+- A model that computes nothing makes no visit: while something is lent or asked for, a thread looks several times a second.
+- More is asked for with a miss that finds no free slot, and taken by the next call that finds the answer: nobody waits for it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -26,6 +27,8 @@ ASK_PAUSE_S = 1.0
 LOOK_PAUSE_S = 0.2
 """Time between two looks at the word of a cache that nobody visits: a twentieth of what an opening waits."""
 NOTHING: Sequence[int] = (0,)
+DUE: Sequence[int] = (-1,)
+"""Stands in the word's place where `settle` has something to do whatever the daemon says: an answer may have come."""
 
 
 class Borrower(LeaseKeeper, Protocol):
@@ -52,7 +55,9 @@ class Loans:
         self.most = most
         self.count = 0
         self.word = NOTHING
-        """Its one number: how many of `count` may be kept. Lower: `give_back` is due."""
+        """Where its one number is lower than `count`, `settle` is due: the word of the daemon, which says how many may be kept."""
+        self._lent: Sequence[int] = NOTHING
+        """The word of the daemon, once something was lent."""
         self._lender: Lender | None = None
         self._asked: LoanTicket | None = None
         self._ask_again_s = 0.0
@@ -60,51 +65,58 @@ class Loans:
         """Whether something was asked for since everything was given back: after an interrupt nobody knows what came of it."""
         self._ended = threading.Event()
         """Set when the thread that looks is needed no more; each has its own."""
+        self._ended.set()
+        _all.add(self)
 
     def lend_by(self, lender: Lender | None) -> bool:
         """Has the lender asked from now on; None: nothing may stand, and this returns False."""
         self._lender = lender
         return lender is not None
 
-    def more(self, owner: Borrower, *, is_full: bool) -> int:
-        """Slots that were lent since the last call: the plan grows by as many. Asks for more where all are full. Never waits."""
-        if self._asked is not None:
-            return self._take(self._asked, owner) if self._asked.done() else 0
-        if self._lender is None or not is_full or self.count >= self.most or time.monotonic() < self._ask_again_s:
-            return 0
+    def ask(self, owner: Borrower) -> None:
+        """Asks for more, unless it was asked for just now or nothing more is of use. Never waits."""
+        if self._lender is None or self._asked is not None or self.count >= self.most or time.monotonic() < self._ask_again_s:
+            return
         self._ask_again_s = time.monotonic() + ASK_PAUSE_S
         self._may_be_lent = True
-        try:
+        with suppress(ParamStoreError):  # demand, which comes next, raises what is wrong
             self._asked = self._lender.begin_borrow(owner, self.most)
-        except ParamStoreError:  # demand, which comes next, raises what is wrong
-            return 0
-        return 0
-
-    def _take(self, asked: LoanTicket, owner: Borrower) -> int:
-        self._asked = None
-        try:
-            count, self.word = asked.wait()
-        except ParamStoreError:  # nothing more is lent: the step was dropped, or the daemon has no page
-            return 0
-        grown = max(0, count - self.count)
-        self.count += grown
-        if grown and grown == self.count:
+        if self._asked is None:
+            return
+        self.word = DUE
+        if self._ended.is_set():
             self._ended = threading.Event()
             arguments = weakref.ref(owner), self, self._ended
             with suppress(RuntimeError):  # none can be started, as at the interpreter's end: visits look all the same
                 threading.Thread(target=_look, args=arguments, name="paramstore-loans", daemon=True).start()
-        return grown
 
-    def give_back(self, plan: SlotPlan, release_gone: Callable[[], None]) -> None:
-        """Gives back what is asked for, as far as no visit uses it. release_gone: releases the leases of what was evicted."""
-        given = plan.shrink(self.count - self.word[0])
-        release_gone()
-        if given:
+    def settle(self, plan: SlotPlan, release_gone: Callable[[], None]) -> None:
+        """Takes what was lent meanwhile: the plan grows by as many. Gives back what is asked for, as far as no visit uses it.
+        release_gone: releases the leases of what was evicted."""
+        if self._asked is not None and self.most and self._asked.done():
+            plan.grow(self._take(self._asked))
+        kept, given = self._lent[0] if self.most else 0, 0
+        if self.count > kept:
+            given = plan.shrink(self.count - kept)
+            release_gone()
+        if given or (not self.most and self._asked is not None):
             self._keep(self.count - given)
+
+    def _take(self, asked: LoanTicket) -> int:
+        self._asked, before = None, self.count
+        with suppress(ParamStoreError):  # nothing more is lent: the step was dropped, or the daemon has no page
+            count, self._lent = asked.wait()
+            self.count = max(self.count, count)
+        self.word = self._lent
+        if not self.count:
+            self._ended.set()
+        return self.count - before
 
     def refuse(self) -> Sequence[int]:
         """Has all that is lent given back by the next call of the owner, and nothing asked for any more. Returns no layers."""
-        self.most, self.word = 0, NOTHING
+        self.most = 0
+        if self._may_be_lent:
+            self.word = DUE
         return ()
 
     def end(self) -> None:
@@ -120,10 +132,27 @@ class Loans:
             self._asked.abandon()
             self._asked = None
         self.count = kept
+        self.word = self._lent if self.most else NOTHING
         self._ask_again_s = time.monotonic() + ASK_PAUSE_S
         if not kept:
+            self.word = self._lent = NOTHING
             self._ended.set()
             self._may_be_lent = False
+
+    def forget(self) -> None:
+        """In a forked child: nothing is lent to it, and the page of words is not mapped there."""
+        self.count, self.word, self._lent = 0, NOTHING, NOTHING
+        self._lender = self._asked = None
+        self._may_be_lent = False
+
+
+def _forget_in_child() -> None:
+    for loans in list(_all):
+        loans.forget()
+
+
+_all: weakref.WeakSet[Loans] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _look(owner: weakref.ref[Borrower], loans: Loans, ended: threading.Event) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -34,12 +35,21 @@ def test_one_call_is_given_so_many_frames_at_most() -> None:
 
 
 def test_a_thread_holds_its_own_frames_back_to_the_end_of_its_outermost_block() -> None:
-    outbox, others = Outbox(), list[bool]()
-    with outbox.gathered():
-        with outbox.gathered():
+    outbox, others, ends = Outbox(), list[bool](), list[bool]()
+    with outbox.gathered(ends.append):
+        with outbox.gathered(ends.append):
             assert outbox.is_gathering
-        assert outbox.is_gathering
+        assert (outbox.is_gathering, ends) == (True, [])
         thread = threading.Thread(target=lambda: others.append(outbox.is_gathering))
         thread.start()
         thread.join()
-    assert (outbox.is_gathering, others) == (False, [False])
+    assert (outbox.is_gathering, others, ends) == (False, [False], [True])
+    with suppress(KeyError), outbox.gathered(ends.append):
+        raise KeyError
+    assert (outbox.is_gathering, ends) == (False, [True, False])
+
+
+def test_a_block_whose_begin_was_interrupted_holds_nothing_back() -> None:
+    outbox = Outbox()
+    outbox.gathered(print).__enter__()  # its end never comes
+    assert not outbox.is_gathering

@@ -71,6 +71,37 @@ def test_what_is_sent_together_is_sent_where_it_ends_with_an_error_and_by_other_
     ticket.wait().release()
 
 
+def test_who_waits_for_what_it_gathered_sends_it_though_another_thread_reads(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
+    daemon.hold(m.WriteBack)
+    held = namespace.write_back()
+    reader = threading.Thread(target=held.wait)
+    reader.start()
+    daemon.wait_for(m.WriteBack)
+    with namespace.together():
+        namespace.begin_acquire(KEYS).wait(1.0).release()
+    daemon.let_go(m.WriteBack)
+    reader.join(5)
+
+
+def test_a_task_that_awaits_what_it_gathered_sends_it(namespace: ps.Namespace) -> None:
+    async def gather() -> None:
+        with namespace.together():
+            (await namespace.begin_acquire(KEYS)).release()
+
+    asyncio.run(asyncio.wait_for(gather(), 2.0))
+
+
+def test_a_lease_that_was_granted_and_not_read_is_released_when_it_is_given_up(
+    daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
+) -> None:
+    ticket = namespace.begin_acquire(KEYS)
+    daemon.wait_until(lambda: daemon.lease_count == 1)
+    ticket.abandon()
+    daemon.wait_until(lambda: daemon.lease_count == 0)
+    namespace.acquire(KEYS).release()
+    store.close()
+
+
 def test_more_than_one_call_can_send_goes_out_whole(daemon: FakeDaemon, namespace: ps.Namespace) -> None:
     daemon.script(m.Prefetch, lambda session, request: session.send(m.Done(request.id, {"keys": len(request.keys)})))
     with namespace.together():

@@ -235,6 +235,7 @@ def test_abandoned_acquire_gives_its_lease_back_when_it_comes(daemon: FakeDaemon
     daemon.hold(m.Acquire)
     ticket = namespace.begin_acquire(KEYS)
     ticket.abandon()
+    daemon.wait_for(m.Release)  # of a lease that is not granted yet
     daemon.let_go(m.Acquire)
     daemon.wait_until(lambda: daemon.lease_count == 1)
     while not ticket.done():

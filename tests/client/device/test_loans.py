@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import threading
 import weakref
@@ -298,6 +299,53 @@ def test_what_is_asked_for_and_not_answered_is_given_up_by_giving_back() -> None
     assert (namespace.loans.count, slots.loans.count) == (1, 1)
 
 
+def with_an_answer_unread() -> tuple[MemoryNamespace, HostSlots, list[ExpertKey]]:
+    """Five slots were lent in answer to the last miss. Gives what stands since."""
+    namespace, slots = filled(to_lend=0)
+    namespace.loans.to_lend, namespace.loans.holds_answers = 5, True
+    missing = slots.lacking([*keys(*range(6)), *keys(*range(6), layer=1)])[:1]
+    visit(slots, missing)
+    assert (namespace.loans.count, slots.loans.count) == (5, 0)
+    namespace.loans.holds_answers = False
+    return namespace, slots, missing
+
+
+def test_what_is_lent_after_the_last_miss_is_found_and_given_back_by_a_hit() -> None:
+    namespace, slots, standing_there = with_an_answer_unread()
+    visit(slots, standing_there)
+    assert slots.loans.count == 5
+    namespace.loans.recall(0)
+    visit(slots, standing_there)
+    assert (namespace.loans.count, slots.loans.count) == (0, 0)
+
+
+def test_a_close_gives_back_what_was_lent_and_not_read() -> None:
+    namespace, slots, _ = with_an_answer_unread()
+    slots.close()
+    assert (namespace.loans.count, slots.loans.count) == (0, 0)
+
+
+def test_who_is_idle_finds_what_was_lent_after_its_last_miss_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loans_module, "LOOK_PAUSE_S", 0.01)
+    namespace, slots, _ = with_an_answer_unread()
+    looking = [thread for thread in threading.enumerate() if thread.name == "paramstore-loans"]
+    namespace.loans.recall(0)
+    for thread in looking:
+        thread.join(LIMIT_S)
+    assert (namespace.loans.count, slots.loans.count) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_has_borrowed_nothing() -> None:
+    namespace, slots = filled(to_lend=5)
+    assert slots.loans.count == 5
+    if (child := os.fork()) == 0:
+        is_right = (slots.loans.count, slots.loans.word[0], slots.loans.lend_by(None)) == (0, 0, False)
+        os._exit(0 if is_right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert slots.loans.count == namespace.loans.count == 5
+
+
 def test_what_was_given_back_is_borrowed_again_when_there_is_some() -> None:
     namespace, slots = filled(to_lend=5)
     namespace.loans.recall(0)
@@ -394,7 +442,7 @@ def test_at_random_no_more_is_leased_than_promised_and_lent_and_the_bytes_are_ri
         in_use = len({key for _, wanted in under_way for key in wanted})
         beyond = max(0, in_use - slots.lease_slots)
         if action >= 0.4:  # a visit has seen the word
-            assert slots.loans.count <= max(slots.loans.word[0], beyond), where
+            assert slots.loans.count <= max(namespace.loans.word[0], beyond), where
         assert namespace.leased_key_count <= slots.lease_slots + slots.loans.count, where
 
 
