@@ -1,7 +1,8 @@
 """The wait of a handle that opens for slots that readers were lent: they are asked back, and come back or not within a bound.
 
 A client gives back what no kernel of its uses as soon as it looks at its word. One that is stopped, or computes on the bytes, is
-not waited for any longer: what it has it keeps, and whoever opens gets the rest or the error that names it.
+not waited for any longer: what it has it keeps, and whoever opens gets the rest or the error that names it. Until it answers again,
+only who asks for a number of slots waits for it.
 """
 
 from __future__ import annotations
@@ -56,14 +57,17 @@ class Recall:
             owed, asked = planner.views.recall(
                 self._namespace, is_writer=self._is_writer, world_size=self._world_size, least=self._least
             )
-            if owed:
+            is_waiting = owed > 0 and (self._least > 0 or planner.loans.is_awaited(self._namespace))
+            if is_waiting and self._deadline_s is not None and loop.time() >= self._deadline_s:
+                planner.loans.note_silence(self._namespace)
+                is_waiting = False
+            if is_waiting:
                 self._woken = loop.create_future()
                 planner.loans.await_loans(self._namespace, self._woken)
         _tell(asked)
-        if not owed:
-            return True
-        self._deadline_s = self._deadline_s or loop.time() + self._wait_s
-        return loop.time() >= self._deadline_s
+        if is_waiting:
+            self._deadline_s = self._deadline_s or loop.time() + self._wait_s
+        return not is_waiting
 
     async def wait(self) -> None:
         """Returns when slots may have come back, or the time is over."""

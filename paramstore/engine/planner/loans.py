@@ -38,6 +38,7 @@ class LoanPlanner:
         loan = view.loan
         loan.count = max(0, min(loan.count, kept))
         loan.may_keep = min(loan.may_keep, loan.count)
+        loan.is_silent = False
         wake_openings(self._outbox, view.namespace)
 
     @staticmethod
@@ -49,19 +50,31 @@ class LoanPlanner:
 
     @staticmethod
     def recall(namespace: NamespaceState, count: int) -> list[View]:
-        """Asks `count` slots back, those among them that are asked back already, of the largest loans first. Returns the views that
-        may keep fewer now."""
+        """Asks `count` slots back, those among them that are asked back already, of the largest loans first, and of those who did
+        not answer last. Returns the views that may keep fewer now."""
         borrowers = _going_on(namespace, is_writer=False)
         lacking = count - sum(_lent(view) - view.loan.may_keep for view in borrowers)
         asked = []
-        for view in sorted(borrowers, key=lambda view: view.loan.may_keep, reverse=True):
-            if lacking <= 0 or not view.loan.may_keep:
+        for view in sorted(borrowers, key=lambda view: (view.loan.is_silent, -view.loan.may_keep)):
+            if lacking <= 0:
                 break
             taken = min(lacking, view.loan.may_keep)
             view.loan.may_keep -= taken
             lacking -= taken
-            asked.append(view)
+            if taken:
+                asked.append(view)
         return asked
+
+    @staticmethod
+    def is_awaited(namespace: NamespaceState) -> bool:
+        """Whether slots are asked back of a client that has answered so far, or was not asked before."""
+        return any(_lent(view) > view.loan.may_keep for view in _going_on(namespace, is_writer=False) if not view.loan.is_silent)
+
+    @staticmethod
+    def note_silence(namespace: NamespaceState) -> None:
+        """Notes who has let an opening's wait pass: openings that ask for no slots wait for them no more, until they answer."""
+        for view in _going_on(namespace, is_writer=False):
+            view.loan.is_silent |= _lent(view) > view.loan.may_keep
 
     @staticmethod
     def begin_opening(namespace: NamespaceState) -> None:

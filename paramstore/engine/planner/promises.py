@@ -3,10 +3,13 @@
 - A promise never changes. A handle that leases no more slots than that is never refused, nor does it wait for another's leases.
 - Writers and readers of a training namespace have a share each, which is kept for them even while there are none; an inference
   namespace has one share for all. Together the shares are all slots less a reserve, which nobody is promised.
-- Slots that are still held by views which take no more leases (fenced, or their session is gone) come off their share first.
+- Slots that are still held by views which take no more leases (fenced, or their session is gone) come off their share first; where
+  those are more than the share, since some were lent, the rest comes off the other share.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.errors import CapacityError
@@ -46,10 +49,15 @@ def promise(
     slots, is_trainable = namespace.memory.param.planned_slots, namespace.is_trainable()
     share = share_of(slots, is_writer=is_writer, is_trainable=is_trainable, reader_slots=reader_slots)
     rivals = [view for view in namespace.views if view.is_writer == is_writer or not is_trainable]
-    # Opening to write fences earlier writers: these keep only what they hold, and several of them may hold the same copies.
+    # Opening to write fences earlier writers: these keep only what they hold.
     ended = [view for view in rivals if view.is_fenced or (is_writer and view.is_writer)]
     promised = sum(view.lease_slots for view in rivals if view not in ended)
-    left = max(0, share - promised - len({copy for view in ended for copy in view.leased}))
+    left = max(0, share - promised - _held_by(ended))
+    if others := [view for view in namespace.views if view not in rivals]:
+        others_share = share_of(slots, is_writer=not is_writer, reader_slots=reader_slots)
+        gone = [view for view in others if view.is_fenced]
+        held = _held_by(gone) + sum(view.lease_slots for view in others if view not in gone)
+        left = max(0, left - max(0, held - others_share))
     if least > left // world_size:
         raise CapacityError(
             f"namespace {namespace.name!r}: min_lease_slots={least}, but {left // world_size} of its {slots} slots are left for a "
@@ -57,6 +65,11 @@ def promise(
         )
     offered = left if is_writer and is_trainable else max(left // 2, min(left, 1))
     return max(offered // world_size, least)
+
+
+def _held_by(views: Iterable[View]) -> int:
+    """Slots that these views still hold together; several may hold the same copy."""
+    return len({copy for view in views for copy in view.leased})
 
 
 def holders(namespace: NamespaceState) -> str:

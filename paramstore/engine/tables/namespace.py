@@ -113,10 +113,11 @@ def fenced_error(namespace: NamespaceState) -> WriterFenced:
 @dataclass(slots=True)
 class Loan:
     """Slots that a reader's view may lease beyond its promise, until others are promised them. count: lent; may_keep: how many of
-    them it was told to keep, fewer where some are asked back."""
+    them it was told to keep, fewer where some are asked back. is_silent: whether its client has let an opening's wait pass."""
 
     count: int = 0
     may_keep: int = 0
+    is_silent: bool = False
 
 
 class View:

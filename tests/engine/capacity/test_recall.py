@@ -126,3 +126,24 @@ def test_an_opening_that_is_given_up_asks_nothing_back_any_more() -> None:
         assert store.lend(reader, 6) == 6
 
     run(scenario())
+
+
+def test_who_asks_for_no_slots_waits_once_for_a_client_that_does_not_answer() -> None:
+    async def scenario() -> None:
+        store, reader = await served()
+        loop = asyncio.get_running_loop()
+        for view in [await opened(store) for _ in range(2)]:  # nothing has to come back, or only what is asked for first
+            view.lease_slots = 3
+        await opened(store)
+        assert reader.loan.is_silent
+        store.admission._recall_wait_s = 1000.0
+        asked_s = loop.time()
+        await opened(store)
+        assert loop.time() - asked_s < 100.0
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(opened(store, least=2), 0.1)
+        store.take_back(reader, 0)
+        assert not reader.loan.is_silent
+        assert (await opened(store, least=2)).lease_slots >= 2
+
+    run(scenario())

@@ -209,3 +209,32 @@ def test_who_waits_for_slots_looks_again_when_some_may_have_come_back(how: str) 
     small.planner.outbox.woken.clear()
     wake_openings(small.planner.outbox, small.namespace)
     assert small.planner.outbox.woken == []
+
+
+def test_what_a_lost_reader_holds_beyond_its_share_comes_off_the_share_of_writers() -> None:
+    """Whatever a writer is promised it gets, though the loan of a session that is gone never comes back."""
+    small = desk(schema=SmallPlanner().namespace.schema)
+    lost = open_view(small)
+    held = lost.lease_slots + small.planner.loans.lend(lost, 28)
+    small.leased(lost, *KEYS[:held])
+    small.planner.views.end_writing(lost)
+    writer = open_view(small, "write")
+    assert writer.lease_slots == 30 - held > 0
+    small.leased(writer, *KEYS[held : held + writer.lease_slots])
+    assert open_view(small).lease_slots == 0, "the share of readers is held whole"
+
+
+def test_who_did_not_answer_is_asked_last_and_is_not_awaited_until_it_answers() -> None:
+    small = desk()
+    silent, other = open_view(small, slots=6), open_view(small, slots=6)
+    small.planner.loans.lend(silent, 8)
+    small.planner.loans.lend(other, 4)
+    recall(small, least=9)
+    assert (silent.loan.may_keep, other.loan.may_keep) == (5, 4)
+    small.planner.loans.note_silence(small.namespace)
+    assert not small.planner.loans.is_awaited(small.namespace)
+    recall(small, least=12)
+    assert (silent.loan.may_keep, other.loan.may_keep) == (5, 1)
+    assert small.planner.loans.is_awaited(small.namespace)
+    small.planner.loans.take_back(silent, 5)
+    assert not silent.loan.is_silent
