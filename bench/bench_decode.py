@@ -174,8 +174,8 @@ class Models:
         self.memory = memory
         self.service = service
         self.raw = raw
-        layer = next(layer_of(module) for module in ours.modules() if ATTRIBUTE in module.__dict__)
-        source, self._early = layer.source, layer.early
+        experts = next(layer_of(module) for module in ours.modules() if ATTRIBUTE in module.__dict__)
+        source, self._early = experts.source, experts.early
         assert isinstance(source, HostSlots)
         self._routers = self._early.routers
         self.slots = source

@@ -137,8 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--out {file}: {error.strerror}") from error
     machine.check_directory(arguments.dir)
+    directory = arguments.dir.absolute()  # a part starts programs elsewhere
     flags = [flag for flag, is_given in (("--quick", arguments.quick), ("--twin", arguments.twin)) if is_given]
-    about = {**machine.describe(arguments.dir), "device": Place(is_twin=arguments.twin).describe()}
+    about = {**machine.describe(directory), "device": Place(is_twin=arguments.twin).describe()}
     progress, done = Console(stderr=True), list[PartReport]()
 
     def report() -> BatteryReport:
@@ -147,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
             date=date, seconds=time.monotonic() - started_s, parts=done,
         )  # fmt: skip
 
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.dir, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=directory, ignore_cleanup_errors=True) as folder:
         names = arguments.only.split(",")
         for number, name in enumerate(names):
             kept_s = sum(PARTS[later].limit_s for later in names[number + 1 :])

@@ -51,7 +51,6 @@ WITHOUT_A_MODULE = {
 }  # fmt: skip
 """Number of test modules in the other folders that mirror no module: most are the second of one."""
 UNUSED = {
-    "paramstore.__main__",  # the console script
     "paramstore.hf", "paramstore.nn", "paramstore.training",  # short names, for users' programs
     "paramstore.testing.catalogs", "paramstore.testing.clock", "paramstore.testing.policies", "paramstore.testing.volume_contract",
     "paramstore.testing.worker_contract", "paramstore.testing.workers",  # contracts and fakes, for tests alone

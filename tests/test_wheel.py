@@ -50,8 +50,8 @@ def test_the_wheel_holds_the_product_alone(wheel: Path) -> None:
     assert {"paramstore_native/adamw.c", "paramstore_client/py.typed"} <= set(names)
     kept = {name.removeprefix("paramstore/testing/") for name in names if name.startswith("paramstore/testing/")}
     assert kept == {
-        "__init__.py", "catalogs.py", "clock.py", "memory_namespace.py", "policies.py", "volume_contract.py", "volumes.py",
-        "worker_contract.py", "workers.py",
+        "__init__.py", "catalogs.py", "clock.py", "memory_loans.py", "memory_namespace.py", "policies.py", "volume_contract.py",
+        "volumes.py", "worker_contract.py", "workers.py",
     }  # fmt: skip
 
 

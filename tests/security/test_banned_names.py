@@ -35,6 +35,8 @@ ALLOWED = {
         "a rank of a test's job reads what its own job saved, weights only, as the jobs that it stands for do",
     ("bench/paramstore_bench/decode_model.py", "torch.load"):
         "a training of a bench goes on from the state that it saved itself, weights only, in the directory that its user names",
+    ("bench/paramstore_bench/guesses/byte_model.py", "torch.load"):
+        "as that one: the state of the bench's own training, weights only, in the directory that its user names",
     ("testkit/paramstore_testkit/streams/faults.py", "compile"):
         "a wait of our own source is taken away, to see that a test notices",
     ("testkit/paramstore_testkit/streams/faults.py", "importlib.import_module"):

@@ -6,13 +6,13 @@ the reads of all workers share one line, in the order in which they begin, and e
 
 from __future__ import annotations
 
-import runpy
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from paramstore.__main__ import main as run
 from paramstore.storage.volume.file_volume import FileVolume
 from paramstore_client.connection import autostart
 
@@ -58,7 +58,7 @@ def main() -> None:
 
     FileVolume.read = slow  # type: ignore[method-assign,assignment]
     sys.argv = ["paramstore", "serve", *sys.argv[2:]]
-    runpy.run_module("paramstore", run_name="__main__")
+    run()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from paramstore_client.hf.model.dispatch import Dispatch
 from paramstore_client.hf.model.kernels import ExpertStack, Kernel
 from paramstore_client.hf.model.layer_call import WeightsOf
 from paramstore_client.hf.model.layer_weights import LayerWeights
-from paramstore_client.hf.model.lease_window import Hint
+from paramstore_client.hf.model.lease_window import Hint, load_ahead
 from paramstore_client.hf.model.weight_sources import ForwardSupply
 
 GROUPS_MAX = 1024
@@ -68,7 +68,7 @@ class DeviceSupply(ForwardSupply):
             if kernel.is_streamed or is_on_slots:
                 lease.load()
             if ahead := tier.lacking(self._hint(max(0, tier.lease_slots - len(keys)))):
-                tier.prefetch(ahead)
+                load_ahead(tier, ahead)
             if kernel.is_streamed:
                 yield lambda position: lease[keys[position]]
             elif is_on_slots:

@@ -25,6 +25,7 @@ from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.model.early_router import EarlyRouter, early_routers
 from paramstore_client.hf.model.layout import ExpertLayout
+from paramstore_client.hf.model.lease_window import load_ahead
 from paramstore_client.nn.speculation import Speculation
 from paramstore_client.source import AheadTicket, ExpertSource, HostTicket, SlotSource
 
@@ -136,8 +137,8 @@ class EarlyLoads:
         self.speculation.judge(layer, in_time, len(useful) - in_time, placed=self._asked)
 
     def load(self, following: int, votes_E: Sequence[int], hidden_TH: Tensor, *, room: int) -> list[ExpertKey]:
-        """Loads ahead what the router of layer `following` guesses, at most `room` experts; gives those that it asked for.
-        votes_E: what `votes_on_device` told; [] to guess now."""
+        """Loads ahead what the router of layer `following` guesses, at most `room` experts; gives those that it asked for, none
+        where that failed. votes_E: what `votes_on_device` told; [] to guess now."""
         tokens = len(hidden_TH)
         router, admitted = self.routers.get(following), self.speculation.admit(tokens)
         if router is None or not admitted:
@@ -149,7 +150,8 @@ class EarlyLoads:
         guesses = guesses[: max(room, 0)]
         if not guesses:
             return []
-        ticket = source.prefetch(guesses)
+        if (ticket := load_ahead(source, guesses)) is None:
+            return []
         self.speculation.note(following, tokens=tokens, placed=self._asked)
         self._newest = following, frozenset(guesses), ticket
         self._asked += len(guesses)

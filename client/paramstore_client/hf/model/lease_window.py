@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
@@ -17,11 +18,22 @@ from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
-from paramstore.errors import LeaseError, StepMismatch
-from paramstore_client.source import ExpertSource, WeightLease
+from paramstore.errors import LeaseError, ParamStoreError, StepMismatch
+from paramstore_client.source import AheadTicket, ExpertSource, WeightLease
+
+_log = logging.getLogger(__name__)
 
 Hint = Callable[[int], list[ExpertKey]]
 """(slots left beside what is leased) -> keys worth prefetching; called when the last part is leased."""
+
+
+def load_ahead(source: ExpertSource, keys: Sequence[ExpertKey]) -> AheadTicket | None:
+    """Asks for keys that are worth prefetching. None where that failed, which is logged: nobody waits for them yet."""
+    try:
+        return source.prefetch(keys)
+    except ParamStoreError as error:  # demand will ask again and raise the error where it matters
+        _log.warning("%d experts could not be loaded ahead: %s", len(keys), error)
+        return None
 
 
 class Identities:
@@ -123,4 +135,4 @@ class Window:
         if not keys:
             keys = self._hint(room)
         if keys:
-            self._source.prefetch(keys)
+            load_ahead(self._source, keys)

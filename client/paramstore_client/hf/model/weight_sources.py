@@ -6,7 +6,6 @@ bit: every expert's gradient is one addition.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,15 +15,13 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
-from paramstore.errors import ConfigError, ParamStoreError
+from paramstore.errors import ConfigError
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.kernels import ExpertStack
 from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
 from paramstore_client.hf.model.layer_weights import LayerWeights
-from paramstore_client.hf.model.lease_window import Hint, Identities, Window
+from paramstore_client.hf.model.lease_window import Hint, Identities, Window, load_ahead
 from paramstore_client.source import ExpertSource
-
-_log = logging.getLogger(__name__)
 
 PUSH_BYTES = 4 << 20
 """Bytes of gradients that wait for one push: each push is a round trip."""
@@ -207,10 +204,7 @@ class HeldSupply(ForwardSupply):
         keys, source = self._keys, self._source
         with source.acquire_arriving(keys, may_pass=True) as lease, ExitStack() as lent:
             if ahead := self._ahead(lease.ahead, source.lease_slots):
-                try:
-                    source.prefetch(ahead)
-                except ParamStoreError as error:  # demand will ask again and raise the error where it matters
-                    _log.warning("%d experts could not be loaded ahead: %s", len(ahead), error)
+                load_ahead(source, ahead)
             weights = LayerWeights(lease, keys, self._buffers, lent)
             stacks: Any = {field.name: ExpertStack(weights.field(field)) for field in source.schema.part("param").fields}
             yield lambda holder: stacks

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from paramstore.errors import CapacityError
 from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.loading.stored_models import speculation
@@ -177,3 +178,35 @@ def test_a_source_whose_leases_do_not_stand_serves_guesses_too() -> None:
     assert not isinstance(standing(twin.namespace), type(twin.namespace)), "they could"
     assert all(map(torch.equal, decode(twin.stored, 5), decode(twin.stock, 5)))
     assert experts.early.figures.in_time > 0
+
+
+def refuse(*arguments: Any, **options: Any) -> Any:
+    raise CapacityError("no room")
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_a_guess_that_cannot_be_asked_for_fails_no_forward(
+    is_on_device: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=9)
+    source = DeviceTier(twin.namespace, 9, device="cpu", policy="schedule") if is_on_device else twin.namespace
+    experts = rebound(twin, source)
+    monkeypatch.setattr(twin.namespace, "prefetch", refuse)
+    with guessing(monkeypatch, list(range(EXPERTS))):
+        assert all(map(torch.equal, decode(twin.stored, 3), decode(twin.stock, 3)))
+    assert "experts could not be loaded ahead: no room" in caplog.text
+    assert experts.early.figures.asked == 0
+
+
+def test_a_guess_that_cannot_be_asked_for_fails_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", lease_slots=9)
+    monkeypatch.setattr(twin.namespace, "prefetch", refuse)
+    losses = [model(input_ids=tokens(), labels=tokens()).loss for model in (twin.stock.train(), twin.stored.train())]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    twin.check_gradients()
+    assert "experts could not be loaded ahead: no room" in caplog.text
+    assert speculation(twin.stored).asked == 0
