@@ -126,7 +126,7 @@ class _Lane:
         entry = other if read is None else read if other is None else min(read, other)
         return None if entry is None else entry[3]
 
-    def take(self, transfer: Transfer, free_workers: int) -> list[Piece]:
+    def take_pieces(self, transfer: Transfer, free_workers: int) -> list[Piece]:
         """Takes a burst's pieces of `transfer`, which is the first in its queue."""
         pieces = transfer.take_burst(free_workers, is_last=self.entries == 1)
         if not transfer.pieces:
@@ -184,7 +184,7 @@ class Scheduler:
         transfer = at.first(may_read=may_read)
         if transfer is None:
             return None
-        burst = [(transfer, at.take(transfer, free_workers))]
+        burst = [(transfer, at.take_pieces(transfer, free_workers))]
         if transfer.light_bytes:
             self._join_light(at, burst, may_read=may_read)
         at.running += 1
@@ -202,7 +202,7 @@ class Scheduler:
             if transfer.urgency is not first.urgency or not 0 < transfer.light_bytes <= room_bytes:
                 return
             room_bytes -= transfer.light_bytes
-            burst.append((transfer, at.take(transfer, 1)))
+            burst.append((transfer, at.take_pieces(transfer, 1)))
 
     def finish_burst(self, lane: Hashable, burst: Burst, outcomes: list[Outcome]) -> list[Transfer]:
         """Takes note that a worker of `lane` has finished; returns the transfers that are over and must be settled."""
