@@ -34,7 +34,7 @@ class SlotPlan:
     of slots may change (`grow`, `shrink`).
 
     passing_slots: most slots that a visit which does not fit runs its rest through; default a few. held_most: most slots that one
-    visit which may pass takes; None: all. churn: None for no bound.
+    visit which may pass takes; None: all. churn: None for as many as slots.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class SlotPlan:
         """Slots of what is gone and still used."""
         self._kept_free = 0
         """Slots that visits under way run the rest of their keys through."""
+        self._passing: list[SlotVisit] = []
+        """Visits under way of which keys pass by."""
         self._untold: list[Sequence[Held]] = []
 
     @property
@@ -74,12 +76,15 @@ class SlotPlan:
         self._resize(count)
 
     def shrink(self, count: int) -> int:
-        """Has `count` slots fewer: free ones, then those of what no visit uses, loads ahead last. Returns how many fewer: not all
-        where visits under way use the others. One slot stays."""
+        """Has `count` slots fewer: free ones, then those of what no visit uses or waits for, loads ahead last. Returns how many
+        fewer: not all where visits under way need the others. One slot stays, and one for each visit that still waits."""
         self._tell()
-        idle = sum(not held.users for held in self._held.values())
-        given = max(0, min(count, self.slots - 1, self.free + idle))
-        for key in self._choose(given - self.free, lambda key: self._held[key].users > 0, spares_ahead=True):
+        waited = {key for visit in self._passing for key in visit.waiting}
+        idle = [key for key, held in self._held.items() if not held.users]
+        slotless = sum(bool(visit.waiting) and not visit.passing_slots for visit in self._passing)
+        needed = max(slotless, sum(key in waited for key in idle))
+        given = max(0, min(count, self.slots - 1, self.free + len(idle) - needed))
+        for key in self._choose(given - self.free, lambda key: key in waited or self._held[key].users > 0, spares_ahead=True):
             self._evict(key)
         self._resize(-given)
         return given
@@ -126,6 +131,8 @@ class SlotPlan:
             return False
         visit.is_over = True
         leaves = bool(visit.through)
+        if visit.passing:
+            self._passing.remove(visit)
         self.counts.passed -= len(visit.waiting)  # they never came
         visit.waiting.clear()
         for held in list(visit.through):
@@ -245,7 +252,9 @@ class SlotPlan:
         counts.misses += len(loads)
         counts.late += len(late)
         counts.passed += len(passing)
-        if not passing:
+        if passing:
+            self._passing.append(visit)
+        else:
             visit.passing_slots = 0
         self._kept_free += visit.passing_slots
         self._churned = 0
@@ -289,7 +298,7 @@ class SlotPlan:
         spared = {held.key for held in self._held.values() if held.users or _is_spared(held)} | set(wanted)
         idle = sum(key not in spared for key in self._held)
         spare = {key for key, held in self._held.items() if held.is_spare and key not in spared} if evicting is not None else set()
-        most = (self.slots if self._churn is None else self._churn) - self._churned
+        most = max(0, (self.slots if self._churn is None else self._churn) - self._churned)
         new = new[: max(0, self.free) + min(idle, most if evicting is None else min(most, evicting + len(spare)))]
         first = self._choose(min(len(new) - self.free, len(spare)), lambda key: key not in spare)
         victims = first + self._choose(len(new) - self.free - len(first), lambda key: key in spare or key in spared)
@@ -364,7 +373,7 @@ class SlotPlan:
         for visit in untold:
             self._note_use([held.key for held in visit])
             for held in visit:
-                if held.is_gone:
+                if held.is_gone and ((now := self._held.get(held.key)) is None or now.is_passing):
                     self._policy.forget(held.key)
 
     def _await_no_more(self, layers: set[object]) -> None:

@@ -151,6 +151,26 @@ def test_a_use_of_what_was_dropped_since_does_not_make_the_policy_hold_it() -> N
     assert keys_of(plan.visit("d").evicted) == ["b"]
 
 
+def test_a_use_of_what_was_dropped_and_has_come_anew_since_does_not_hide_it_from_the_policy() -> None:
+    plan = SlotPlan(6, Lru(), passing_slots=1, held_most=4)
+    used(plan, "abcde")
+    visit = plan.visit("abcdefgh", may_pass=True)
+    standing = plan.let_in(visit)
+    assert standing is not None
+    plan.let_out(visit, standing)
+    used(plan, "e")  # not told yet
+    stale = plan.find("e")
+    assert stale is not None
+    plan.drop(stale)
+    fresh = plan.let_in(visit)
+    assert fresh is not None
+    plan.arrive(fresh)
+    plan.let_out(visit, fresh)  # into the slot that nobody needs
+    plan.end_visit(visit)
+    assert keys_of(plan.held) == list("abcde")
+    assert keys_of(plan.visit("uvwxyz").evicted) == list("abcde")
+
+
 def test_clearing_counts_nothing() -> None:
     plan = SlotPlan(3, Lru())
     used(plan, "a")
@@ -407,6 +427,56 @@ def test_slots_that_a_visit_runs_the_rest_of_its_keys_through_stay_with_it() -> 
     assert plan.shrink(4) == 3
 
 
+def test_what_a_visit_still_waits_for_goes_no_earlier_than_the_visit_ends() -> None:
+    plan = SlotPlan(5, Lru(), held_most=2)
+    used(plan, "abcde")
+    visit = plan.visit("abcd", may_pass=True)
+    assert (keys_of(visit.held), visit.passing, visit.passing_slots) == (["a", "b"], ("c", "d"), 0)
+    assert plan.shrink(4) == 1
+    assert keys_of(plan.held) == list("abcd"), "nobody uses or waits for e"
+    one = plan.let_in(visit)
+    assert one is not None
+    assert plan.shrink(4) == 0
+    plan.let_out(visit, one)
+    assert plan.shrink(1) == 1
+    assert keys_of(plan.held) == list("abd"), "c has passed by"
+    plan.end_visit(visit)
+    assert plan.shrink(4) == 2
+    assert plan.slots == 1
+
+
+@pytest.mark.parametrize("how", ["drop", "ahead"])
+def test_a_visit_of_which_all_stood_keeps_a_slot_whatever_becomes_of_what_it_waits_for(how: str) -> None:
+    plan = SlotPlan(5, Lru(), held_most=4)
+    used(plan, "abcde")
+    visit = plan.visit("abcde", may_pass=True)
+    if how == "drop":
+        last = plan.find("e")
+        assert last is not None
+        plan.drop(last)
+    else:
+        assert keys_of(plan.ahead("x")[1]) == ["e"]
+    assert plan.shrink(4) == 0
+    one = plan.let_in(visit)
+    assert one is not None
+    assert one.key == "e"
+    plan.end_visit(visit)
+    assert plan.shrink(4) == 4
+
+
+def test_after_slots_were_given_back_loads_ahead_evict_no_more_than_was_left_to_them() -> None:
+    plan = SlotPlan(4, Lru())
+    plan.grow(8)
+    used(plan, [(0, expert) for expert in range(12)])
+    for held in plan.ahead([(1, expert) for expert in range(9)])[0]:
+        plan.arrive(held)
+    plan.skip([1])
+    assert plan.shrink(8) == 8
+    assert plan.ahead([(2, expert) for expert in range(12)]) == ([], []), "nine were evicted, of four slots"
+    used(plan, [(3, 0)])
+    assert len(plan.ahead([(2, expert) for expert in range(12)])[1]) == 4
+
+
 def test_what_one_visit_may_take_and_what_loads_ahead_may_evict_go_with_the_slots() -> None:
     plan = SlotPlan(8, Lru(), held_most=7)
     plan.grow(4)
@@ -490,6 +560,52 @@ def test_every_counter_is_what_a_plain_model_of_the_slots_counts(name: str, seed
         model.check(plan, f"{name}, seed {seed}, turn {turn}")
 
 
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(20))
+def test_one_visit_at_a_time_always_goes_on_whatever_is_recalled_and_loaded_ahead_meanwhile(name: str, seed: int) -> None:
+    """With one thread nothing raises: a visit that may pass finds at least a slot, and each of its keys gets its turn."""
+    rng = random.Random(seed)
+    slots = rng.randint(1, 8)
+    held_most = rng.choice([None, max(1, slots - 1), max(1, slots // 2)])
+    passing_slots, churn = rng.choice([None, 1, 2]), rng.choice([None, 2])
+    plan = SlotPlan(slots, POLICIES[name](), passing_slots=passing_slots, held_most=held_most, churn=churn)
+
+    def disturb() -> None:
+        action = rng.randrange(8)
+        if action < 2:
+            plan.grow(rng.randint(0, 4))
+        elif action < 4:
+            before = plan.slots
+            assert before - plan.shrink(rng.randint(0, 5)) == plan.slots >= 1
+        elif action == 4:
+            keys, evicting = [(rng.randrange(LAYERS), rng.randrange(EXPERTS)) for _ in range(8)], rng.choice([None, 0, 1])
+            loads, evicted = plan.ahead(keys, evicting=evicting)
+            assert len(evicted) <= len(loads)
+        elif plan.held:
+            held = rng.choice(plan.held)
+            (plan.drop if held.is_ready else plan.arrive if action < 7 else plan.fail)(held)
+        assert plan.free >= 0
+
+    for _ in range(60):
+        layer = rng.randrange(LAYERS)
+        keys = [(layer, expert) for expert in rng.sample(range(EXPERTS), rng.randint(1, EXPERTS))]
+        visit = plan.visit(keys, may_pass=True)
+        came = [*keys_of(visit.held), *keys_of(visit.through)]
+        while visit.waiting or visit.through:
+            if rng.random() < 0.5:
+                disturb()
+            elif (one := plan.let_in(visit)) is not None:
+                came.append(one.key)
+            elif visit.through:
+                plan.let_out(visit, rng.choice(visit.through))
+        assert sorted(came, key=str) == sorted(keys, key=str)
+        plan.end_visit(visit)
+        assert not plan._passing
+        disturb()
+    plan.shrink(plan.slots)
+    assert plan.slots == 1, "no visit is under way"
+
+
 class Slots:
     """The slots one by one: what stands, who uses it, and what was counted."""
 
@@ -551,8 +667,12 @@ class Slots:
         self.awaited = {held for held in self.awaited & self.fresh if held.key[0] not in layers}  # type: ignore[index]
 
     def shrink(self, count: int, given: int, evicted: Sequence[Held]) -> None:
-        idle = {held for held in self.standing.values() if not self.users.get(held)}
-        assert given == max(0, min(count, self.slots - 1, self.free + len(idle)))
+        waited = {key for keys in self.waiting.values() for key in keys}
+        unused = {held for held in self.standing.values() if not self.users.get(held)}
+        idle = {held for held in unused if held.key not in waited}
+        slotless = sum(bool(keys) and not self.kept[visit] for visit, keys in self.waiting.items())
+        needed = max(slotless, len(unused - idle))
+        assert given == max(0, min(count, self.slots - 1, self.free + len(unused) - needed))
         assert len(evicted) == max(0, given - self.free)
         assert idle.issuperset(evicted)
         spared = {held for held in idle if held in self.awaited or held not in self.ready}

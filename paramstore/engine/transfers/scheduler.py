@@ -5,7 +5,8 @@ never waits for more than the pieces under way. A worker takes a *burst* of piec
 share, because each hand-over costs 0.1 ms; the last transfer in a queue is spread over all workers, piece by piece. A burst may
 hold several *light* transfers, each of one small piece: moving a record of 0.3 MB takes less time than its hand-over. Reads of one
 piece start in their order as long as few bytes of them are under way: all at once would all end at the end, and whoever computes
-with the first ones would wait for the last. Raising a queued transfer re-queues it; the stale entry is skipped.
+with the first ones would wait for the last. They have a queue of their own, so that the free workers may take what else waits while
+they may not begin. Raising a queued transfer re-queues it; the stale entry is skipped.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class Transfer:
     def is_over(self) -> bool:
         return self.running == 0 and not self.has_piece
 
+    @property
+    def is_light_read(self) -> bool:
+        return self.is_read and self.light_bytes > 0
+
 
 @dataclass(slots=True)
 class LaneStats:
@@ -94,24 +99,53 @@ Entry = tuple[int, float, int, Transfer]
 """(class, deadline, order, transfer), by which a queue is sorted."""
 
 
+@dataclass(slots=True)
+class _Lane:
+    """What waits and what runs in a lane."""
+
+    limit: int
+    """Bursts that may be under way."""
+    running: int = 0
+    read_bytes: int = 0
+    """Bytes of light reads under way."""
+    light_reads: list[Entry] = field(default_factory=list)
+    others: list[Entry] = field(default_factory=list)
+
+    @property
+    def entries(self) -> int:
+        """Length of both queues, stale entries too."""
+        return len(self.light_reads) + len(self.others)
+
+    def queue_of(self, transfer: Transfer) -> list[Entry]:
+        return self.light_reads if transfer.is_light_read else self.others
+
+    def first(self, *, may_read: bool) -> Transfer | None:
+        """The transfer whose turn it is; may_read: whether a light read may begin."""
+        other = _first(self.others)
+        read = _first(self.light_reads) if may_read else None
+        entry = other if read is None else read if other is None else min(read, other)
+        return None if entry is None else entry[3]
+
+    def take_pieces(self, transfer: Transfer, free_workers: int) -> list[Piece]:
+        """Takes a burst's pieces of `transfer`, which is the first in its queue."""
+        pieces = transfer.take_burst(free_workers, is_last=self.entries == 1)
+        if not transfer.pieces:
+            heappop(self.queue_of(transfer))  # a final piece is queued again when the others are done
+        transfer.running += 1
+        return pieces
+
+
 class Scheduler:
     """Queues the transfers of all lanes. Owner of `Transfer.running`, `pieces` and `order`."""
 
     def __init__(self) -> None:
-        self._limits: dict[Hashable, int] = {}
-        self._running: dict[Hashable, int] = {}
-        self._queues: dict[Hashable, list[Entry]] = {}
-        self._read_bytes: dict[Hashable, int] = {}
-        """Bytes of light reads under way, by lane."""
+        self._lanes: dict[Hashable, _Lane] = {}
         self._order = 0
 
     def add_lane(self, lane: Hashable, workers: int, *, ahead: int = 0) -> None:
         """Adds a lane. ahead: bursts handed over before a worker is free, so that a worker finds its next one at once instead of
         after a turn of the loop (0.2 to 0.4 ms). Urgent transfers wait for those bursts too."""
-        self._limits[lane] = workers + ahead
-        self._running[lane] = 0
-        self._queues[lane] = []
-        self._read_bytes[lane] = 0
+        self._lanes[lane] = _Lane(workers + ahead)
 
     def submit(self, transfer: Transfer) -> None:
         self._order += 1
@@ -120,7 +154,8 @@ class Scheduler:
 
     def _queue(self, transfer: Transfer) -> None:
         deadline_s = inf if transfer.deadline_s is None else transfer.deadline_s
-        heappush(self._queues[transfer.lane], (transfer.urgency, deadline_s, transfer.order, transfer))
+        queue = self._lanes[transfer.lane].queue_of(transfer)
+        heappush(queue, (transfer.urgency, deadline_s, transfer.order, transfer))
 
     def promote(self, transfer: Transfer, urgency: Urgency) -> None:
         """Raises a transfer's class; pieces under way go on. Never lowers it."""
@@ -139,37 +174,41 @@ class Scheduler:
         return True
 
     def next_burst(self, lane: Hashable) -> Burst | None:
-        """Takes the most urgent pieces for one worker, which then count as running; None if all are busy, nothing waits, or what is
-        next is a light read and enough of them are under way."""
-        free_workers = self._limits[lane] - self._running[lane]
+        """Takes the most urgent pieces for one worker, which then count as running; None if all are busy, or nothing waits but
+        light reads of which enough are under way."""
+        at = self._lanes[lane]
+        free_workers = at.limit - at.running
         if free_workers <= 0:
             return None
-        queue = self._queues[lane]
-        transfer = _first(queue)
-        if transfer is None or (transfer.is_read and transfer.light_bytes and self._read_bytes[lane] >= LIGHT_READ_BYTES):
+        may_read = at.read_bytes < LIGHT_READ_BYTES
+        transfer = at.first(may_read=may_read)
+        if transfer is None:
             return None
-        burst = [(transfer, _take(queue, transfer, free_workers))]
+        burst = [(transfer, at.take_pieces(transfer, free_workers))]
         if transfer.light_bytes:
-            self._join_light(queue, burst, share=-(-(len(queue) + 1) // self._limits[lane]))
-        self._running[lane] += 1
-        self._read_bytes[lane] += _read_bytes(burst)
+            self._join_light(at, burst, may_read=may_read)
+        at.running += 1
+        at.read_bytes += _read_bytes(burst)
         return burst
 
     @staticmethod
-    def _join_light(queue: list[Entry], burst: Burst, *, share: int) -> None:
-        """Adds the next light transfers of the same class: as many as leave each worker of the lane its share of the queue."""
+    def _join_light(at: _Lane, burst: Burst, *, may_read: bool) -> None:
+        """Adds the next light transfers of the same class: as many as leave each worker of the lane its share of what may begin."""
         first, _ = burst[0]
+        waiting = at.entries if may_read else len(at.others)
+        share = -(-(waiting + 1) // at.limit)
         room_bytes = LIGHT_BURST_BYTES - first.light_bytes
-        while len(burst) < min(share, LIGHT_BURST_TRANSFERS) and (transfer := _first(queue)) is not None:
+        while len(burst) < min(share, LIGHT_BURST_TRANSFERS) and (transfer := at.first(may_read=may_read)) is not None:
             if transfer.urgency is not first.urgency or not 0 < transfer.light_bytes <= room_bytes:
                 return
             room_bytes -= transfer.light_bytes
-            burst.append((transfer, _take(queue, transfer, 1)))
+            burst.append((transfer, at.take_pieces(transfer, 1)))
 
     def finish_burst(self, lane: Hashable, burst: Burst, outcomes: list[Outcome]) -> list[Transfer]:
         """Takes note that a worker of `lane` has finished; returns the transfers that are over and must be settled."""
-        self._running[lane] -= 1
-        self._read_bytes[lane] -= _read_bytes(burst)
+        at = self._lanes[lane]
+        at.running -= 1
+        at.read_bytes -= _read_bytes(burst)
         over = []
         for (transfer, _), (results, error) in zip(burst, outcomes, strict=True):
             transfer.running -= 1
@@ -189,8 +228,8 @@ class Scheduler:
     def stats(self) -> dict[Hashable, LaneStats]:
         """Figures for each lane, for people; counted when asked."""
         return {
-            lane: LaneStats(queued=sum(_is_in_force(entry) for entry in queue), running=self._running[lane])
-            for lane, queue in self._queues.items()
+            lane: LaneStats(queued=sum(map(_is_in_force, (*at.light_reads, *at.others))), running=at.running)
+            for lane, at in self._lanes.items()
         }
 
 
@@ -199,20 +238,11 @@ def _read_bytes(burst: Burst) -> int:
     return sum(transfer.light_bytes for transfer, _ in burst if transfer.is_read)
 
 
-def _first(queue: list[Entry]) -> Transfer | None:
-    """The transfer whose turn it is in `queue`, from which stale entries before it are removed."""
+def _first(queue: list[Entry]) -> Entry | None:
+    """The entry whose turn it is in `queue`, from which stale entries before it are removed."""
     while queue and not _is_in_force(queue[0]):
         heappop(queue)
-    return queue[0][3] if queue else None
-
-
-def _take(queue: list[Entry], transfer: Transfer, free_workers: int) -> list[Piece]:
-    """Takes a burst's pieces of `transfer`, which is the first in `queue`."""
-    pieces = transfer.take_burst(free_workers, is_last=len(queue) == 1)
-    if not transfer.pieces:
-        heappop(queue)  # a final piece is queued again when the others are done
-    transfer.running += 1
-    return pieces
+    return queue[0] if queue else None
 
 
 def _is_in_force(entry: Entry) -> bool:

@@ -231,6 +231,21 @@ def test_a_visit_that_runs_through_slots_gives_back_those_it_does_not_need() -> 
     assert namespace.leased_key_count <= 4
 
 
+@pytest.mark.parametrize("kept", [0, 4, 7])
+def test_a_recall_before_the_first_key_has_its_turn_leaves_a_slot_to_a_visit_of_which_all_stood(kept: int) -> None:
+    namespace, slots = make(to_lend=8)
+    everything = [*keys(*range(6)), *keys(*range(6), layer=1)]
+    for _ in range(3):
+        for key in everything:
+            visit(slots, [key])
+    assert namespace.leased_key_count == len(everything)
+    with slots.acquire_arriving(everything, may_pass=True) as lease:
+        namespace.loans.recall(kept)
+        assert sorted(lease.in_turn()) == everything
+    visit(slots, keys(0))
+    assert (slots.loans.count, namespace.loans.count) == (kept, kept)
+
+
 def test_who_computes_nothing_gives_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loans_module, "LOOK_PAUSE_S", 0.001)
     namespace, slots = filled(to_lend=5)

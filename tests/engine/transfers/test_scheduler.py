@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -283,6 +284,113 @@ def test_writes_and_reads_of_several_pieces_begin_beside_light_reads() -> None:
     assert made.next_burst("disk") is not None
 
 
+# --- what waits beside light reads that may not begin yet
+
+
+def crowded(*, workers: int = 8, waiting: int = 1) -> tuple[Scheduler, list[Burst | None]]:
+    """A lane with as many light reads under way as may be, and their bursts; so many more wait."""
+    made = scheduler(workers)
+    for number in range(4 + waiting):
+        made.submit(read(f"read {number}"))
+    bursts = [made.next_burst("disk") for _ in range(4)]
+    assert all(bursts)
+    assert made.next_burst("disk") is None
+    return made, bursts
+
+
+def started_in(made: Scheduler) -> list[object]:
+    """The pieces of all bursts that may begin now, in their order."""
+    pieces: list[object] = []
+    while (burst := made.next_burst("disk")) is not None:
+        pieces += [piece for _, taken in burst for piece in taken]
+    return pieces
+
+
+@pytest.mark.parametrize("outstanding", [4, 5, 6, 7, 8, 12])
+def test_a_write_back_begins_at_once_beside_light_reads_that_never_stop_coming(outstanding: int) -> None:
+    made = scheduler(8)
+    for number in range(outstanding):
+        made.submit(read(f"read {number}"))
+    bursts = []
+    while (burst := made.next_burst("disk")) is not None:
+        bursts.append(burst)
+    made.submit(transfer("write", urgency=WRITE_BACK, light_bytes=LIGHT_READ_BYTES // 4))
+    assert started_in(made) == ["write"]
+    for number in range(20):  # a worker that gets free takes the next read: it is more urgent
+        finish(made, bursts.pop(0))
+        made.submit(read(f"more {number}"))
+        made.submit(transfer("next write", urgency=WRITE_BACK, light_bytes=1))
+        burst = made.next_burst("disk")
+        assert burst is not None
+        assert burst[0][0].is_read
+        bursts.append(burst)
+
+
+def test_what_else_waits_goes_by_class_and_deadline_beside_light_reads_that_may_not_begin() -> None:
+    made, _ = crowded(workers=10)
+    for one in (
+        transfer("w", urgency=WRITE_BACK), transfer("p", urgency=PREFETCH), transfer("late", deadline_s=9.0),
+        transfer("soon", deadline_s=1.0), transfer(*range(4), urgency=WRITE_BACK, is_read=True),
+    ):  # fmt: skip
+        made.submit(one)
+    assert started_in(made) == ["soon", "late", "p", "w", 0, 1, 2, 3]
+
+
+def test_light_reads_and_others_go_in_one_order() -> None:
+    transfers = [
+        transfer("w", urgency=WRITE_BACK), transfer("rw", urgency=WRITE_BACK, light_bytes=LIGHT_READ_BYTES, is_read=True),
+        read("r1"), transfer("d"), read("r2"), transfer("p", urgency=PREFETCH),
+        transfer("soon", deadline_s=1.0, light_bytes=LIGHT_READ_BYTES, is_read=True), transfer("sooner", deadline_s=0.5),
+    ]  # fmt: skip
+    assert order_of(scheduler(), *transfers) == ["sooner", "soon", "r1", "d", "r2", "p", "w", "rw"]
+
+
+def test_the_last_in_the_queue_is_the_last_of_light_reads_and_others_together() -> None:
+    made, _ = crowded()
+    made.submit(transfer(*range(6)))
+    burst = made.next_burst("disk")
+    assert burst is not None
+    assert burst[0][1] == [0, 1], "a light read waits for a worker as well"
+
+
+def test_light_transfers_are_shared_among_the_workers_without_counting_reads_that_may_not_begin() -> None:
+    made, _ = crowded(waiting=20)
+    for name in "abcdefghij":
+        made.submit(light(name, urgency=DEMAND, light_bytes=1))
+    sizes = [len(made.next_burst("disk") or ()) for _ in range(4)]
+    assert sizes == [2, 1, 1, 1], "of 10 for 8 workers, each has its share"
+
+
+def test_light_reads_join_light_writes_in_their_order_and_only_while_they_may_begin() -> None:
+    made = scheduler()
+    small = [read("r", light_bytes=1), light("w", urgency=DEMAND, light_bytes=1), read("s", light_bytes=1)]
+    assert burst_of(made, *small) == ["r", "w", "s"]
+    made, _ = crowded(workers=5, waiting=0)
+    for one in (light("w", urgency=DEMAND, light_bytes=1), read("r", light_bytes=1), light("x", urgency=DEMAND, light_bytes=1)):
+        made.submit(one)
+    assert started_in(made) == ["w"], "five workers share the two that may begin"
+    assert made.stats()["disk"].queued == 2
+
+
+def test_a_light_read_that_may_not_begin_is_counted_promoted_and_cancelled() -> None:
+    made, bursts = crowded(waiting=0)
+    low, lower, gone = (transfer(name, urgency=WRITE_BACK, light_bytes=LIGHT_READ_BYTES, is_read=True) for name in "abc")
+    for one in (low, gone, lower):
+        made.submit(one)
+    made.promote(lower, PREFETCH)
+    made.promote(lower, DEMAND)
+    assert made.stats() == {"disk": LaneStats(queued=3, running=4)}
+    assert made.cancel(gone)
+    assert made.stats() == {"disk": LaneStats(queued=2, running=4)}
+    assert made.next_burst("disk") is None
+    finish(made, bursts[0])
+    burst = made.next_burst("disk")
+    assert burst == [(lower, ["b"])]
+    for each in (*bursts[1:], burst):
+        finish(made, each)
+    assert order_of(made) == ["a"]
+
+
 # --- the final piece
 
 
@@ -372,7 +480,9 @@ def test_the_figures_count_what_waits_and_what_runs() -> None:
 
 SPECS = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(Urgency), st.booleans()), max_size=9)
 """Per transfer: pieces, class, whether there is a final piece. One of one piece without a final one is light."""
-ACTIONS = st.lists(st.tuples(st.sampled_from(["submit", "start", "finish", "promote"]), st.integers(0, 7)), max_size=40)
+ACTIONS = st.lists(st.tuples(st.sampled_from(["submit", "start", "finish", "promote", "cancel"]), st.integers(0, 7)), max_size=40)
+LIGHT_SIZES = [QUARTER, LIGHT_READ_BYTES // 2]
+"""Of the large ones two are as many as may be under way."""
 
 
 class Shift:
@@ -384,45 +494,64 @@ class Shift:
         self.transfers = [
             transfer(
                 *((number, piece) for piece in range(count)), urgency=urgency, final=(number, "final") if is_final else None,
-                light_bytes=QUARTER if count == 1 and not is_final else 0, is_read=number % 2 == 0,
+                light_bytes=LIGHT_SIZES[number // 2 % 2] if count == 1 and not is_final else 0, is_read=number % 2 == 0,
+                deadline_s=None if number % 3 else float(number),
             )
             for number, (count, urgency, is_final) in enumerate(specs)
-        ]
+        ]  # fmt: skip
         self.pieces = [piece for one in self.transfers for piece in (*one.pieces, *([one.final] if one.final else []))]
         self.waiting = list(self.transfers)
         self.running: list[Burst] = []
         self.ran: list[object] = []
-        self.settled: list[Transfer] = []
+        self.over: list[Transfer] = []
+        """Settled or cancelled."""
 
     def do(self, action: str, number: int) -> None:
+        one = self.transfers[number % len(self.transfers)] if self.transfers else None
         if action == "submit" and self.waiting:
             self.made.submit(self.waiting.pop())
-        elif action == "promote" and self.transfers:
-            one = self.transfers[number % len(self.transfers)]
-            if one.order and not one.is_settled:
-                self.made.promote(one, Urgency(number % 3))
-        elif action == "start" and (started := self.made.next_burst("disk")) is not None:
-            under_way = [one for burst in self.running for one, _ in burst]
-            for one, pieces in started:
-                is_final = pieces[0] in [(at, "final") for at in range(len(self.transfers))]
-                assert not (is_final and any(one is other for other in under_way))
-                self.ran.extend(pieces)
-            self.running.append(started)
+        elif action == "promote" and one and one.order and not one.is_settled:
+            self.made.promote(one, Urgency(number % 3))
+        elif action == "cancel" and one and one.order:
+            left = list(one.pieces) + ([one.final] if one.final else [])
+            if self.made.cancel(one):
+                self.over.append(one)
+                self.pieces = [piece for piece in self.pieces if piece not in left]
+        elif action == "start":
+            self.start()
         elif action == "finish" and self.running:
-            self.settled += finish(self.made, self.running.pop(number % len(self.running)))
-        assert len(self.running) == self.made.stats()["disk"].running <= self.limit
+            self.over += finish(self.made, self.running.pop(number % len(self.running)))
+        stats = self.made.stats()["disk"]
+        assert len(self.running) == stats.running <= self.limit
+        assert stats.queued == sum(one.order > 0 and one.has_piece for one in self.transfers)
+
+    def start(self) -> None:
+        under_way = [one for burst in self.running for one, _ in burst]
+        may_read = sum(one.light_bytes for one in under_way if one.is_read) < LIGHT_READ_BYTES
+        may_start = [one for one in self.transfers if one.order and one.has_piece and (may_read or not one.is_light_read)]
+        in_turn = sorted(may_start, key=lambda one: (one.urgency, inf if one.deadline_s is None else one.deadline_s, one.order))
+        burst = self.made.next_burst("disk")
+        if burst is None:
+            assert not in_turn or len(self.running) == self.limit, "a worker is free, and something may begin"
+            return
+        assert [one for one, _ in burst] == in_turn[: len(burst)], "in their order"
+        for one, pieces in burst:
+            is_final = pieces[0] in [(at, "final") for at in range(len(self.transfers))]
+            assert not (is_final and any(one is other for other in under_way))
+            self.ran.extend(pieces)
+        self.running.append(burst)
 
 
 @given(limit=st.integers(1, 4), specs=SPECS, actions=ACTIONS)
-def test_every_piece_runs_exactly_once_and_never_more_at_a_time_than_there_are_workers(
+def test_every_piece_runs_once_in_its_turn_and_no_worker_is_free_while_one_may_begin(
     limit: int, specs: list[tuple[int, Urgency, bool]], actions: list[tuple[str, int]]
 ) -> None:
     shift = Shift(limit, specs)
     for action in actions:
         shift.do(*action)
-    while len(shift.settled) < len(specs):
+    while len(shift.over) < len(specs):
         for action in ("submit", "start", "finish"):
             shift.do(action, 0)
     assert sorted(shift.ran, key=str) == sorted(shift.pieces, key=str)
-    assert len(set(map(id, shift.settled))) == len(specs)
+    assert len(set(map(id, shift.over))) == len(specs)
     assert shift.made.next_burst("disk") is None
