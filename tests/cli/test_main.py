@@ -193,6 +193,7 @@ def test_the_command_of_the_package_begins_where_the_module_does() -> None:
 
 def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["paramstore", "--version"])
+    monkeypatch.delitem(sys.modules, "paramstore.__main__", raising=False)  # another test may have imported it
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("paramstore", run_name="__main__")
     assert not ended.value.code
