@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 FRAMES_MAX = 64
@@ -20,6 +20,9 @@ class Outbox:
 
     def __init__(self) -> None:
         self._frames: deque[memoryview] = deque()
+        self._book: tuple[deque[int], deque[memoryview]] = deque(), deque()
+        """What each call has sent, and the frames that were taken off for it. Each is noted within one call of C, where no handler
+        of a signal runs: so an interrupt loses no count, and no frame goes out twice."""
         self._gathering = threading.local()
         """`block`: the innermost `Gathered` that a thread is in."""
 
@@ -32,23 +35,33 @@ class Outbox:
 
     def first(self) -> list[memoryview]:
         """What goes out next, in one call."""
-        frames = self._frames
-        return [frames[place] for place in range(min(len(frames), FRAMES_MAX))]
+        offset_bytes, frames = self._take_off(), self._frames
+        first = [frames[place] for place in range(min(len(frames), FRAMES_MAX))]
+        if offset_bytes:
+            first[0] = first[0][offset_bytes:]
+        return first
 
-    def take_off(self, sent_bytes: int) -> None:
-        """Notes that so many bytes of `first` were sent."""
-        frames = self._frames
-        while sent_bytes:
-            frame = frames[0]
-            if sent_bytes < len(frame):
-                frames[0] = frame[sent_bytes:]
-                return
-            sent_bytes -= len(frame)
-            frames.popleft()
+    def send(self, sendmsg: Callable[[Sequence[memoryview]], int]) -> None:
+        """Sends what goes out next by one call of `sendmsg`, a socket's. Raises what that raises; then nothing was sent."""
+        if first := self.first():
+            self._book[0].extend(map(sendmsg, (first,)))
+            self._take_off()
+
+    def _take_off(self) -> int:
+        """Takes off what was sent whole; gives how many bytes of the first frame that is left were sent."""
+        frames, (sent, gone) = self._frames, self._book
+        offset_bytes = sum(sent) - sum(map(len, gone))
+        while offset_bytes and offset_bytes >= len(frames[0]):
+            offset_bytes -= len(frames[0])
+            gone.extend(map(deque[memoryview].popleft, (frames,)))
+        if not offset_bytes:
+            self._book = deque(), deque()
+        return offset_bytes
 
     def clear(self) -> None:
         """Drops everything: nobody will read it."""
         self._frames.clear()
+        self._book = deque(), deque()
 
     @property
     def is_gathering(self) -> bool:

@@ -317,17 +317,13 @@ class Connection:
         outbox = self._outbox
         while outbox:
             try:
-                outbox.take_off(self._sock.sendmsg(outbox.first()))
+                outbox.send(self._sock.sendmsg)
             except BlockingIOError:
                 return False
             except OSError:
                 # The daemon is gone. What it still said is read first, and the end of the stream settles the rest.
                 outbox.clear()
                 return False
-            except BaseException:
-                # An interrupt here may have sent what still stands in the outbox: a request must never go out twice.
-                self._fail(StoreUnavailable("the client was interrupted while it sent a request"))
-                raise
         return True
 
     def _send_all(self, what: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import signal
+import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
@@ -18,10 +21,14 @@ def test_what_goes_out_is_what_was_added_however_much_each_call_takes(seed: int)
     for frame in frames:
         outbox.add(frame)
     while outbox:
-        offered = b"".join(outbox.first())
-        taken = rng.randint(0, len(offered))
-        sent += offered[:taken]
-        outbox.take_off(taken)
+
+        def take(offered: Sequence[memoryview]) -> int:
+            whole = b"".join(offered)
+            taken = rng.randint(0, len(whole))
+            sent.extend(whole[:taken])
+            return taken
+
+        outbox.send(take)
     assert sent == b"".join(frames), f"seed {seed}"
 
 
@@ -53,3 +60,47 @@ def test_a_block_whose_begin_was_interrupted_holds_nothing_back() -> None:
     outbox = Outbox()
     outbox.gathered(print).__enter__()  # its end never comes
     assert not outbox.is_gathering
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_interrupt_at_any_moment_sends_nothing_twice_and_loses_nothing(seed: int) -> None:
+    """Signals come as fast as another thread can send them, while real sockets take what they have room for."""
+    rng, outbox, came, has_ended = random.Random(seed), Outbox(), bytearray(), threading.Event()
+    frames = [rng.randbytes(rng.randint(1, 3000)) for _ in range(4000)]
+    for frame in frames:
+        outbox.add(frame)
+    ours, theirs = socket.socketpair()
+    sending, interrupts = list[int](), 0
+
+    def read() -> None:
+        while data := theirs.recv(1 << 16):
+            came.extend(data)
+
+    def interrupt() -> None:
+        while not has_ended.wait(0.0001):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def handle(*_: object) -> None:
+        if sending:
+            sending.clear()
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    threads = [threading.Thread(target=read), threading.Thread(target=interrupt)]
+    for thread in threads:
+        thread.start()
+    while outbox:
+        try:
+            sending.append(1)
+            outbox.send(ours.sendmsg)
+            sending.clear()
+        except KeyboardInterrupt:
+            interrupts += 1
+    has_ended.set()
+    threads[1].join()
+    signal.signal(signal.SIGUSR1, before)
+    ours.close()
+    threads[0].join()
+    theirs.close()
+    assert came == b"".join(frames), f"seed {seed}"
+    assert interrupts
