@@ -5,8 +5,9 @@ never waits for more than the pieces under way. A worker takes a *burst* of piec
 share, because each hand-over costs 0.1 ms; the last transfer in a queue is spread over all workers, piece by piece. A burst may
 hold several *light* transfers, each of one small piece: moving a record of 0.3 MB takes less time than its hand-over. Reads of one
 piece start in their order as long as few bytes of them are under way: all at once would all end at the end, and whoever computes
-with the first ones would wait for the last. They have a queue of their own, so that the free workers may take what else waits while
-they may not begin. Raising a queued transfer re-queues it; the stale entry is skipped.
+with the first ones would wait for the last. What somebody waits for never waits for what nobody does. Such reads have a queue of
+their own, so that the free workers may take what else waits while they may not begin. Raising a queued transfer re-queues it; the
+stale entry is skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ LIGHT_BURST_TRANSFERS = 64
 """Light transfers that one worker takes at once, at most, of however few bytes: 5 ms of calls to a fast disk, for which an urgent
 one may have to wait."""
 LIGHT_READ_BYTES = 40 << 20
-"""Bytes of light reads under way in a lane from which on no other begins: 4 of 8 MB at once take as long as 8, and come earlier."""
+"""Bytes of light reads under way in a lane, of those that somebody waits for, from which on no other such begins: 4 of 8 MB at once
+take as long as 8, and come earlier."""
+AHEAD_READ_BYTES = 24 << 20
+"""Bytes of light reads under way in a lane from which on none begins that nobody waits for: demand finds few before it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,8 +110,8 @@ class _Lane:
     limit: int
     """Bursts that may be under way."""
     running: int = 0
-    read_bytes: int = 0
-    """Bytes of light reads under way."""
+    reads: dict[Transfer, int] = field(default_factory=dict)
+    """Bytes of the light reads in each burst under way, by its first transfer, which has the burst's class."""
     light_reads: list[Entry] = field(default_factory=list)
     others: list[Entry] = field(default_factory=list)
 
@@ -118,6 +122,14 @@ class _Lane:
 
     def queue_of(self, transfer: Transfer) -> list[Entry]:
         return self.light_reads if transfer.is_light_read else self.others
+
+    @property
+    def may_read(self) -> bool:
+        """Whether the light read whose turn it is may begin. Demand waits for demand alone."""
+        read = _first(self.light_reads)
+        if read is None or read[3].urgency is not Urgency.DEMAND:
+            return sum(self.reads.values()) < AHEAD_READ_BYTES
+        return sum(count for first, count in self.reads.items() if first.urgency is Urgency.DEMAND) < LIGHT_READ_BYTES
 
     def first(self, *, may_read: bool) -> Transfer | None:
         """The transfer whose turn it is; may_read: whether a light read may begin."""
@@ -180,7 +192,7 @@ class Scheduler:
         free_workers = at.limit - at.running
         if free_workers <= 0:
             return None
-        may_read = at.read_bytes < LIGHT_READ_BYTES
+        may_read = at.may_read
         transfer = at.first(may_read=may_read)
         if transfer is None:
             return None
@@ -188,7 +200,7 @@ class Scheduler:
         if transfer.light_bytes:
             self._join_light(at, burst, may_read=may_read)
         at.running += 1
-        at.read_bytes += _read_bytes(burst)
+        at.reads[transfer] = sum(read.light_bytes for read, _ in burst if read.is_read)
         return burst
 
     @staticmethod
@@ -208,7 +220,7 @@ class Scheduler:
         """Takes note that a worker of `lane` has finished; returns the transfers that are over and must be settled."""
         at = self._lanes[lane]
         at.running -= 1
-        at.read_bytes -= _read_bytes(burst)
+        at.reads.pop(burst[0][0], None)
         over = []
         for (transfer, _), (results, error) in zip(burst, outcomes, strict=True):
             transfer.running -= 1
@@ -231,11 +243,6 @@ class Scheduler:
             lane: LaneStats(queued=sum(map(_is_in_force, (*at.light_reads, *at.others))), running=at.running)
             for lane, at in self._lanes.items()
         }
-
-
-def _read_bytes(burst: Burst) -> int:
-    """Bytes of the light reads in a burst, the same at its begin and its end."""
-    return sum(transfer.light_bytes for transfer, _ in burst if transfer.is_read)
 
 
 def _first(queue: list[Entry]) -> Entry | None:

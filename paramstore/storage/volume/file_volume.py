@@ -16,11 +16,17 @@ from paramstore.core.location import Tier
 from paramstore.errors import VolumeError
 from paramstore.storage.volume.backing_file import BackingFile
 from paramstore.storage.volume.base import ALIGNMENT_BYTES
+from paramstore.turns import Turns
 from paramstore_native.statx import direct_io_alignment
 
 logger = logging.getLogger(__name__)
 
 UNTOLD = "the file system does not tell what O_DIRECT does; some, like tmpfs, take it and use the page cache"
+LARGE_READ_BYTES = 1 << 20
+LARGE_READS_AT_ONCE = 2
+"""Direct reads of a megabyte and more under way at once: the kernel cuts each into as many requests as a disk takes. Others wait
+here for their turn, so that a worker that checks what it has read leaves no gap, and the first read ends before the last."""
+
 PROBE = bytes(range(256)) * (ALIGNMENT_BYTES // 256)
 
 
@@ -29,11 +35,15 @@ class FileVolume:
 
     tier = Tier.NVME
 
-    def __init__(self, file: BackingFile, *, index: int, mode: str, reason: str) -> None:
+    def __init__(
+        self, file: BackingFile, *, index: int, mode: str, reason: str, large_reads: Turns | None = None
+    ) -> None:  # fmt: skip
+        """large_reads: turns of large reads in mode "direct"; default `LARGE_READS_AT_ONCE`."""
         self.index = index
         self._file = file
         self._mode = mode
         self._reason = reason
+        self._large_reads = Turns(LARGE_READS_AT_ONCE) if large_reads is None else large_reads
         self._growing = threading.Lock()
 
     @classmethod
@@ -79,7 +89,11 @@ class FileVolume:
         return self._file.size_bytes
 
     def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
-        self._file.read(offset_bytes, into)
+        if self._mode == "direct" and sum(buffer.nbytes for buffer in into) >= LARGE_READ_BYTES:
+            with self._large_reads:
+                self._file.read(offset_bytes, into)
+        else:
+            self._file.read(offset_bytes, into)
 
     def write(self, offset_bytes: int, data: Sequence[memoryview]) -> None:
         self._file.write(offset_bytes, data)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers.scheduler import (
+    AHEAD_READ_BYTES,
     BURST_PIECES,
     LIGHT_BURST_BYTES,
     LIGHT_READ_BYTES,
@@ -273,6 +274,27 @@ def test_a_light_read_larger_than_all_that_may_be_under_way_goes_alone() -> None
     assert made.next_burst("disk") is not None
 
 
+def test_demand_begins_beside_any_loads_ahead_which_leave_it_room() -> None:
+    made = scheduler(12)
+    sizes = [AHEAD_READ_BYTES // 3] * 6
+    ahead = [transfer(str(size), urgency=PREFETCH, light_bytes=size, is_read=True) for size in sizes]
+    for one in ahead:
+        made.submit(one)
+    bursts = [made.next_burst("disk") for _ in range(3)]
+    assert all(bursts)
+    assert made.next_burst("disk") is None, "three are as many as may be under way while nobody waits"
+    for name in "abcdef":
+        made.submit(read(name))
+    assert started_in(made) == ["a", "b", "c", "d"]
+    finish(made, bursts[0])
+    assert started_in(made) == []
+    made.promote(bursts[1][0][0], DEMAND)  # type: ignore[index]  # it is there, as was asked
+    finish(made, bursts[2])
+    assert started_in(made) == [], "what somebody waits for now counts as demand"
+    finish(made, bursts[1])
+    assert started_in(made) == []
+
+
 def test_writes_and_reads_of_several_pieces_begin_beside_light_reads() -> None:
     made = scheduler(8)
     for name in "abcd":
@@ -527,9 +549,14 @@ class Shift:
 
     def start(self) -> None:
         under_way = [one for burst in self.running for one, _ in burst]
-        may_read = sum(one.light_bytes for one in under_way if one.is_read) < LIGHT_READ_BYTES
-        may_start = [one for one in self.transfers if one.order and one.has_piece and (may_read or not one.is_light_read)]
-        in_turn = sorted(may_start, key=lambda one: (one.urgency, inf if one.deadline_s is None else one.deadline_s, one.order))
+        waiting = [one for one in self.transfers if one.order and one.has_piece]
+        waiting.sort(key=lambda one: (one.urgency, inf if one.deadline_s is None else one.deadline_s, one.order))
+        read = next((one for one in waiting if one.is_light_read), None)
+        is_awaited = read is not None and read.urgency is DEMAND
+        counted = [one for burst in self.running if not is_awaited or burst[0][0].urgency is DEMAND for one, _ in burst]
+        most_bytes = LIGHT_READ_BYTES if is_awaited else AHEAD_READ_BYTES
+        may_read = sum(one.light_bytes for one in counted if one.is_read) < most_bytes
+        in_turn = [one for one in waiting if may_read or not one.is_light_read]
         burst = self.made.next_burst("disk")
         if burst is None:
             assert not in_turn or len(self.running) == self.limit, "a worker is free, and something may begin"

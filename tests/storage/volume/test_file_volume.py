@@ -9,9 +9,10 @@ import pytest
 
 from paramstore.errors import VolumeError
 from paramstore.storage.volume.backing_file import BackingFile, volume_path
-from paramstore.storage.volume.file_volume import FileVolume
+from paramstore.storage.volume.file_volume import LARGE_READ_BYTES, FileVolume
 from paramstore.testing.volume_contract import VolumeContract
 from paramstore.testing.volumes import page_aligned
+from paramstore.turns import Turns
 
 SIZE_BYTES = 8 << 20
 
@@ -170,3 +171,24 @@ def test_description_names_path_and_tier(tmp_path: Path) -> None:
     assert described["path"] == str(tmp_path / "volume-005.data")
     assert described["tier"] == "nvme"
     assert set(described) == {"index", "tier", "path", "mode", "reason", "size_bytes"}
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("direct", 2), ("buffered", 0)])
+def test_large_direct_reads_take_turns_and_end_them_when_they_fail(tmp_path: Path, mode: str, expected: int) -> None:
+    taken = list[str]()
+
+    class Noted(Turns):
+        def __enter__(self) -> None:
+            super().__enter__()
+            taken.append("turn")
+
+    file = BackingFile.create(tmp_path, index=0, size_bytes=2 * LARGE_READ_BYTES)
+    volume = FileVolume(file, index=0, mode=mode, reason="", large_reads=Noted(1))
+    large, small = page_aligned(LARGE_READ_BYTES), page_aligned(4096)
+    volume.read(0, [small])
+    volume.read(0, [small, page_aligned(LARGE_READ_BYTES - 8192)])
+    with pytest.raises(VolumeError):
+        volume.read(4 * LARGE_READ_BYTES, [large])
+    volume.read(0, [page_aligned(4096), page_aligned(LARGE_READ_BYTES - 4096)])
+    assert len(taken) == expected
+    volume.close()
