@@ -35,6 +35,13 @@ class Decoded:
     read_bytes: int
     waits_s: Sequence[float]
 
+    def with_more(self, other: Decoded) -> Decoded:
+        """Both runs as one."""
+        return Decoded(
+            self.seconds + other.seconds, self.visited + other.visited, self.hits + other.hits,
+            self.read_bytes + other.read_bytes, [*self.waits_s, *other.waits_s],
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:

@@ -24,6 +24,12 @@ def test_a_wait_begins_where_the_client_asks_or_the_read_is_submitted() -> None:
     assert waits_of(rows, asked) == [1.5, 3.0], "a guess that is awaited counts from there; others' reads are not ours"
 
 
+def test_two_runs_are_added_to_one() -> None:
+    assert run(1.0).with_more(run(0.5, hits=70, read_bytes=10, waits_s=(2.0, 3.0))) == Decoded(
+        1.5, visited=200, hits=120, read_bytes=1010, waits_s=[1e-3, 2.0, 3.0]
+    )
+
+
 def test_a_quarter_is_asked_for_hits_and_loads_and_all_for_speed_and_waits() -> None:
     pairs = [(run(1.0, hits=85, read_bytes=1200), run(1.0)), (run(2.0, hits=85, read_bytes=1200), run(2.2))]
     speed, waits, hits, loads = rows_of(Cell(0.25, 1, 1), pairs, tokens=10, compute_s=1.0, record_bytes=8)

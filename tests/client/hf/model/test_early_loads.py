@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from paramstore.errors import CapacityError
+from paramstore.testing.clock import ManualClock
 from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.loading.stored_models import speculation
 from paramstore_client.hf.model.binding import ModelExperts, bind
 from paramstore_client.hf.model.early_router import EarlyRouter
+from paramstore_client.nn.speculation_gain import TRIAL
 from paramstore_client.source import ExpertSource
 from paramstore_testkit.training.moe_families import EXPERTS, tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
@@ -59,9 +61,25 @@ def test_only_the_likeliest_guesses_are_loaded_into_slots_on_the_host(monkeypatc
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=12)
     experts = rebound(twin, slots := HostSlots(twin.namespace))
     with guessing(monkeypatch, [3, 1, 0, 2]):
-        assert experts.early.standing(1, torch.zeros(2, 16), slots) == [(1, 3), (1, 1), (1, 0)]
+        assert experts.early.standing(1, torch.zeros(2, 32), slots) == [(1, 3), (1, 1)]
     with guessing(monkeypatch, [3]):
-        assert experts.early.standing(1, torch.zeros(2, 16), slots) == [(1, 3)]
+        assert experts.early.standing(1, torch.zeros(2, 32), slots) == [(1, 3)]
+
+
+def test_guesses_that_make_forwards_slower_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=12)
+    slots, clock = HostSlots(twin.namespace), ManualClock()
+    early = rebound(twin, slots).early
+    early.clock = clock
+    asked = []
+    with guessing(monkeypatch, [3]):
+        for _ in range(3 * TRIAL):
+            asked.append(early.standing(0, torch.zeros(1, 32), slots))
+            clock.advance(2.0 if asked[-1] else 1.0)
+            early.standing(1, torch.zeros(1, 32), slots)
+    assert asked == [[(0, 3)]] * TRIAL + [[]] * (2 * TRIAL)
+    with guessing(monkeypatch, [3]):
+        assert early.standing(0, torch.zeros(2, 32), slots) == [(0, 3)], "another size of a batch is tried by itself"
 
 
 def prefetches_of_training(lease_slots: int, *, speculates: bool) -> list[tuple[Any, ...]]:
