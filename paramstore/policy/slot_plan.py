@@ -287,9 +287,11 @@ class SlotPlan:
 
     # --- loads ---
 
-    def ahead(self, keys: Iterable[Hashable], *, evicting: int | None = None) -> tuple[list[Held], list[Held]]:
-        """Decides which of `keys` are loaded ahead now, the first ones first. Returns them, and what was evicted for them: where
-        `evicting` is given at most so many besides what is spare, which goes first."""
+    def ahead(
+        self, keys: Iterable[Hashable], *, most: int | None = None, evicting: int | None = None
+    ) -> tuple[list[Held], list[Held]]:
+        """Decides which of `keys` are loaded ahead now, the first ones first, at most `most`. Returns them, and what was evicted
+        for them: where `evicting` is given at most so many besides what is spare, which goes first."""
         self._tell()
         wanted = list(dict.fromkeys(keys))
         new = [key for key in wanted if key not in self._held]
@@ -298,8 +300,9 @@ class SlotPlan:
         spared = {held.key for held in self._held.values() if held.users or _is_spared(held)} | set(wanted)
         idle = sum(key not in spared for key in self._held)
         spare = {key for key, held in self._held.items() if held.is_spare and key not in spared} if evicting is not None else set()
-        most = max(0, (self.slots if self._churn is None else self._churn) - self._churned)
-        new = new[: max(0, self.free) + min(idle, most if evicting is None else min(most, evicting + len(spare)))]
+        churn = max(0, (self.slots if self._churn is None else self._churn) - self._churned)
+        room = max(0, self.free) + min(idle, churn if evicting is None else min(churn, evicting + len(spare)))
+        new = new[: room if most is None else min(room, most)]
         first = self._choose(min(len(new) - self.free, len(spare)), lambda key: key not in spare)
         victims = first + self._choose(len(new) - self.free - len(first), lambda key: key in spare or key in spared)
         evicted = [self._evict(key) for key in victims]
