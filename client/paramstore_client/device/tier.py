@@ -40,7 +40,7 @@ from paramstore_client.handle.base import plain_keys
 from paramstore_client.source import HostSource
 
 REPORT_EVERY = 64
-"""Acquires between two reports of residency to the daemon."""
+"""Acquires between two reports to the daemon. Told of each, it would keep host copies of what the device uses most, and has."""
 PREFETCHES_MAX = 16
 """Most prefetches that wait for the host; beyond it the oldest is forgotten here and stays a host prefetch."""
 
