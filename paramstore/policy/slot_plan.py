@@ -9,7 +9,6 @@ be *loaded ahead* of its visit. The plan decides and counts; whoever carries it 
 - A visit of more keys than may stand at once passes by: it takes free slots, evicts nobody for more than the few slots that the
   rest runs through, and so leaves what is there for the visits after it. What was loaded ahead for it runs through as well. What
   passes by stays where its slot is needed neither by that visit nor, later, by a load ahead.
-- Loads ahead evict at most `churn` keys between the beginnings of two visits.
 
 A policy ranks what stands: buffering of experts ("Towards MoE Deployment", arXiv 2303.06182, section VI) has `LifoInactive`, ring
 memory (SE-MoE, arXiv 2205.10034, section 3.3.2) `RingOrder`. Both papers give each layer slots of its own; here all share.
@@ -34,12 +33,11 @@ class SlotPlan:
     of slots may change (`grow`, `shrink`).
 
     passing_slots: most slots that a visit which does not fit runs its rest through; default a few. held_most: most slots that one
-    visit which may pass takes; None: all. churn: None for as many as slots.
+    visit which may pass takes; None: all.
     """
 
     def __init__(
-        self, slots: int, policy: Policy, *, passing_slots: int | None = None, held_most: int | None = None,
-        churn: int | None = None,
+        self, slots: int, policy: Policy, *, passing_slots: int | None = None, held_most: int | None = None
     ) -> None:  # fmt: skip
         self.slots = slots
         self.counts = SlotCounts()
@@ -48,8 +46,6 @@ class SlotPlan:
         few = max(1, min(slots // PASSING_SHARE, PASSING_SLOTS_MAX))
         self._passing_slots = few if passing_slots is None else passing_slots
         self.held_most = slots if held_most is None else held_most
-        self._churn = churn
-        self._churned = 0
         self._held: dict[Hashable, Held] = {}
         self._fast: dict[Hashable, Held] = {}
         """Those of `_held` that are ready and not ahead: a visit of such alone decides nothing."""
@@ -118,7 +114,6 @@ class SlotPlan:
         for one in held:
             one.users += 1
         self.counts.hits += len(held)
-        self._churned = 0
         self._untold.append(held)
         if len(self._untold) >= UNTOLD_MAX:
             self._tell()
@@ -257,7 +252,6 @@ class SlotPlan:
         else:
             visit.passing_slots = 0
         self._kept_free += visit.passing_slots
-        self._churned = 0
         visit.held, visit.loads, visit.late, visit.passing = held, tuple(loads), tuple(late), tuple(passing)
         visit.waiting.extend(passing)
         self._note_use(keys)
@@ -287,9 +281,11 @@ class SlotPlan:
 
     # --- loads ---
 
-    def ahead(self, keys: Iterable[Hashable], *, evicting: int | None = None) -> tuple[list[Held], list[Held]]:
-        """Decides which of `keys` are loaded ahead now, the first ones first. Returns them, and what was evicted for them: where
-        `evicting` is given at most so many besides what is spare, which goes first."""
+    def ahead(
+        self, keys: Iterable[Hashable], *, most: int | None = None, evicting: int | None = None
+    ) -> tuple[list[Held], list[Held]]:
+        """Decides which of `keys` are loaded ahead now, the first ones first, at most `most`. Returns them, and what was evicted
+        for them: where `evicting` is given at most so many besides what is spare, which goes first."""
         self._tell()
         wanted = list(dict.fromkeys(keys))
         new = [key for key in wanted if key not in self._held]
@@ -298,12 +294,11 @@ class SlotPlan:
         spared = {held.key for held in self._held.values() if held.users or _is_spared(held)} | set(wanted)
         idle = sum(key not in spared for key in self._held)
         spare = {key for key, held in self._held.items() if held.is_spare and key not in spared} if evicting is not None else set()
-        most = max(0, (self.slots if self._churn is None else self._churn) - self._churned)
-        new = new[: max(0, self.free) + min(idle, most if evicting is None else min(most, evicting + len(spare)))]
+        room = max(0, self.free) + (idle if evicting is None else min(idle, evicting + len(spare)))
+        new = new[: room if most is None else min(room, most)]
         first = self._choose(min(len(new) - self.free, len(spare)), lambda key: key not in spare)
         victims = first + self._choose(len(new) - self.free - len(first), lambda key: key in spare or key in spared)
         evicted = [self._evict(key) for key in victims]
-        self._churned += len(evicted)
         loads = []
         for key in new:
             held = self._held[key] = Held(key, is_ahead=True)

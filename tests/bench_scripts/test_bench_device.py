@@ -63,8 +63,11 @@ def test_answers_are_yes_on_the_twin(measure: Measure, part: str) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_logits_are_those_of_the_unmodified_model_on_the_twin(measure: Measure) -> None:
     rows = measure("logits")
-    assert [row.case for row in rows if (row.value, row.parts["largest_difference"]) != (3.0, 0.0)] == []
-    assert len(rows) == 4 * 3 * 3, "families, kernels, slots"
+    logits, generated = ([row for row in rows if row.name == name] for name in ("logits, bf16", "tokens of generate"))
+    assert [row.case for row in logits if (row.value, row.parts["largest_difference"]) != (3.0, 0.0)] == []
+    assert len(logits) == 4 * 3 * 3, "families, kernels, slots"
+    assert [row.case for row in generated if (row.value, row.parts["tokens"]) != (1.0, 8.0)] == []
+    assert len(generated) == 4 * 3
 
 
 @pytest.mark.slow

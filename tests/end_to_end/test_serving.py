@@ -230,6 +230,20 @@ def test_a_device_map_on_the_host_serves_from_there(device_map: Any, serve: Call
     assert torch.equal(served.generate(tokens(), **GREEDY), stock.generate(tokens(), **GREEDY))
 
 
+@pytest.mark.parametrize(
+    "device_map", [0, "cuda", torch.device("cuda", 0), {"": 0}, {"": "cuda:0"}, {"model": "cpu", "": 0}], ids=str
+)
+def test_a_device_map_of_a_cuda_device_that_is_not_there_is_refused_before_anything_is_loaded(
+    device_map: Any, store: ps.Store, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = names(store)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("paramstore_client.hf.loading.stored_models.stripped_class", None)
+    with pytest.raises(ps.ConfigError, match="finds 0 CUDA devices here; device_map='cpu', or none, serves from host memory"):
+        serve(name="nowhere", device_map=device_map)
+    assert names(store) == before
+
+
 def test_a_device_map_that_offloads_layers_is_refused_with_the_way_out(
     store: ps.Store, serve: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -242,13 +242,21 @@ def test_what_stands_is_not_loaded_ahead_again_and_is_not_evicted_for_the_rest_o
     assert (keys_of(loads), keys_of(evicted)) == (["c"], ["b"])
 
 
-def test_loads_ahead_evict_at_most_churn_keys_between_two_visits() -> None:
-    plan = SlotPlan(4, Lru(), churn=1)
+def test_loads_ahead_are_at_most_as_many_as_asked_the_first_ones_first() -> None:
+    plan = SlotPlan(4, Lru())
     used(plan, "a", "b", "c", "d")
-    assert [len(plan.ahead([name])[0]) for name in "xyz"] == [1, 0, 0]
-    used(plan, "d")
-    assert [len(plan.ahead([name])[0]) for name in "yz"] == [1, 0]
-    assert plan.counts.evicted == 2
+    loads, evicted = plan.ahead("dxyz", most=2)
+    assert (keys_of(loads), keys_of(evicted)) == (["x", "y"], ["a", "b"])
+    assert plan.ahead("vw", most=0) == ([], [])
+
+
+def test_loads_ahead_evict_all_that_no_visit_and_no_other_load_ahead_waits_for_and_nothing_more() -> None:
+    plan = SlotPlan(4, Lru())
+    used(plan, "a", "b", "c", "d")
+    visit = plan.visit("d")
+    assert [len(plan.ahead([name])[0]) for name in "wxyz"] == [1, 1, 1, 0]
+    plan.end_visit(visit)
+    assert {held.key for held in plan.held} == set("dwxy")
 
 
 def test_what_comes_ahead_too_late_is_late_and_useful() -> None:
@@ -472,8 +480,6 @@ def test_after_slots_were_given_back_loads_ahead_evict_no_more_than_was_left_to_
         plan.arrive(held)
     plan.skip([1])
     assert plan.shrink(8) == 8
-    assert plan.ahead([(2, expert) for expert in range(12)]) == ([], []), "nine were evicted, of four slots"
-    used(plan, [(3, 0)])
     assert len(plan.ahead([(2, expert) for expert in range(12)])[1]) == 4
 
 
@@ -499,7 +505,7 @@ def test_every_counter_is_what_a_plain_model_of_the_slots_counts(name: str, seed
     rng = random.Random(seed)
     slots = rng.randint(1, 12)
     held_most = rng.choice([None, max(1, slots // 2)])
-    plan = SlotPlan(slots, POLICIES[name](), passing_slots=rng.randint(1, 3), held_most=held_most, churn=rng.choice([None, 0, 2]))
+    plan = SlotPlan(slots, POLICIES[name](), passing_slots=rng.randint(1, 3), held_most=held_most)
     model = Slots(slots)
     visits: list[SlotVisit] = []
     for turn in range(600):
@@ -567,8 +573,7 @@ def test_one_visit_at_a_time_always_goes_on_whatever_is_recalled_and_loaded_ahea
     rng = random.Random(seed)
     slots = rng.randint(1, 8)
     held_most = rng.choice([None, max(1, slots - 1), max(1, slots // 2)])
-    passing_slots, churn = rng.choice([None, 1, 2]), rng.choice([None, 2])
-    plan = SlotPlan(slots, POLICIES[name](), passing_slots=passing_slots, held_most=held_most, churn=churn)
+    plan = SlotPlan(slots, POLICIES[name](), passing_slots=rng.choice([None, 1, 2]), held_most=held_most)
 
     def disturb() -> None:
         action = rng.randrange(8)
@@ -579,7 +584,7 @@ def test_one_visit_at_a_time_always_goes_on_whatever_is_recalled_and_loaded_ahea
             assert before - plan.shrink(rng.randint(0, 5)) == plan.slots >= 1
         elif action == 4:
             keys, evicting = [(rng.randrange(LAYERS), rng.randrange(EXPERTS)) for _ in range(8)], rng.choice([None, 0, 1])
-            loads, evicted = plan.ahead(keys, evicting=evicting)
+            loads, evicted = plan.ahead(keys, most=rng.choice([None, 2]), evicting=evicting)
             assert len(evicted) <= len(loads)
         elif plan.held:
             held = rng.choice(plan.held)

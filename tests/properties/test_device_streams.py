@@ -6,19 +6,19 @@ The code is that which runs on a GPU, `CudaCopier` among it; the device is simul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.device.copier import BOUNCE_BUFFERS
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.binding import LayerExperts
 from paramstore_client.hf.model.early_router import EarlyRouter
 from paramstore_client.nn import ResidentExperts, StoredExperts
 from paramstore_testkit.streams.cuda import simulated_cuda
 from paramstore_testkit.streams.faults import FAULTS
+from paramstore_testkit.streams.layer_waits import layer_waits, most_load_waits, unmapped_late
 from paramstore_testkit.streams.models import StoredModel
 from paramstore_testkit.streams.scenario import (
     DEVICE,
@@ -83,12 +83,12 @@ def test_layers_of_more_experts_than_slots_run_through_them_with_the_same_bits(f
     assert simulate(slots, StoredModel(family, kernel, slots=slots).compute, is_lazy=slots == 1) == Outcome([], [])
 
 
-def test_stored_experts_wait_for_the_device_no_more_often_through_few_slots(unmapped_late: None) -> None:
+def test_stored_experts_wait_for_the_device_no_more_often_through_few_slots() -> None:
     x, ids, gate = torch.randn(9, 8), torch.rand(9, 6).topk(3).indices, torch.rand(9, 3)
     waits, made = list[int](), list[torch.Tensor]()
     for slots in (6, 2):
         world, ns = StreamWorld(slots), MemoryNamespace.of_swiglu(layers=1, hidden=8, inner=8, seed=1)
-        with simulated_cuda(world), torch.no_grad(), DeviceTier(ns, slots, device=DEVICE) as tier:
+        with simulated_cuda(world), unmapped_late(), torch.no_grad(), DeviceTier(ns, slots, device=DEVICE) as tier:
             given = [tensor.to(DEVICE) for tensor in (x, ids, gate)]
             before = world.host_waits
             y = StoredExperts(tier, 0)(*given)
@@ -100,41 +100,69 @@ def test_stored_experts_wait_for_the_device_no_more_often_through_few_slots(unma
     assert torch.equal(made[0], ResidentExperts([ns.values((0, expert)) for expert in range(6)])(x, ids, gate))
 
 
-@pytest.fixture
-def unmapped_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The namespace in memory unmaps whatever is released; the service's keeps it mapped: nobody waits for copies from there."""
-    monkeypatch.setattr(DeviceTier, "_forget_memory", lambda self, address, length: self._copier.forget_memory(address, length))
+@pytest.mark.parametrize("can_register", [True, False])
+@pytest.mark.parametrize("lease_slots", [64, 16, 8, 4, 3, 2, 1])
+def test_loads_ahead_wait_for_nothing_and_demand_as_often_as_is_said(
+    lease_slots: int, can_register: bool
+) -> None:
+    """Where nothing comes before somebody waits for it."""
+    world = StreamWorld(0, is_lazy=True)
+    ns = MemoryNamespace.of_swiglu(layers=3, experts=16, hidden=8, inner=8, lease_slots=lease_slots, seed=1)
+    simulated = simulated_cuda(world, can_register=can_register)
+    with simulated, unmapped_late(), torch.no_grad(), DeviceTier(ns, 48, device=DEVICE) as tier:
+        tier.prefetch([(0, expert) for expert in range(16)])
+        assert world.host_waits == 0
+        assert len(tier.keys) == min(16, lease_slots // 2, 64 if can_register else BOUNCE_BUFFERS)
+        tier.acquire([(1, expert) for expert in range(16)]).release()
+        if can_register:
+            assert world.host_waits <= most_load_waits(16, lease_slots)
+            assert world.host_waits or lease_slots >= 32, "the bound is one that is reached"
+        for all_is_done in (False, True):
+            if all_is_done:
+                world.finish()
+            waits = world.host_waits
+            tier.prefetch([(2, expert) for expert in range(16)])
+            assert world.host_waits == waits
+    assert world.races.found == []
 
 
 @pytest.mark.parametrize("slots", [EXPERTS, 3])
 @pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
 def test_layer_waits_for_the_device_once(
-    kernel: str, slots: int, monkeypatch: pytest.MonkeyPatch, unmapped_late: None
-) -> None:
+    kernel: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """A prompt and one token, with loads and guesses of experts among them, all at once or through few slots; the module's own loop
     waits for each of its experts besides."""
-    world, waits, guessed = StreamWorld(0), list[int](), list[int]()
-    run, ranked = LayerExperts.run, EarlyRouter.ranked
-
-    def counted(self: LayerExperts, *inputs: Any) -> Any:
-        before = world.host_waits
-        y = run(self, *inputs)
-        waits.append(world.host_waits - before)
-        return y
+    world, guessed, ranked = StreamWorld(0), list[int](), EarlyRouter.ranked
 
     def noted(self: EarlyRouter, votes: Sequence[int]) -> list[int]:
         experts = ranked(self, votes)
         guessed.append(len(experts))
         return experts
 
-    model = StoredModel("qwen3_moe", kernel, slots=slots)
-    monkeypatch.setattr(LayerExperts, "run", counted)
+    model = StoredModel("qwen3_moe", kernel, slots=slots, lease_slots=2 * EXPERTS)
     monkeypatch.setattr(EarlyRouter, "ranked", noted)
-    with simulated_cuda(world):
+    with simulated_cuda(world), layer_waits(lambda: world.host_waits) as layers:
         assert model.compute(0) == []
-    assert waits == [1, 1, 1, 1]
+    assert [layer.waits for layer in layers] == [1, 1, 1, 1]
     assert len(guessed) == 2, "one layer follows another, twice"
     assert all(guessed)
+
+
+@pytest.mark.parametrize("lease_slots", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("slots", [EXPERTS, 3])
+@pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
+def test_layer_waits_once_more_for_each_half_of_the_lease_slots_that_it_lacks_beyond_the_first(
+    kernel: str, slots: int, lease_slots: int
+) -> None:  # fmt: skip
+    world = StreamWorld(0, is_lazy=True)
+    model = StoredModel("qwen3_moe", kernel, slots=slots, lease_slots=lease_slots)
+    with simulated_cuda(world), layer_waits(lambda: world.host_waits) as layers:
+        assert model.compute(0) == []
+    assert len(layers) == 4
+    for layer in layers:
+        assert 1 <= layer.waits <= 1 + most_load_waits(layer.lacked, lease_slots), layers
+    assert lease_slots == EXPERTS or max(layer.waits for layer in layers) > 1, "and does so"
 
 
 @pytest.mark.soak

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import torch
 
-from paramstore.bench.report.rows import SUBJECT, Row, Target, judged
-from paramstore_bench.device.place import Place, Waits
+from paramstore.bench.report.rows import Row
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_bench.device.place import Place
 from paramstore_bench.device.plan import Plan, yes_or_no
 from paramstore_client.device.tier import DeviceTier
-from paramstore_client.hf.model.binding import LayerExperts
 from paramstore_client.hf.model.dispatch import look_up
+from paramstore_testkit.streams.layer_waits import layer_waits, most_load_waits, unmapped_late
 from paramstore_testkit.streams.models import StoredModel
 
 KERNELS = ("grouped_mm", "batched_mm")
 """Those that need not be told their experts on the host; the module's own loop waits for each of its experts."""
 EXPERTS = 64
+LEASE_SLOTS = (64, 4, 2)
+"""More than a layer has experts, as many as half of what a prompt uses, and the least with which copies overlap."""
 
 
 def measure_waits(place: Place, plan: Plan, directory: Path) -> Iterator[Row]:
@@ -34,36 +34,35 @@ def measure_waits(place: Place, plan: Plan, directory: Path) -> Iterator[Row]:
         counted = waits() - before
     yield yes_or_no("known waits are counted", "a value, an event", is_so=counted == 2, counted=counted)
     for kernel in KERNELS:
-        model = StoredModel("qwen3_moe", kernel)
-        with place.streams() as waits, waits_of_layers(waits) as found:
-            model.compute(0)
-        yield judged(
-            Row(
-                name="host's waits in a layer", case=kernel, subject=SUBJECT, value=max(found), unit="waits",
-                target=Target("value", "<=", 1.0), parts={"layers": len(found), "waits": sum(found)},
-            )
-        )  # fmt: skip
+        for lease_slots in LEASE_SLOTS:
+            yield _layers(place, kernel, lease_slots)
+    for lease_slots in LEASE_SLOTS:
+        yield _loads_ahead(place, lease_slots)
     yield _guesses(place)
 
 
-@contextmanager
-def waits_of_layers(waits: Waits) -> Iterator[list[int]]:
-    """Within it each call of a layer's experts adds its number of waits to the list that it yields."""
-    found: list[int] = []
-    run = LayerExperts.run
+def _layers(place: Place, kernel: str, lease_slots: int) -> Row:
+    """Compares the waits of each layer with what is promised of them: one, and with few lease slots those of its loads."""
+    model = StoredModel("qwen3_moe", kernel, lease_slots=lease_slots)
+    with place.streams() as waits, layer_waits(waits) as layers:
+        model.compute(0)
+    is_kept = all(layer.waits <= 1 + most_load_waits(layer.lacked, lease_slots) for layer in layers)
+    return yes_or_no(
+        "a layer waits no more often than is said", f"{kernel}, {lease_slots} lease slots", is_so=is_kept,
+        most=max(layer.waits for layer in layers), waits=sum(layer.waits for layer in layers), layers=len(layers),
+    )  # fmt: skip
 
-    def counted(layer: LayerExperts, *inputs: Any) -> Any:
+
+def _loads_ahead(place: Place, lease_slots: int) -> Row:
+    """Loads a layer ahead, then another while copies of the first are under way, and counts the waits."""
+    namespace = MemoryNamespace.of_swiglu(layers=2, experts=EXPERTS, hidden=8, inner=8, lease_slots=lease_slots, seed=1)
+    device = torch.device("cuda", 0)
+    with place.streams() as waits, unmapped_late(), torch.no_grad(), DeviceTier(namespace, 2 * EXPERTS, device=device) as tier:
         before = waits()
-        y = run(layer, *inputs)
-        found.append(waits() - before)
-        return y
-
-    def forget(tier: DeviceTier, address: int, length_bytes: int) -> None:
-        tier._copier.forget_memory(address, length_bytes)
-
-    # A namespace in memory unmaps what is released; the service's keeps it mapped, and nobody waits for copies from there.
-    with patch.object(LayerExperts, "run", counted), patch.object(DeviceTier, "_forget_memory", forget):
-        yield found
+        for layer in namespace.layers:
+            tier.prefetch([(layer, expert) for expert in range(EXPERTS)])
+        count = waits() - before
+    return yes_or_no("loads ahead wait for nothing", f"{lease_slots} lease slots", is_so=count == 0, waits=count)
 
 
 def _guesses(place: Place) -> Row:

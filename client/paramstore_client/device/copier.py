@@ -43,6 +43,11 @@ class Mark(Protocol):
 class Copier(Protocol):
     """Moves one key's fields at a time."""
 
+    @property
+    def keys_at_once(self) -> int | None:
+        """Most copies on their way for which none waits on the host; None for any number."""
+        ...
+
     def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
         """Copies each (target, source), not before `after`; the mark is reached when all are there."""
         ...
@@ -78,6 +83,10 @@ REACHED = Reached()
 
 class HostCopier:
     """The copier between host tensors: copies at once."""
+
+    @property
+    def keys_at_once(self) -> int | None:
+        return None
 
     def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
         assert after.is_reached(), "a host slot is not used by anything asynchronous"
@@ -130,6 +139,10 @@ class CudaCopier:
         self._registered: dict[int, int] = {}
         self._bounce_bytes = bounce_bytes
         self._bounce: list[tuple[Tensor, Mark]] = []
+
+    @property
+    def keys_at_once(self) -> int | None:
+        return None if self._flags is not None and not self._refusal else BOUNCE_BUFFERS
 
     def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -194,7 +207,8 @@ class CudaCopier:
 
     def _copy_through_bounce(self, fields: Sequence[tuple[Tensor, Tensor]]) -> Mark:
         buffer, last_use = self._take_bounce()
-        last_use.wait_on_host()
+        if not last_use.is_reached():
+            last_use.wait_on_host()
         offset_bytes = 0
         for target, source in fields:
             staged = buffer[offset_bytes : offset_bytes + source.nbytes].view(source.dtype).view(source.shape)

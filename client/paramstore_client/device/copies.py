@@ -1,14 +1,21 @@
 """The copies in a device tier's slots, and how they come there: from leases on host memory, which end as soon as the copies from
 them are done.
 
-- At most `lease_slots` of the namespace's keys are leased meanwhile, half of them at once, so that copies and loads overlap.
+- At most C = `lease_slots` of the namespace's keys are leased meanwhile, half of them by one message, so that copies and loads
+  overlap.
+- Loads ahead wait for nothing on the host: they take host leases that are free, and leave half of C to demand (all where C is 1).
+- Demand waits for the device where it lacks more keys than that half, and copies made earlier, or ahead, are under way: each wait
+  frees half of C, so that n keys cost ceil(n / h) - 1 waits at most, where h is C / 2, rounded down, and 1 at least.
+- Where host memory cannot be registered each key beyond BOUNCE_BUFFERS waits for a buffer besides, and of loads ahead only so many
+  are under way.
 - A copy is current if its identity (epoch, version) is the one that the session sees now.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from paramstore.core.key import ExpertKey
 from paramstore.errors import CapacityError, LeaseError
@@ -32,6 +39,7 @@ class DeviceCopies:
         self._arriving: deque[Held] = deque()
         """What was copied and is not known to be there, in the order of the copies."""
         self._host_leases: deque[tuple[Mark, WeightLease, int]] = deque()
+        """In the order of the copies from them, with how many keys each has; a mark is reached after those before it."""
 
     @property
     def slots(self) -> DeviceSlots:
@@ -49,8 +57,18 @@ class DeviceCopies:
 
     @property
     def host_keys(self) -> int:
-        """Most keys that are leased from the host at once."""
+        """Most keys that are leased from the host by one message."""
         return max(1, self._namespace.lease_slots // 2)
+
+    @property
+    def ahead_keys(self) -> int:
+        """How many keys may be copied ahead of use now, so that neither the host waits for it nor the next demand."""
+        most, at_once = self._namespace.lease_slots // 2, self.slots.keys_at_once
+        return max(0, (most if at_once is None else min(most, at_once)) - self._leased_keys)
+
+    @property
+    def _leased_keys(self) -> int:
+        return sum(count for _, _, count in self._host_leases)
 
     def give_up(self, plan: SlotPlan) -> None:
         """Waits for the copies under way, and forgets all of them, and the slots: `plan` has none until it is given some."""
@@ -89,27 +107,12 @@ class DeviceCopies:
 
     def fill(self, loads: Sequence[Held], timeout_s: float | None) -> None:
         """Copies those of `loads` that were not copied yet. Where it fails, what was copied stays, and the rest is given up."""
-        loads = [held for held in loads if held not in self._copies]
-        if not loads:
-            return
-        self.free_gone()
-        view = self._namespace.view_change_count
-        try:
-            for start in range(0, len(loads), self.host_keys):
-                chunk = loads[start : start + self.host_keys]
-                host = self._lease_from_host([held.key for held in chunk], timeout_s)  # type: ignore[misc]
-                mark: Mark = REACHED
-                try:
-                    for held in chunk:
-                        mark = self._place(held, host, view)
-                finally:
-                    self._host_leases.append((mark, host, len(chunk)))
-                    self.note_arrivals()
-        except BaseException:
-            for held in loads:
-                if held not in self._copies:
-                    self.plan.fail(held)
-            raise
+        if loads := [held for held in loads if held not in self._copies]:
+            self._fill(loads, partial(self._lease_from_host, timeout_s=timeout_s))
+
+    def fill_ahead(self, loads: Sequence[Held]) -> None:
+        """Copies `loads`, new and at most `ahead_keys`, which are on the host, and waits for nothing. Fails as `fill` does."""
+        self._fill(loads, partial(self._namespace.acquire, timeout_s=0.0))
 
     def begin_use(self, used: Sequence[Held], timeout_s: float | None) -> list[DeviceCopy]:
         """The copies of `used`, made where there are none; the caller's current stream goes on only after they are there."""
@@ -139,6 +142,26 @@ class DeviceCopies:
         for mark, _, _ in list(self._host_leases):
             mark.wait_on_host()
 
+    def _fill(self, loads: Sequence[Held], lease_from_host: Callable[[Sequence[ExpertKey]], WeightLease]) -> None:
+        self.free_gone()
+        view = self._namespace.view_change_count
+        try:
+            for start in range(0, len(loads), self.host_keys):
+                chunk = loads[start : start + self.host_keys]
+                host = lease_from_host([held.key for held in chunk])  # type: ignore[misc]  # the names are keys here
+                mark: Mark = self._host_leases[-1][0] if self._host_leases else REACHED
+                try:
+                    for held in chunk:
+                        mark = self._place(held, host, view)
+                finally:
+                    self._host_leases.append((mark, host, len(chunk)))
+                    self.note_arrivals()
+        except BaseException:
+            for held in loads:
+                if held not in self._copies:
+                    self.plan.fail(held)
+            raise
+
     def _place(self, held: Held, host: WeightLease, view: int) -> Mark:
         key: ExpertKey = held.key  # type: ignore[assignment]
         fields = host[key]
@@ -158,9 +181,15 @@ class DeviceCopies:
             return self._namespace.acquire(keys, timeout_s=timeout_s)
 
     def _reserve(self, key_count: int) -> None:
-        """Waits for the oldest copies until `key_count` more keys may be leased from the host."""
+        """Waits, once at most, until `key_count` more keys may be leased from the host, and as many as one message has."""
         limit = self._namespace.lease_slots - key_count
-        while self._host_leases and sum(count for _, _, count in self._host_leases) > limit:
-            mark, lease, _ = self._host_leases.popleft()
-            mark.wait_on_host()
-            lease.release()
+        if self._leased_keys <= limit:
+            return
+        left, ending = self._leased_keys, 0
+        while ending < len(self._host_leases) and left > min(limit, self._namespace.lease_slots - self.host_keys):
+            left -= self._host_leases[ending][2]
+            ending += 1
+        if ending:
+            self._host_leases[ending - 1][0].wait_on_host()  # and those before it are reached
+        for _ in range(ending):
+            self._host_leases.popleft()[1].release()

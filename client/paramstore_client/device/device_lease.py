@@ -179,6 +179,8 @@ class DeviceTicket:
         self.keys = keys
         self.host = host
         self.is_settled = False
+        self.on_host: Sequence[ExpertKey] | None = None
+        """What the host has brought of it and is not copied yet; None while that is not known."""
         self._tier = tier
 
     def done(self) -> bool:

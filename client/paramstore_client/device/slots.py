@@ -59,6 +59,11 @@ class DeviceSlots:
     def free_count(self) -> int:
         return self._table.free_count
 
+    @property
+    def keys_at_once(self) -> int | None:
+        """Most copies on their way for which none waits on the host; None for any number."""
+        return self._copier.keys_at_once
+
     def place(self, key: ExpertKey, sources: Mapping[str, Tensor], identity: Identity, *, checked_at: int) -> DeviceCopy:
         """Copies `sources` into a free slot, of which there must be one."""
         slot = self._table.take()

@@ -5,7 +5,7 @@
   copy is dropped and the key fetched again.
 - Host leases end as soon as the copies from them are done.
 - A visit of more keys than slots runs the rest through a few slots, each overwritten after its kernel (`in_turn`).
-- Loading ahead copies what is on the host by now, and waits for nothing else.
+- Loading ahead copies what is on the host by now, as far as host leases are free for it, and waits for nothing.
 
 With `device="cpu"` the same class runs on host tensors without streams: the twin that every test runs on.
 It was never run on a GPU.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -40,7 +40,7 @@ from paramstore_client.handle.base import plain_keys
 from paramstore_client.source import HostSource
 
 REPORT_EVERY = 64
-"""Acquires between two reports of residency to the daemon."""
+"""Acquires between two reports to the daemon. Told of each, it would keep host copies of what the device uses most, and has."""
 PREFETCHES_MAX = 16
 """Most prefetches that wait for the host; beyond it the oldest is forgotten here and stays a host prefetch."""
 
@@ -190,6 +190,7 @@ class DeviceTier:
         self.copies.recheck(wanted, timeout_s)
         lacking = self.lacking(wanted) if may_pass else []
         visit = self.plan.visit(wanted, may_pass=may_pass)
+        self._forget_ahead(layer for layer, _ in wanted)
         lease = DeviceLease(self, visit, view=self.namespace.view_change_count, timeout_s=timeout_s)
         try:
             if visit.passing or visit.through:
@@ -220,7 +221,8 @@ class DeviceTier:
         return self.acquire(keys)
 
     def prefetch(self, keys: Sequence[ExpertKey], /, part: str = "param") -> DeviceTicket:
-        """Asks the host for the keys that are not here; each later call of the tier copies those that have arrived since."""
+        """Asks the host for the keys that are not here; each later call of the tier copies those that have arrived since, as far as
+        nothing waits for it (`DeviceCopies`). What is not copied when a visit of its layer begins is given up."""
         missing = tuple(self.lacking(plain_keys(keys)))[: self.slots.count]
         ticket = DeviceTicket(self, missing, self.namespace.prefetch(missing, part=part))
         self._prefetches.append(ticket)
@@ -232,6 +234,7 @@ class DeviceTier:
     def skip(self, layers: Sequence[int]) -> None:
         """Notes that these layers are not visited this time: what was loaded ahead for them is spared no more."""
         self.plan.skip(layers)
+        self._forget_ahead(layers)
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
         """Hands the gradients to the namespace."""
@@ -318,25 +321,41 @@ class DeviceTier:
         self.settle()
 
     def _take_prefetched(self) -> None:
-        """Copies what prefetches have brought to the host, into slots that loads ahead may have: while a visit that does not fit
-        goes through, free ones alone."""
+        """Copies what prefetches have brought to the host, in their order and as far as nobody has to wait for it; a later call
+        goes on with the rest."""
         while self._prefetches and (self._prefetches[0].is_settled or self._prefetches[0].host.done()):
-            ticket = self._prefetches.popleft()
-            if ticket.is_settled:
-                continue
-            ticket.is_settled = True
+            ticket = self._prefetches[0]
             try:
-                loads, _ = self.plan.ahead(self._arrived(ticket), evicting=0 if self._passing else None)
-                self.copies.fill(loads, timeout_s=0.0)
+                if not ticket.is_settled and not self._take(ticket):
+                    return
             except ParamStoreError as error:  # demand will ask again and raise the error where it matters
                 _log.warning("prefetch of %d keys to %s given up: %s", len(ticket.keys), self.device, error)
+            ticket.is_settled = True
+            self._prefetches.popleft()
 
-    def _arrived(self, ticket: DeviceTicket) -> Sequence[ExpertKey]:
-        """The keys that the host had room for. It takes them in order, so what it skipped is at the end; asking for those
-        here would wait for the volume."""
-        result = ticket.host.wait()
-        self.counts.ahead_bytes += result["bytes"]
-        return ticket.keys[: len(ticket.keys) - result["skipped"]]
+    def _take(self, ticket: DeviceTicket) -> bool:
+        """Copies keys of a prefetch into slots that loads ahead may have: while a visit that does not fit goes through, free ones
+        alone. Whether that was all that can be."""
+        if ticket.on_host is None:
+            result = ticket.host.wait()
+            self.counts.ahead_bytes += result["bytes"]
+            # The host takes keys in their order, so what it had no room for is at the end; asking for it would wait for the volume.
+            ticket.on_host = ticket.keys[: len(ticket.keys) - result["skipped"]]
+        while ticket.on_host:
+            most = self.copies.ahead_keys
+            if not most:
+                return False
+            loads, _ = self.plan.ahead(ticket.on_host, most=most, evicting=0 if self._passing else None)
+            if loads:
+                self.copies.fill_ahead(loads)
+            ticket.on_host = self.lacking(ticket.on_host) if len(loads) == most else ()
+        return True
+
+    def _forget_ahead(self, layers: Iterable[int]) -> None:
+        """Gives up what still waits to be copied ahead of visits that begin, or are skipped: demand loads what is used of it."""
+        if self._prefetches and (waiting := self._prefetches[0].on_host):
+            over = set(layers)
+            self._prefetches[0].on_host = [key for key in waiting if key[0] not in over]
 
     def _forget_memory(self, address: int, length_bytes: int) -> None:
         # No copy from there is under way, unless the store was closed under it: leases keep memory mapped.

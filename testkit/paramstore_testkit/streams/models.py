@@ -13,14 +13,15 @@ from paramstore_testkit.training.moe_models import Twin, tokens
 
 
 class StoredModel:
-    """A tiny bf16 model of a family, and what the unmodified one computes on the host. slots: default those of one layer."""
+    """A tiny bf16 model of a family, and what the unmodified one computes on the host. slots: default those of one layer.
+    lease_slots: the namespace's."""
 
-    def __init__(self, family: str, kernel: str, *, slots: int = EXPERTS) -> None:
+    def __init__(self, family: str, kernel: str, *, slots: int = EXPERTS, lease_slots: int = 64) -> None:
         self._name = f"{family}, {kernel}"
         self._kernel = kernel
         self._slots = slots
         config = tiny_config(family, attn_implementation="eager")
-        self._twin = Twin.of(config, kernel=kernel, dtype=torch.bfloat16, is_trained=False)
+        self._twin = Twin.of(config, kernel=kernel, dtype=torch.bfloat16, is_trained=False, lease_slots=lease_slots)
         self._prompt = tokens(length=7)
         with torch.no_grad():
             self._expected = self._logits(self._twin.stock, self._prompt)

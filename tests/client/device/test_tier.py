@@ -9,7 +9,7 @@ import torch
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, StepMismatch, UnknownKey
-from paramstore.testing.memory_namespace import MemoryTicket
+from paramstore.testing.memory_namespace import MemoryNamespace, MemoryTicket
 from paramstore_client.device.copier import HostCopier, Mark
 from paramstore_client.device.slots import DeviceSlots
 from paramstore_client.device.tier import REPORT_EVERY, DeviceTier
@@ -312,6 +312,89 @@ def test_host_leases_live_until_their_copies_are_done_and_within_the_cap(monkeyp
     tier.settle()
     assert ns.leased == []
     assert_holds(ns, held, KEYS[:5])
+
+
+def late_tier(monkeypatch: pytest.MonkeyPatch, lease_slots: int, slots: int = 6) -> tuple[MemoryNamespace, DeviceTier, LateCopier]:
+    ns, copier = make_namespace(lease_slots=lease_slots), LateCopier()
+    monkeypatch.setattr("paramstore_client.device.tier.make_copier", lambda *arguments, **options: copier)
+    return ns, make_tier(ns, slots), copier
+
+
+def test_loads_ahead_wait_for_no_copy_and_go_on_as_host_leases_come_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns, tier, copier = late_tier(monkeypatch, lease_slots=4)
+    ticket = tier.prefetch(KEYS)
+    assert (copier.done_count, tier.keys) == (0, KEYS[:2]), "half of the host leases, the first keys first"
+    assert not ticket.done()
+    copier.run_until(1)
+    tier.settle()
+    assert tier.keys == KEYS[:4]
+    copier.run_until(3)
+    assert ticket.done()
+    assert (copier.done_count, tier.keys, ns.leased_keys_max) == (4, KEYS, 2)
+    copier.run_until(5)
+    with tier.fetch(KEYS) as held:
+        assert_holds(ns, held, KEYS)
+    assert (tier.stats.hits, tier.stats.prefetched, tier.stats.useful) == (6, 6, 6)
+    assert ns.leased == []
+
+
+def test_demand_finds_half_of_the_host_leases_whatever_is_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns, tier, copier = late_tier(monkeypatch, lease_slots=4)
+    tier.prefetch(KEYS[:4])
+    lease = tier.fetch([(1, 0), (1, 1)])
+    assert (copier.done_count, ns.leased_key_count) == (0, 4)
+    lease.release()
+    lease = tier.fetch([(1, 2), (1, 3)])
+    assert copier.done_count >= 2, "now somebody has to wait, for what was loaded ahead"
+    lease.release()
+
+
+def test_bounce_buffers_bound_what_is_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateCopier, "keys_at_once", 1)
+    _, tier, copier = late_tier(monkeypatch, lease_slots=64)
+    tier.prefetch(KEYS[:3])
+    assert (copier.done_count, tier.keys) == (0, KEYS[:1])
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_what_still_waits_to_be_copied_ahead_is_given_up_when_its_layer_begins_or_is_skipped(
+    begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ns, tier, copier = late_tier(monkeypatch, lease_slots=4)
+    ticket = tier.prefetch(KEYS)
+    if begins:
+        use(tier, KEYS[4:5])
+    else:
+        tier.skip([0])
+    copier.run_until(len(copier.queue) - 1)
+    assert ticket.done()
+    assert tier.keys == KEYS[:2] + (KEYS[4:5] if begins else [])
+    assert ns.leased == []
+
+
+def test_a_visit_of_another_layer_gives_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tier, copier = late_tier(monkeypatch, lease_slots=4)
+    ticket = tier.prefetch(KEYS[:4])
+    use(tier, [(1, 0)])
+    copier.run_until(len(copier.queue) - 1)
+    assert ticket.done()
+    assert sorted(tier.keys) == [*KEYS[:4], (1, 0)]
+
+
+def test_host_leases_end_after_the_copies_before_a_load_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ns, tier, copier = late_tier(monkeypatch, lease_slots=2)
+    view = tier.fetch(KEYS[:1])[KEYS[0]]["down"]
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceSlots, "place", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            tier.fetch(KEYS[1:2])
+    tier.close()
+    copier.run_until(0)
+    assert torch.equal(view, ns.values(KEYS[0])["down"]), "what it was copied from was there until it was"
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("planted")
 
 
 def test_a_released_lease_and_a_foreign_key_are_refused() -> None:

@@ -14,14 +14,18 @@ from torch import Tensor
 
 import paramstore as ps
 from paramstore.errors import ConfigError, StepDropped
+from paramstore_client.device.copier import HostCopier
+from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf import follower
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.follower import TRIES_MAX
+from paramstore_client.hf.loading.placement import Placement
+from paramstore_client.hf.model.binding import layer_of
 from paramstore_client.hf.model.layout import experts_modules
 from paramstore_client.training.dense_files import DenseFile, dense_tensors
 from paramstore_testkit.processes.daemon_process import QUIET
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
-from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.moe_families import EXPERTS, tiny_config
 from paramstore_testkit.training.moe_models import tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -54,12 +58,13 @@ class Job:
         self.experts.attach(self.optimizer)
         self.step = 0
 
-    def commit(self, count: int = 1, **options: Any) -> None:
-        """Trains and commits so many steps."""
+    def commit(self, count: int = 1, *, length: int = 17, **options: Any) -> None:
+        """Trains and commits so many steps. length: tokens of each of two sequences."""
         for _ in range(count):
             self.step += 1
+            ids = tokens(seed=self.step, length=length)
             with torch.enable_grad():
-                self.trained(input_ids=tokens(seed=self.step), labels=tokens(seed=self.step)).loss.backward()
+                self.trained(input_ids=ids, labels=ids).loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.experts.commit(self.step, **{"dense": self.dense, **options}).wait()
@@ -119,6 +124,47 @@ def test_a_model_moves_to_the_newest_step_as_a_whole_and_in_place(job: Job) -> N
     assert moved.dense_bytes == next(file.stat().st_size for file in job.dense.glob("*.4.*.safetensors"))
     job.check(served)
     assert {name: tensor.data_ptr() for name, tensor in dense_tensors(served).items()} == places
+
+
+def test_experts_in_device_slots_follow_and_what_has_not_changed_is_not_copied_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """On the device's twin. What is counted is what was copied."""
+    moved, copy_fields = list[int](), HostCopier.copy
+
+    def counted(self: HostCopier, fields: Any, **options: Any) -> Any:
+        moved.append(sum(source.nbytes for _, source in fields))
+        return copy_fields(self, fields, **options)
+
+    monkeypatch.setattr(HostCopier, "copy", counted)
+    monkeypatch.setattr(Placement, "of", lambda *_, **__: Placement(torch.device("cpu"), 2 * EXPERTS))
+    job.commit()
+    served, trained = job.serve(), job.trained.eval()
+    tier = layer_of(next(iter(experts_modules(served).values()))).source
+    assert isinstance(tier, DeviceTier)
+    keys = list(job.experts.namespace.space)
+    expert_bytes = sum(field.length_bytes for field in tier.schema.part("param").fields)
+    for number in range(4):
+        followed = ps.hf.follow(served)
+        assert (followed.step, followed.has_moved, moved) == (job.step, True, [])
+        changed = followed.changed_keys if number else len(keys)
+        assert changed
+        assert not number or changed < len(keys)
+        before, dropped = tier.stats.bytes_copied, tier.stats.refetches
+        with torch.no_grad():
+            assert torch.equal(served(tokens()).logits, trained(tokens()).logits)
+        with tier.fetch(keys) as its, job.experts.namespace.acquire(keys) as mine:
+            assert all(torch.equal(its[key][name], mine[key][name]) for key in keys for name in mine[key])
+        assert sum(moved) == tier.stats.bytes_copied - before == changed * expert_bytes
+        assert tier.stats.refetches - dropped == (changed if number else 0)
+        moved.clear()
+        job.commit(length=2)
+    with torch.no_grad(), ps.hf.following(served) as progress:
+        within(served, job.commit)
+        served.generate(tokens()[:1], **GREEDY)
+        assert torch.equal(served(tokens()).logits, trained(tokens()).logits)
+    assert (progress.move_count, ps.hf.namespace(served).view_step) == (2, job.step)
+    tier.close()
 
 
 def test_a_model_follows_back_where_the_trainer_went_back(job: Job) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from paramstore.errors import ConfigError, LeaseError
 from paramstore_client.device.host_slots import HostSlots
+from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.binding import LayerExperts, layer_of
+from paramstore_client.hf.model.binding import LayerExperts, ModelExperts, bind, layer_of
 from paramstore_client.hf.model.layout import experts_modules
-from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
+from paramstore_testkit.training.moe_families import EXPERTS, families, modeling_class, tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -75,6 +76,28 @@ def test_family_has_the_logits_of_the_unmodified_model(family: str, dtype: torch
         if family in ALWAYS and lease_slots == 14:
             asked = layers_of(twin)[0].early.figures.asked
             assert (asked > 0) == (speculates and family not in NOT_FOUND and len(layers_of(twin)) > 1), family
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", served())
+def test_family_in_device_slots_has_the_logits_of_the_unmodified_model(family: str, dtype: torch.dtype) -> None:
+    """On the device's twin: all experts stand, those of a layer, three, one; with host leases for few copies at once."""
+    kernel = "eager" if family in NOT_GROUPED else "grouped_mm"
+    twin = Twin.of(
+        tiny_config(family), kernel=kernel, dtype=dtype, is_trained=False, lease_slots=5,
+        model_class=modeling_class(FAMILIES[family]),
+    )  # fmt: skip
+    stock, stored = twin.stock.eval(), twin.stored.eval()
+    prompts = [tokens(), tokens(seed=1), *(tokens(seed=seed)[:1, :1] for seed in (2, 3))]
+    with torch.no_grad():
+        expected = [logits(stock, ids) for ids in prompts]
+        for slots in (len(twin.layout.layers) * EXPERTS, EXPERTS, 3, 1):
+            with DeviceTier(twin.namespace, slots, device="cpu", policy="schedule") as tier:
+                bind(stored, ModelExperts(tier, anchor=None), kernel=kernel)
+                for ids, theirs in zip(prompts, expected, strict=True):
+                    assert torch.equal(logits(stored, ids), theirs), (slots, ids.shape)
+                assert tier.counts.misses + tier.counts.passed > 0
+    assert twin.namespace.leased == []
 
 
 def test_nothing_is_copied_where_all_stand(monkeypatch: pytest.MonkeyPatch) -> None:

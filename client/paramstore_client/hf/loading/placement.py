@@ -7,7 +7,7 @@ for activations. None of it has ever run on a GPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from paramstore.core.arguments import wrong
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, UnsupportedModel
+from paramstore.errors import CapacityError, ConfigError, UnsupportedModel
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
@@ -76,6 +76,17 @@ def check_shape(shape: CacheShape | None, *, mode: str) -> None:
         raise wrong("cache_shape", shape, "for mode='infer', two whole numbers from 1 on: (sequences at once, tokens of each)")
 
 
+def check_device_map(device_map: Any) -> None:
+    """Raises ConfigError where `device_map` names a CUDA device that is not here, before anything is loaded."""
+    for place in device_map.values() if isinstance(device_map, Mapping) else [device_map]:
+        index = place if type(place) is int else _cuda_index(place)
+        if index is not None and index >= (count := torch.cuda.device_count()):
+            raise ConfigError(
+                f"device_map={device_map!r}: torch {torch.__version__} finds {count} CUDA devices here"
+                + ("" if count else "; device_map='cpu', or none, serves from host memory")
+            )
+
+
 def device_of_experts(model: nn.Module, layout: ExpertLayout) -> torch.device:
     """The one device of the modules around the experts. Raises UnsupportedModel where there are several, or they are offloaded."""
     devices = {_device_around(model, path) for path in layout.modules.values()}
@@ -83,7 +94,7 @@ def device_of_experts(model: nn.Module, layout: ExpertLayout) -> torch.device:
         found = ", ".join(sorted(str(device) for device in devices))
         raise UnsupportedModel(
             f"the layers with experts lie on {found}: served experts stand in the slots of one device. The dense part is small "
-            "without them: give it to one, as device_map={'': 0}"
+            "without them: give all of it to one, as device_map={'': 0} or {'': 'cpu'}"
         )
     return devices.pop()
 
@@ -137,6 +148,15 @@ def make_tier(namespace: HostSource, slots: int, *, device: torch.device, policy
             if slots < asked:
                 _log.warning("%s has no memory for %d experts of %d bytes: %d stand there", device, asked, image_bytes, slots)
             return tier
+
+
+def _cuda_index(place: Any) -> int | None:
+    """The index of a CUDA device that is named so, 0 where it has none; None for any other place, and for ways to choose some."""
+    try:
+        device = torch.device(place)
+    except (RuntimeError, TypeError):
+        return None
+    return (device.index or 0) if device.type == "cuda" else None
 
 
 def _device_around(model: nn.Module, path: str) -> torch.device:

@@ -32,7 +32,7 @@ from paramstore_client.hf.compat.refusals import check_arguments, check_config
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.loading.namespaces import is_committed, open_experts
-from paramstore_client.hf.loading.placement import CacheShape, Placement, check_shape, make_tier
+from paramstore_client.hf.loading.placement import CacheShape, Placement, check_device_map, check_shape, make_tier
 from paramstore_client.hf.model import experts_function
 from paramstore_client.hf.model.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
 from paramstore_client.hf.model.early_loads import SpeculationFigures
@@ -137,6 +137,7 @@ def from_pretrained(
     arguments.flag("speculation", speculation)
     arguments.path("path", path)
     check_arguments(options)
+    check_device_map(options.get("device_map"))
     requested, config = options.pop("experts_implementation", None), options.pop("config", None)
     if config is None or isinstance(config, str | os.PathLike):
         config, options = modeling.load_config(model_class, config or path, **options)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -7,7 +9,9 @@ import torch
 
 from paramstore.errors import ConfigError, UnsupportedModel
 from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.model.binding import LayerExperts
 from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.moe_models import Twin, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +72,50 @@ def test_an_unmodified_model_keeps_its_kernel_in_generate_where_it_is_told_to() 
     with modeling.fixed_kernel(model), model._optimize_model_for_decode():
         assert model.get_experts_implementation()[""] == "grouped_mm"
     assert "_optimize_model_for_decode" not in vars(model)
+
+
+def generate_as_on_a_device(model: Any) -> tuple[torch.Tensor, list[str]]:
+    """(the tokens of `generate`, the experts function of each forward), where transformers takes the model for one on a device when
+    it asks whether to decode with another function."""
+    functions, original, described = list[str](), type(model)._optimize_model_for_decode, type(model)
+
+    @contextmanager
+    def optimized(self: Any) -> Iterator[None]:
+        switching = original(self)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(described, "device", torch.device("meta"))
+            switching.__enter__()
+        try:
+            yield
+        finally:
+            switching.__exit__(None, None, None)
+
+    def note(self: Any, *_: Any) -> None:
+        functions.append(self.get_experts_implementation()[""])
+
+    with pytest.MonkeyPatch.context() as patch, model.register_forward_pre_hook(note):
+        patch.setattr(described, "_optimize_model_for_decode", optimized)
+        return model.generate(tokens(), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0), functions
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_model_with_stored_experts_keeps_its_kernel_in_generate() -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, dtype=torch.bfloat16)
+    stock, stored = twin.stock.eval(), twin.stored.eval()
+    _, functions = generate_as_on_a_device(stock)
+    assert functions == ["grouped_mm", "batched_mm", "batched_mm"], "by itself it does not"
+    with modeling.fixed_kernel(stock):
+        expected, functions = generate_as_on_a_device(stock)
+    assert functions == ["grouped_mm"] * 3
+    kernels, run = set[str](), LayerExperts.run
+
+    def noted(self: LayerExperts, *inputs: Any) -> Any:
+        kernels.add(self._kernel.name)  # type: ignore[union-attr]  # of a registry module
+        return run(self, *inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerExperts, "run", noted)
+        found, functions = generate_as_on_a_device(stored)
+    assert functions == ["paramstore"] * 3
+    assert kernels == {"grouped_mm"}
+    assert torch.equal(found, expected)

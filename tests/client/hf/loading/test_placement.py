@@ -21,6 +21,7 @@ from paramstore_client.hf.loading.placement import (
     RESERVE_BYTES,
     Placement,
     cache_bytes,
+    check_device_map,
     check_shape,
     device_of_experts,
     make_tier,
@@ -98,6 +99,21 @@ def test_models_are_placed_where_their_dense_part_is(monkeypatch: pytest.MonkeyP
     placed = Placement.of(model, layout, schema, memory, cache_shape=(2, 9))
     assert (placed, placed.lease_slots) == (Placement(device, 3), 0)
     assert Placement.of(model, layout, schema, ExpertMemory(5, None, "lru"), cache_shape=None) == Placement(device, 5)
+
+
+@pytest.mark.parametrize(
+    "there", [None, "auto", "cpu", 1, "cuda", "cuda:1", {"": torch.device("cuda")}, {"a": "disk", "": "meta"}], ids=str
+)
+def test_places_that_may_be_there_are_taken(there: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_device_map(there)
+
+
+@pytest.mark.parametrize("place", [2, "cuda:2", {"": 1, "lm_head": torch.device("cuda", 3)}], ids=str)
+def test_places_that_are_not_there_are_refused(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"device_map=.*finds 2 CUDA devices here$"):
+        check_device_map(place)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1,), (1, 2.0), 7, "ab", (True, 3)])
