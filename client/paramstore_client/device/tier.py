@@ -37,7 +37,7 @@ from paramstore_client.device.copies import DeviceCopies
 from paramstore_client.device.device_lease import TURN_KEYS, DeviceLease, DeviceStats, DeviceTicket
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import HostSource
+from paramstore_client.source import HostSource, load_ahead
 
 REPORT_EVERY = 64
 """Acquires between two reports of residency to the daemon."""
@@ -195,7 +195,7 @@ class DeviceTier:
             if visit.passing or visit.through:
                 self._passing.add(visit)
             if len(lacking) > TURN_KEYS:
-                self.namespace.prefetch(lacking)  # on the host, while the first ones are copied and computed with
+                load_ahead(self.namespace, lacking)  # on the host, while the first ones are copied and computed with
             self._touched.update(dict.fromkeys(wanted))
             self._acquire_count += 1
             if self._acquire_count % REPORT_EVERY == 0:

@@ -25,9 +25,8 @@ from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.model.early_router import EarlyRouter, early_routers
 from paramstore_client.hf.model.layout import ExpertLayout
-from paramstore_client.hf.model.lease_window import load_ahead
 from paramstore_client.nn.speculation import Speculation
-from paramstore_client.source import AheadTicket, ExpertSource, HostTicket, SlotSource
+from paramstore_client.source import AheadTicket, ExpertSource, HostTicket, SlotSource, load_ahead
 
 LIKELY = 0.75
 """The part of a router's guesses, the likeliest, that is loaded into slots on the host. What is guessed first mostly stands there

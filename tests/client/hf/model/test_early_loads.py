@@ -194,7 +194,7 @@ def test_a_guess_that_cannot_be_asked_for_fails_no_forward(
     monkeypatch.setattr(twin.namespace, "prefetch", refuse)
     with guessing(monkeypatch, list(range(EXPERTS))):
         assert all(map(torch.equal, decode(twin.stored, 3), decode(twin.stock, 3)))
-    assert "experts could not be loaded ahead: no room" in caplog.text
+    assert "could not be loaded ahead: no room" in caplog.text
     assert experts.early.figures.asked == 0
 
 
@@ -208,5 +208,5 @@ def test_a_guess_that_cannot_be_asked_for_fails_no_training(
         loss.backward()
     assert torch.equal(*losses)
     twin.check_gradients()
-    assert "experts could not be loaded ahead: no room" in caplog.text
+    assert "could not be loaded ahead: no room" in caplog.text
     assert speculation(twin.stored).asked == 0
