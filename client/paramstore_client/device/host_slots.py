@@ -35,8 +35,6 @@ from paramstore_client.source import ExpertSource, HostSource, HostTicket, Lease
 
 REPORT_EVERY = 1024
 """Visits without a miss between two reports of what was used."""
-PASSING_SLOTS = 4, 8
-"""Slots for what may not stand: a quarter of all up to the first, an eighth up to the second; the daemon reads so many at once."""
 LEFT_TO_OTHERS = 8
 """One of so many slots, at least one, is no visit's that can also do with less: another thread's goes on with it."""
 
@@ -384,9 +382,8 @@ def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "
 
 
 def _plan_of(slots: int, policy: str, layers: Sequence[int]) -> SlotPlan:
-    passing = max(1, min(PASSING_SLOTS[0], slots // 4), min(PASSING_SLOTS[1], slots // 8))
     held_most = max(1, slots - max(1, slots // LEFT_TO_OTHERS))
-    return SlotPlan(slots, make_slot_policy(policy, slots, layers), passing_slots=passing, held_most=held_most)
+    return SlotPlan(slots, make_slot_policy(policy, slots, layers), held_most=held_most)
 
 
 def _release_idle(leases: dict[Held, WeightLease], arriving: dict[Held, LeaseTicket], loans: Loans) -> None:
