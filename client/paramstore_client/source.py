@@ -129,6 +129,11 @@ class SlotSource(ExpertSource, Protocol):
         """What was counted so far."""
         ...
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its slots are host memory, where leases stand: a load ahead takes a slot there at once, or none."""
+        ...
+
     def lacking(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
         """Those of `keys` that neither stand nor are on their way."""
         ...

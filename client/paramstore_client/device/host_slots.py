@@ -51,6 +51,8 @@ class HostSlots:
     asked for is waited for as long as that one does.
     """
 
+    is_on_host = True
+
     def __init__(
         self, namespace: HostSource, *, slots: int | None = None, policy: str = "schedule", layers: Sequence[int] | None = None
     ) -> None:

@@ -120,6 +120,11 @@ class DeviceTier:
         return self.copies.plan
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether its slots are host memory, where leases stand: no, they are copies, its twin's on the CPU too."""
+        return False
+
+    @property
     def counts(self) -> SlotCounts:
         """What was counted since the tier was made; `stats` has it by the names of a device."""
         return self.plan.counts

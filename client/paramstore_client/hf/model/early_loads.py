@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from paramstore.core.key import ExpertKey
 from paramstore.errors import ParamStoreError
-from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.model.early_router import EarlyRouter, early_routers
 from paramstore_client.hf.model.layout import ExpertLayout
@@ -78,6 +77,7 @@ class EarlyLoads:
         """By layer; empty where nothing is guessed."""
         self._source = source
         self._slots = source if isinstance(source, SlotSource) else None
+        self._standing = self._slots if self._slots is not None and self._slots.is_on_host else None
         self._newest: tuple[int, frozenset[ExpertKey], AheadTicket] | None = None
         """(layer, guesses that were asked for, their load), where no lease stands."""
         self._asked = 0
@@ -103,8 +103,17 @@ class EarlyLoads:
 
     # --- guesses where leases stand ---
 
-    def standing(self, following: int, hidden_TH: Tensor, source: HostSlots) -> list[ExpertKey]:
-        """The guesses of layer `following` that are to be loaded ahead now, into slots on the host."""
+    def standing(
+        self, layer: int, following: int | None, hidden_TH: Tensor, found: tuple[int, int]
+    ) -> list[ExpertKey] | None:  # fmt: skip
+        """The guesses of layer `following` that are to be loaded ahead now, into slots on the host; None where those are not, or
+        nothing guesses. found: what became of the loads ahead of `layer`, which computes now."""
+        source = self._standing
+        if source is None:
+            return None
+        self.speculation.judge(layer, *found, placed=source.counts.ahead)
+        if following is None or following not in self.routers:
+            return None
         admitted, tokens = self.speculation.admit(len(hidden_TH)), len(hidden_TH)
         experts = self.routers[following].guess(hidden_TH) if admitted else []
         likely = experts[: ceil(LIKELY * len(experts))]
@@ -137,7 +146,9 @@ class EarlyLoads:
 
     def load(self, following: int, votes_E: Sequence[int], hidden_TH: Tensor, *, room: int) -> list[ExpertKey]:
         """Loads ahead what the router of layer `following` guesses, at most `room` experts; gives those that it asked for, none
-        where that failed. votes_E: what `votes_on_device` told; [] to guess now."""
+        where that failed, or leases stand. votes_E: what `votes_on_device` told; [] to guess now."""
+        if self._standing is not None:
+            return []
         tokens = len(hidden_TH)
         router, admitted = self.routers.get(following), self.speculation.admit(tokens)
         if router is None or not admitted:

@@ -57,11 +57,11 @@ def test_switched_off_no_router_is_asked_for_guesses() -> None:
 
 def test_only_the_likeliest_guesses_are_loaded_into_slots_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=12)
-    experts = rebound(twin, slots := HostSlots(twin.namespace))
+    experts = rebound(twin, HostSlots(twin.namespace))
     with guessing(monkeypatch, [3, 1, 0, 2]):
-        assert experts.early.standing(1, torch.zeros(2, 16), slots) == [(1, 3), (1, 1), (1, 0)]
+        assert experts.early.standing(0, 1, torch.zeros(2, 16), (0, 0)) == [(1, 3), (1, 1), (1, 0)]
     with guessing(monkeypatch, [3]):
-        assert experts.early.standing(1, torch.zeros(2, 16), slots) == [(1, 3)]
+        assert experts.early.standing(0, 1, torch.zeros(2, 16), (0, 0)) == [(1, 3)]
 
 
 def prefetches_of_training(lease_slots: int, *, speculates: bool) -> list[tuple[Any, ...]]:
