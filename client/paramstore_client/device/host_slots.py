@@ -111,9 +111,8 @@ class HostSlots:
         self.namespace.check_usable()  # before the lock: in a forked child another thread's may be held for ever
         with self._lock:
             self._begin()
-            plan = self._plan  # a signal's handler may call in, and start anew
             try:
-                visit = self._visit(keys, timeout_s, may_pass=may_pass)
+                plan, visit = self._visit(keys, timeout_s, may_pass=may_pass)
             except ParamStoreError:
                 self._is_deciding = False
                 raise
@@ -308,7 +307,7 @@ class HostSlots:
         self._ahead.forget()
         self._release_gone()
 
-    def _visit(self, keys: Sequence[ExpertKey], timeout_s: float | None, *, may_pass: bool) -> SlotVisit:
+    def _visit(self, keys: Sequence[ExpertKey], timeout_s: float | None, *, may_pass: bool) -> tuple[SlotPlan, SlotVisit]:
         if self._view != (view := self.namespace.view_change_count):
             self._ahead.forget()
             self._drop(self._plan.held)  # it is of another view: it is found no more
@@ -316,10 +315,11 @@ class HostSlots:
         self._visit_count += 1
         if self._visit_count % REPORT_EVERY == 0:
             self._report()
-        visit = None if may_pass and len(keys) > self._plan.held_most else self._plan.visit_ready(keys)
+        plan = self._plan
+        visit = None if may_pass and len(keys) > plan.held_most else plan.visit_ready(keys)
         if visit is not None:
             self._touched |= dict.fromkeys(keys)
-            return visit
+            return plan, visit
         wanted = list[Held]()
         try:
             with self.namespace.together():
@@ -329,19 +329,20 @@ class HostSlots:
                 self._ahead.unplaced = []  # they are of this visit, or of none
                 if self._plan.free <= 0:
                     self.loans.ask(self)
-                visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
+                plan = self._plan  # a signal's handler may have called in, and begun anew
+                visit = plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
                 self._release_gone()
                 wanted += [*visit.through, *visit.held]
                 for held in wanted:
                     self._begin_load(held, timeout_s)
                 self._touched.update((held.key, None) for held in visit.held if held in self._leases)  # type: ignore[misc]
-                return visit
+                return plan, visit
         except ParamStoreError:
             if visit is not None:
-                self._plan.end_visit(visit)
+                plan.end_visit(visit)
             for held in wanted:
                 if held not in self._leases:
-                    self._plan.fail(held)
+                    plan.fail(held)
             self._release_gone()
             raise
 

@@ -86,6 +86,7 @@ class StandingLease(VisitLease):
         for held in visit.held:
             (standing if owner.has_come(held) else coming).append(held)
         while visit.waiting or visit.through or standing or coming:
+            self._check_held("a layer's keys")
             owner.let_in(self._plan, visit, view=self._view, timeout_s=self._timeout_s)
             under_way = [*visit.through, *coming]
             come = next((held for held in under_way if owner.has_come(held)), None)

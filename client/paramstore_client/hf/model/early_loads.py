@@ -171,8 +171,14 @@ class EarlyLoads:
         return guesses
 
     def _note_bytes(self) -> None:
-        while self._under_way and (self._under_way[0].done() or len(self._under_way) > TICKETS_MAX):
-            ticket = self._under_way.popleft()
+        while True:
+            try:
+                ticket = self._under_way.popleft()
+            except IndexError:  # another thread's forward may have taken the last one
+                return
             if ticket.done():
                 with suppress(ParamStoreError):  # demand will ask again, and raise the error where it matters
                     self._loaded_bytes += ticket.wait()["bytes"]
+            elif len(self._under_way) < TICKETS_MAX:
+                self._under_way.appendleft(ticket)
+                return

@@ -93,9 +93,9 @@ class Window:
         """Gives the lease back; asking for weights takes one again."""
         self._made = {}
         self._part = range(0)
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
+        if self._lease is not None:
+            self._lease.release()  # a second call, after an interrupt, does nothing
+            self._lease = None
 
     def _move_to(self, position: int) -> None:
         self.release()

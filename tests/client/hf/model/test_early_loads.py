@@ -210,3 +210,21 @@ def test_a_guess_that_cannot_be_asked_for_fails_no_training(
     twin.check_gradients()
     assert "could not be loaded ahead: no room" in caplog.text
     assert speculation(twin.stored).asked == 0
+
+
+def test_a_load_whose_bytes_another_thread_has_counted_fails_no_forward() -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=9)
+    early = rebound(twin, twin.namespace).early
+
+    class Load:
+        """A load ahead that has come, and is taken by another thread while this one asks for it."""
+
+        def done(self) -> bool:
+            early._under_way.clear()
+            return True
+
+        def wait(self) -> dict[str, int]:
+            return {"bytes": 8}
+
+    early._under_way.append(Load())  # type: ignore[arg-type]
+    assert early.figures.loaded_bytes == 8
