@@ -13,7 +13,8 @@ FORGET_BELOW = 1e-3
 
 
 class Activity:
-    """Owner of the counts, of which there are at most layers x experts."""
+    """Owner of the counts, of which there are at most layers x experts. Used from several threads at once it may lose some of them;
+    what one thread reads no other changes."""
 
     def __init__(self, *, beta: float = 0.5) -> None:
         self._beta = beta
@@ -27,9 +28,10 @@ class Activity:
 
     def add(self, layer: int, experts: Iterable[int]) -> None:
         """Adds `experts` to the visit of `layer` that was recorded last."""
-        counts = self._counts.setdefault(layer, {})
+        counts = dict(self._counts.get(layer, {}))
         for expert in experts:
             counts[expert] = counts.get(expert, 0.0) + 1.0
+        self._counts[layer] = counts
 
     def likely(self, layer: int, limit: int) -> tuple[int, ...]:
         """Up to `limit` experts that `layer` used, the most used first. Empty before the first visit."""

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from paramstore.core.arguments import seconds, whole_number, wrong
 from paramstore.core.key import ExpertKey
-from paramstore.errors import LeaseError, ProtocolError
+from paramstore.errors import LeaseError
 from paramstore.wire import messages
-from paramstore.wire.messages import Granted
 from paramstore_client.connection import answers
 from paramstore_client.connection.answers import Opened
 from paramstore_client.connection.shared_socket import Connection
@@ -126,17 +125,10 @@ class Namespace(Updates, Residency, Steps):
         """Begins an `acquire` and returns at once: `lease = await ns.begin_acquire(keys)`. Cancel a ticket nobody waits for."""
         wanted = plain_keys(keys)
         limit_s = self.wait_timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
-        held_part = self.schema.part(part)
-
-        def grant(answer: object) -> Lease:
-            if not isinstance(answer, Granted) or len(answer.slots) != len(wanted):
-                raise ProtocolError(f"no lease of {len(wanted)} keys came for an acquire of as many")
-            lease = Lease(
-                self._connection, answer.id, namespace=self.name, part=held_part, keys=wanted, slots=answer.slots,
-                is_debug=self._is_debug,
-            )  # fmt: skip
-            self._leases.add(lease)
-            return lease
+        grant = partial(
+            Lease, self._connection, namespace=self.name, part=self.schema.part(part), keys=wanted, all_held=self._leases,
+            is_debug=self._is_debug,
+        )  # fmt: skip
 
         message = messages.Acquire(self._next_id(), self._handle, wanted, part, limit_s)
         return self._send(message, "acquire", grant, timeout_s=limit_s + ANSWER_GRACE_S)

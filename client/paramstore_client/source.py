@@ -1,4 +1,4 @@
-"""The protocols of what gives weights to `nn`, the ring and the device tier.
+"""The protocols of what gives weights to `nn`, the ring and the device tier, and the one way to ask it for what may come next.
 
 A namespace handle is a `HostSource`, the kind that a `DeviceTier` can stand in front of. It is an `ExpertSource` too, as
 are `DeviceTier` and `RingMemory`: that is why `StoredExperts` takes any of the three and has no branch for devices.
@@ -7,6 +7,7 @@ are `DeviceTier` and `RingMemory`: that is why `StoredExperts` takes any of the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -17,7 +18,10 @@ from torch import Tensor
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
+from paramstore.errors import ParamStoreError
 from paramstore.policy.slot_visit import SlotCounts
+
+_log = logging.getLogger(__name__)
 
 Loan = tuple[int, Sequence[int]]
 """Lease slots beyond the promise: how many there are now, and a word whose one number says how many may be kept. It falls when
@@ -123,6 +127,11 @@ class SlotSource(ExpertSource, Protocol):
     @property
     def counts(self) -> SlotCounts:
         """What was counted so far."""
+        ...
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its slots are host memory, where leases stand: a load ahead takes a slot there at once, or none."""
         ...
 
     def lacking(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
@@ -235,3 +244,15 @@ class HostSource(ExpertSource, Protocol):
     def report_device(self, *, resident: Sequence[ExpertKey], touched: Sequence[ExpertKey], bytes_resident: int) -> None:
         """Tells the service which keys have a copy in HBM, and which were used there since the last report."""
         ...
+
+
+def load_ahead(source: ExpertSource, keys: Sequence[ExpertKey]) -> AheadTicket | None:
+    """Asks for keys that are worth loading ahead. It fails nobody's work: where they cannot be asked for, that is logged, and None
+    comes, as for no keys."""
+    if not keys:
+        return None
+    try:
+        return source.prefetch(keys)
+    except ParamStoreError as error:  # demand will ask again and raise the error where it matters
+        _log.warning("%d experts of layer %d could not be loaded ahead: %s", len(keys), keys[0][0], error)
+        return None

@@ -18,18 +18,15 @@ from paramstore.memory.pages import map_aligned
 class Mapping:
     """One segment or upload area, mapped into this process.
 
-    fd: the memfd as received; closed when the constructor returns or raises.
+    fd: the memfd as received. It stays the caller's, who closes it: the mapping outlives it.
     is_writable: True only for the session's own upload area.
     Raises ProtocolError if the fd is not what a daemon sends, CapacityError if it cannot be mapped.
     """
 
     def __init__(self, fd: int, length_bytes: int, *, is_writable: bool) -> None:
-        try:
-            _check(fd, length_bytes, is_writable=is_writable)
-            protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-            self._mapping = map_aligned(length_bytes, protection=protection, flags=mmap.MAP_SHARED, fd=fd)
-        finally:
-            os.close(fd)
+        _check(fd, length_bytes, is_writable=is_writable)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        self._mapping = map_aligned(length_bytes, protection=protection, flags=mmap.MAP_SHARED, fd=fd)
         # Neither is needed to be correct: a kernel without them maps small pages, or a child inherits the mapping.
         self._mapping.advise(mmap.MADV_HUGEPAGE)
         self._mapping.advise(mmap.MADV_DONTFORK)
@@ -71,6 +68,8 @@ def _check(fd: int, length_bytes: int, *, is_writable: bool) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
+        if error.errno is None:  # a signal's handler raised it: TimeoutError, mostly
+            raise
         raise ProtocolError(f"the daemon sent fd {fd} that is no memfd: {error}") from error
     if seals & wanted != wanted:
         raise ProtocolError(f"the daemon sent a memfd with seals {seals:#x}; {wanted:#x} are needed to map it safely")

@@ -24,16 +24,16 @@ from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 
 UNTOLD_MAX = 64
 """Visits of which the policy is told together: a decision tells it first, so that only time is saved."""
-PASSING_SHARE, PASSING_SLOTS_MAX = 8, 16
-"""Unless told otherwise a visit that does not fit runs its rest through one of so many slots, at least one and at most so many."""
+PASSING_SLOTS = 4, 8
+"""Slots for the rest of a visit that does not fit: a quarter up to the first, an eighth up to the second, as the daemon reads."""
 
 
 class SlotPlan:
     """Owner of what stands in `slots` slots, of who uses it, and of the counts. Pure: it copies nothing and never waits. The number
     of slots may change (`grow`, `shrink`).
 
-    passing_slots: most slots that a visit which does not fit runs its rest through; default a few. held_most: most slots that one
-    visit which may pass takes; None: all.
+    passing_slots: most slots that a visit which does not fit runs its rest through; default PASSING_SLOTS. held_most: most slots
+    that one visit which may pass takes; None: all.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SlotPlan:
         self.counts = SlotCounts()
         self._policy = policy
         self._visits = policy if isinstance(policy, VisitPolicy) else None
-        few = max(1, min(slots // PASSING_SHARE, PASSING_SLOTS_MAX))
+        few = max(1, min(PASSING_SLOTS[0], slots // 4), min(PASSING_SLOTS[1], slots // 8))
         self._passing_slots = few if passing_slots is None else passing_slots
         self.held_most = slots if held_most is None else held_most
         self._held: dict[Hashable, Held] = {}

@@ -102,6 +102,17 @@ def decode_answer(body: bytes | bytearray | memoryview) -> Answer:
         raise ProtocolError(f"not an answer: {error}") from error
 
 
+def first_body(stream: bytearray | memoryview, start: int = 0, *, limit_bytes: int = FRAME_BYTES_MAX) -> bytes | None:
+    """The body of the frame at `start`; None where it is not whole. Raises ProtocolError at a length above the limit."""
+    if len(stream) - start < LENGTH.size:
+        return None
+    (body_bytes,) = LENGTH.unpack_from(stream, start)
+    if body_bytes > limit_bytes:
+        raise ProtocolError(f"frame of {body_bytes} bytes; the limit is {limit_bytes}")
+    begin = start + LENGTH.size
+    return bytes(stream[begin : begin + body_bytes]) if len(stream) >= begin + body_bytes else None
+
+
 class FrameDecoder:
     """Cuts a byte stream into frame bodies. Holds at most one unfinished frame and what one `feed` brought.
 
@@ -117,15 +128,8 @@ class FrameDecoder:
         self._buffer += data
         start = 0
         try:
-            while len(self._buffer) - start >= LENGTH.size:
-                (body_bytes,) = LENGTH.unpack_from(self._buffer, start)
-                if body_bytes > self.limit_bytes:
-                    raise ProtocolError(f"frame of {body_bytes} bytes; the limit is {self.limit_bytes}")
-                end = start + LENGTH.size + body_bytes
-                if end > len(self._buffer):
-                    break
-                body = bytes(self._buffer[start + LENGTH.size : end])
-                start = end
+            while (body := first_body(self._buffer, start, limit_bytes=self.limit_bytes)) is not None:
+                start += LENGTH.size + len(body)
                 yield body
         finally:
             del self._buffer[:start]

@@ -43,12 +43,12 @@ def test_a_reader_borrows_what_nobody_was_promised_and_reads_its_word(at_desk: A
         client, handle = await reader(desk)
         lent = await borrowed(client, handle, 100)
         assert (lent.count, lent.page_bytes) == (13, PAGE_BYTES)
-        page = Mapping(client.fds.pop(), lent.page_bytes, is_writable=False)
+        page = Mapping(client.fds[-1], lent.page_bytes, is_writable=False)
         assert word_of(page, lent.word)[0] == desk.figures()["lent_slots"] == 13
         granted = await client.request(m.Acquire, handle, [(0, expert) for expert in range(16)], "param", 5.0)
         other = await opened(desk, client)
         again = await borrowed(client, other, 3)
-        assert (again.page_bytes, client.fds[1:]) == (0, []), "the page is sent once"
+        assert (again.page_bytes, client.fds[2:]) == (0, []), "the page is sent once"
         assert again.word != lent.word
         assert [word_of(page, one.word)[0] for one in (lent, again)] == [13, 3]
         await client.send(m.Release([granted.id]))
@@ -78,7 +78,7 @@ def test_an_opening_waits_for_what_it_asks_back_and_not_for_a_message_to_its_own
     async def scenario(desk: Any) -> None:
         client, handle = await reader(desk)
         lent = await borrowed(client, handle, 100)
-        page = Mapping(client.fds.pop(), lent.page_bytes, is_writable=False)
+        page = Mapping(client.fds[-1], lent.page_bytes, is_writable=False)
         word = word_of(page, lent.word)
         other = await desk.client()
         await other.send(m.OpenNamespace(700, "moe", "write", None, None, 22))
@@ -98,7 +98,7 @@ def test_who_does_not_give_back_in_time_is_named_and_keeps_its_slots(at_desk: At
         desk.store.admission._recall_wait_s = 0.01
         client, handle = await reader(desk)
         lent = await borrowed(client, handle, 100)
-        page = Mapping(client.fds.pop(), lent.page_bytes, is_writable=False)
+        page = Mapping(client.fds[-1], lent.page_bytes, is_writable=False)
         writer = await opened(desk, client, "write")  # without a minimum it gets what is there
         await client.request(m.CloseNamespace, writer)
         with pytest.raises(CapacityError, match=r"9 slots that are lent were not given back in time: the reader pid \d+.* was "

@@ -17,7 +17,7 @@ from torch import Tensor
 import paramstore as ps
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.model.layout import experts_modules
-from paramstore_testkit.interrupts import Interrupt
+from paramstore_testkit.interrupts import Interrupt, InterruptAtPoint
 from paramstore_testkit.processes.killable_serve import MIB, KillableDaemons
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import tokens
@@ -34,6 +34,13 @@ INTERRUPTED = (
     "hf/model/weight_sources.py", "policy/slot_plan.py",
 )  # fmt: skip
 """Code in which Ctrl-C comes."""
+CONNECTION = (
+    "connection/shared_socket.py", "connection/inbox.py", "connection/outbox.py", "connection/open_tickets.py",
+    "connection/reader_role.py", "connection/segments.py", "connection/ticket.py",
+)  # fmt: skip
+"""Code in which what is asked of the daemon is sent, and its answers are read."""
+SPARED = ("__exit__", "release")
+"""Where the release of a lease begins: whether its tensors are used on then nobody can say."""
 INTERRUPTS = 12
 NAME = "served"
 
@@ -195,23 +202,32 @@ def test_a_daemon_that_dies_under_a_decode_is_said_to_be_gone_and_its_store_serv
         assert torch.equal(model_of(store, expert_memory=2).generate(tokens(), **GREEDY), expected)
 
 
+def at_a_line(numbers: random.Random) -> Interrupt:
+    return Interrupt(numbers.randrange(1, 2500), INTERRUPTED)
+
+
+def at_a_point_of_the_connection(numbers: random.Random) -> InterruptAtPoint:
+    return InterruptAtPoint(numbers.randrange(1, 2500), CONNECTION, spared=SPARED)
+
+
+@pytest.mark.parametrize("interrupted", [at_a_line, at_a_point_of_the_connection])
 @pytest.mark.parametrize("slots", [16, 4, 1])
 def test_after_ctrl_c_anywhere_in_generate_the_next_has_the_right_tokens(
-    slots: int, daemon: Failing, expected: Tensor
+    slots: int, interrupted: Callable[[random.Random], Interrupt | InterruptAtPoint], daemon: Failing, expected: Tensor
 ) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")  # noqa: T201 - shown when it fails
     numbers = random.Random(seed)
     with ps.connect(daemon.address) as store:
         model = model_of(store, expert_memory=slots)
-        interrupted = 0
+        raised = 0
         for _ in range(INTERRUPTS):
             if slots == 16:
                 ps.hf.namespace(model).refresh()  # what stood is given back: loads are interrupted too
-            with Interrupt(numbers.randrange(1, 2500), INTERRUPTED) as interrupt:
+            with interrupted(numbers) as interrupt:
                 model.generate(tokens(), **GREEDY)
-            interrupted += interrupt.is_raised
+            raised += interrupt.is_raised
             assert torch.equal(model.generate(tokens(), **GREEDY), expected)
-        assert interrupted > 0
+        assert raised > 0
         ps.hf.namespace(model).close()
         assert store.stats()["namespaces"][NAME]["leased_slots"] == 0

@@ -14,7 +14,7 @@ from paramstore.memory.words import PAGE_BYTES, WORDS, Words, word_of
 
 
 def mapped(words: Words) -> Mapping:
-    return Mapping(os.dup(words.fd), PAGE_BYTES, is_writable=False)
+    return Mapping(words.fd, PAGE_BYTES, is_writable=False)
 
 
 def test_each_word_is_read_as_it_was_written_last_and_none_is_another() -> None:

@@ -9,10 +9,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import call
 from types import TracebackType
 
 FRAMES_MAX = 64
 """Most frames of one call to the socket, far below what the system takes."""
+
+
+NOTHING = partial(bool)
+"""A function of C that does nothing."""
 
 
 class Outbox:
@@ -29,9 +35,10 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._frames)
 
-    def add(self, frame: bytes | bytearray) -> None:
-        """Puts a frame behind the others. Takes no lock."""
-        self._frames.append(memoryview(frame))
+    def add(self, frame: bytes | bytearray, note: Callable[[], object] = NOTHING) -> None:
+        """Puts a frame behind the others. Takes no lock. note: a function of C, called in the same step."""
+        steps: tuple[Callable[[], object], ...] = note, partial(self._frames.append, memoryview(frame))
+        deque(map(call, steps), 0)
 
     def first(self) -> list[memoryview]:
         """What goes out next, in one call."""
@@ -41,11 +48,20 @@ class Outbox:
             first[0] = first[0][offset_bytes:]
         return first
 
-    def send(self, sendmsg: Callable[[Sequence[memoryview]], int]) -> None:
-        """Sends what goes out next by one call of `sendmsg`, a socket's. Raises what that raises; then nothing was sent."""
-        if first := self.first():
-            self._book[0].extend(map(sendmsg, (first,)))
-            self._take_off()
+    def send(self, sendmsg: Callable[[Sequence[memoryview]], int]) -> bool:
+        """Sends what the socket takes, by calls of `sendmsg`, its own. False where it is full, or takes no more for good: nothing
+        is left here then. Raises only what a signal's handler raises; what was sent by then is known."""
+        while first := self.first():
+            try:
+                self._book[0].extend(map(sendmsg, (first,)))
+            except OSError as error:
+                if error.errno is None:  # a signal's handler raised it: TimeoutError, mostly
+                    raise
+                if not isinstance(error, BlockingIOError):
+                    # The daemon is gone. What it still said is read first, and the end of the stream settles the rest.
+                    self.clear()
+                return False
+        return True
 
     def _take_off(self) -> int:
         """Takes off what was sent whole; gives how many bytes of the first frame that is left were sent."""

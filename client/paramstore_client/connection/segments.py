@@ -12,7 +12,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
+from operator import call
 from typing import TYPE_CHECKING
 
 from paramstore.errors import LeaseError, ProtocolError, StoreUnavailable
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 Slot = tuple[int, int, int, int]
 """(segment, offset_bytes, epoch, version), as a Granted message has it."""
+Noted = deque[object]
+"""Gets an item within the call of C, where no handler of a signal runs, that does what is noted."""
 BeforeUnmap = Callable[[int, int], None]
 """(address, length_bytes) of memory that is about to be unmapped."""
 
@@ -41,30 +46,20 @@ class Segments:
         self._watchers: dict[object, BeforeUnmap] = {}
         self._keepers: list[tuple[int, weakref.ref[LeaseKeeper]]] = []
 
-    def adopt_leased(self, segments: Sequence[tuple[int, int]], fds: Sequence[int]) -> None:
-        """Maps new segments of the daemon, read-only. fds: one per segment, closed on return, whatever happens."""
-        unused = deque(fds)
-        try:
-            for segment, length_bytes in segments:
-                if segment in self._leased:
-                    raise ProtocolError(f"segment {segment} was sent twice")
-                self._leased[segment] = Mapping(unused.popleft(), length_bytes, is_writable=False)
-        finally:
-            close_all(unused)
-
-    def adopt_upload(self, segment: int, length_bytes: int, fd: int) -> None:
-        """Maps a new segment of this session's upload area, writable. fd: closed on return, whatever happens."""
+    def adopt_upload(self, segment: int, length_bytes: int, fd: int, *, noted: Noted) -> None:
+        """Maps a new segment of this session's upload area, writable. fd stays open. noted: gets an item in the step that takes it
+        in."""
         mapping = Mapping(fd, length_bytes, is_writable=True)
         if segment in self._uploads:
             raise ProtocolError(f"upload segment {segment} was sent twice")
-        self._uploads[segment] = mapping
+        noted.extend(map(self._uploads.setdefault, (segment,), (mapping,)))
 
-    def adopt_words(self, length_bytes: int, fd: int) -> None:
-        """Maps the session's page of words, read-only. fd: closed on return, whatever happens."""
+    def adopt_words(self, length_bytes: int, fd: int, *, noted: Noted) -> None:
+        """Maps the session's page of words, read-only. fd stays open. noted: gets an item in the step that takes it in."""
         page = Mapping(fd, length_bytes, is_writable=False)
         if self._words is not None:
             raise ProtocolError("a second page of words was sent")
-        self._words = page
+        noted.extend(map(setattr, (self,), ("_words",), (page,)))
 
     def word(self, index: int) -> Sequence[int]:
         """A word of the session's page, as a sequence of one number that the daemon changes. Raises ProtocolError where there is no
@@ -87,24 +82,51 @@ class Segments:
             raise StoreUnavailable(f"upload segment {segment} is not mapped any more: the store was closed")
         return mapping
 
-    def begin_lease(self, lease: int, slots: list[Slot]) -> None:
-        """Notes that `slots` are in use from here on. Raises ProtocolError if one lies in a segment that was never sent."""
+    def begin_lease(
+        self, lease: int, slots: list[Slot], segments: Sequence[tuple[int, int]] = (), fds: Sequence[int] = (), *, noted: Noted
+    ) -> None:
+        """Maps new segments of the daemon, read-only, and notes that `slots` are in use from here on.
+
+        segments, fds: (segment, length_bytes) of each, and a descriptor of each, which stays open. noted: gets items in the step
+        that takes all of it in; before that nothing has changed. Raises ProtocolError if a segment was sent before, or a slot lies
+        in one that never was.
+        """
         known = self._leased
+        new = dict[int, Mapping]()
+        for (segment, length_bytes), fd in zip(segments, fds, strict=True):
+            if segment in known or segment in new:
+                raise ProtocolError(f"segment {segment} was sent twice")
+            new[segment] = Mapping(fd, length_bytes, is_writable=False)
         for slot in slots:
-            if slot[0] not in known:
+            if slot[0] not in known and slot[0] not in new:
                 raise ProtocolError(f"lease {lease} names segment {slot[0]}, which was never sent")
-        self._live[lease] = slots
+        noted.extend(map(call, (partial(known.update, new), partial(self._live.__setitem__, lease, slots))))
 
     def end_lease(self, lease: int) -> list[int]:
         """Ends a lease; returns the segments that can be acknowledged as unmapped now."""
         self._live.pop(lease, None)
-        return self._forget_unused() if self._given_up else []
+        return self.unmapped()
 
-    def give_up(self, segments: Sequence[int]) -> list[int]:
-        """Gives up segments that the daemon wants back; returns those that can be acknowledged at once, as they are unmapped."""
-        known = {segment for segment in segments if segment in self._leased}
-        self._given_up |= known
-        return sorted(set(segments) - known) + self._forget_unused()
+    def ask_back(self, segments: Sequence[int]) -> None:
+        """Notes that the daemon wants these segments back."""
+        self._given_up.update(segments)
+
+    def unmapped(self) -> list[int]:
+        """Lets go of what was asked back and no lease refers to. Returns what is unmapped by now, or never was mapped, until it is
+        `acknowledged`; a tensor of a released lease may still keep a segment, which is asked for again at the next end."""
+        if not self._given_up:
+            return []
+        used = {slot[0] for slots in list(self._live.values()) for slot in slots}
+        for segment in self._given_up - used:
+            self._let_go(segment)
+        kept = used | {segment for segment, mapping in list(self._closing.items()) if mapping.is_mapped}
+        return sorted(segment for segment in self._given_up - kept if segment not in self._leased)
+
+    def acknowledged(self, segments: Sequence[int]) -> None:
+        """Forgets segments, as the daemon was told that they are unmapped: it does not mind to be told twice."""
+        for segment in segments:
+            self._closing.pop(segment, None)
+            self._given_up.discard(segment)
 
     def before_unmap(self, fn: BeforeUnmap) -> Callable[[], object]:
         """Has `fn(address, length_bytes)` called for each leased segment that is let go of from here on, right before.
@@ -143,32 +165,19 @@ class Segments:
     def lease_count(self) -> int:
         return len(self._live)
 
-    def _forget_unused(self) -> list[int]:
-        """Lets go of what was given up and no lease refers to. Returns what is unmapped by now: a tensor of a released
-        lease may still keep a segment, which is asked for again at the next end."""
-        used = {slot[0] for slots in list(self._live.values()) for slot in slots}
-        for segment in self._given_up - used:
-            self._let_go(segment)
-        forgotten = []
-        for segment in sorted(self._given_up):
-            mapping = self._closing.get(segment)
-            # Two threads may end the last leases in the same moment: the one that pops acknowledges.
-            if mapping is not None and not mapping.is_mapped and self._closing.pop(segment, None) is not None:
-                self._given_up.discard(segment)
-                forgotten.append(segment)
-        return forgotten
-
     def _let_go(self, segment: int) -> None:
         """Gives up this object's share of the mapping, once: the pop decides between threads."""
-        mapping = self._leased.pop(segment, None)
+        mapping = self._leased.get(segment)
         if mapping is not None:
-            for tell in list(self._watchers.values()):
-                tell(mapping.address, mapping.length_bytes)
-            mapping.close()
             self._closing[segment] = mapping
+            if self._leased.pop(segment, None) is not None:
+                for tell in list(self._watchers.values()):
+                    tell(mapping.address, mapping.length_bytes)
+        if (closing := self._closing.get(segment)) is not None:
+            closing.close()  # again where an interrupt came between
 
 
-def close_all(fds: Iterable[int]) -> None:
-    """Closes descriptors that were received and are needed no more: a mapping outlives them."""
-    for fd in fds:
-        os.close(fd)
+def close_all(fds: deque[int]) -> None:
+    """Closes descriptors that were received and are needed no more: a mapping outlives them. Each is taken off and closed within
+    one call of C, so that none is closed twice, nor left, where an interrupt comes."""
+    deque(map(os.close, map(deque[int].popleft, repeat(fds, len(fds)))), 0)

@@ -1,12 +1,15 @@
 """One socket to the daemon, used from any thread and any event loop, with no thread of its own.
 
-- Whoever waits reads: one thread at a time has the reader's role and settles everybody's tickets; the others wait on a
-  condition and take the role over when the reader leaves. An event loop reads when its selector says so.
+- Whoever waits reads: one thread at a time has the reader's role and settles everybody's tickets; the others wait and take
+  the role over when the reader leaves (`ReaderRole`). An event loop reads when its selector says so.
 - Whoever sends, sends in the order of the outbox. When the socket is full the sender reads too, so that it cannot
   deadlock with a daemon that waits for us to read.
 - Once the connection has failed it stays so: every ticket has settled, and every later call raises. Leases stay
   readable until `close`.
 - A finalizer may post: it never blocks and takes no lock that the interrupted thread may hold.
+- An interrupt may come anywhere: what was read and sent is noted within single calls of C, where no handler of a signal runs; what
+  a `finally` must do is its first call, of C; whatever else was left half done, the next call does again.
+- It loses nothing but where Python itself does: in a finalizer. A handler that raises a ParamStoreError may end the connection.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.errors import (
-    CapacityError,
     ConfigError,
     ForkedClient,
     ParamStoreError,
@@ -38,16 +41,14 @@ from paramstore.wire.codec import encode
 from paramstore.wire.messages import PROTOCOL_MAJOR, Message, Request, Unmapped
 from paramstore_client import this_process
 from paramstore_client.connection.inbox import WAY_ON, Inbox
+from paramstore_client.connection.open_tickets import OpenTickets
 from paramstore_client.connection.outbox import Gathered, Outbox
+from paramstore_client.connection.reader_role import ReaderRole, Token
 from paramstore_client.connection.segments import Segments
 from paramstore_client.connection.ticket import Ticket
 
 T = TypeVar("T")
 
-TICKETS_MAX = 1 << 16
-"""Most unanswered requests of one connection; only a caller that never waits has more."""
-CONNECTION_ID = 0
-"""Id of errors that concern the connection as a whole; no request has it."""
 POLL_MAX_S = 2_000_000.0
 """Longest single wait, 23 days: poll(2) counts milliseconds in 32 bits, and waits on conditions have a limit too."""
 STALL_POLL_S = 0.05
@@ -76,13 +77,14 @@ class Connection:
         self._process_id = this_process.pid
         self._inbox = Inbox(sock, self.segments)
         self._ids = itertools.count(1)
-        self._tickets: dict[int, Ticket[Any]] = {}
+        self._tickets = OpenTickets()
         self._outbox = Outbox()
         self._sending = threading.Lock()
-        self._changed = threading.Condition()
-        self._has_reader = False
+        self._lock = threading.RLock()
+        """Held for moments, by who adds a ticket, watches, or ends the connection."""
+        self._role = ReaderRole()
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
-        self._failure: str | None = None
+        self._failure: ParamStoreError | None = None
         self._readable, self._either = _poller(self._fd, select.POLLIN), _poller(self._fd, select.POLLIN | select.POLLOUT)
         _connections.add(self)
 
@@ -123,12 +125,10 @@ class Connection:
             self, request_id, what=what, convert=convert, timeout_s=self.timeout_s if timeout_s is None else timeout_s,
             on_settled=on_settled, is_cancellable=is_cancellable,
         )  # fmt: skip
-        if len(self._tickets) >= TICKETS_MAX:
-            raise CapacityError(f"{what}: {TICKETS_MAX} requests of this client are unanswered; wait for some of them")
-        with self._changed:
+        self._tickets.check_room(what)
+        with self._lock:
             self.check_usable()
-            self._tickets[request_id] = ticket
-        self._outbox.add(frame)
+            self._outbox.add(frame, partial(self._tickets.__setitem__, request_id, ticket))
         if not self._outbox.is_gathering:
             self._send_all(what)
         return ticket
@@ -149,8 +149,12 @@ class Connection:
 
     def end_lease(self, lease: int) -> None:
         """Notes that the lease's slots are no longer in use; acknowledges segments that were waiting for that."""
-        if unmapped := self.segments.end_lease(lease):
+        self._acknowledge(self.segments.end_lease(lease))
+
+    def _acknowledge(self, unmapped: list[int]) -> None:
+        if unmapped:
             self.post(Unmapped(unmapped))
+            self.segments.acknowledged(unmapped)
 
     def wait(self, ticket: Ticket[Any], timeout_s: float) -> bool:
         """Reads, or waits for the thread that reads, until `ticket` is settled; False when `timeout_s` is over first."""
@@ -158,30 +162,33 @@ class Connection:
         deadline_s = self.clock.now_s() + timeout_s
         if self._outbox.is_gathering:  # who reads meanwhile may sleep until an answer comes, and sends nothing
             self._send_all(ticket.what)
-        if not self._become_reader(ticket, deadline_s):
-            return ticket.is_settled
+        token = [True]
         try:
-            while not ticket.is_settled and self._wait_readable(deadline_s):
-                self._read_once()
+            if self._become_reader(token, ticket, deadline_s):
+                while not ticket.is_settled and self._wait_readable(deadline_s):
+                    self._read_once()
         finally:
-            self._leave_reader()
+            token.clear()
+            self._leave_reader(token)
         return ticket.is_settled
 
     def drain(self) -> None:
         """Reads what is there without blocking; does nothing if another thread is reading already."""
         self._check_process()
-        if self._try_become_reader():
-            try:
+        token = [True]
+        try:
+            if self._try_become_reader(token):
                 while self._failure is None and self._read_once():
                     pass
-            finally:
-                self._leave_reader()
+        finally:
+            token.clear()
+            self._leave_reader(token)
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Lets `loop`, the running one, read from here on, until `unwatch` was called as often."""
         if self._outbox.is_gathering:
             self._send_all("what is sent together")
-        with self._changed:
+        with self._lock:
             self._check_process()
             count = self._loops.get(loop, 0)
             self._loops[loop] = count + 1
@@ -189,7 +196,7 @@ class Connection:
                 loop.add_reader(self._fd, self.drain)
 
     def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
-        with self._changed:
+        with self._lock:
             self._loops[loop] -= 1
             if self._loops[loop] == 0:
                 del self._loops[loop]
@@ -200,7 +207,8 @@ class Connection:
         """Returns on a live connection in its own process; else raises ForkedClient or StoreUnavailable."""
         self._check_process()
         if self._failure is not None:
-            raise StoreUnavailable(self._failure if self._failure.endswith(WAY_ON) else f"{self._failure}: {WAY_ON}")
+            reason = str(self._failure)
+            raise StoreUnavailable(reason if reason.endswith(WAY_ON) else f"{reason}: {WAY_ON}")
 
     @property
     def is_failed(self) -> bool:
@@ -228,31 +236,30 @@ class Connection:
 
     # --- reading ---
 
-    def _become_reader(self, ticket: Ticket[Any], deadline_s: float) -> bool:
+    def _become_reader(self, token: Token, ticket: Ticket[Any], deadline_s: float) -> bool:
         """Waits for the reader's role. True: this thread reads now. False: the ticket is settled, or the deadline is over."""
-        with self._changed:
-            while self._has_reader and not ticket.is_settled:
-                remaining_s = deadline_s - self.clock.now_s()
-                if remaining_s <= 0:
-                    return False
-                self._changed.wait(min(remaining_s, POLL_MAX_S))
-            if ticket.is_settled:
+        while not ticket.is_settled:
+            if self._try_become_reader(token):
+                return True
+            remaining_s = deadline_s - self.clock.now_s()
+            if remaining_s <= 0:
                 return False
-            self._has_reader = True
-            return True
+            self._role.await_change(remaining_s, lambda: ticket.is_settled)
+        return False
 
-    def _try_become_reader(self) -> bool:
-        with self._changed:
-            if self._has_reader:
-                return False
-            self._has_reader = True
-            return True
+    def _try_become_reader(self, token: Token) -> bool:
+        """Takes the reader's role, if nobody has it, and settles what an interrupted reader has left."""
+        is_reader = self._role.try_take(token)
+        return is_reader and (not self._inbox.is_behind or self._settle_answers())
 
-    def _leave_reader(self) -> None:
-        with self._changed:
-            self._has_reader = False
-            self._changed.notify_all()
+    def _leave_reader(self, token: Token) -> None:
+        """Has others read, where the thread that has emptied `token` was the reader."""
+        if self._role.had(token):
+            self._role.tell()
             self._close_if_unused()
+            if self._failure is None and self._inbox.is_behind:  # interrupted: loops would wait until more comes
+                for loop in list(self._loops):
+                    loop.call_soon_threadsafe(self.drain)
 
     def _wait_readable(self, deadline_s: float) -> bool:
         """For the reader: waits for something to read, and sends what the socket had no room for. False at the deadline."""
@@ -272,59 +279,38 @@ class Connection:
         try:
             if not self._inbox.read():
                 return False
-            for request_id, answer in self._inbox.answers():
-                self._settle(request_id, answer)
         except ParamStoreError as error:
             self._fail(error)
             return False
-        except BaseException:
-            # An interrupt between taking bytes off the socket and using them: the stream cannot be trusted any more.
-            self._fail(StoreUnavailable("the client was interrupted while it read an answer"))
-            raise
-        if self._inbox.given_up:
-            segments, self._inbox.given_up = self._inbox.given_up, []
-            if unmapped := self.segments.give_up(segments):
-                self.post(Unmapped(unmapped))
-        with self._changed:
-            self._changed.notify_all()
-        return True
+        return self._settle_answers()
 
-    def _settle(self, request_id: int, answer: object) -> None:
-        if request_id == CONNECTION_ID and isinstance(answer, ParamStoreError):
-            raise answer  # why the daemon hangs up: every ticket ends with it
-        ticket = self._tickets.pop(request_id, None)
-        if ticket is None:
-            raise ProtocolError(f"{type(answer).__name__} answers request {request_id}, which is not open")
-        if isinstance(answer, ParamStoreError):
-            ticket.settle_error(answer)
-        else:
-            ticket.settle(answer)
+    def _settle_answers(self) -> bool:
+        """For the reader: settles what was read. False if the connection has failed by it."""
+        try:
+            self._tickets.settle_from(self._inbox)
+        except ParamStoreError as error:
+            self._fail(error)
+            return False
+        self._acknowledge(self.segments.unmapped())
+        self._role.tell()
+        return True
 
     # --- sending ---
 
     def _flush(self) -> None:
         """Sends the outbox as far as the socket takes it. A caller that finds another sender at work leaves it to that one."""
-        while self._outbox and self._sending.acquire(blocking=False):
-            try:
-                is_full = not self._send_some()
-            finally:
-                self._sending.release()
-            if is_full:
-                return
+        while self._outbox and self._send_some():
+            pass
 
     def _send_some(self) -> bool:
-        """For the sender: sends what the socket takes. False when it is full, or takes no more for good."""
-        outbox = self._outbox
-        while outbox:
-            try:
-                outbox.send(self._sock.sendmsg)
-            except BlockingIOError:
-                return False
-            except OSError:
-                # The daemon is gone. What it still said is read first, and the end of the stream settles the rest.
-                outbox.clear()
-                return False
-        return True
+        """Sends what the socket takes. False when it is full, or another sender is at work."""
+        is_sender: list[bool] = []
+        try:
+            is_sender.extend(map(self._sending.acquire, (False,)))  # noted by the call that takes it: no interrupt leaves it taken
+            return is_sender[0] and self._outbox.send(self._sock.sendmsg)
+        finally:
+            if is_sender and is_sender[0]:
+                self._sending.release()
 
     def _send_all(self, what: str) -> None:
         self._flush()
@@ -337,43 +323,46 @@ class Connection:
         while self._outbox and self._failure is None:
             if self.clock.now_s() >= deadline_s:
                 raise WaitTimeout(f"{what}: the daemon took nothing off its socket for {timeout_s:g} s")
-            if self._try_become_reader():
-                try:
-                    if (events := self._either.poll(math.ceil(STALL_POLL_S * 1000))) and events[0][1] & ~select.POLLOUT:
+            token = [True]
+            try:
+                if is_reader := self._try_become_reader(token):
+                    events = self._either.poll(math.ceil(STALL_POLL_S * 1000))
+                    if events and events[0][1] & ~select.POLLOUT:
                         self._read_once()
-                finally:
-                    self._leave_reader()
-            else:
+            finally:
+                token.clear()
+                self._leave_reader(token)
+            if not is_reader:
                 _poller(self._fd, select.POLLOUT).poll(math.ceil(STALL_POLL_S * 1000))
             self._flush()
 
     # --- the end ---
 
     def _fail(self, error: ParamStoreError, *, is_ours: bool = False, is_expected: bool = False) -> None:
-        """Settles every ticket with an error of `error`'s class and shuts the socket down. Only the first call counts.
+        """Settles every ticket with an error of `error`'s class and shuts the socket down. The first error counts; later calls do
+        what an interrupted one has left.
 
         is_ours: this process ends the session.
         """
-        with self._changed:
-            if self._failure is not None:
-                return
-            self._failure = str(error)
-            tickets, self._tickets = list(self._tickets.values()), {}
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
             # The outbox is the sender's: its next send fails and clears it.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that polls
-        for ticket in tickets:
-            is_quiet = is_expected or (is_ours and ticket.is_cancellable)
-            ticket.settle_error(type(error)(f"{ticket.what}: {error}"), is_expected=is_quiet)
-        with self._changed:
-            self._changed.notify_all()
-            self._close_if_unused()
+        self._tickets.fail(self._failure, is_ours=is_ours, is_expected=is_expected)
+        self._role.tell()
+        self._close_if_unused()
 
     def _close_if_unused(self) -> None:
         """Closes the socket once nobody polls it: another file may get its descriptor's number right after."""
-        if self._failure is not None and not self._has_reader and not self._loops:
-            self._inbox.close()
-            self._sock.close()
+        token = [True]
+        try:
+            if self._failure is not None and not self._tickets and not self._loops and self._role.try_take(token):
+                self._inbox.close()
+                self._sock.close()
+        finally:
+            token.clear()
 
     def _check_process(self) -> None:
         if this_process.pid != self._process_id:

@@ -3,12 +3,14 @@
 - A ticket settles once, with a result or an error, and stays so; every wait returns the result or raises the error.
 - A wait that times out raises WaitTimeout and cancels nothing: the ticket can be waited for again.
 - An error that nobody asked for is logged when the ticket is dropped: it is never lost silently.
+- A settling that was interrupted is done again: it gives no second result.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -43,7 +45,8 @@ class Reader(Protocol):
 class Ticket(Generic[T]):
     """One request and what became of it. Made by the client; settled by whichever thread reads the answer.
 
-    Owner of its outcome. `convert` and `on_settled` run on the reading thread: they only assign and append.
+    Owner of its outcome. `convert` and `on_settled` run on the reading thread: they only assign and append, and raise at most a
+    ParamStoreError, which is the request's. Both are called again where an interrupt came: what they do is then done once.
     `on_settled` is given the error with which the request failed, None if the daemon has done it.
     """
 
@@ -69,7 +72,8 @@ class Ticket(Generic[T]):
         self._is_wanted = True
         self._is_seen = False
         self._is_cancelling = False
-        self._result: T | None = None
+        self._results: deque[T] = deque()
+        """The result, once there is one: noted within the call of C that makes it, so that an interrupt loses none."""
         self._error: BaseException | None = None
         self._wakers: list[Callable[[], None]] = []
 
@@ -117,9 +121,10 @@ class Ticket(Generic[T]):
     @property
     def bytes_moved(self) -> int:
         """Bytes that the request moved, as its result says; 0 while it is open and for requests that move none."""
-        if not isinstance(self._result, dict):
+        result = self._results[0] if self._results else None
+        if not isinstance(result, dict):
             return 0
-        return sum(int(self._result.get(name, 0)) for name in ("bytes", "bytes_read", "bytes_written"))
+        return sum(int(result.get(name, 0)) for name in ("bytes", "bytes_read", "bytes_written"))
 
     def abandon(self) -> None:
         """Gives up the outcome: cancels the request if it can be, drops the result when it comes, releases a lease in it."""
@@ -133,34 +138,37 @@ class Ticket(Generic[T]):
     # --- the connection's side ---
 
     def settle(self, answer: object) -> None:
-        """Takes the daemon's answer. Called once, by the thread that read it."""
-        try:
-            self._result = self._convert(answer)
-        except Exception as error:  # noqa: BLE001 - belongs to whoever waits, not to the thread that happens to read
-            self._error = error
+        """Takes the daemon's answer. Called by the thread that read it, again where that was interrupted."""
+        if not self.is_settled and not self._results:
+            try:
+                self._results.extend(map(self._convert, (answer,)))
+            except ParamStoreError as error:  # belongs to whoever waits, not to the thread that happens to read
+                self._error = error
         self._finish(None)
 
     def settle_error(self, error: ParamStoreError, *, is_expected: bool = False) -> None:
-        """Takes the error of the request, or of its connection. is_expected: it need not be logged."""
-        self._error = error
-        self._is_seen = self._is_seen or is_expected
+        """Takes the error of the request, or of its connection, unless it has an outcome. is_expected: it need not be logged."""
+        if not self.is_settled:
+            self._results.clear()
+            self._error = error
+            self._is_seen = self._is_seen or is_expected
         self._finish(error)
 
     def _finish(self, refusal: ParamStoreError | None) -> None:
-        if self._on_settled is not None:
+        if self._on_settled is not None and not self.is_settled:
             self._on_settled(refusal)
         self.is_settled = True
         if not self._is_wanted:
             self._drop_result()
-        wakers, self._wakers = self._wakers, []
-        for wake in wakers:
+        for wake in tuple(self._wakers):
             wake()
 
     def _drop_result(self) -> None:
-        release = getattr(self._result, "release", None)
-        self._result = None
-        if release is not None:
-            release()
+        for result in tuple(self._results):
+            release = getattr(result, "release", None)
+            if release is not None:
+                release()
+        self._results.clear()
 
     # --- waiting ---
 
@@ -194,7 +202,7 @@ class Ticket(Generic[T]):
         self._is_seen = True
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[return-value]  # settled without an error: `convert` made a T
+        return self._results[0] if self._results else None  # type: ignore[return-value]  # None: it was abandoned
 
     def _timeout(self, limit_s: float) -> WaitTimeout:
         return WaitTimeout(f"{self.what}: no answer within {limit_s:g} s; it goes on, wait again or pass a longer timeout_s")

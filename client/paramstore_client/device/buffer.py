@@ -72,6 +72,11 @@ class ExpertBuffer:
         return self._slots.lease_slots
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether its slots are leases of host memory, as on the CPU."""
+        return self._slots.is_on_host
+
+    @property
     def counts(self) -> SlotCounts:
         """Keys of all visits: hits were there when their visit began; late ones on their way then; the others were loaded."""
         return self._slots.counts

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
-from paramstore.errors import LeaseError, UnknownKey
 from paramstore.policy.slot_visit import Held, SlotVisit
 from paramstore_client.device.copies import DeviceCopies
 from paramstore_client.device.slots import DeviceCopy
+from paramstore_client.device.visit_lease import VisitLease
 from paramstore_client.source import HostTicket
 
 TURN_KEYS = 8
@@ -63,37 +63,22 @@ class SlotOwner(Protocol):
         ...
 
 
-class DeviceLease:
+class DeviceLease(VisitLease):
     """The right to the slots of one visit's keys. Views are ordered after the copies on the stream that asked for them, and asking
     for a key that was not loaded yet loads it."""
 
     def __init__(self, tier: SlotOwner, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
+        super().__init__(visit, f" on {tier.device}")
         self._tier = tier
-        self._visit = visit
         self._view = view
         self._timeout_s = timeout_s
         self._used: dict[Held, DeviceCopy] = {}
         """What the current stream has been made to wait for."""
-        self._by_key: dict[ExpertKey, Held] | None = None
 
     def load(self) -> None:
         """Loads what was not loaded yet of the keys that stand; the current stream goes on only after all of them are there. Raises
         what a load raises."""
         self._use(self._visit.held)
-
-    @property
-    def passing_count(self) -> int:
-        """How many keys come and go while the lease is gone through; asked before that."""
-        return len(self._visit.passing) + len(self._visit.through)
-
-    @property
-    def ahead(self) -> tuple[int, int]:
-        """How many keys had been loaded ahead of this visit: that had come when it began, and that had not."""
-        return self._visit.ahead_ready, self._visit.ahead_late
-
-    def passes(self, key: ExpertKey) -> bool:
-        """Whether the slot of `key`, whose turn it is, is given to others when the next key is asked for."""
-        return self._held(key) in self._visit.through
 
     def in_turn(self) -> Iterator[ExpertKey]:
         """Yields each key once, those in their slots first, so that the device computes while the host loads. What passes by may be
@@ -154,22 +139,6 @@ class DeviceLease:
         if held not in self._used:
             self._use([held])
         return self._used[held]
-
-    def _check_held(self, key: object) -> None:
-        if self._visit.is_over:
-            raise LeaseError(f"the lease of {key} on {self._tier.device} was released: acquire it again")
-
-    def _held(self, key: ExpertKey) -> Held:
-        self._check_held(key)
-        if self._by_key is None:
-            there = (*self._visit.held, *self._visit.through)
-            self._by_key = {held.key: held for held in there}  # type: ignore[misc]  # the names are keys here
-        held = self._by_key.get(key)
-        if held is None and key in self._visit.passing:
-            raise LeaseError(f"{key} passes by: its bytes can be used in its turn alone")
-        if held is None:
-            raise UnknownKey(f"key {key} is not in this lease of {len(self._visit.held)} keys on {self._tier.device}")
-        return held
 
 
 class DeviceTicket:

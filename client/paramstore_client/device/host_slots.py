@@ -35,8 +35,6 @@ from paramstore_client.source import ExpertSource, HostSource, HostTicket, Lease
 
 REPORT_EVERY = 1024
 """Visits without a miss between two reports of what was used."""
-PASSING_SLOTS = 4, 8
-"""Slots for what may not stand: a quarter of all up to the first, an eighth up to the second; the daemon reads so many at once."""
 LEFT_TO_OTHERS = 8
 """One of so many slots, at least one, is no visit's that can also do with less: another thread's goes on with it."""
 
@@ -52,6 +50,8 @@ class HostSlots:
     daemon that takes nothing off its socket holds all threads up for as long as a request may wait. A key that another visit has
     asked for is waited for as long as that one does.
     """
+
+    is_on_host = True
 
     def __init__(
         self, namespace: HostSource, *, slots: int | None = None, policy: str = "schedule", layers: Sequence[int] | None = None
@@ -111,9 +111,8 @@ class HostSlots:
         self.namespace.check_usable()  # before the lock: in a forked child another thread's may be held for ever
         with self._lock:
             self._begin()
-            plan = self._plan  # a signal's handler may call in, and start anew
             try:
-                visit = self._visit(keys, timeout_s, may_pass=may_pass)
+                plan, visit = self._visit(keys, timeout_s, may_pass=may_pass)
             except ParamStoreError:
                 self._is_deciding = False
                 raise
@@ -308,7 +307,7 @@ class HostSlots:
         self._ahead.forget()
         self._release_gone()
 
-    def _visit(self, keys: Sequence[ExpertKey], timeout_s: float | None, *, may_pass: bool) -> SlotVisit:
+    def _visit(self, keys: Sequence[ExpertKey], timeout_s: float | None, *, may_pass: bool) -> tuple[SlotPlan, SlotVisit]:
         if self._view != (view := self.namespace.view_change_count):
             self._ahead.forget()
             self._drop(self._plan.held)  # it is of another view: it is found no more
@@ -316,10 +315,11 @@ class HostSlots:
         self._visit_count += 1
         if self._visit_count % REPORT_EVERY == 0:
             self._report()
-        visit = None if may_pass and len(keys) > self._plan.held_most else self._plan.visit_ready(keys)
+        plan = self._plan
+        visit = None if may_pass and len(keys) > plan.held_most else plan.visit_ready(keys)
         if visit is not None:
             self._touched |= dict.fromkeys(keys)
-            return visit
+            return plan, visit
         wanted = list[Held]()
         try:
             with self.namespace.together():
@@ -329,19 +329,20 @@ class HostSlots:
                 self._ahead.unplaced = []  # they are of this visit, or of none
                 if self._plan.free <= 0:
                     self.loans.ask(self)
-                visit = self._plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
+                plan = self._plan  # a signal's handler may have called in, and begun anew
+                visit = plan.visit(list(dict.fromkeys(plain_keys(keys))), may_pass=may_pass)
                 self._release_gone()
                 wanted += [*visit.through, *visit.held]
                 for held in wanted:
                     self._begin_load(held, timeout_s)
                 self._touched.update((held.key, None) for held in visit.held if held in self._leases)  # type: ignore[misc]
-                return visit
+                return plan, visit
         except ParamStoreError:
             if visit is not None:
-                self._plan.end_visit(visit)
+                plan.end_visit(visit)
             for held in wanted:
                 if held not in self._leases:
-                    self._plan.fail(held)
+                    plan.fail(held)
             self._release_gone()
             raise
 
@@ -384,9 +385,8 @@ def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "
 
 
 def _plan_of(slots: int, policy: str, layers: Sequence[int]) -> SlotPlan:
-    passing = max(1, min(PASSING_SLOTS[0], slots // 4), min(PASSING_SLOTS[1], slots // 8))
     held_most = max(1, slots - max(1, slots // LEFT_TO_OTHERS))
-    return SlotPlan(slots, make_slot_policy(policy, slots, layers), passing_slots=passing, held_most=held_most)
+    return SlotPlan(slots, make_slot_policy(policy, slots, layers), held_most=held_most)
 
 
 def _release_idle(leases: dict[Held, WeightLease], arriving: dict[Held, LeaseTicket], loans: Loans) -> None:

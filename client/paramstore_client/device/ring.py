@@ -13,7 +13,6 @@ layer comes the first again, for the next token.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -29,22 +28,20 @@ from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, UnknownKey
+from paramstore.errors import CapacityError, ConfigError, LeaseError, UnknownKey
 from paramstore.policy.slot_visit import SlotCounts
 from paramstore_client.activity import Activity
 from paramstore_client.device.slot_cache import open_slots
 from paramstore_client.device.tier import device_of
 from paramstore_client.device.visit_order import declare_ring
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import AheadTicket, ArrivingLease, ExpertSource, HostSource, SlotSource, WeightLease
+from paramstore_client.source import AheadTicket, ArrivingLease, ExpertSource, HostSource, SlotSource, WeightLease, load_ahead
 
 Experts = dict[int, Mapping[str, Tensor]]
 """expert -> {field: tensor}"""
 
 L = TypeVar("L", bound=WeightLease)
 V = TypeVar("V", bound="RingLease")
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -249,7 +246,7 @@ class RingMemory:
             part = wanted[start : start + self._experts_ahead]
             with self._visit(layer, part, is_first=start == 0) as weights:
                 following = wanted[start + len(part) : start + 2 * len(part)][: self.lease_slots - len(part)]
-                self._ask_ahead(layer, following)
+                load_ahead(self._source, [(layer, expert) for expert in following])
                 yield weights
 
     def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> RingLease:
@@ -373,14 +370,8 @@ class RingMemory:
         self._ahead_turn = max(self._ahead_turn, last)
         for turn in range(first, last + 1):
             layer = self.layers[turn % len(self.layers)]
-            self._ask_ahead(layer, self._sorted(None) if self._experts_ahead == self.experts else self._likely(layer))
-
-    def _ask_ahead(self, layer: int, experts: Sequence[int]) -> None:
-        try:
-            if experts:
-                self._source.prefetch([(layer, expert) for expert in experts])
-        except ParamStoreError as error:  # demand will ask again and raise the error where it matters
-            _log.warning("%d experts of layer %d could not be loaded ahead: %s", len(experts), layer, error)
+            experts = self._sorted(None) if self._experts_ahead == self.experts else self._likely(layer)
+            load_ahead(self._source, [(layer, expert) for expert in experts])
 
     def _likely(self, layer: int) -> list[int]:
         """The experts worth loading ahead, most used first; none before the first visit, when a guess would mostly be waste."""

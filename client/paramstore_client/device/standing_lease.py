@@ -12,9 +12,9 @@ from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
-from paramstore.errors import LeaseError, UnknownKey
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held, SlotVisit
+from paramstore_client.device.visit_lease import VisitLease
 from paramstore_client.source import WeightLease
 
 _log = logging.getLogger(__name__)
@@ -56,21 +56,20 @@ class VisitOwner(Protocol):
         ...
 
 
-class StandingLease:
+class StandingLease(VisitLease):
     """The right to the bytes of one visit's keys. Its release ends the visit; the leases below stand. Asking for a key whose bytes
     are on their way waits for them."""
 
-    __slots__ = ("__weakref__", "_by_key", "_has_views", "_owner", "_plan", "_timeout_s", "_view", "_visit")
+    __slots__ = ("__weakref__", "_has_views", "_owner", "_plan", "_timeout_s", "_view")
 
     def __init__(
         self, owner: VisitOwner, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None = None
     ) -> None:
         self._owner = owner
         self._plan = plan
-        self._visit = visit
+        super().__init__(visit)
         self._view = view
         self._timeout_s = timeout_s
-        self._by_key: dict[ExpertKey, Held] | None = None
         self._has_views = False
         owner.begin_visit(visit)  # last: from here on its end is this object's affair
 
@@ -78,20 +77,6 @@ class StandingLease:
         """The fields of `key`, once they are there. Raises LeaseError after the release, UnknownKey, and what the load raises."""
         self._has_views = True
         return self._owner.lease_of(self._held(key))[key]
-
-    @property
-    def passing_count(self) -> int:
-        """How many keys come and go while the lease is gone through; asked before that."""
-        return len(self._visit.passing) + len(self._visit.through)
-
-    @property
-    def ahead(self) -> tuple[int, int]:
-        """How many keys had been loaded ahead of this visit: that had come when it began, and that had not."""
-        return self._visit.ahead_ready, self._visit.ahead_late
-
-    def passes(self, key: ExpertKey) -> bool:
-        """Whether the bytes of `key`, whose turn it is, can be used no more when the next key is asked for."""
-        return self._held(key) in self._visit.through
 
     def in_turn(self) -> Iterator[ExpertKey]:
         """Yields each key once, those that are there first, so that others may come meanwhile; waits where none is. Raises what a
@@ -101,6 +86,7 @@ class StandingLease:
         for held in visit.held:
             (standing if owner.has_come(held) else coming).append(held)
         while visit.waiting or visit.through or standing or coming:
+            self._check_held("a layer's keys")
             owner.let_in(self._plan, visit, view=self._view, timeout_s=self._timeout_s)
             under_way = [*visit.through, *coming]
             come = next((held for held in under_way if owner.has_come(held)), None)
@@ -143,16 +129,3 @@ class StandingLease:
             _log.warning("a lease of %d keys was dropped without release(): its slots stay taken", len(self._visit.held))
         else:
             self._owner.abandon(self._plan, self._visit)
-
-    def _held(self, key: ExpertKey) -> Held:
-        if self._visit.is_over:
-            raise LeaseError(f"the lease of {key} was released: acquire it again")
-        if self._by_key is None:
-            there = (*self._visit.held, *self._visit.through)
-            self._by_key = {held.key: held for held in there}  # type: ignore[misc]  # the names are keys here
-        held = self._by_key.get(key)
-        if held is None and key in self._visit.passing:
-            raise LeaseError(f"{key} passes by: its bytes can be used in its turn alone")
-        if held is None:
-            raise UnknownKey(f"key {key} is not in this lease of {len(self._visit.held)} keys")
-        return held

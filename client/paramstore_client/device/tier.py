@@ -37,7 +37,7 @@ from paramstore_client.device.copies import DeviceCopies
 from paramstore_client.device.device_lease import TURN_KEYS, DeviceLease, DeviceStats, DeviceTicket
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import HostSource
+from paramstore_client.source import HostSource, load_ahead
 
 REPORT_EVERY = 64
 """Acquires between two reports to the daemon. Told of each, it would keep host copies of what the device uses most, and has."""
@@ -120,6 +120,11 @@ class DeviceTier:
         return self.copies.plan
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether its slots are host memory, where leases stand: no, they are copies, its twin's on the CPU too."""
+        return False
+
+    @property
     def counts(self) -> SlotCounts:
         """What was counted since the tier was made; `stats` has it by the names of a device."""
         return self.plan.counts
@@ -196,7 +201,7 @@ class DeviceTier:
             if visit.passing or visit.through:
                 self._passing.add(visit)
             if len(lacking) > TURN_KEYS:
-                self.namespace.prefetch(lacking)  # on the host, while the first ones are copied and computed with
+                load_ahead(self.namespace, lacking)  # on the host, while the first ones are copied and computed with
             self._touched.update(dict.fromkeys(wanted))
             self._acquire_count += 1
             if self._acquire_count % REPORT_EVERY == 0:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,6 @@ from paramstore_client.gradients.upload_area import Range, UploadArea
 
 Consumer = Abort | Apply | CloseNamespace | EndApply | InitializeBegin | Rollback
 """Requests that consume or drop everything pending."""
-Ranges = Mapping[ExpertKey, Range]
 
 ENDED = (LeaseError, RankLost, StoreUnavailable, WriterFenced)
 """Errors after which the handle writes no more, whatever was asked: the daemon has dropped what was pending."""
@@ -55,7 +53,7 @@ class Claim:
     """The ranges that one request consumes if it takes effect. inherited: those that refused requests before it have left."""
 
     request: Consumer
-    ranges: Ranges
+    ranges: dict[ExpertKey, Range]
     ticket: Ticket[Any] | None = None
     inherited: dict[ExpertKey, Range] = field(default_factory=dict)
     is_refused: bool = False
@@ -69,7 +67,7 @@ class ConsumedRanges:
         self._area = area
         self._claims: list[Claim] = []
 
-    def add(self, request: Consumer, ranges: Ranges) -> Claim:
+    def add(self, request: Consumer, ranges: dict[ExpertKey, Range]) -> Claim:
         """Adds a claim for `request`. To be called before it is sent: its answer may come before the sending call returns."""
         claim = Claim(request, ranges)
         self._claims.append(claim)
@@ -80,10 +78,11 @@ class ConsumedRanges:
         self._claims.remove(claim)
 
     def settle(self, claim: Claim, error: ParamStoreError | None) -> None:
-        """Notes that the request of `claim` is answered, with `error` if it failed; frees its ranges unless they stay pending."""
+        """Notes that the request of `claim` is answered, with `error` if it failed; frees its ranges unless they stay pending.
+        Called again after an interrupt, it does the rest."""
         claim.is_refused = error is not None and leaves_pending(claim.request, error)
         if not claim.is_refused:
-            self._area.give_back(claim.ranges.values())
+            self._area.give_back_all(claim.ranges)
         claim.is_settled = True
 
     def under_way(self) -> list[Ticket[Any]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paramstore.core.schema import PAGE_BYTES, round_up
 from paramstore.errors import CapacityError, ProtocolError
@@ -49,13 +49,14 @@ class UploadArea:
         self._allocating = threading.Lock()
         self._free: list[Range] = []  # sorted; no two touch
         self._returned: deque[Range] = deque()
-        self._size_bytes = 0
+        self._segments: dict[int, Range] = {}
+        """Each segment as a whole, by its number."""
         self.tenants: list[Tenant] = []
 
     @property
     def size_bytes(self) -> int:
         """Bytes the daemon has given this session so far."""
-        return self._size_bytes
+        return sum(segment.length_bytes for segment in list(self._segments.values()))
 
     def take(
         self, count: int, length_bytes: int, *, most_bytes: int, limit_bytes: int | None = None, by: Tenant | None = None
@@ -76,7 +77,7 @@ class UploadArea:
                 missing_bytes += max(0, kept_bytes - sum(free.length_bytes for free in self._free))
             if missing_bytes:
                 try:
-                    if limit_bytes is not None and self._size_bytes + missing_bytes > limit_bytes:
+                    if limit_bytes is not None and self.size_bytes + missing_bytes > limit_bytes:
                         raise CapacityError(f"upload memory: {missing_bytes} bytes more than this rank's share of gradient_budget")
                     self._grow(missing_bytes, most_bytes=most_bytes)
                 except BaseException:
@@ -89,6 +90,10 @@ class UploadArea:
         """Gives back ranges that the daemon reads no more. Callable from any thread, with any lock held."""
         self._returned.extend(ranges)
 
+    def give_back_all(self, ranges: dict[Any, Range]) -> None:
+        """Gives back all of `ranges` and empties it, in one call of C: after an interrupt it may be called again."""
+        self._returned.extend(map(ranges.pop, tuple(ranges)))
+
     def mapping(self, segment: int) -> Mapping:
         return self._connection.segments.upload(segment)
 
@@ -99,7 +104,7 @@ class UploadArea:
 
     def _grow(self, missing_bytes: int, *, most_bytes: int) -> None:
         """Doubles the area up to `most_bytes`; adds just what is missing when that is more, or all there is room for."""
-        ahead_bytes = min(max(missing_bytes, self._size_bytes), most_bytes - self._size_bytes)
+        ahead_bytes = min(max(missing_bytes, self.size_bytes), most_bytes - self.size_bytes)
         try:
             self._open_segment(max(missing_bytes, ahead_bytes))
         except CapacityError:
@@ -122,8 +127,8 @@ class UploadArea:
         if not isinstance(answer, Uploaded):
             raise ProtocolError(f"{type(answer).__name__} answers a request for upload memory")
         segment = Range(answer.segment, 0, answer.length_bytes)
-        self._size_bytes += segment.length_bytes
-        self._returned.append(segment)
+        if segment.segment not in self._segments:  # added and returned in one call of C: it may be adopted again after an interrupt
+            self._returned.extend(map(self._segments.setdefault, (segment.segment,), (segment,)))
         return segment
 
     def _carve(self, count: int, length_bytes: int) -> list[Range]:

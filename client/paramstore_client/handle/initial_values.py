@@ -77,10 +77,11 @@ def free_place(area: UploadArea, length_bytes: int, flying: deque[Ticket[None]],
 def send_value(
     connection: Connection, area: UploadArea, handle: int, key: ExpertKey, place: Range
 ) -> Ticket[None]:
+    taken = {key: place}
     return connection.request(
         InitializePut(connection.next_id(), handle, key, place.segment, place.offset_bytes),
         what=f"initialize of key {key}",
         convert=answers.nothing,
-        on_settled=lambda _: area.give_back([place]),
+        on_settled=lambda _: area.give_back_all(taken),
         is_cancellable=False,
     )

@@ -12,12 +12,13 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.schema import Part
-from paramstore.errors import LeaseError, UnknownKey
-from paramstore.wire.messages import Release
+from paramstore.errors import LeaseError, ProtocolError, UnknownKey
+from paramstore.wire.messages import Granted, Release
 from paramstore_client.connection.segments import Slot
 from paramstore_client.connection.shared_socket import Connection
 
@@ -63,26 +64,32 @@ class Lease:
     """Slots granted for a list of keys. Owner of the tensors made over them. A context manager."""
 
     __slots__ = (
-        "__weakref__", "_connection", "_guard", "_handed_out", "_has_views", "_id", "_index", "_is_debug", "_is_released", "_keys",
-        "_slots", "namespace", "part",
+        "__weakref__", "_connection", "_guard", "_handed_out", "_has_views", "_id", "_index", "_is_debug", "_is_given_back",
+        "_is_released", "_keys", "_slots", "namespace", "part",
     )  # fmt: skip
 
     def __init__(
-        self, connection: Connection, lease_id: int, *, namespace: str, part: Part, keys: Sequence[ExpertKey],
-        slots: list[Slot], is_debug: bool,
+        self, connection: Connection, answer: object, *, namespace: str, part: Part, keys: Sequence[ExpertKey],
+        all_held: WeakSet[Lease], is_debug: bool,
     ) -> None:  # fmt: skip
+        """answer: what the daemon said to an `acquire` of `keys`. all_held: gets the lease too. Raises ProtocolError."""
+        self._is_given_back = True
+        if not isinstance(answer, Granted) or len(answer.slots) != len(keys):
+            raise ProtocolError(f"no lease of {len(keys)} keys came for an acquire of as many")
         self.namespace = namespace
         self.part = part
         self._connection = connection
-        self._id = lease_id
+        self._id = answer.id
         self._keys = keys
-        self._slots = slots
+        self._slots: list[Slot] = answer.slots
         self._is_debug = is_debug
-        self._is_released = False
         self._has_views = False
         self._index: dict[ExpertKey, FieldTensors | Slot] | None = None
         self._guard: Guard | None = None
         self._handed_out: list[Tensor] = []
+        self._is_released = False
+        all_held.add(self)
+        self._is_given_back = False  # last: what an interrupt leaves half made gives nothing back, as it will be made again
 
     def __getitem__(self, key: ExpertKey) -> FieldTensors:
         """The key's fields by name, as read-only tensors. Raises LeaseError after release, UnknownKey for another key."""
@@ -124,8 +131,8 @@ class Lease:
         return {key: {name: tensor.clone() for name, tensor in self[key].items()} for key in self.keys()}
 
     def release(self) -> None:
-        """Gives the slots back: every tensor of this lease is dead from here on. Idempotent."""
-        if self._is_released:
+        """Gives the slots back: every tensor of this lease is dead from here on. Idempotent, after an interrupt too."""
+        if self._is_given_back:
             return
         self._is_released = True
         self._index = None  # breaks the cycle with FieldTensors, so that their tensors go with the last user
@@ -134,6 +141,7 @@ class Lease:
         connection = self._connection
         connection.post(Release([self._id]))
         connection.end_lease(self._id)
+        self._is_given_back = True
 
     @property
     def is_released(self) -> bool:
@@ -203,9 +211,9 @@ class Lease:
         self._handed_out.clear()
 
     def __del__(self) -> None:
-        if getattr(self, "_is_released", True) or self._connection.is_failed:
+        if getattr(self, "_is_given_back", True) or self._connection.is_failed:
             return
-        if self._has_views:
+        if self._has_views and not self._is_released:
             # Its tensors may live on: giving the slots back would change their bytes under the caller's hands.
             _log.warning("a %r was dropped without release(): its slots stay taken until the store is closed", self)
         else:

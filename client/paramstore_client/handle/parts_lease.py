@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from paramstore.core.key import ExpertKey
 from paramstore.errors import LeaseError, StepMismatch
 from paramstore_client.handle.base import plain_keys
+from paramstore_client.source import load_ahead
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,8 +60,7 @@ class PartsLease:
         for first in range(0, len(self._keys), max(1, self._part_keys)):
             self._move_to(first)
             room = max(0, self._source.lease_slots - self._part_keys)
-            if following := self._part_at(first + self._part_keys)[:room]:
-                self._source.prefetch(following)
+            load_ahead(self._source, self._part_at(first + self._part_keys)[:room])
             yield from self._part_at(first)
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:

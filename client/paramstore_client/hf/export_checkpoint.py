@@ -34,6 +34,7 @@ from paramstore_client.hf.import_checkpoint import check_schema
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
 from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor, flush_directory
+from paramstore_client.source import load_ahead
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 
 SHARD_BYTES_MAX = 50 * 10**9
@@ -141,7 +142,7 @@ def _experts(namespace: Namespace) -> Iterator[tuple[tuple[int, int], Mapping[st
     parts = [keys[start : start + count] for start in range(0, len(keys), count)]
     for number, part in enumerate(parts):
         if number + 1 < len(parts):
-            namespace.prefetch(parts[number + 1]).abandon()
+            load_ahead(namespace, parts[number + 1])
         with namespace.acquire(part) as lease:
             for key in part:
                 yield key, {field.name: lease[key][field.name] for field in namespace.schema.part("param").fields}

@@ -15,7 +15,8 @@ from paramstore_client.activity import Activity
 
 
 class ExpertSchedule:
-    """The hints that the `StoredExperts` of one model share (argument `group`); not safe from several threads at once.
+    """The hints that the `StoredExperts` of one model share (argument `group`). From several threads at once they are worse hints,
+    and nothing else.
 
     Owner of the layer order, of the counts of use, and of what each layer's last forward used.
     beta: the fraction of a count that survives a visit.

@@ -47,7 +47,7 @@ class Speculation:
         """Takes in what became of the guesses for `layer`, whose visit has begun: so many had come by then, so many were on their
         way. placed: loads ahead that got a slot, so far."""
         noted, self._noted = self._noted, None
-        if noted is None or noted[0] != layer or placed == noted[2]:
+        if noted is None or noted[0] != layer or placed <= noted[2]:  # less where the count began anew, after an interrupt
             return
         size, asked = noted[1], placed - noted[2]
         useful = min(in_time + late, asked)

@@ -32,7 +32,7 @@ from paramstore.core.location import Identity
 from paramstore.errors import ConfigError, StepMismatch
 from paramstore_client.nn.routing import Block, ExpertFn, split_rows
 from paramstore_client.nn.weight_views import WeightView, find_view
-from paramstore_client.source import ExpertSource, WeightLease
+from paramstore_client.source import ExpertSource, WeightLease, load_ahead
 
 
 class _SavedTensors:
@@ -216,8 +216,8 @@ class LayerCall:
             if does_pass:  # then the last ones leave room
                 room = self._source.lease_slots // 2
             for number, key in enumerate(lease.in_turn()):
-                if number == (len(blocks) - 1 if does_pass else 0) and (keys := self._forward_hint(room)):
-                    self._source.prefetch(keys)
+                if number == (len(blocks) - 1 if does_pass else 0):
+                    load_ahead(self._source, self._forward_hint(room))
                 weights, position = lease[key], position_of[key]
                 _check_device(key, weights, x_ND)
                 y[position] = self._expert_fn(rows[position], weights)
@@ -226,10 +226,8 @@ class LayerCall:
 
     def _prefetch_beside(self, part: Part, following: int, hint: Callable[[int], list[ExpertKey]]) -> None:
         """Prefetches what comes after `part`: the layer's following part, else what the hint says."""
-        room = self._source.lease_slots - len(part.blocks)
-        keys = self._parts[following].keys[:room] if 0 <= following < len(self._parts) else hint(room)
-        if keys:
-            self._source.prefetch(keys)
+        room = max(0, self._source.lease_slots - len(part.blocks))
+        load_ahead(self._source, self._parts[following].keys[:room] if 0 <= following < len(self._parts) else hint(room))
 
     def _record_part(self, part: Part, weights: dict[int, Mapping[str, Tensor]], x: Tensor, *, wants_x: bool) -> list[Tensor]:
         anchor = torch.empty(0, device=x.device, requires_grad=True)

@@ -268,7 +268,8 @@ class FakeDaemon:
                 self._cancel(session, request.target)
             case m.Unmapped():
                 for segment in request.segments:
-                    self.memory.drop(segment)
+                    if segment in self.memory.segments:  # a client may say it twice
+                        self.memory.drop(segment)
             case m.DeviceReport():
                 pass
             case m.BeginApply():  # answered when the apply ends

@@ -30,6 +30,7 @@ def test_tensors_of_a_lease_beyond_4_gib_see_the_daemons_bytes() -> None:
     os.pwrite(fd, torch.arange(8.0).numpy().tobytes(), START_BYTES + biases.offset_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SHARED_SEALS)
     mapping = Mapping(fd, LENGTH_BYTES, is_writable=False)
+    os.close(fd)
     tensor = field_view(mapping, weights, START_BYTES)
     assert tensor.shape == (BORDER + 4096,)
     assert [tensor[at].item() for at in (0, BORDER - 1, BORDER, BORDER + 4095)] == [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -29,7 +30,7 @@ def memory() -> Iterator[FakeMemory]:
 def segments(memory: FakeMemory) -> Iterator[Segments]:
     """Segments 1 and 2 are mapped."""
     segments = Segments()
-    segments.adopt_leased([(1, LENGTH), (2, LENGTH)], [sent(memory), sent(memory)])
+    map_new(segments, memory, 1, 2)
     yield segments
     segments.clear()
 
@@ -37,32 +38,50 @@ def segments(memory: FakeMemory) -> Iterator[Segments]:
 def sent(memory: FakeMemory) -> int:
     fd = memory.segments[memory.add_shared(LENGTH)].fd
     assert fd is not None
-    return os.dup(fd)
+    return fd
+
+
+def map_new(segments: Segments, memory: FakeMemory, *numbers: int) -> None:
+    """Maps new segments of these numbers, in which no lease lies."""
+    segments.begin_lease(0, [], [(number, LENGTH) for number in numbers], [sent(memory) for _ in numbers], noted=deque())
+    segments.end_lease(0)
+
+
+def begin(segments: Segments, lease: int, slots: list[tuple[int, int, int, int]]) -> None:
+    segments.begin_lease(lease, slots, noted=deque())
+
+
+def give_up(segments: Segments, numbers: list[int]) -> list[int]:
+    """Has the daemon ask these segments back; gives those that are unmapped by now, and have been acknowledged."""
+    segments.ask_back(numbers)
+    unmapped = segments.unmapped()
+    segments.acknowledged(unmapped)
+    return unmapped
 
 
 def test_segment_given_up_is_forgotten_at_once_when_no_lease_refers_to_it(segments: Segments) -> None:
-    assert segments.give_up([1]) == [1]
+    assert give_up(segments, [1]) == [1]
     with pytest.raises(LeaseError):
         segments.leased(1)
     assert segments.leased(2).length_bytes == LENGTH
 
 
 def test_segment_given_up_is_kept_until_its_last_lease_ends(segments: Segments) -> None:
-    segments.begin_lease(10, [(1, 0, 1, 0)])
-    segments.begin_lease(11, [(1, 4096, 1, 0), (2, 0, 1, 0)])
-    assert segments.give_up([1]) == []
+    begin(segments, 10, [(1, 0, 1, 0)])
+    begin(segments, 11, [(1, 4096, 1, 0), (2, 0, 1, 0)])
+    assert give_up(segments, [1]) == []
     assert segments.end_lease(10) == []
     assert segments.leased(1).length_bytes == LENGTH
     assert segments.end_lease(11) == [1]
 
 
 def test_segment_is_acknowledged_only_once_it_is_unmapped(segments: Segments) -> None:
-    segments.begin_lease(10, [(1, 0, 1, 0)])
+    begin(segments, 10, [(1, 0, 1, 0)])
     tensor = torch.frombuffer(segments.leased(1).buffer, dtype=torch.uint8)
-    segments.give_up([1])
+    give_up(segments, [1])
     assert segments.end_lease(10) == []
     del tensor
-    segments.begin_lease(11, [(2, 0, 1, 0)])
+    begin(segments, 11, [(2, 0, 1, 0)])
     assert segments.end_lease(11) == [1]
 
 
@@ -70,13 +89,13 @@ def test_whoever_asked_is_told_of_a_segment_once_and_while_it_is_mapped(segments
     told: list[tuple[int, int, bool]] = []
     mapping = segments.leased(1)
     segments.before_unmap(lambda address, length_bytes: told.append((address, length_bytes, mapping.is_mapped)))
-    segments.begin_lease(10, [(1, 0, 1, 0)])
+    begin(segments, 10, [(1, 0, 1, 0)])
     tensor = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
-    segments.give_up([1])
+    give_up(segments, [1])
     assert told == [], "a lease refers to it"
     assert segments.end_lease(10) == [], "a tensor keeps it"
     del tensor
-    segments.begin_lease(11, [(2, 0, 1, 0)])
+    begin(segments, 11, [(2, 0, 1, 0)])
     assert segments.end_lease(11) == [1]
     assert told == [(mapping.address, LENGTH, True)]
 
@@ -100,37 +119,39 @@ def test_whoever_has_ended_his_asking_is_not_told(segments: Segments) -> None:
 
 
 def test_segment_that_was_never_sent_is_acknowledged_when_it_is_given_up(segments: Segments) -> None:
-    segments.begin_lease(10, [(1, 0, 1, 0)])
-    assert segments.give_up([1, 7]) == [7]
+    begin(segments, 10, [(1, 0, 1, 0)])
+    assert give_up(segments, [1, 7]) == [7]
     assert segments.end_lease(10) == [1]
 
 
 def test_end_of_an_unknown_lease_changes_nothing(segments: Segments) -> None:
-    segments.begin_lease(10, [(1, 0, 1, 0)])
+    begin(segments, 10, [(1, 0, 1, 0)])
     assert segments.end_lease(99) == []
     assert segments.lease_count == 1
 
 
 def test_lease_in_a_segment_that_was_never_sent_is_refused(segments: Segments) -> None:
     with pytest.raises(ProtocolError, match="segment 7"):
-        segments.begin_lease(10, [(1, 0, 1, 0), (7, 0, 1, 0)])
+        begin(segments, 10, [(1, 0, 1, 0), (7, 0, 1, 0)])
     assert segments.lease_count == 0
 
 
-def test_descriptors_are_closed_even_when_a_segment_is_refused(segments: Segments, memory: FakeMemory) -> None:
-    fds = [sent(memory), sent(memory), sent(memory)]
+def test_a_segment_that_is_refused_changes_nothing(segments: Segments, memory: FakeMemory) -> None:
+    noted: deque[object] = deque()
     with pytest.raises(ProtocolError, match="sent twice"):
-        segments.adopt_leased([(3, LENGTH), (1, LENGTH), (4, LENGTH)], fds)
-    for fd in fds:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(fd)
+        segments.begin_lease(10, [], [(3, LENGTH), (1, LENGTH)], [sent(memory), sent(memory)], noted=noted)
+    assert not noted
+    assert segments.lease_count == 0
+    with pytest.raises(LeaseError):
+        segments.leased(3)
 
 
 def test_memory_that_others_could_write_is_refused(segments: Segments) -> None:
     fd = os.memfd_create("unsealed")
     os.ftruncate(fd, LENGTH)
     with pytest.raises(ProtocolError, match="seals"):
-        segments.adopt_leased([(3, LENGTH)], [fd])
+        segments.begin_lease(10, [], [(3, LENGTH)], [fd], noted=deque())
+    os.close(fd)
 
 
 def test_upload_segment_of_a_closed_store_says_so(segments: Segments) -> None:

@@ -341,7 +341,7 @@ def test_lease_dropped_in_a_forked_child_sends_nothing(daemon: FakeDaemon, names
 def test_too_many_unanswered_requests_are_refused(
     daemon: FakeDaemon, namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paramstore_client.connection.shared_socket.TICKETS_MAX", 2)
+    monkeypatch.setattr("paramstore_client.connection.open_tickets.TICKETS_MAX", 2)
     daemon.hold(m.Prefetch)
     tickets = [namespace.prefetch(KEYS), namespace.prefetch(KEYS)]
     with pytest.raises(ps.CapacityError, match="2 requests"):

@@ -117,11 +117,13 @@ def test_waiter_takes_over_from_a_reader_that_timed_out(
 
     waiter = threading.Thread(target=wait_long)
     connection = namespace._connection
-    assert connection._try_become_reader()  # as a reader does whose own answer does not come
+    token = [True]
+    assert connection._try_become_reader(token)  # as a reader does whose own answer does not come
     waiter.start()
-    while waiter.is_alive() and not connection._changed._waiters:  # type: ignore[attr-defined]
+    while waiter.is_alive() and not connection._role._waiting:
         pass
-    connection._leave_reader()
+    token.clear()
+    connection._leave_reader(token)
     daemon.let_go(m.Commit)
     waiter.join(timeout=5)
     assert len(outcome) == 1

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -497,3 +498,42 @@ def test_an_interrupt_at_any_line_of_going_through_loses_no_lease() -> None:
         if not is_raised[0]:
             break
     assert 60 < line < 3999
+
+
+@pytest.mark.parametrize("is_standing", [True, False], ids=["what stands", "what is on its way"])
+def test_a_lease_that_was_released_gives_no_turn_more(is_standing: bool) -> None:
+    _, slots = make(experts=12, slots=4)
+    if is_standing:
+        visit(slots, keys(0, 1, 2))
+    lease = slots.acquire_arriving(keys(0, 1, 2, 3), may_pass=True)
+    turns = lease.in_turn()
+    next(turns)
+    lease.release()
+    with pytest.raises(LeaseError, match="was released"):
+        next(turns)
+    visit(slots, keys(0, 1, 2))
+
+
+@pytest.mark.parametrize("call", ["report_device", "begin_acquire"])
+def test_a_signals_handler_that_computes_too_parts_no_visit_from_its_plan(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace, slots = make(experts=12, slots=4)
+    visit(slots, keys(8, 9))  # used: told with the next miss, which is where the signal comes
+    act, calls = getattr(namespace, call), list[int]()
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        if not calls:
+            calls.append(1)
+            visit(slots, keys(10, 11))
+        return act(*arguments, **named)
+
+    monkeypatch.setattr(namespace, call, interrupted)
+    with suppress(LeaseError), slots.acquire_arriving(keys(*range(8)), may_pass=True) as lease:
+        for key in lease.in_turn():
+            assert torch.equal(lease[key]["down"], namespace.values(key)["down"])
+    assert calls
+    monkeypatch.undo()
+    for number in range(3):
+        visit(slots, keys(number, number + 4))
+    slots.close()
+    assert namespace.leased == []
+    assert not slots._visits

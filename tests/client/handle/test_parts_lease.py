@@ -7,7 +7,15 @@ import torch
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
-from paramstore.errors import CapacityError, LeaseError, StepMismatch, UnknownKey
+from paramstore.errors import (
+    CapacityError,
+    LeaseError,
+    ParamStoreError,
+    StepMismatch,
+    UnknownKey,
+    UnknownNamespace,
+    VolumeError,
+)
 from paramstore.testing.memory_namespace import MemoryNamespace
 
 KEYS: list[ExpertKey] = [(0, expert) for expert in range(6)]
@@ -97,3 +105,18 @@ def test_others_that_hold_too_many_are_told_of_and_nothing_stays_leased() -> Non
         with others, pytest.raises(LeaseError, match="own leases hold 1 of 2"):
             next(turns)
     assert ns.leased == []
+
+
+@pytest.mark.parametrize("error", [CapacityError, UnknownNamespace, VolumeError])
+def test_a_part_that_cannot_be_asked_for_ahead_fails_none_of_them(
+    error: type[ParamStoreError], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error("no hints")
+
+    ns = namespace(4)
+    monkeypatch.setattr(ns, "prefetch", refuse)
+    with ns.acquire_arriving(KEYS, may_pass=True) as lease:
+        assert list(lease.in_turn()) == KEYS
+    assert ns.leased == []
+    assert "2 experts of layer 0 could not be loaded ahead: no hints" in caplog.text

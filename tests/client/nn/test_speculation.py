@@ -50,3 +50,11 @@ def test_every_key_is_counted_once() -> None:
     speculation.judge(1, 0, 0, placed=210)  # none of them got a slot
     counts = speculation.counts
     assert (counts.asked, counts.in_time, counts.late, counts.wasted) == (7, 3, 2, 2)
+
+
+def test_guesses_whose_count_began_anew_are_not_judged() -> None:
+    speculation = Speculation()
+    speculation.note(1, tokens=1, placed=100)
+    speculation.judge(1, 2, 0, placed=3)  # after an interrupt the slots count from 0
+    assert (speculation.counts.asked, speculation.counts.in_time, speculation.counts.wasted) == (0, 0, 0)
+    assert speculation.admit(1) == FIRST_WINDOW

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from paramstore.core import arguments
 from paramstore.core.key import check_name
 from paramstore.core.optimizers import OPTIMIZERS
-from paramstore.core.schema import UPDATE_RULES, Schema
+from paramstore.core.schema import UPDATE_RULES
 from paramstore.errors import CheckpointError, ConfigError
 from paramstore.policy.slot_visit import SlotCounts
 from paramstore_client.checkpoint_directory import checkpoint_directory
@@ -90,6 +90,58 @@ class _Source:
         check_imported(directory, namespace, self.model)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """The experts that a caller of `from_pretrained` or `from_config` asked for, by the names of their arguments. Raises
+    ConfigError on one that is wrong whatever the model is."""
+
+    store: Store
+    mode: str
+    optimizer: str
+    updates: str
+    experts_kernel: str
+    min_lease_slots: int
+    expert_memory: str | int | None
+    residency: str
+    cache_shape: CacheShape | None
+    speculation: bool
+    schema_options: Mapping[str, Any] | None
+
+    def __post_init__(self) -> None:
+        arguments.whole_number("min_lease_slots", self.min_lease_slots)
+        arguments.instance("store", self.store, Store, "the store that ps.connect(...) gave")
+        arguments.choice("mode", self.mode, MODES)
+        arguments.choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
+        arguments.choice("updates", self.updates, UPDATE_RULES)
+        if self.schema_options is not None:
+            arguments.mapping("schema_options", self.schema_options, "arguments of the schema function")
+        ExpertMemory.of(self.expert_memory, self.residency, mode=self.mode)
+        check_shape(self.cache_shape, mode=self.mode)
+        arguments.flag("speculation", self.speculation)
+
+    def give_experts(
+        self, model: Any, name: str, requested: str, *, fill: Callable[[Namespace], object],
+        look: Callable[[ExpertLayout], None] | None = None, check: Callable[[Namespace], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Joins a stripped model with its experts in the namespace `name`, which is made where there is none.
+
+        requested: the experts kernel that the model would run by itself. look: called first where the namespace is still to be
+        filled; fill, check: as for `open_experts`. Raises as `from_pretrained`; nothing is left open then.
+        """
+        memory = ExpertMemory.of(self.expert_memory, self.residency, mode=self.mode)
+        layout, trains = find_layout(model), self.mode == "train"
+        schema = layout.schema(self.optimizer if trains else None, updates=self.updates, **(self.schema_options or {}))
+        kernel = choose_kernel(model, self.experts_kernel, requested)
+        placement = ON_HOST if trains else Placement.of(model, layout, schema, memory, cache_shape=self.cache_shape)
+        if look is not None and not is_committed(self.store, name):
+            look(layout)
+        opened = open_experts(
+            self.store, name, layout, schema, mode=self.mode, min_lease_slots=max(int(self.min_lease_slots), placement.lease_slots),
+            fill=fill, check=check,
+        )  # fmt: skip
+        join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=self.speculation)
+
+
 def from_pretrained(
     model_class: Any,
     path: str | os.PathLike[str],
@@ -130,43 +182,17 @@ def from_pretrained(
     the checkpoint's experts are not the configuration's; no namespace is made then. Also what `create_namespace`, `open_namespace`
     and the import raise. Nothing is left open.
     """
-    min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
-    _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
-    memory = ExpertMemory.of(expert_memory, residency, mode=mode)
-    check_shape(cache_shape, mode=mode)
-    arguments.flag("speculation", speculation)
-    arguments.path("path", path)
-    check_arguments(options)
-    check_device_map(options.get("device_map"))
-    requested, config = options.pop("experts_implementation", None), options.pop("config", None)
-    if config is None or isinstance(config, str | os.PathLike):
-        config, options = modeling.load_config(model_class, config or path, **options)
-    check_config(config)
-    concrete = modeling.concrete_class(model_class, config)
-    config = modeling.config_of(concrete, config)
-    find_layout(modeling.on_meta(concrete, copy.deepcopy(config)))  # refuses before anything is loaded
-    experts_function.register()
-    requested = requested or config._experts_implementation
-    try:
-        loaded = stripped_class(concrete).from_pretrained(
-            path, config=config, experts_implementation=experts_function.NAME, **options
-        )
-    except FileNotFoundError as error:  # a shard that the index names
-        raise CheckpointError(f"{os.fspath(path)}: the checkpoint is not whole: {error}: fetch it again") from error
-    model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
-    layout = find_layout(model)
-    schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
-    kernel = choose_kernel(model, experts_kernel, requested)
-    placement = _placed(mode, model, layout, schema, memory, cache_shape)
-    source = _Source(path, options, model, progress)
-    name = name or _name_of(path)
-    if not is_committed(store, name):
-        source.look(layout)
-    opened = open_experts(
-        store, name, layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, placement.lease_slots),
-        fill=source.fill, check=source.check,
+    wanted = _Wanted(
+        store=store, mode=mode, optimizer=optimizer, updates=updates, experts_kernel=experts_kernel,
+        min_lease_slots=min_lease_slots, expert_memory=expert_memory, residency=residency, cache_shape=cache_shape,
+        speculation=speculation, schema_options=schema_options,
     )  # fmt: skip
-    join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=speculation)
+    _check(model_class, name)
+    arguments.path("path", path)
+    loaded, requested, options = _load_dense(model_class, path, options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
+    source = _Source(path, options, model, progress)
+    wanted.give_experts(model, name or _name_of(path), requested, look=source.look, fill=source.fill, check=source.check)
     return loaded
 
 
@@ -194,11 +220,12 @@ def from_config(
     `torch.manual_seed` dense and expert weights are bit for bit those of the unmodified model on the CPU. A committed namespace
     keeps its experts. name: default the config's model type. The rest, and the errors, are those of `from_pretrained`.
     """
-    min_lease_slots = arguments.whole_number("min_lease_slots", min_lease_slots)
-    _check(model_class, store=store, mode=mode, name=name, optimizer=optimizer, updates=updates, schema_options=schema_options)
-    memory = ExpertMemory.of(expert_memory, residency, mode=mode)
-    check_shape(cache_shape, mode=mode)
-    arguments.flag("speculation", speculation)
+    wanted = _Wanted(
+        store=store, mode=mode, optimizer=optimizer, updates=updates, experts_kernel=experts_kernel,
+        min_lease_slots=min_lease_slots, expert_memory=expert_memory, residency=residency, cache_shape=cache_shape,
+        speculation=speculation, schema_options=schema_options,
+    )  # fmt: skip
+    _check(model_class, name)
     if not hasattr(config, "model_type"):
         raise arguments.wrong("config", config, "a configuration of transformers")
     check_arguments(options)
@@ -212,15 +239,7 @@ def from_config(
         model = modeling.build(concrete, config, experts_implementation=experts_function.NAME, **options)
     initial.settle(model)
     strip(model)
-    layout = find_layout(model)
-    schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
-    kernel = choose_kernel(model, experts_kernel, requested)
-    placement = _placed(mode, model, layout, schema, memory, cache_shape)
-    opened = open_experts(
-        store, name or config.model_type, layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, placement.lease_slots),
-        fill=lambda made: made.initialize(initial.values),
-    )  # fmt: skip
-    join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=speculation)
+    wanted.give_experts(model, name or config.model_type, requested, fill=lambda made: made.initialize(initial.values))
     return model
 
 
@@ -275,12 +294,6 @@ def _without_experts(model: nn.Module) -> ConfigError:
     return ConfigError(f"{type(model).__name__} has no stored experts: load it with ps.hf.from_pretrained or from_config")
 
 
-def _placed(
-    mode: str, model: nn.Module, layout: ExpertLayout, schema: Schema, memory: ExpertMemory, cache_shape: CacheShape | None
-) -> Placement:  # fmt: skip
-    return ON_HOST if mode == "train" else Placement.of(model, layout, schema, memory, cache_shape=cache_shape)
-
-
 def join(
     model: nn.Module, namespace: Namespace, *, kernel: str, placement: Placement = ON_HOST, policy: str = POLICIES["auto"],
     speculates: bool = True,
@@ -307,17 +320,35 @@ def join(
         raise
 
 
-def _check(
-    model_class: Any, *, store: Store, mode: str, name: str | None, optimizer: str, updates: str, schema_options: Any
-) -> None:  # fmt: skip
-    """Raises ConfigError on an argument of `from_pretrained` or `from_config` that is wrong whatever the model is."""
+def _load_dense(
+    model_class: Any, path: str | os.PathLike[str], options: dict[str, Any]
+) -> tuple[Any, str, dict[str, Any]]:  # fmt: skip
+    """Loads a checkpoint's model without its experts. Gives what `from_pretrained` of transformers returns, the experts kernel that
+    the model would run by itself, and the options that are left. Raises CheckpointError, and UnsupportedModel before it loads."""
+    check_arguments(options)
+    check_device_map(options.get("device_map"))
+    requested, config = options.pop("experts_implementation", None), options.pop("config", None)
+    if config is None or isinstance(config, str | os.PathLike):
+        config, options = modeling.load_config(model_class, config or path, **options)
+    check_config(config)
+    concrete = modeling.concrete_class(model_class, config)
+    config = modeling.config_of(concrete, config)
+    find_layout(modeling.on_meta(concrete, copy.deepcopy(config)))  # refuses before anything is loaded
+    experts_function.register()
+    requested = requested or config._experts_implementation
+    try:
+        loaded = stripped_class(concrete).from_pretrained(
+            path, config=config, experts_implementation=experts_function.NAME, **options
+        )
+    except FileNotFoundError as error:  # a shard that the index names
+        raise CheckpointError(f"{os.fspath(path)}: the checkpoint is not whole: {error}: fetch it again") from error
+    return loaded, requested, options
+
+
+def _check(model_class: Any, name: str | None) -> None:
+    """Raises ConfigError on a class that is none of transformers', or a name that no namespace can have."""
     if not hasattr(model_class, "from_pretrained"):
         raise arguments.wrong("model_class", model_class, "a class of transformers, as AutoModelForCausalLM")
-    arguments.instance("store", store, Store, "the store that ps.connect(...) gave")
-    arguments.choice("mode", mode, MODES)
-    arguments.choice("optimizer", optimizer, tuple(OPTIMIZERS))
-    arguments.choice("updates", updates, UPDATE_RULES)
-    arguments.mapping("schema_options", {} if schema_options is None else schema_options, "arguments of the schema function")
     if name is not None:
         check_name(name)
 

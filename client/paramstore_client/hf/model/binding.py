@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from paramstore.core.key import ExpertKey
 from paramstore.errors import ConfigError, LeaseError, SchemaMismatch
-from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.model import module_list
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
@@ -71,7 +70,7 @@ class ModelExperts:
         by_use = self.schedule.begin_forward(layer, dispatch.experts, room=room, is_cyclic=not records)
         by_use = by_use if records or 2 * len(dispatch.experts) >= self.source.experts else []
         following = self.schedule.following(layer)
-        if isinstance(self.source, HostSlots) or following is None or following != self.schedule.expected:
+        if following is None or following != self.schedule.expected:
             return by_use
         guessed = self.early.load(following, dispatch.guesses, hidden_TH, room=room)
         asked = set(guessed)
@@ -82,13 +81,8 @@ class ModelExperts:
     ) -> list[ExpertKey]:  # fmt: skip
         """Keys to load ahead while `layer` computes, without a graph. found: what became of those that were loaded ahead of it."""
         by_use = self.after_forward(layer, dispatch, hidden_TH, max(0, slots - len(dispatch.experts)))
-        source, following = self.source, self.schedule.following(layer)
-        if not isinstance(source, HostSlots):
-            return by_use
-        self.early.speculation.judge(layer, *found, placed=source.counts.ahead)
-        if following is None or following not in self.early.routers:
-            return by_use
-        return self.early.standing(following, hidden_TH, source)
+        guessed = self.early.standing(layer, self.schedule.following(layer), hidden_TH, found)
+        return by_use if guessed is None else guessed
 
     def after_backward(self, layer: int, room: int) -> list[ExpertKey]:
         """Keys to fetch while `layer` differentiates its last part."""

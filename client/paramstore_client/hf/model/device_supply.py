@@ -33,8 +33,9 @@ from paramstore_client.hf.model.dispatch import Dispatch
 from paramstore_client.hf.model.kernels import ExpertStack, Kernel
 from paramstore_client.hf.model.layer_call import WeightsOf
 from paramstore_client.hf.model.layer_weights import LayerWeights
-from paramstore_client.hf.model.lease_window import Hint, load_ahead
+from paramstore_client.hf.model.lease_window import Hint
 from paramstore_client.hf.model.weight_sources import ForwardSupply
+from paramstore_client.source import load_ahead
 
 GROUPS_MAX = 1024
 """torch's grouped_mm on CUDA takes fewer groups than this."""
@@ -67,8 +68,7 @@ class DeviceSupply(ForwardSupply):
             is_on_slots = not lease.passing_count and _computes_on_slots(kernel, tier, casts=self._casts)
             if kernel.is_streamed or is_on_slots:
                 lease.load()
-            if ahead := tier.lacking(self._hint(max(0, tier.lease_slots - len(keys)))):
-                load_ahead(tier, ahead)
+            load_ahead(tier, tier.lacking(self._hint(max(0, tier.lease_slots - len(keys)))))
             if kernel.is_streamed:
                 yield lambda position: lease[keys[position]]
             elif is_on_slots:

@@ -22,14 +22,12 @@ from torch import Tensor, nn
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.core.key import ExpertKey
 from paramstore.errors import ParamStoreError
-from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.model.early_router import EarlyRouter, early_routers
 from paramstore_client.hf.model.layout import ExpertLayout
-from paramstore_client.hf.model.lease_window import load_ahead
 from paramstore_client.nn.speculation import Speculation
 from paramstore_client.nn.speculation_gain import SpeculationGain
-from paramstore_client.source import AheadTicket, ExpertSource, HostTicket, SlotSource
+from paramstore_client.source import AheadTicket, ExpertSource, HostTicket, SlotSource, load_ahead
 
 LIKELY = 0.5
 """The part of a router's guesses, the likeliest, that is loaded into slots on the host. What is guessed first mostly stands there
@@ -84,6 +82,7 @@ class EarlyLoads:
         self._gains: defaultdict[int, SpeculationGain] = defaultdict(SpeculationGain)
         """By the size of a batch."""
         self._slots = source if isinstance(source, SlotSource) else None
+        self._standing = self._slots if self._slots is not None and self._slots.is_on_host else None
         self._newest: tuple[int, frozenset[ExpertKey], AheadTicket] | None = None
         """(layer, guesses that were asked for, their load), where no lease stands."""
         self._asked = 0
@@ -114,8 +113,17 @@ class EarlyLoads:
 
     # --- guesses where leases stand ---
 
-    def standing(self, following: int, hidden_TH: Tensor, source: HostSlots) -> list[ExpertKey]:
-        """The guesses of layer `following` that are to be loaded ahead now, into slots on the host."""
+    def standing(
+        self, layer: int, following: int | None, hidden_TH: Tensor, found: tuple[int, int]
+    ) -> list[ExpertKey] | None:  # fmt: skip
+        """The guesses of layer `following` that are to be loaded ahead now, into slots on the host; None where those are not, or
+        nothing guesses. found: what became of the loads ahead of `layer`, which computes now."""
+        source = self._standing
+        if source is None:
+            return None
+        self.speculation.judge(layer, *found, placed=source.counts.ahead)
+        if following is None or following not in self.routers:
+            return None
         tokens = len(hidden_TH)
         admitted = self._admit(following, tokens)
         experts = self.routers[following].guess(hidden_TH) if admitted else []
@@ -149,7 +157,9 @@ class EarlyLoads:
 
     def load(self, following: int, votes_E: Sequence[int], hidden_TH: Tensor, *, room: int) -> list[ExpertKey]:
         """Loads ahead what the router of layer `following` guesses, at most `room` experts; gives those that it asked for, none
-        where that failed. votes_E: what `votes_on_device` told; [] to guess now."""
+        where that failed, or leases stand. votes_E: what `votes_on_device` told; [] to guess now."""
+        if self._standing is not None:
+            return []
         tokens = len(hidden_TH)
         router = self.routers.get(following)
         if router is None or not (admitted := self._admit(following, tokens)):
@@ -172,8 +182,14 @@ class EarlyLoads:
         return guesses
 
     def _note_bytes(self) -> None:
-        while self._under_way and (self._under_way[0].done() or len(self._under_way) > TICKETS_MAX):
-            ticket = self._under_way.popleft()
+        while True:
+            try:
+                ticket = self._under_way.popleft()
+            except IndexError:  # another thread's forward may have taken the last one
+                return
             if ticket.done():
                 with suppress(ParamStoreError):  # demand will ask again, and raise the error where it matters
                     self._loaded_bytes += ticket.wait()["bytes"]
+            elif len(self._under_way) < TICKETS_MAX:
+                self._under_way.appendleft(ticket)
+                return

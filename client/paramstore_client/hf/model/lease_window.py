@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
@@ -18,22 +17,11 @@ from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
-from paramstore.errors import LeaseError, ParamStoreError, StepMismatch
-from paramstore_client.source import AheadTicket, ExpertSource, WeightLease
-
-_log = logging.getLogger(__name__)
+from paramstore.errors import LeaseError, StepMismatch
+from paramstore_client.source import ExpertSource, WeightLease, load_ahead
 
 Hint = Callable[[int], list[ExpertKey]]
 """(slots left beside what is leased) -> keys worth prefetching; called when the last part is leased."""
-
-
-def load_ahead(source: ExpertSource, keys: Sequence[ExpertKey]) -> AheadTicket | None:
-    """Asks for keys that are worth prefetching. None where that failed, which is logged: nobody waits for them yet."""
-    try:
-        return source.prefetch(keys)
-    except ParamStoreError as error:  # demand will ask again and raise the error where it matters
-        _log.warning("%d experts could not be loaded ahead: %s", len(keys), error)
-        return None
 
 
 class Identities:
@@ -105,9 +93,9 @@ class Window:
         """Gives the lease back; asking for weights takes one again."""
         self._made = {}
         self._part = range(0)
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
+        if self._lease is not None:
+            self._lease.release()  # a second call, after an interrupt, does nothing
+            self._lease = None
 
     def _move_to(self, position: int) -> None:
         self.release()
@@ -132,7 +120,4 @@ class Window:
         start = part.stop if self._is_upward else part.start - self._part_size
         following = range(max(start, 0), min(start + self._part_size, len(self._keys)))
         keys = [self._keys[index] for index in following][: max(room, 0)]
-        if not keys:
-            keys = self._hint(room)
-        if keys:
-            load_ahead(self._source, keys)
+        load_ahead(self._source, keys or self._hint(room))

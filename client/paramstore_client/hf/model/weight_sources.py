@@ -20,8 +20,8 @@ from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.kernels import ExpertStack
 from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
 from paramstore_client.hf.model.layer_weights import LayerWeights
-from paramstore_client.hf.model.lease_window import Hint, Identities, Window, load_ahead
-from paramstore_client.source import ExpertSource
+from paramstore_client.hf.model.lease_window import Hint, Identities, Window
+from paramstore_client.source import ExpertSource, load_ahead
 
 PUSH_BYTES = 4 << 20
 """Bytes of gradients that wait for one push: each push is a round trip."""
@@ -203,8 +203,7 @@ class HeldSupply(ForwardSupply):
     def forward_pass(self) -> Iterator[WeightsOf]:
         keys, source = self._keys, self._source
         with source.acquire_arriving(keys, may_pass=True) as lease, ExitStack() as lent:
-            if ahead := self._ahead(lease.ahead, source.lease_slots):
-                load_ahead(source, ahead)
+            load_ahead(source, self._ahead(lease.ahead, source.lease_slots))
             weights = LayerWeights(lease, keys, self._buffers, lent)
             stacks: Any = {field.name: ExpertStack(weights.field(field)) for field in source.schema.part("param").fields}
             yield lambda holder: stacks

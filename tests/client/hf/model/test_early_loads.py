@@ -59,27 +59,26 @@ def test_switched_off_no_router_is_asked_for_guesses() -> None:
 
 def test_only_the_likeliest_guesses_are_loaded_into_slots_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=12)
-    experts = rebound(twin, slots := HostSlots(twin.namespace))
+    experts = rebound(twin, HostSlots(twin.namespace))
     with guessing(monkeypatch, [3, 1, 0, 2]):
-        assert experts.early.standing(1, torch.zeros(2, 32), slots) == [(1, 3), (1, 1)]
+        assert experts.early.standing(0, 1, torch.zeros(2, 32), (0, 0)) == [(1, 3), (1, 1)]
     with guessing(monkeypatch, [3]):
-        assert experts.early.standing(1, torch.zeros(2, 32), slots) == [(1, 3)]
+        assert experts.early.standing(0, 1, torch.zeros(2, 32), (0, 0)) == [(1, 3)]
 
 
 def test_guesses_that_make_forwards_slower_end(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=12)
-    slots, clock = HostSlots(twin.namespace), ManualClock()
-    early = rebound(twin, slots).early
+    clock, early = ManualClock(), rebound(twin, HostSlots(twin.namespace)).early
     early.clock = clock
     asked = []
     with guessing(monkeypatch, [3]):
         for _ in range(3 * TRIAL):
-            asked.append(early.standing(0, torch.zeros(1, 32), slots))
+            asked.append(early.standing(1, 0, torch.zeros(1, 32), (0, 0)))
             clock.advance(2.0 if asked[-1] else 1.0)
-            early.standing(1, torch.zeros(1, 32), slots)
+            early.standing(0, 1, torch.zeros(1, 32), (0, 0))
     assert asked == [[(0, 3)]] * TRIAL + [[]] * (2 * TRIAL)
     with guessing(monkeypatch, [3]):
-        assert early.standing(0, torch.zeros(2, 32), slots) == [(0, 3)], "another size of a batch is tried by itself"
+        assert early.standing(1, 0, torch.zeros(2, 32), (0, 0)) == [(0, 3)], "another size of a batch is tried by itself"
 
 
 def prefetches_of_training(lease_slots: int, *, speculates: bool) -> list[tuple[Any, ...]]:
@@ -212,7 +211,7 @@ def test_a_guess_that_cannot_be_asked_for_fails_no_forward(
     monkeypatch.setattr(twin.namespace, "prefetch", refuse)
     with guessing(monkeypatch, list(range(EXPERTS))):
         assert all(map(torch.equal, decode(twin.stored, 3), decode(twin.stock, 3)))
-    assert "experts could not be loaded ahead: no room" in caplog.text
+    assert "could not be loaded ahead: no room" in caplog.text
     assert experts.early.figures.asked == 0
 
 
@@ -226,5 +225,23 @@ def test_a_guess_that_cannot_be_asked_for_fails_no_training(
         loss.backward()
     assert torch.equal(*losses)
     twin.check_gradients()
-    assert "experts could not be loaded ahead: no room" in caplog.text
+    assert "could not be loaded ahead: no room" in caplog.text
     assert speculation(twin.stored).asked == 0
+
+
+def test_a_load_whose_bytes_another_thread_has_counted_fails_no_forward() -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=9)
+    early = rebound(twin, twin.namespace).early
+
+    class Load:
+        """A load ahead that has come, and is taken by another thread while this one asks for it."""
+
+        def done(self) -> bool:
+            early._under_way.clear()
+            return True
+
+        def wait(self) -> dict[str, int]:
+            return {"bytes": 8}
+
+    early._under_way.append(Load())  # type: ignore[arg-type]
+    assert early.figures.loaded_bytes == 8

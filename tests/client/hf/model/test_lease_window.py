@@ -119,3 +119,23 @@ def test_where_others_hold_every_slot_the_error_is_theirs() -> None:
     namespace = MemoryNamespace.of_swiglu(lease_slots=2)
     with namespace.acquire([(1, 0), (1, 1)]), window_of(namespace, 2) as window, pytest.raises(LeaseError, match="own leases hold"):
         window.weights(0)
+
+
+def test_a_release_that_was_interrupted_is_done_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace = MemoryNamespace.of_swiglu()
+    window = window_of(namespace, 2)
+    window.weights(0)
+    lease = window._lease
+    assert lease is not None
+    release, interrupts = lease.release, [KeyboardInterrupt]
+
+    def interrupted() -> None:
+        if interrupts:
+            raise interrupts.pop()
+        release()
+
+    monkeypatch.setattr(lease, "release", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        window.release()
+    window.release()
+    assert namespace.leased == []
