@@ -141,14 +141,18 @@ class LayerExperts(Unpicklable):
             return kernel.function(ModuleView(module, weights, count=count), hidden_TH, placed_TK, gate_TK)
 
         call = partial(LayerCall, passes=self._model.passes, compute=compute, anchor=self._anchor)
-        while (on_device := self._on_device(dispatch, hidden_TH)) is not None:
-            with suppress(torch.OutOfMemoryError):
-                return call(on_device).run((hidden_TH, gate_TK))
-            on_device.shrink()  # outside of the block: the error keeps its frames' tensors
+        with suppress(LeaseError):  # where others hold too much, or a loop has an order of its own, they come in parts
+            while (on_device := self._on_device(dispatch, hidden_TH)) is not None:
+                with suppress(torch.OutOfMemoryError):
+                    return call(on_device).run((hidden_TH, gate_TK))
+                on_device.shrink()  # outside of the block: the error keeps its frames' tensors
+        on_device = None
         if self._may_hold(kernel, device):
             ahead = partial(self._model.ahead, self.layer, dispatch, hidden_TH)
-            held = HeldSupply(self._model.source, keys, buffers=self._model.buffers, ahead=ahead)
-            with suppress(LeaseError):  # another thread's forward holds too many: side by side they come in parts
+            held = HeldSupply(
+                self._model.source, keys, is_streamed=kernel.is_streamed, buffers=self._model.buffers, ahead=ahead
+            )  # fmt: skip
+            with suppress(LeaseError):
                 return call(held).run((hidden_TH, gate_TK))
         make = StreamedSupply if kernel.is_streamed else partial(CompactSupply, buffers=self._model.buffers)
         supply = make(
@@ -161,7 +165,7 @@ class LayerExperts(Unpicklable):
         """The supply of a forward that can compute in the slots of a device tier."""
         tier, kernel = self._model.source, self._kernel
         assert kernel is not None, "a registry module has a kernel"
-        if not isinstance(tier, DeviceTier) or not may_supply(tier, kernel, hidden_TH, len(dispatch.experts)):
+        if not isinstance(tier, DeviceTier) or not may_supply(tier, kernel, hidden_TH):
             return None
         return DeviceSupply(
             tier, self.layer, dispatch, hidden_TH, kernel=kernel, buffers=self._model.buffers,
@@ -170,7 +174,7 @@ class LayerExperts(Unpicklable):
 
     def _may_hold(self, kernel: Kernel, device: torch.device) -> bool:
         """Whether the kernel can use the weights where they lie, in host memory."""
-        is_plain = kernel.is_grouped and device.type == "cpu" and not torch.is_grad_enabled()
+        is_plain = kernel.takes_apart and device.type == "cpu" and not torch.is_grad_enabled()
         return is_plain and not isinstance(self._model.source, DeviceTier)
 
     def _forward_hint(self, dispatch: Dispatch, hidden_TH: Tensor) -> Hint:

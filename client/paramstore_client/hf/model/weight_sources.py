@@ -190,12 +190,16 @@ class HeldSupply(ForwardSupply):
     multiplies by is used where it lies, and the others are copied. The only holder is None. Raises LeaseError in `forward_pass`,
     or when a weight is used, where others hold too many.
 
-    ahead: called once the experts were asked for.
+    is_streamed: whether the kernel takes expert after expert, in the order of `keys`. Then a holder is a position, and nothing is
+    copied: what passes by is used until the next one is asked for. ahead: called once the experts were asked for.
     """
 
-    def __init__(self, source: ExpertSource, keys: Sequence[ExpertKey], *, buffers: CompactBuffers, ahead: AheadHint) -> None:
+    def __init__(
+        self, source: ExpertSource, keys: Sequence[ExpertKey], *, is_streamed: bool, buffers: CompactBuffers, ahead: AheadHint
+    ) -> None:  # fmt: skip
         self._source = source
         self._keys = keys
+        self._is_streamed = is_streamed
         self._buffers = buffers
         self._ahead = ahead
 
@@ -205,6 +209,9 @@ class HeldSupply(ForwardSupply):
         with source.acquire_arriving(keys, may_pass=True) as lease, ExitStack() as lent:
             if ahead := self._ahead(lease.ahead, source.lease_slots):
                 load_ahead(source, ahead)
+            if self._is_streamed:
+                yield lambda position: lease.turn_to(keys[position])
+                return
             weights = LayerWeights(lease, keys, self._buffers, lent)
             stacks: Any = {field.name: ExpertStack(weights.field(field)) for field in source.schema.part("param").fields}
             yield lambda holder: stacks

@@ -84,9 +84,6 @@ class Apart:
             self.asked.append(position)
             yield position, self.tensors[position]
 
-    def gathered(self) -> list[torch.Tensor]:
-        return self.tensors
-
 
 def stack_of(tensors: list[torch.Tensor], order: list[int] | None = None) -> ExpertStack:
     return ExpertStack(Apart(tensors, order or list(range(len(tensors)))))

@@ -79,8 +79,9 @@ def test_weights_that_were_let_go_come_back(make: object) -> None:
         assert not namespace.leased
 
 
-def held(source: ExpertSource, ahead: AheadHint) -> HeldSupply:
-    return HeldSupply(source, KEYS, buffers=CompactBuffers(source.schema.part("param").fields), ahead=ahead)
+def held(source: ExpertSource, ahead: AheadHint, *, is_streamed: bool = False) -> HeldSupply:
+    buffers = CompactBuffers(source.schema.part("param").fields)
+    return HeldSupply(source, KEYS, is_streamed=is_streamed, buffers=buffers, ahead=ahead)
 
 
 def test_held_weights_are_those_of_the_leases_which_end_with_the_pass() -> None:
@@ -110,3 +111,19 @@ def test_held_weights_that_are_on_their_way_come_last() -> None:
         assert list(namespace.happened("acquire")) == [("acquire", (KEYS[1],))]
         expected = [torch.ones(1, 12) @ namespace.values(key)["down"].t() for key in KEYS]
         assert torch.equal(y, torch.cat(expected))
+
+
+def test_a_loop_gets_each_expert_when_it_asks_for_it_and_no_copy() -> None:
+    namespace = MemoryNamespace.of_swiglu(is_trainable=False)
+    source = HostSlots(namespace)
+    source.acquire(KEYS[1:]).release()
+    supply = held(source, lambda found, slots: [], is_streamed=True)
+    namespace.events.clear()
+    with supply.forward_pass() as weights_of:
+        assert namespace.events == []
+        for position, key in enumerate(KEYS):
+            found = weights_of(position)
+            (lease,) = [lease for lease in namespace.leased if key in lease.keys()]  # noqa: SIM118  # it has no __contains__
+            assert all(found[name].data_ptr() == value.data_ptr() for name, value in lease[key].items())
+            assert all(torch.equal(found[name], value) for name, value in namespace.values(key).items())
+    assert list(namespace.happened("acquire")) == [("acquire", (KEYS[0],))]
