@@ -130,13 +130,13 @@ class ExpertStack:
 
     def to(self, dtype: torch.dtype) -> ExpertStack:
         """A stack of these experts that computes in another dtype."""
-        return ExpertStack(self._field, dtype=dtype, is_transposed=self._is_transposed, ends=self._ends)
+        return type(self)(self._field, dtype=dtype, is_transposed=self._is_transposed, ends=self._ends)
 
     def transpose(self, first: int, second: int) -> ExpertStack:
         """Each expert's matrix transposed; only the last two dimensions can be exchanged."""
         if {first, second} != {-1, -2}:
             raise TypeError(f"transpose({first}, {second}) of stored experts that lie apart: only -1 and -2 can be exchanged")
-        return ExpertStack(self._field, dtype=self.dtype, is_transposed=not self._is_transposed, ends=self._ends)
+        return type(self)(self._field, dtype=self.dtype, is_transposed=not self._is_transposed, ends=self._ends)
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """Rows by position in the stack, index [N], as biases are taken, and all that `batched_mm` takes: one copy of each. With
@@ -169,6 +169,28 @@ class ExpertStack:
         if function not in GROUPED_MM or set(given) != {"offs"} or len(args) != 2 or not isinstance(args[1], cls):
             raise TypeError(f"{getattr(function, '__name__', function)} of stored experts that lie apart: only grouped_mm is known")
         return args[1].grouped_mm(args[0], given["offs"])
+
+
+class RecordedStack(ExpertStack):
+    """An `ExpertStack` whose products are nodes of the caller's graph, one an expert. The field's tensors come from that graph, in
+    their order.
+
+    The backward of torch's grouped_mm multiplies each group by one mm too, so that gradients have the same bits, and each expert's
+    comes by itself: nothing is side by side.
+    """
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """Rows by position, as biases are taken. Each is copied in its turn."""
+        return torch.stack([tensor.to(self.dtype, copy=True) for _, tensor in self._field.in_turn()])[index]
+
+    def grouped_mm(self, x_NH: Tensor, offsets_n: Tensor) -> Tensor:
+        counts = offsets_n.diff(prepend=offsets_n.new_zeros(1)).tolist()
+        with torch.autocast(self.device.type, enabled=False):  # it knows nothing of grouped_mm either
+            y = []
+            for x_tH, (_, tensor) in zip(torch.split(x_NH, counts), self._field.in_turn(), strict=True):
+                weight = tensor.to(self.dtype)
+                y.append(torch.mm(x_tH, weight.t() if self._is_transposed else weight))
+            return torch.cat(y)
 
 
 def _only_indexes(forward: Callable[..., Any], fields: tuple[str, ...]) -> bool:
