@@ -70,6 +70,11 @@ class ArrivingLease(WeightLease, Protocol):
         """Yields each key once, in whatever order spares waiting. Raises what a load raises."""
         ...
 
+    def turn_to(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
+        """The fields of `key`, for whoever asks for the keys in the order given: valid until another is turned to. Raises
+        LeaseError where the bytes of `key` come and go and it is asked for out of order, and what a load raises."""
+        ...
+
     def __enter__(self) -> ArrivingLease: ...
 
 

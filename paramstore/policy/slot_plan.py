@@ -141,14 +141,14 @@ class SlotPlan:
                 self._lingering -= not held.users
         return leaves
 
-    def let_in(self, visit: SlotVisit) -> Held | None:
-        """Gives the next key that passes by a slot, to be loaded now unless it stands. None where no slot is free for it yet, or no
-        key is left. Raises LeaseError where others use all slots."""
-        if not visit.waiting or len(visit.through) >= self._passing_slots:
+    def let_in(self, visit: SlotVisit, *, due: Hashable = None) -> Held | None:
+        """Gives the next key that passes by a slot, to be loaded unless it stands. None where it gets none yet, or none is left.
+        due: used next, so that it gets one beside those loaded ahead for later. Raises LeaseError where others use all slots."""
+        if not visit.waiting or (len(visit.through) >= self._passing_slots and visit.waiting[0] != due):
             return None
         held = self._held.get(visit.waiting[0])
         if held is None and not visit.passing_slots:
-            if visit.through:
+            if visit.through and visit.waiting[0] != due:
                 return None
             self._keep_one(visit)
         key = visit.waiting.popleft()

@@ -370,6 +370,26 @@ def test_what_was_loaded_ahead_of_a_visit_that_does_not_fit_passes_too() -> None
     assert plan.free == 2
 
 
+def test_a_key_that_is_due_comes_beside_what_was_loaded_ahead_for_later_turns() -> None:
+    plan = SlotPlan(4, Lru(), passing_slots=2)
+    for held in plan.ahead("de")[0]:
+        plan.arrive(held)
+    visit = plan.visit("abcdef", may_pass=True)
+    assert (keys_of(visit.through), visit.passing) == (["d", "e"], ("a", "b", "c", "f"))
+    assert plan.let_in(visit) is None, "as many pass by as may"
+    assert plan.let_in(visit, due="c") is None, "it is not the next"
+    first = plan.let_in(visit, due="a")
+    assert first is not None
+    assert (first.key, plan.free) == ("a", 0)
+    plan.let_out(visit, first)
+    assert plan.let_in(visit) is None
+    second = plan.let_in(visit, due="b")
+    assert second is not None
+    assert second.key == "b"
+    plan.end_visit(visit)
+    assert plan.free == 4
+
+
 def test_a_visit_that_may_pass_leaves_slots_to_others() -> None:
     plan = SlotPlan(5, Lru(), passing_slots=2, held_most=4)
     used(plan, "abcde")
@@ -542,7 +562,7 @@ def test_every_counter_is_what_a_plain_model_of_the_slots_counts(name: str, seed
             visit = rng.choice(visits)
             before = list(plan.held)
             try:
-                one = plan.let_in(visit)
+                one = plan.let_in(visit, due=visit.waiting[0] if visit.waiting and rng.random() < 0.3 else None)
             except LeaseError:
                 assert plan.free <= 0
                 assert all(held.users for held in plan.held)
@@ -572,9 +592,12 @@ def test_every_counter_is_what_a_plain_model_of_the_slots_counts(name: str, seed
         model.check(plan, f"{name}, seed {seed}, turn {turn}")
 
 
+@pytest.mark.parametrize("in_order", [False, True], ids=["as they come", "in order"])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("seed", range(20))
-def test_one_visit_at_a_time_always_goes_on_whatever_is_recalled_and_loaded_ahead_meanwhile(name: str, seed: int) -> None:
+def test_one_visit_at_a_time_always_goes_on_whatever_is_recalled_and_loaded_ahead_meanwhile(
+    name: str, seed: int, in_order: bool
+) -> None:
     """With one thread nothing raises: a visit that may pass finds at least a slot, and each of its keys gets its turn."""
     rng = random.Random(seed)
     slots = rng.randint(1, 8)
@@ -602,6 +625,14 @@ def test_one_visit_at_a_time_always_goes_on_whatever_is_recalled_and_loaded_ahea
         keys = [(layer, expert) for expert in rng.sample(range(EXPERTS), rng.randint(1, EXPERTS))]
         visit = plan.visit(keys, may_pass=True)
         came = [*keys_of(visit.held), *keys_of(visit.through)]
+        for key in keys if in_order else ():
+            while key in visit.waiting:
+                if rng.random() < 0.5:
+                    disturb()
+                elif (one := plan.let_in(visit, due=key)) is not None:
+                    came.append(one.key)
+            for one in [one for one in visit.through if one.key == key]:
+                plan.let_out(visit, one)
         while visit.waiting or visit.through:
             if rng.random() < 0.5:
                 disturb()

@@ -37,10 +37,6 @@ class Views:
         """Yields each position with its tensor."""
         return enumerate(self._tensors)
 
-    def gathered(self) -> list[Tensor]:
-        """All tensors, by position."""
-        return self._tensors
-
 
 def measure_groups(place: Place, plan: Plan, directory: Path) -> Iterator[Row]:
     """Compares grouped_mm with S groups, of a tier's slots, with E groups side by side: prompts of T tokens each."""

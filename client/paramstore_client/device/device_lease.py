@@ -46,8 +46,9 @@ class SlotOwner(Protocol):
     device: torch.device
     copies: DeviceCopies
 
-    def let_in(self, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
-        """Copies as many keys that pass by as there are slots for. view: the view that the visit began with."""
+    def let_in(self, visit: SlotVisit, *, view: int, timeout_s: float | None, due: object = None) -> None:
+        """Copies as many keys that pass by as there are slots for. view: the view that the visit began with. due: the key that is
+        used next."""
         ...
 
     def let_out(self, visit: SlotVisit, held: Held, copy: DeviceCopy) -> None:
@@ -74,6 +75,8 @@ class DeviceLease(VisitLease):
         self._timeout_s = timeout_s
         self._used: dict[Held, DeviceCopy] = {}
         """What the current stream has been made to wait for."""
+        self._turn: Held | None = None
+        """What passes by and was turned to."""
 
     def load(self) -> None:
         """Loads what was not loaded yet of the keys that stand; the current stream goes on only after all of them are there. Raises
@@ -102,6 +105,28 @@ class DeviceLease(VisitLease):
             self._check_held(held.key)
             tier.let_out(visit, held, self._used.pop(held))
             self._by_key = None
+
+    def turn_to(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
+        """The fields of `key`; what passes by may be used by what is given to the current stream until another key is turned to.
+        Raises LeaseError where `key` has passed by, or comes before others that have not, and what a load raises."""
+        visit = self._visit
+        if (visit.passing or visit.through) and (self._turn is None or self._turn.key != key):
+            self._begin_turn(key)
+        return self[key]
+
+    def _begin_turn(self, key: ExpertKey) -> None:
+        self._check_held(key)
+        visit, tier, turn, self._turn = self._visit, self._tier, self._turn, None
+        if turn is not None:
+            self._by_key = None
+            tier.let_out(visit, turn, self._used.pop(turn))
+        is_due = bool(visit.waiting) and visit.waiting[0] == key
+        if is_due or visit.passing_slots > len(visit.through):  # half of them at a time, as in `in_turn`
+            tier.let_in(visit, view=self._view, timeout_s=self._timeout_s, due=key)
+        self._by_key = None
+        held = self._held(key)
+        self._use([held])
+        self._turn = held if held in visit.through else None
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
         return self._tier.copies.slots.views(self._copy(key))

@@ -149,8 +149,8 @@ class HostSlots:
         """Whether the lease of `held` has an outcome."""
         return (ticket := self._arriving.get(held)) is None or ticket.done()
 
-    def let_in(self, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
-        """Begins to load as many keys that pass by as there are slots for. view: the view that the visit began with."""
+    def let_in(self, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None, due: object = None) -> None:
+        """Begins to load as many keys that pass by as get slots. view: that the visit began with. due: the key used next."""
         with self._lock:
             self._begin()
             try:
@@ -158,7 +158,7 @@ class HostSlots:
                     raise StepMismatch("the namespace moved while a layer was computed: call refresh and rollback between forwards")
                 with self.namespace.together():
                     evicted = plan.counts.evicted
-                    while (held := plan.let_in(visit)) is not None:
+                    while (held := plan.let_in(visit, due=due)) is not None:
                         if plan.counts.evicted != evicted:
                             self._release_gone()
                         self._begin_load(held, timeout_s)

@@ -121,6 +121,10 @@ class ArrivingRingLease(RingLease):
                 return
             yield key
 
+    def turn_to(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
+        with self._ring.waiting():
+            return self._arriving.turn_to(key)
+
     def __enter__(self) -> ArrivingRingLease:
         return self
 

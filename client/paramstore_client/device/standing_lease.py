@@ -47,8 +47,8 @@ class VisitOwner(Protocol):
         """Whether the lease of `held` has an outcome."""
         ...
 
-    def let_in(self, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
-        """Begins to load as many keys that pass by as there are slots for."""
+    def let_in(self, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None, due: object = None) -> None:
+        """Begins to load as many keys that pass by as there are slots for. due: the key that is used next."""
         ...
 
     def let_out(self, plan: SlotPlan, visit: SlotVisit, held: Held) -> None:
@@ -60,7 +60,7 @@ class StandingLease(VisitLease):
     """The right to the bytes of one visit's keys. Its release ends the visit; the leases below stand. Asking for a key whose bytes
     are on their way waits for them."""
 
-    __slots__ = ("__weakref__", "_has_views", "_owner", "_plan", "_timeout_s", "_view")
+    __slots__ = ("__weakref__", "_has_views", "_owner", "_plan", "_timeout_s", "_turn", "_view")
 
     def __init__(
         self, owner: VisitOwner, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None = None
@@ -71,6 +71,8 @@ class StandingLease(VisitLease):
         self._view = view
         self._timeout_s = timeout_s
         self._has_views = False
+        self._turn: Held | None = None
+        """What passes by and was turned to."""
         owner.begin_visit(visit)  # last: from here on its end is this object's affair
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
@@ -100,6 +102,25 @@ class StandingLease(VisitLease):
             else:
                 coming = [other for other in coming if other is not held]
                 yield held.key  # type: ignore[misc]
+
+    def turn_to(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
+        """The fields of `key`, once they are there; what passes by is used until another key is turned to, and the next ones come
+        meanwhile. Raises LeaseError where `key` has passed by, or comes before others that have not, and what a load raises."""
+        if self._visit.passing or self._visit.through:
+            self._begin_turn(key)
+        return self[key]
+
+    def _begin_turn(self, key: ExpertKey) -> None:
+        owner, visit, turn = self._owner, self._visit, self._turn
+        if turn is not None:
+            if turn.key == key:
+                return
+            self._turn = self._by_key = None
+            owner.let_out(self._plan, visit, turn)
+        owner.let_in(self._plan, visit, view=self._view, timeout_s=self._timeout_s, due=key)
+        self._by_key = None
+        held = self._held(key)
+        self._turn = held if held in visit.through else None
 
     def identity(self, key: ExpertKey, /) -> Identity:
         """Epoch and version of the bytes of `key`."""

@@ -301,11 +301,12 @@ class DeviceTier:
 
     # --- visits ---
 
-    def let_in(self, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
-        """Copies as many keys that pass by as there are slots for. view: the view that the visit began with."""
+    def let_in(self, visit: SlotVisit, *, view: int, timeout_s: float | None, due: object = None) -> None:
+        """Copies as many keys that pass by as there are slots for. view: the view that the visit began with. due: the key that is
+        used next."""
         if visit.waiting and self.namespace.view_change_count != view:
             raise StepMismatch("the namespace moved while a layer was computed: call refresh and rollback between forwards")
-        while self.plan.let_in(visit) is not None:
+        while self.plan.let_in(visit, due=due) is not None:
             pass  # all that can have a slot now: they are asked for together
         self.copies.fill(visit.through, timeout_s)
 

@@ -38,6 +38,8 @@ class PartsLease:
         self._is_over = False
         self._first = 0
         """Position of the first key of the part that is leased."""
+        self._has_asked = False
+        """Whether the part after it was asked for."""
         self._lease: WeightLease = source.acquire(self._part_at(0), timeout_s=timeout_s)
 
     @property
@@ -58,10 +60,14 @@ class PartsLease:
         """Yields each key once, in the order given, and asks for the next part ahead. Raises what `acquire` raises, StepMismatch
         where the namespace moved since the first part."""
         for first in range(0, len(self._keys), max(1, self._part_keys)):
-            self._move_to(first)
-            room = max(0, self._source.lease_slots - self._part_keys)
-            load_ahead(self._source, self._part_at(first + self._part_keys)[:room])
+            self._turn_to_part(first)
             yield from self._part_at(first)
+
+    def turn_to(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
+        """The fields of `key`, valid until a key of another part is turned to, in whatever order. Raises as `in_turn` does."""
+        if self.passing_count and key in self._keys:
+            self._turn_to_part(self._keys.index(key) // self._part_keys * self._part_keys)
+        return self[key]
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
         """The fields of `key`. Raises LeaseError where it is not its part's turn, and after the release."""
@@ -90,6 +96,14 @@ class PartsLease:
     def _part_at(self, first: int) -> list[ExpertKey]:
         return self._keys[first : first + self._part_keys]
 
+    def _turn_to_part(self, first: int) -> None:
+        self._move_to(first)
+        if self._has_asked:
+            return
+        self._has_asked = True
+        room = max(0, self._source.lease_slots - self._part_keys)
+        load_ahead(self._source, self._part_at(first + self._part_keys)[:room])
+
     def _move_to(self, first: int) -> None:
         if self._is_over:
             raise LeaseError(f"the lease of {len(self._keys)} keys was released: acquire them again")
@@ -99,4 +113,4 @@ class PartsLease:
             raise StepMismatch("the namespace moved while a layer was computed: call refresh and rollback between forwards")
         self._lease.release()
         self._lease = self._source.acquire(self._part_at(first), timeout_s=self._timeout_s)
-        self._first = first
+        self._first, self._has_asked = first, False

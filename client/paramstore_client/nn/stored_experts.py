@@ -28,7 +28,8 @@ from paramstore_client.source import ExpertSource
 class StoredExperts(nn.Module):
     """One MoE layer's experts, fetched when needed and given back at once; gradients go to the store.
 
-    namespace: a namespace handle; or a `DeviceTier` over one (GPU); or a `RingMemory` (generation).
+    namespace: a namespace handle; or, in front of one, a `DeviceTier` (GPU), a `RingMemory` or an `ExpertBuffer` (generation). Over
+    a bare handle nothing stands between two forwards: each asks the daemon again.
     layer: its index in the namespace. expert_fn: (x_tD, weights by field) -> y_tD; default `swiglu`.
     group: shared by the model's layers, prefetches for the layer to come; None prefetches only within the layer.
 

@@ -434,6 +434,56 @@ def test_any_number_of_keys_runs_through_any_number_of_slots(slot_count: int) ->
         assert sum(len(lease.keys()) for lease in namespace.leased) <= slot_count
 
 
+@pytest.mark.parametrize("slot_count", [1, 2, 3, 5, 8, 30])
+def test_keys_are_turned_to_in_their_order_through_any_number_of_slots(slot_count: int) -> None:
+    """Also where those of later turns were loaded ahead, and hold the slots that keys pass by in."""
+    namespace, slots = make(slots=slot_count, lease_slots=slot_count, experts=12)
+    for wanted in (keys(*range(12)), keys(3, 5, 7), keys(*range(12), layer=1), keys(*range(12))):
+        slots.prefetch(wanted[-4:])
+        with slots.acquire_arriving(wanted, may_pass=True) as lease:
+            for key in wanted:
+                for name, value in namespace.values(key).items():
+                    assert torch.equal(lease.turn_to(key)[name], value), key
+                assert namespace.leased_key_count <= slot_count
+        assert all(not held.users for held in slots._plan.held)
+
+
+def test_the_next_keys_are_under_way_while_one_is_turned_to() -> None:
+    _, slots = make(slots=8, lease_slots=8, experts=24)
+    assert (slots._plan.held_most, slots._plan.free) == (7, 8)
+    with slots.acquire_arriving(keys(*range(24)), may_pass=True) as lease:
+        for expert in range(10):
+            lease.turn_to((0, expert))
+        under_way = {held.key for held in slots._arriving}
+        assert under_way == {(0, 10)}, "of two slots that keys pass by in one is in use"
+
+
+def test_what_stands_is_found_by_whoever_turns_to_keys_in_their_order() -> None:
+    namespace, slots = make(slots=8, lease_slots=8, experts=24)
+    for _ in range(3):
+        namespace.events.clear()
+        with slots.acquire_arriving(keys(*range(24)), may_pass=True) as lease:
+            for expert in range(24):
+                lease.turn_to((0, expert))
+    acquired = sum(len(leased) for kind, leased in asked(namespace) if kind == "acquire")
+    assert 16 <= acquired <= 18, "the others stand"
+
+
+def test_keys_that_pass_by_are_turned_to_in_no_other_order() -> None:
+    _, slots = make(slots=2, lease_slots=2)
+    with slots.acquire_arriving(keys(0, 1, 2, 3), may_pass=True) as lease:
+        with pytest.raises(LeaseError, match="passes by"):
+            lease.turn_to((0, 3))
+        lease.turn_to((0, 0))
+        lease.turn_to((0, 1))
+        with pytest.raises(LeaseError, match="passes by"):
+            lease.turn_to((0, 0))
+        with pytest.raises(UnknownKey):
+            lease.turn_to((1, 0))
+    with pytest.raises(LeaseError, match="released"):
+        lease.turn_to((0, 2))
+
+
 def test_what_passes_by_is_gone_after_its_turn() -> None:
     _, slots = make(slots=2, lease_slots=2)
     with slots.acquire_arriving(keys(0, 1, 2, 3), may_pass=True) as lease:
@@ -469,18 +519,21 @@ def test_slots_that_are_left_at_a_visits_end_are_for_what_finds_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_objects")
-def test_an_interrupt_at_any_line_of_going_through_loses_no_lease() -> None:
+@pytest.mark.parametrize("in_order", [False, True], ids=["as they come", "in order"])
+def test_an_interrupt_at_any_line_of_going_through_loses_no_lease(in_order: bool) -> None:
     for line in range(1, 4000):
         namespace, slots = make(lease_slots=8, slots=8, experts=10)
         visit(slots, keys(0, 1, 2))
         is_raised = []
 
         def run(line: int, slots: HostSlots, is_raised: list[bool]) -> None:
-            with Interrupt(line, MODULES) as interrupt:
+            with Interrupt(line, MODULES[-1:] if in_order else MODULES) as interrupt:
                 slots.prefetch(keys(3))
                 with slots.acquire_arriving(keys(*range(10)), may_pass=True) as lease:
                     slots.prefetch(keys(0, 1, layer=1))
-                    assert len(list(lease.in_turn())) == 10
+                    for key in keys(*range(10)) if in_order else ():
+                        lease.turn_to(key)
+                    assert in_order or len(list(lease.in_turn())) == 10
             is_raised.append(interrupt.is_raised)
 
         thread = threading.Thread(target=run, args=(line, slots, is_raised))

@@ -248,7 +248,8 @@ def test_a_ring_that_has_ended_is_not_entered_again() -> None:
     assert ns.events == [], "nothing was asked for, which nobody would give back"
 
 
-def test_a_layer_that_does_not_fit_goes_through_the_ring_in_one_visit() -> None:
+@pytest.mark.parametrize("in_order", [False, True], ids=["as they come", "in order"])
+def test_a_layer_that_does_not_fit_goes_through_the_ring_in_one_visit(in_order: bool) -> None:
     ns = make_namespace(lease_slots=3)
     with RingMemory(ns, 1) as ring:
         for layer in (0, 1, 0):
@@ -256,8 +257,9 @@ def test_a_layer_that_does_not_fit_goes_through_the_ring_in_one_visit() -> None:
             with ring.acquire_arriving(keys, may_pass=True) as lease:
                 assert lease.passing_count > 0
                 seen = []
-                for key in lease.in_turn():
-                    assert torch.equal(lease[key]["down"], ns.values(key)["down"])
+                for key in keys if in_order else lease.in_turn():
+                    weights = lease.turn_to(key) if in_order else lease[key]
+                    assert torch.equal(weights["down"], ns.values(key)["down"])
                     seen.append(key)
                 assert sorted(seen) == keys
                 assert lease.ahead[0] >= 0

@@ -172,6 +172,26 @@ def test_any_number_of_keys_runs_through_any_number_of_slots(slots: int) -> None
     assert tier.slots.free_count == tier.plan.free
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 11, 12])
+def test_keys_are_turned_to_in_their_order_through_any_number_of_slots(slots: int) -> None:
+    ns = make_namespace(lease_slots=2)
+    tier = make_tier(ns, slots)
+    for _ in range(2):
+        tier.prefetch(ALL[-3:])  # of turns that come late
+        ns.finish_prefetches()
+        with tier.acquire_arriving(ALL, may_pass=True) as held:
+            for key in ALL:
+                for _ in range(2):
+                    for name, value in ns.values(key).items():
+                        assert torch.equal(held.turn_to(key)[name], value), key
+            if held.passing_count:
+                with pytest.raises(LeaseError, match="passes by"):
+                    held.turn_to(next(key for key in ALL if not tier.has([key])))
+    assert ns.leased == []
+    assert [held for held in tier.plan.held if held.users] == []
+    assert tier.slots.free_count == tier.plan.free
+
+
 def test_what_passes_by_is_gone_after_its_turn_and_what_stands_stays() -> None:
     tier = make_tier(make_namespace())
     use(tier, KEYS[:4])

@@ -42,6 +42,19 @@ def test_any_number_of_keys_is_gone_through_with_any_number_of_slots(lease_slots
     assert ns.leased_keys_max <= lease_slots
 
 
+@pytest.mark.parametrize("lease_slots", [1, 2, 3, 5, 6, 64])
+def test_keys_are_turned_to_in_whatever_order(lease_slots: int) -> None:
+    ns = namespace(lease_slots)
+    with ns.acquire_arriving(KEYS, may_pass=True) as lease:
+        for key in (*KEYS, KEYS[4], KEYS[0], KEYS[0], KEYS[3]):
+            assert torch.equal(lease.turn_to(key)["down"], ns.values(key)["down"])
+        with pytest.raises(UnknownKey):
+            lease.turn_to((1, 0))
+    assert ns.leased_keys_max <= lease_slots
+    with pytest.raises(LeaseError, match="released"):
+        lease.turn_to(KEYS[0])
+
+
 def test_what_fits_is_leased_once() -> None:
     ns = namespace(6)
     with ns.acquire_arriving(KEYS, may_pass=True) as lease:
@@ -78,6 +91,14 @@ def test_what_may_not_pass_is_refused_above_the_slots() -> None:
         ns.acquire_arriving(KEYS)
     with ns.acquire_arriving(KEYS[:5]) as lease:
         assert list(lease.in_turn()) == KEYS[:5]
+
+
+def test_each_part_asks_for_the_next_once_when_a_key_of_it_is_turned_to() -> None:
+    ns = namespace(4)
+    with ns.acquire_arriving(KEYS, may_pass=True) as lease:
+        for key in KEYS:
+            lease.turn_to(key)
+    assert list(ns.happened("prefetch")) == [("prefetch", tuple(KEYS[2:4])), ("prefetch", tuple(KEYS[4:]))]
 
 
 def test_parts_are_of_one_view() -> None:

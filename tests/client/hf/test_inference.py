@@ -100,11 +100,51 @@ def test_family_in_device_slots_has_the_logits_of_the_unmodified_model(family: s
     assert twin.namespace.leased == []
 
 
-def test_nothing_is_copied_where_all_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kernel", ["eager", "batched_mm"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_other_kernels_have_the_logits_of_the_unmodified_model(family: str, kernel: str, dtype: torch.dtype) -> None:
+    for lease_slots in (64, 7, 3, 1):
+        twin = Twin.of(tiny_config(family), kernel=kernel, dtype=dtype, is_trained=False, lease_slots=lease_slots)
+        stock, stored = twin.stock.eval(), twin.stored.eval()
+        with torch.no_grad():
+            for ids in (tokens(), tokens(seed=1), *(tokens(seed=seed)[:1, :1] for seed in (2, 3, 4))):
+                assert torch.equal(logits(stored, ids), logits(stock, ids)), (lease_slots, ids.shape)
+
+
+def test_a_loop_finds_what_stood_however_few_slots_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="eager", is_trained=False, lease_slots=6)
+    monkeypatch.setattr("paramstore_client.hf.model.binding.StreamedSupply", None)
     with torch.no_grad():
         expected = logits(twin.stored, tokens())
-        monkeypatch.setattr("paramstore_client.hf.model.compact_buffers.CompactBuffers.filled", None)
+        active = sum(len(asked) for _, asked in twin.namespace.happened("acquire"))
+        twin.namespace.events.clear()
+        assert torch.equal(logits(twin.stored, tokens()), expected)
+    again = sum(len(asked) for _, asked in twin.namespace.happened("acquire"))
+    assert 6 < again <= active - 3, "of slots that fewer than a layer's experts fit in"
+
+
+def test_a_loop_that_takes_experts_in_an_order_of_its_own_gets_them_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paramstore_client.hf.model.kernels import ExpertIndex
+
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="eager", is_trained=False, lease_slots=4)
+    by_index = ExpertIndex.__getitem__
+
+    def from_the_last(self: ExpertIndex, index: Tensor | int) -> Tensor:
+        by_index(self, 5)
+        return by_index(self, index)
+
+    monkeypatch.setattr(ExpertIndex, "__getitem__", from_the_last)
+    with torch.no_grad():
+        assert torch.equal(logits(twin.stored, tokens()), logits(twin.stock, tokens()))
+
+
+@pytest.mark.parametrize("kernel", modeling.KERNELS)
+def test_nothing_is_copied_where_all_stand(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, is_trained=False)
+    with torch.no_grad():
+        expected = logits(twin.stored, tokens())
+        monkeypatch.setattr("paramstore_client.hf.model.compact_buffers.CompactBuffers.lent", None)
         twin.namespace.events.clear()
         assert torch.equal(logits(twin.stored, tokens()), expected)
     assert twin.namespace.events == [], "and nobody is asked"
@@ -114,8 +154,10 @@ def test_lists_name_no_family_that_is_gone() -> None:
     assert {*REFUSED, *ALWAYS, *NOT_GROUPED} <= FAMILIES.keys()
 
 
-def test_a_graph_is_computed_on_copies_and_has_its_gradients() -> None:
-    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
+@pytest.mark.usefixtures("small_experts_lie_apart")
+@pytest.mark.parametrize("lease_slots", [64, 3], ids=["where they lie", "on copies"])
+def test_a_graph_has_the_gradients_of_the_unmodified_model(lease_slots: int) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=lease_slots)
     for model in (twin.stock, twin.stored):
         model(input_ids=tokens(), labels=tokens()).loss.backward()
     reference = dict(twin.stock.named_parameters())
@@ -247,7 +289,7 @@ def test_a_forward_without_a_graph_has_no_backward() -> None:
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
     source = source_of(twin)
     buffers = CompactBuffers(source.schema.part("param").fields)
-    supply = HeldSupply(source, [(0, 0)], buffers=buffers, ahead=lambda found, slots: [])
+    supply = HeldSupply(source, [(0, 0)], is_streamed=False, buffers=buffers, ahead=lambda found, slots: [])
     wants, pushes = partial(supply.backward_weights, None), partial(supply.push, None, {})
     for call in (supply.begin_backward, supply.finish_backward, wants, pushes):
         with pytest.raises(ConfigError, match="without a graph"):

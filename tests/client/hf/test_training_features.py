@@ -15,13 +15,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import StepMismatch
-from paramstore_client.hf.model.weight_sources import StreamedSupply
+from paramstore_client.hf.model.weight_sources import _LeasedSupply
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_experts_lie_apart")]
 
 KERNELS = ("eager", "grouped_mm")
+CASES = (("eager", 3), ("grouped_mm", 3), ("grouped_mm", 64))
+"""Expert by expert; side by side, since not all can be leased at once; field by field, where they lie."""
 
 
 def in_use(twin: Twin) -> list[Any]:
@@ -61,13 +63,13 @@ def test_activation_checkpointing_changes_no_bit(kernel: str, is_reentrant: bool
     train(twin, loss, passes=2)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_autocast_changes_no_bit_and_keeps_no_cast_weight(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
+def test_autocast_changes_no_bit_and_keeps_no_cast_weight(kernel: str, lease_slots: int) -> None:
     def forward(model: Any, ids: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return loss(model, ids)
 
-    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=2)
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=lease_slots)
     kept = saved_bytes(lambda: forward(twin.stored, tokens()))
     experts = len(twin.namespace.layers) * twin.layout.expert_elements * 2  # one of each layer, in bfloat16
     without_experts = saved_bytes(lambda: forward(twin.stock, tokens())) - kept
@@ -85,10 +87,10 @@ def process_group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-@pytest.mark.parametrize("kernel", [*KERNELS, "batched_mm"])
-def test_mixed_precision_of_fsdp2_changes_no_bit(kernel: str, reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("kernel", "lease_slots"), [*CASES, ("batched_mm", 3)])
+def test_mixed_precision_of_fsdp2_changes_no_bit(kernel: str, lease_slots: int, reduce_dtype: torch.dtype | None) -> None:
     """Of an fp32 model that computes in bfloat16. The stacked gradients of `batched_mm` are compared on one thread."""
-    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=3)
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=lease_slots)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for model in (twin.stock, twin.stored):
         for layer in model.model.layers:
@@ -97,10 +99,10 @@ def test_mixed_precision_of_fsdp2_changes_no_bit(kernel: str, reduce_dtype: torc
     train(twin, loss, passes=2)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_that_is_cast_once_loaded_computes_in_its_new_dtype(kernel: str, dtype: torch.dtype) -> None:
-    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=3)
+def test_a_model_that_is_cast_once_loaded_computes_in_its_new_dtype(kernel: str, lease_slots: int, dtype: torch.dtype) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=lease_slots)
     for model in (twin.stock, twin.stored):
         model.to(dtype)
     with torch.no_grad():
@@ -126,17 +128,18 @@ def saved_bytes(forward: Callable[[], Tensor]) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_accumulated_gradients_add_up(kernel: str) -> None:
-    train(Twin.of(tiny_config("mixtral"), kernel=kernel, lease_slots=3), loss, passes=3)
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
+def test_accumulated_gradients_add_up(kernel: str, lease_slots: int) -> None:
+    train(Twin.of(tiny_config("mixtral"), kernel=kernel, lease_slots=lease_slots), loss, passes=3)
 
 
 def test_bfloat16_model_equals_the_unmodified_one() -> None:
     train(Twin.of(tiny_config("qwen3_moe"), kernel="eager", lease_slots=3, dtype=torch.bfloat16), loss)
 
 
-def test_second_backward_pushes_again() -> None:
-    twin = Twin.of(tiny_config("mixtral"), lease_slots=3)
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
+def test_second_backward_pushes_again(kernel: str, lease_slots: int) -> None:
+    twin = Twin.of(tiny_config("mixtral"), kernel=kernel, lease_slots=lease_slots)
     for model in (twin.stock, twin.stored):
         value = loss(model, tokens())
         value.backward(retain_graph=True)
@@ -144,8 +147,9 @@ def test_second_backward_pushes_again() -> None:
     twin.check_gradients()
 
 
-def test_frozen_dense_part_still_gets_expert_gradients() -> None:
-    twin = Twin.of(tiny_config("mixtral"), lease_slots=3)
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
+def test_frozen_dense_part_still_gets_expert_gradients(kernel: str, lease_slots: int) -> None:
+    twin = Twin.of(tiny_config("mixtral"), kernel=kernel, lease_slots=lease_slots)
     for model in (twin.stock, twin.stored):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".experts." in name)
@@ -155,8 +159,9 @@ def test_frozen_dense_part_still_gets_expert_gradients() -> None:
     assert twin.namespace.pending
 
 
-def test_experts_without_gradients_pass_on_those_of_the_rest() -> None:
-    twin = Twin.of(tiny_config("qwen2_moe"), lease_slots=2, is_trained=False)
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
+def test_experts_without_gradients_pass_on_those_of_the_rest(kernel: str, lease_slots: int) -> None:
+    twin = Twin.of(tiny_config("qwen2_moe"), kernel=kernel, lease_slots=lease_slots, is_trained=False)
     loss(twin.stock, tokens()).backward()
     loss(twin.stored, tokens()).backward()
     reference = dict(twin.stock.named_parameters())
@@ -166,8 +171,9 @@ def test_experts_without_gradients_pass_on_those_of_the_rest() -> None:
     assert not in_use(twin), "the end of backward gives the leases back"
 
 
-def test_gradients_of_some_inputs_alone_push_nothing() -> None:
-    twin = Twin.of(tiny_config("mixtral"), lease_slots=2)
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
+def test_gradients_of_some_inputs_alone_push_nothing(kernel: str, lease_slots: int) -> None:
+    twin = Twin.of(tiny_config("mixtral"), kernel=kernel, lease_slots=lease_slots)
     weight = twin.stored.model.embed_tokens.weight
     (gradient,) = torch.autograd.grad(loss(twin.stored, tokens()), [weight])
     (expected,) = torch.autograd.grad(loss(twin.stock, tokens()), [twin.stock.model.embed_tokens.weight])
@@ -176,14 +182,15 @@ def test_gradients_of_some_inputs_alone_push_nothing() -> None:
     assert not in_use(twin)
 
 
-def test_backward_that_fails_leaves_nothing_leased_for_the_next_pass() -> None:
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
+def test_backward_that_fails_leaves_nothing_leased_for_the_next_pass(kernel: str, lease_slots: int) -> None:
     class Boom(Exception):
         pass
 
     def fail(grad: Tensor) -> Tensor:
         raise Boom
 
-    twin = Twin.of(tiny_config("mixtral"), lease_slots=2)
+    twin = Twin.of(tiny_config("mixtral"), kernel=kernel, lease_slots=lease_slots)
     value = loss(twin.stored, tokens())
     twin.stored.model.layers[1].mlp.gate.weight.register_hook(fail)
     with pytest.raises(Boom):
@@ -194,8 +201,9 @@ def test_backward_that_fails_leaves_nothing_leased_for_the_next_pass() -> None:
     train(twin, loss)
 
 
-def test_update_between_forward_and_backward_is_refused() -> None:
-    twin = Twin.of(tiny_config("mixtral"), lease_slots=3)
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
+def test_update_between_forward_and_backward_is_refused(kernel: str, lease_slots: int) -> None:
+    twin = Twin.of(tiny_config("mixtral"), kernel=kernel, lease_slots=lease_slots)
     loss(twin.stored, tokens()).backward()
     value = loss(twin.stored, tokens())
     twin.namespace.apply(AdamW(lr=0.1))
@@ -203,9 +211,9 @@ def test_update_between_forward_and_backward_is_refused() -> None:
         value.backward()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_hooks_around_the_model_see_the_experts_activations(kernel: str) -> None:
-    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=3)
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
+def test_hooks_around_the_model_see_the_experts_activations(kernel: str, lease_slots: int) -> None:
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel=kernel, lease_slots=lease_slots)
     seen: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -223,8 +231,9 @@ def test_hooks_around_the_model_see_the_experts_activations(kernel: str) -> None
     assert inner in seen, "what is saved between an expert's two matrices"
 
 
-def test_dead_loss_takes_its_graph_along() -> None:
-    twin = Twin.of(tiny_config("gpt_oss"), lease_slots=3)  # its gate saves an output of its own
+@pytest.mark.parametrize(("kernel", "lease_slots"), CASES)
+def test_dead_loss_takes_its_graph_along(kernel: str, lease_slots: int) -> None:
+    twin = Twin.of(tiny_config("gpt_oss"), kernel=kernel, lease_slots=lease_slots)  # its gate saves an output of its own
     gc.collect()
     gc.disable()
     try:
@@ -238,7 +247,7 @@ def test_dead_loss_takes_its_graph_along() -> None:
 
 
 def supplies() -> int:
-    return sum(type(thing) is StreamedSupply for thing in gc.get_objects())
+    return sum(_LeasedSupply in type(thing).__mro__ for thing in gc.get_objects())
 
 
 def test_copy_of_a_model_shares_its_experts() -> None:

@@ -27,16 +27,19 @@ from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.device_supply import DeviceSupply, may_supply
 from paramstore_client.hf.model.dispatch import Dispatch, look_up
 from paramstore_client.hf.model.early_loads import EarlyLoads
-from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
+from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, RecordedStack, make_kernel
 from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, WeightsOf
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.lease_window import Hint
 from paramstore_client.hf.model.stripping import Unpicklable
-from paramstore_client.hf.model.weight_sources import CompactSupply, HeldSupply, StreamedSupply
+from paramstore_client.hf.model.weight_sources import CompactSupply, FieldSupply, HeldSupply, RecordedField, StreamedSupply
 from paramstore_client.nn.schedule import ExpertSchedule
+from paramstore_client.nn.weight_views import in_dtype_of
 from paramstore_client.source import ExpertSource
 
 ATTRIBUTE = "_paramstore_layer"
+APART_BYTES = 1 << 20
+"""Smaller experts are copied side by side under a graph: a copy of one costs less than its own nodes."""
 
 
 class ModelExperts:
@@ -125,26 +128,34 @@ class LayerExperts(Unpicklable):
         early.judge(self.layer, experts)
         keys = [(self.layer, expert) for expert in experts]
         kernel, device = self._kernel, hidden_TH.device
+        is_recorded = self._may_record(kernel, device, len(keys))
 
         def compute(weights_of: WeightsOf) -> Tensor:
             if kernel.is_streamed:
                 weights: dict[str, Any] = {field: ExpertIndex(field, weights_of) for field in self._fields}
+            elif is_recorded:
+                weights = self._recorded_stacks(weights_of, hidden_TH, len(keys))
             else:
                 weights = dict(weights_of(None))
             placed_TK, count = on_device.placed() if on_device is not None else (dispatch.positions_TK, len(keys))
             return kernel.function(ModuleView(module, weights, count=count), hidden_TH, placed_TK, gate_TK)
 
         call = partial(LayerCall, passes=self._model.passes, compute=compute, anchor=self._anchor)
-        while (on_device := self._on_device(dispatch, hidden_TH)) is not None:
-            with suppress(torch.OutOfMemoryError):
-                return call(on_device).run((hidden_TH, gate_TK))
-            on_device.shrink()  # outside of the block: the error keeps its frames' tensors
+        with suppress(LeaseError):  # where others hold too much, or a loop has an order of its own, they come in parts
+            while (on_device := self._on_device(dispatch, hidden_TH)) is not None:
+                with suppress(torch.OutOfMemoryError):
+                    return call(on_device).run((hidden_TH, gate_TK))
+                on_device.shrink()  # outside of the block: the error keeps its frames' tensors
+        on_device = None
         if self._may_hold(kernel, device):
             ahead = partial(self._model.ahead, self.layer, dispatch, hidden_TH)
-            held = HeldSupply(self._model.source, keys, buffers=self._model.buffers, ahead=ahead)
-            with suppress(LeaseError):  # another thread's forward holds too many: side by side they come in parts
+            held = HeldSupply(
+                self._model.source, keys, is_streamed=kernel.is_streamed, buffers=self._model.buffers, ahead=ahead
+            )  # fmt: skip
+            with suppress(LeaseError):
                 return call(held).run((hidden_TH, gate_TK))
-        make = StreamedSupply if kernel.is_streamed else partial(CompactSupply, buffers=self._model.buffers)
+        compact = partial(CompactSupply, buffers=self._model.buffers)
+        make = FieldSupply if is_recorded else StreamedSupply if kernel.is_streamed else compact
         supply = make(
             self._model.source, keys, device, forward_hint=self._forward_hint(dispatch, hidden_TH),
             backward_hint=partial(self._model.after_backward, self.layer),
@@ -155,7 +166,7 @@ class LayerExperts(Unpicklable):
         """The supply of a forward that can compute in the slots of a device tier."""
         tier, kernel = self._model.source, self._kernel
         assert kernel is not None, "a registry module has a kernel"
-        if not isinstance(tier, DeviceTier) or not may_supply(tier, kernel, hidden_TH, len(dispatch.experts)):
+        if not isinstance(tier, DeviceTier) or not may_supply(tier, kernel, hidden_TH):
             return None
         return DeviceSupply(
             tier, self.layer, dispatch, hidden_TH, kernel=kernel, buffers=self._model.buffers,
@@ -164,8 +175,23 @@ class LayerExperts(Unpicklable):
 
     def _may_hold(self, kernel: Kernel, device: torch.device) -> bool:
         """Whether the kernel can use the weights where they lie, in host memory."""
-        is_plain = kernel.is_grouped and device.type == "cpu" and not torch.is_grad_enabled()
+        is_plain = kernel.takes_apart and device.type == "cpu" and not torch.is_grad_enabled()
         return is_plain and not isinstance(self._model.source, DeviceTier)
+
+    def _may_record(self, kernel: Kernel, device: torch.device, count: int) -> bool:
+        """Whether the kernel is to use weights where they lie, in host memory, under a graph: as long as all are leased at once,
+        beside as many of the next layer. Else each expert would be leased twice in a pass, for one field after the other."""
+        source = self._model.source
+        if not kernel.is_grouped or device.type != "cpu" or not torch.is_grad_enabled() or isinstance(source, DeviceTier):
+            return False
+        part = source.schema.part("param")
+        is_uniform = len({field.dtype for field in part.fields}) == 1  # of several dtypes the shortest decides what is cast
+        return is_uniform and part.image_bytes >= APART_BYTES and count <= source.lease_slots // 2
+
+    def _recorded_stacks(self, weights_of: WeightsOf, x: Tensor, count: int) -> dict[str, Any]:
+        fields = self._model.source.schema.part("param").fields
+        stacks: Any = {field.name: RecordedStack(RecordedField(field, weights_of, count)) for field in fields}
+        return dict(in_dtype_of(x, stacks))
 
     def _forward_hint(self, dispatch: Dispatch, hidden_TH: Tensor) -> Hint:
         return partial(self._model.after_forward, self.layer, dispatch, hidden_TH, records=torch.is_grad_enabled())

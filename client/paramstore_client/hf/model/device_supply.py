@@ -5,7 +5,8 @@
   slots of other experts have no rows. So does `batched_mm` where it casts nothing, and `grouped_mm` where that multiplies groups in
   one launch: bfloat16, compute capability 9.0 or more, fewer than GROUPS_MAX slots, rows of whole 16 bytes. Elsewhere `grouped_mm`
   multiplies views of the slots, one mm a group, with the counts that the host knows; the module's own loop indexes views.
-- A layer of more experts than slots runs through them: both kernels take the experts one after the other, as they come.
+- A layer of more experts than slots runs through them: both kernels take the experts one after the other, as they come, and the
+  module's own loop in its order.
 - The host waits for nothing: slot numbers go to the device from pinned memory.
 
 Proven on the simulated device and its twin on the CPU; it has never run on a GPU. There `grouped_mm` chooses its tiles by rows and
@@ -66,11 +67,11 @@ class DeviceSupply(ForwardSupply):
         keys, tier, kernel = self._keys, self._tier, self._kernel
         with ExitStack() as lent, tier.acquire_arriving(keys, may_pass=True) as lease:
             is_on_slots = not lease.passing_count and _computes_on_slots(kernel, tier, casts=self._casts)
-            if kernel.is_streamed or is_on_slots:
+            if (kernel.is_streamed and not lease.passing_count) or is_on_slots:
                 lease.load()
             load_ahead(tier, tier.lacking(self._hint(max(0, tier.lease_slots - len(keys)))))
             if kernel.is_streamed:
-                yield lambda position: lease[keys[position]]
+                yield lambda position: lease.turn_to(keys[position])
             elif is_on_slots:
                 self._slots = _on_device([lease.slot(key) for key in keys], tier.device)
                 yield lambda holder: tier.slots.fields
@@ -93,12 +94,9 @@ class DeviceSupply(ForwardSupply):
         return self._slots[positions_TK], self._tier.slots.count
 
 
-def may_supply(tier: DeviceTier, kernel: Kernel, x: Tensor, count: int) -> bool:
-    """Whether `kernel` can compute with `count` experts of the tier where they lie, on tokens `x`: the module's own loop, which
-    takes them in an order of its own, only with all at once."""
-    if x.device != tier.device or torch.is_grad_enabled():
-        return False
-    return count <= tier.lease_slots if kernel.is_streamed else kernel.name != "eager"
+def may_supply(tier: DeviceTier, kernel: Kernel, x: Tensor) -> bool:
+    """Whether `kernel` can compute with experts of the tier where they lie, on tokens `x`."""
+    return x.device == tier.device and not torch.is_grad_enabled() and (kernel.is_streamed or kernel.name != "eager")
 
 
 def _computes_on_slots(kernel: Kernel, tier: DeviceTier, *, casts: bool) -> bool:

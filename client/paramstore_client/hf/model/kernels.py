@@ -1,8 +1,8 @@
 """Chooses the kernel of transformers that runs a layer's experts; it sees the module with the active experts' weights alone.
 
 "eager" is the module's own loop; it indexes a field by expert, so its weights are served expert by expert without a copy
-(`ExpertIndex`). "grouped_mm" without a graph, on the CPU, multiplies the experts where they lie (`ExpertStack`), and so do it and
-"batched_mm" in slots of a device. Else both, and a loop that does more than index, get one tensor per field.
+(`ExpertIndex`). Without a graph "grouped_mm" multiplies the experts where they lie (`ExpertStack`), and "batched_mm" takes its rows
+from there. Else both, and a loop that does more than index, get one tensor per field.
 """
 
 # N rows, n experts, H hidden
@@ -39,6 +39,11 @@ class Kernel:
     function: modeling.ExpertsFunction
     is_streamed: bool
     is_grouped: bool = False
+
+    @property
+    def takes_apart(self) -> bool:
+        """Whether it computes on experts that lie apart, where there is no graph."""
+        return self.is_streamed or self.is_grouped or self.name == "batched_mm"
 
 
 def choose_kernel(model: nn.Module, choice: str, requested: str | None) -> str:
@@ -102,10 +107,6 @@ class StackedField(Protocol):
         """Each position once, with its tensor, which is valid until the next is asked for; those that are there come first."""
         ...
 
-    def gathered(self) -> list[Tensor]:
-        """All tensors, by position."""
-        ...
-
 
 class ExpertStack:
     """n experts' tensors of one field, as what `grouped_mm` calls a weight, [n, ...], without a copy.
@@ -119,7 +120,7 @@ class ExpertStack:
         ends: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """dtype: the one to compute in; default the field's own. Each expert's tensor is cast when it is used. ends: the row behind
-        each group, where the host knows it; else it is read from the offsets."""
+        each group, where the host knows it; else it is read from the offsets, or counted."""
         self._field = field
         self._is_transposed = is_transposed
         self._ends = ends
@@ -129,24 +130,24 @@ class ExpertStack:
 
     def to(self, dtype: torch.dtype) -> ExpertStack:
         """A stack of these experts that computes in another dtype."""
-        return ExpertStack(self._field, dtype=dtype, is_transposed=self._is_transposed, ends=self._ends)
+        return type(self)(self._field, dtype=dtype, is_transposed=self._is_transposed, ends=self._ends)
 
     def transpose(self, first: int, second: int) -> ExpertStack:
         """Each expert's matrix transposed; only the last two dimensions can be exchanged."""
         if {first, second} != {-1, -2}:
             raise TypeError(f"transpose({first}, {second}) of stored experts that lie apart: only -1 and -2 can be exchanged")
-        return ExpertStack(self._field, dtype=self.dtype, is_transposed=not self._is_transposed, ends=self._ends)
+        return type(self)(self._field, dtype=self.dtype, is_transposed=not self._is_transposed, ends=self._ends)
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """Rows by position in the stack, index [N], as biases are taken, and all that `batched_mm` takes: a copy. With `ends`, of
-        as many rows of each position as they say."""
-        if self._ends is None:
-            return torch.stack([tensor.to(self.dtype) for tensor in self._field.gathered()])[index]
+        """Rows by position in the stack, index [N], as biases are taken, and all that `batched_mm` takes: one copy of each. With
+        `ends`, of as many rows of each position as they say."""
         rows = torch.empty((len(index), *self._field.shape), dtype=self.dtype, device=self.device)
         order_N = index.argsort(stable=True)
+        ends = index.bincount().cumsum(0).tolist() if self._ends is None else self._ends
         for position, tensor in self._field.in_turn():
-            start = self._ends[position - 1] if position else 0
-            rows[order_N[start : self._ends[position]]] = tensor.to(self.dtype)
+            if position < len(ends):
+                start = ends[position - 1] if position else 0
+                rows[order_N[start : ends[position]]] = tensor.to(self.dtype)
         return rows
 
     def grouped_mm(self, x_NH: Tensor, offsets_n: Tensor) -> Tensor:
@@ -168,6 +169,28 @@ class ExpertStack:
         if function not in GROUPED_MM or set(given) != {"offs"} or len(args) != 2 or not isinstance(args[1], cls):
             raise TypeError(f"{getattr(function, '__name__', function)} of stored experts that lie apart: only grouped_mm is known")
         return args[1].grouped_mm(args[0], given["offs"])
+
+
+class RecordedStack(ExpertStack):
+    """An `ExpertStack` whose products are nodes of the caller's graph, one an expert. The field's tensors come from that graph, in
+    their order.
+
+    The backward of torch's grouped_mm multiplies each group by one mm too, so that gradients have the same bits, and each expert's
+    comes by itself: nothing is side by side.
+    """
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """Rows by position, as biases are taken. Each is copied in its turn."""
+        return torch.stack([tensor.to(self.dtype, copy=True) for _, tensor in self._field.in_turn()])[index]
+
+    def grouped_mm(self, x_NH: Tensor, offsets_n: Tensor) -> Tensor:
+        counts = offsets_n.diff(prepend=offsets_n.new_zeros(1)).tolist()
+        with torch.autocast(self.device.type, enabled=False):  # it knows nothing of grouped_mm either
+            y = []
+            for x_tH, (_, tensor) in zip(torch.split(x_NH, counts), self._field.in_turn(), strict=True):
+                weight = tensor.to(self.dtype)
+                y.append(torch.mm(x_tH, weight.t() if self._is_transposed else weight))
+            return torch.cat(y)
 
 
 def _only_indexes(forward: Callable[..., Any], fields: tuple[str, ...]) -> bool:

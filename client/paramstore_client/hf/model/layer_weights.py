@@ -54,13 +54,6 @@ class LayerWeights:
         for position, fields in self._arriving(without=name):
             yield position, fields[name]
 
-    def gathered(self, name: str) -> list[Tensor]:
-        """The field's tensors by position, once all have come."""
-        if not self._has_come:
-            for _ in self._arriving(without=None):
-                pass  # all fields of what passes by are kept
-        return [self.tensor(position, name) for position in range(len(self._keys))]
-
     def tensor(self, position: int, name: str) -> Tensor:
         """The tensor of an expert that has come. Raises LeaseError where it passed by and this field of it was not kept."""
         row = self._row.get(position)
@@ -70,7 +63,7 @@ class LayerWeights:
             raise LeaseError(f"{self._keys[position]} has passed by: its {name} was used in its turn, and not kept")
         return self._copies[name][row]
 
-    def _arriving(self, *, without: str | None) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+    def _arriving(self, *, without: str) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Each position with its fields, as they come; what passes by is copied after its turn, but for one field."""
         position_of = {key: position for position, key in enumerate(self._keys)}
         lease = self._lease
@@ -99,6 +92,3 @@ class LeasedField:
 
     def in_turn(self) -> Iterator[tuple[int, Tensor]]:
         return self._weights.in_turn(self._name)
-
-    def gathered(self) -> list[Tensor]:
-        return self._weights.gathered(self._name)

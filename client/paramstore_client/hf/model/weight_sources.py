@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.schema import Field
 from paramstore.errors import ConfigError
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.kernels import ExpertStack
 from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
-from paramstore_client.hf.model.layer_weights import LayerWeights
+from paramstore_client.hf.model.layer_weights import CPU, LayerWeights
 from paramstore_client.hf.model.lease_window import Hint, Identities, Window
 from paramstore_client.source import ExpertSource, load_ahead
 
@@ -40,25 +41,35 @@ class _Gradients:
         self._dtypes = {field.name: getattr(torch, field.dtype) for field in fields}
         self._waiting: dict[ExpertKey, dict[str, Tensor]] = {}
         self._waiting_bytes = 0
+        self._partial: dict[ExpertKey, dict[str, Tensor]] = {}
+        """Of experts of which not all fields have come."""
 
     def add(self, key: ExpertKey, gradients: Fields) -> None:
-        """Takes one expert's gradients and casts them to the dtype that is pushed."""
-        named = {name: gradients[name].to(dtype) for name, dtype in self._dtypes.items()}
-        self._waiting[key] = named
+        """Takes gradients of one expert, and casts them to the dtype that is pushed; they leave once all its fields have come."""
+        named = self._partial.pop(key, {})
+        named |= {name: gradient.to(self._dtypes[name]) for name, gradient in gradients.items()}
+        if len(named) < len(self._dtypes):
+            self._partial[key] = named
+            return
+        self._waiting[key] = {name: named[name] for name in self._dtypes}
         self._waiting_bytes += sum(gradient.nbytes for gradient in named.values())
         if self._waiting_bytes >= PUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Pushes what waits."""
-        waiting = self._waiting
-        self.drop()
+        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         if waiting:
             self._source.push(waiting)
 
+    def finish(self) -> None:
+        """Pushes what waits, as all have come."""
+        assert not self._partial, "every field of every expert takes part in the kernel"
+        self.flush()
+
     def drop(self) -> None:
-        """Forgets what waits."""
-        self._waiting, self._waiting_bytes = {}, 0
+        """Forgets what waits, and what has come in part."""
+        self._waiting, self._waiting_bytes, self._partial = {}, 0, {}
 
 
 class _LeasedSupply(Supply):
@@ -73,7 +84,7 @@ class _LeasedSupply(Supply):
 
     def finish_backward(self) -> None:
         self.let_go()
-        self._gradients.flush()
+        self._gradients.finish()
 
 
 class StreamedSupply(_LeasedSupply):
@@ -114,6 +125,39 @@ class StreamedSupply(_LeasedSupply):
 
     def let_go(self) -> None:
         self._backward.release()
+
+
+class FieldSupply(StreamedSupply):
+    """Weights by expert and field, for a kernel that multiplies by one field of all experts after the other: a holder is (position
+    in `keys`, name of the field)."""
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[WeightsOf]:
+        with super().forward_pass() as weights_of:
+            yield lambda holder: {holder[1]: weights_of(holder[0])[holder[1]]}
+
+    def backward_weights(self, holder: tuple[int, str], /) -> Fields:  # type: ignore[override]  # its holders are others
+        return super().backward_weights(holder[0])
+
+    def push(self, holder: Hashable, gradients: Fields, /) -> None:
+        assert isinstance(holder, tuple), "a holder of one field has a name"
+        super().push(holder[0], gradients)
+
+
+class RecordedField:
+    """One field of the experts of a `FieldSupply`, in their order: a `StackedField` whose tensors come from the graph."""
+
+    def __init__(self, field: Field, weights_of: WeightsOf, count: int) -> None:
+        self.dtype: torch.dtype = getattr(torch, field.dtype)
+        self.device = CPU
+        self.shape = field.shape
+        self._name = field.name
+        self._weights_of = weights_of
+        self._count = count
+
+    def in_turn(self) -> Iterator[tuple[int, Tensor]]:
+        for position in range(self._count):
+            yield position, self._weights_of((position, self._name))[self._name]
 
 
 class CompactSupply(_LeasedSupply):
@@ -190,12 +234,16 @@ class HeldSupply(ForwardSupply):
     multiplies by is used where it lies, and the others are copied. The only holder is None. Raises LeaseError in `forward_pass`,
     or when a weight is used, where others hold too many.
 
-    ahead: called once the experts were asked for.
+    is_streamed: whether the kernel takes expert after expert, in the order of `keys`. Then a holder is a position, and nothing is
+    copied: what passes by is used until the next one is asked for. ahead: called once the experts were asked for.
     """
 
-    def __init__(self, source: ExpertSource, keys: Sequence[ExpertKey], *, buffers: CompactBuffers, ahead: AheadHint) -> None:
+    def __init__(
+        self, source: ExpertSource, keys: Sequence[ExpertKey], *, is_streamed: bool, buffers: CompactBuffers, ahead: AheadHint
+    ) -> None:  # fmt: skip
         self._source = source
         self._keys = keys
+        self._is_streamed = is_streamed
         self._buffers = buffers
         self._ahead = ahead
 
@@ -204,6 +252,9 @@ class HeldSupply(ForwardSupply):
         keys, source = self._keys, self._source
         with source.acquire_arriving(keys, may_pass=True) as lease, ExitStack() as lent:
             load_ahead(source, self._ahead(lease.ahead, source.lease_slots))
+            if self._is_streamed:
+                yield lambda position: lease.turn_to(keys[position])
+                return
             weights = LayerWeights(lease, keys, self._buffers, lent)
             stacks: Any = {field.name: ExpertStack(weights.field(field)) for field in source.schema.part("param").fields}
             yield lambda holder: stacks

@@ -13,6 +13,7 @@ from paramstore.core.schema import Schema
 from paramstore.errors import ConfigError, SchemaMismatch
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.hf.model.binding import ATTRIBUTE, ModelExperts, bind, layer_of
+from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.experts_function import stored_experts
 from paramstore_client.hf.model.layout import experts_modules
 from paramstore_testkit.training.moe_families import tiny_config
@@ -94,3 +95,16 @@ def test_layer_without_tokens_is_in_the_graph_as_others_are() -> None:
     assert (y.shape, y.dtype) == (none.shape, none.dtype)
     y.sum().backward()
     assert len(heard) == 1, "who waits for the end of the backward hears of it"
+
+
+@pytest.mark.parametrize(("least_bytes", "lease_slots", "is_copied"), [(0, 16, False), (0, 15, True), (1 << 20, 16, True)])
+def test_under_a_graph_small_experts_and_those_that_do_not_fit_are_copied(
+    least_bytes: int, lease_slots: int, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paramstore_client.hf.model.binding.APART_BYTES", least_bytes)
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", lease_slots=lease_slots)
+    lent, lend = [], CompactBuffers.lent
+    monkeypatch.setattr(CompactBuffers, "lent", lambda *given, **options: lent.append(given) or lend(*given, **options))
+    twin.stored(tokens(), labels=tokens()).loss.backward()
+    assert len(twin.namespace.pending) == 8 * len(twin.layout.modules), "all experts are active"
+    assert bool(lent) == is_copied

@@ -59,7 +59,7 @@ def test_nothing_is_copied_nor_asked_for_where_all_stand(kernel: str, monkeypatc
         assert (tier.stats.bytes_copied, twin.namespace.events) == (copied, [])
 
 
-@pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("kernel", modeling.KERNELS)
 def test_layers_of_more_experts_than_slots_pass_by_and_are_not_copied_side_by_side(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from paramstore.errors import ConfigError
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.kernels import ExpertIndex, ExpertStack, ModuleView, choose_kernel, make_kernel
+from paramstore_client.hf.model.kernels import ExpertIndex, ExpertStack, ModuleView, RecordedStack, choose_kernel, make_kernel
 from paramstore_client.hf.model.layout import experts_modules, stacked_tensors
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import FAMILIES
@@ -84,9 +84,6 @@ class Apart:
             self.asked.append(position)
             yield position, self.tensors[position]
 
-    def gathered(self) -> list[torch.Tensor]:
-        return self.tensors
-
 
 def stack_of(tensors: list[torch.Tensor], order: list[int] | None = None) -> ExpertStack:
     return ExpertStack(Apart(tensors, order or list(range(len(tensors)))))
@@ -134,3 +131,34 @@ def test_a_stack_knows_no_other_operation() -> None:
         torch.matmul(torch.ones(2, 2), stack)
     with pytest.raises(TypeError, match="only grouped_mm is known"):
         torch.nn.functional.grouped_mm(torch.ones(2, 2), stack, offs=torch.tensor([2]), bias=torch.ones(2))
+
+
+# --- a stack under a graph
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("counts", [(3, 1, 4), (1, 1, 1), (70, 3, 33)], ids=str)
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_a_recorded_stack_has_the_gradients_of_torchs_grouped_mm(
+    dtype: torch.dtype, counts: tuple[int, ...], is_transposed: bool, autocast: bool
+) -> None:
+    generator = torch.Generator().manual_seed(sum(counts))
+    tensors = [torch.randn((48, 32) if is_transposed else (32, 48), generator=generator).to(dtype) for _ in counts]
+    biases = [torch.randn(48, generator=generator).to(dtype) for _ in counts]
+    x, offsets = torch.randn(sum(counts), 32, generator=generator).to(dtype), torch.tensor(counts).cumsum(0).to(torch.int32)
+    index = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    grad = torch.randn(sum(counts), 48, generator=generator).to(dtype)
+    made = []
+    for is_whole in (True, False):
+        x_in, *leaves = (tensor.clone().requires_grad_() for tensor in (x, *tensors, *biases))
+        matrices, rows = leaves[: len(counts)], leaves[len(counts) :]
+        weight: Any = torch.stack(matrices) if is_whole else RecordedStack(Apart(matrices, [0, 1, 2]))
+        bias: Any = torch.stack(rows) if is_whole else RecordedStack(Apart(rows, [0, 1, 2]))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            multiplied: Any = weight.transpose(-2, -1) if is_transposed else weight
+            y = torch.nn.functional.grouped_mm(x_in, multiplied, offs=offsets)
+            y.add_(bias[index])
+        y.backward(grad)
+        made.append([y, x_in.grad, *(leaf.grad for leaf in leaves)])
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))

@@ -8,7 +8,7 @@ from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.hf.model import weight_sources
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
-from paramstore_client.hf.model.weight_sources import AheadHint, CompactSupply, HeldSupply, StreamedSupply
+from paramstore_client.hf.model.weight_sources import AheadHint, CompactSupply, FieldSupply, HeldSupply, StreamedSupply
 from paramstore_client.source import ExpertSource
 
 CPU = torch.device("cpu")
@@ -79,8 +79,9 @@ def test_weights_that_were_let_go_come_back(make: object) -> None:
         assert not namespace.leased
 
 
-def held(source: ExpertSource, ahead: AheadHint) -> HeldSupply:
-    return HeldSupply(source, KEYS, buffers=CompactBuffers(source.schema.part("param").fields), ahead=ahead)
+def held(source: ExpertSource, ahead: AheadHint, *, is_streamed: bool = False) -> HeldSupply:
+    buffers = CompactBuffers(source.schema.part("param").fields)
+    return HeldSupply(source, KEYS, is_streamed=is_streamed, buffers=buffers, ahead=ahead)
 
 
 def test_held_weights_are_those_of_the_leases_which_end_with_the_pass() -> None:
@@ -110,3 +111,70 @@ def test_held_weights_that_are_on_their_way_come_last() -> None:
         assert list(namespace.happened("acquire")) == [("acquire", (KEYS[1],))]
         expected = [torch.ones(1, 12) @ namespace.values(key)["down"].t() for key in KEYS]
         assert torch.equal(y, torch.cat(expected))
+
+
+def test_a_loop_gets_each_expert_when_it_asks_for_it_and_no_copy() -> None:
+    namespace = MemoryNamespace.of_swiglu(is_trainable=False)
+    source = HostSlots(namespace)
+    source.acquire(KEYS[1:]).release()
+    supply = held(source, lambda found, slots: [], is_streamed=True)
+    namespace.events.clear()
+    with supply.forward_pass() as weights_of:
+        assert namespace.events == []
+        for position, key in enumerate(KEYS):
+            found = weights_of(position)
+            (lease,) = [lease for lease in namespace.leased if key in lease.keys()]  # noqa: SIM118  # it has no __contains__
+            assert all(found[name].data_ptr() == value.data_ptr() for name, value in lease[key].items())
+            assert all(torch.equal(found[name], value) for name, value in namespace.values(key).items())
+    assert list(namespace.happened("acquire")) == [("acquire", (KEYS[0],))]
+
+
+# --- weights by field, under a graph
+
+
+def by_field(namespace: MemoryNamespace) -> FieldSupply:
+    return FieldSupply(namespace, KEYS, CPU, forward_hint=lambda room: [], backward_hint=lambda room: [])
+
+
+def test_gradients_by_field_leave_once_all_fields_of_their_expert_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sources, "PUSH_BYTES", 1)
+    namespace = MemoryNamespace.of_swiglu()
+    supply = by_field(namespace)
+    supply.begin_backward()
+    for name in ("down", "gate_up"):
+        for position in (2, 0):
+            supply.push((position, name), {name: gradient(position + 1.0)[name]})
+        assert len(list(namespace.happened("push"))) == (0 if name == "down" else 2)
+    supply.finish_backward()
+    assert namespace.pending[KEYS[2]]["down"][0, 0].item() == namespace.pending[KEYS[2]]["gate_up"][0, 0].item() == 3.0
+    assert list(namespace.pending) == [KEYS[2], KEYS[0]]
+
+
+def test_what_has_come_in_part_is_dropped_by_the_next_backward() -> None:
+    namespace = MemoryNamespace.of_swiglu()
+    supply = by_field(namespace)
+    supply.push((0, "down"), {"down": gradient(1.0)["down"]})
+    supply.begin_backward()
+    supply.push((0, "gate_up"), {"gate_up": gradient(2.0)["gate_up"]})
+    supply.push((0, "down"), {"down": gradient(2.0)["down"]})
+    supply.finish_backward()
+    assert namespace.pending[KEYS[0]]["down"][0, 0].item() == 2.0
+
+
+@pytest.mark.parametrize("lease_slots", [64, 6, 3, 1])
+def test_weights_by_field_are_there_in_whatever_order_and_let_go_of(lease_slots: int) -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=lease_slots)
+    supply = by_field(namespace)
+    holders = [(position, name) for name in ("gate_up", "down") for position in range(3)]
+    with supply.forward_pass() as weights_of:
+        for position, name in holders:
+            found = weights_of((position, name))
+            assert list(found) == [name]
+            assert torch.equal(found[name], namespace.values(KEYS[position])[name])
+    assert not namespace.leased
+    supply.begin_backward()
+    for position, name in reversed(holders):
+        assert torch.equal(supply.backward_weights((position, name))[name], namespace.values(KEYS[position])[name])
+    assert namespace.leased_keys_max <= lease_slots
+    supply.let_go()
+    assert not namespace.leased
