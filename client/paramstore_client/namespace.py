@@ -24,7 +24,7 @@ from paramstore_client.connection.answers import Opened
 from paramstore_client.connection.shared_socket import Connection
 from paramstore_client.connection.ticket import Ticket
 from paramstore_client.gradients.upload_area import UploadArea
-from paramstore_client.handle.base import ANSWER_GRACE_S, plain_keys
+from paramstore_client.handle.base import ANSWER_GRACE_S, lease_bounds, plain_keys
 from paramstore_client.handle.lease import Lease
 from paramstore_client.handle.loans import HandleLoans
 from paramstore_client.handle.parts_lease import PartsLease
@@ -205,13 +205,13 @@ class Namespace(Updates, Residency, Steps):
         self._send(messages.Snapshot(self._next_id(), self._handle, step), f"snapshot {step}", answers.nothing).wait()
         return self.reader(step)
 
-    def reader(self, at: int | None = None, *, min_lease_slots: int = 0) -> Namespace:
+    def reader(self, at: int | None = None, *, min_lease_slots: int = 0, max_lease_slots: int | None = None) -> Namespace:
         """Opens another handle on the same namespace: a reader standing on step `at`, or on the newest committed one.
-        min_lease_slots: as for `Store.open_namespace`. Raises StepDropped, CapacityError; StepFailed before the first commit."""
+        min_lease_slots, max_lease_slots: as for `Store.open_namespace`. Raises StepDropped, CapacityError; StepFailed before the
+        first commit."""
         at = None if at is None else whole_number("at", at)
-        if min_lease_slots := whole_number("min_lease_slots", min_lease_slots):
-            self._connection.check_minor(messages.PROMISE_MINOR, "reader(min_lease_slots=...)")
-        message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None, min_lease_slots)
+        least, most = lease_bounds(self._connection, "reader", min_lease_slots, max_lease_slots)
+        message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None, least, most)
         opened = self._send(message, f"open_namespace at {at}", partial(answers.result_of, kind=Opened)).wait()
         return Namespace(self._connection, self._area, opened, mode="read", is_debug=self._is_debug)
 

@@ -114,7 +114,7 @@ class _Mover:
     def _move(self) -> Followed:
         """Moves to the newest step, or says why not. Raises StepDropped, and nothing has changed, where that is gone meanwhile."""
         namespace, model = self.namespace, self.model
-        with namespace.reader() as ahead:
+        with namespace.reader(max_lease_slots=0) as ahead:  # it leases nothing
             step = ahead.view_step
             assert step is not None, "a reader stands on a step"
             is_moving = False

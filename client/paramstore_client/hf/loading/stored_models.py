@@ -118,12 +118,12 @@ def from_pretrained(
     own bytes.
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
     model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as for `open_namespace`.
-    expert_memory: in mode "infer", how many experts stay leased across forwards, or their size, as in "12GiB"; so many slots are
-    asked for. Default: what the namespace is promised. Where `device_map` puts the dense part on a device, it is slots of that
-    device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of each; default: one
-    of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer" (docs/transformers.md).
+    expert_memory: in mode "infer", how many experts stay leased across forwards, or their size, as in "12GiB": so many slots are
+    asked for, and no more. Default: what the namespace is promised, and lent. Where `device_map` puts the dense part on a device,
+    it is slots of that device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of
+    each; default: one of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer".
     speculation: whether experts are loaded ahead by the next layer's router, run early, where not all of them can stand.
-    schema_options: further arguments of the schema function. progress: as for `import_checkpoint`.
+    schema_options: further arguments of the schema function. progress: as for `import_checkpoint`. See docs/transformers.md.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
     other experts, CheckpointError where it still holds those imported from another checkpoint, where a file is missing, and where
@@ -162,7 +162,7 @@ def from_pretrained(
     if not is_committed(store, name):
         source.look(layout)
     opened = open_experts(
-        store, name, layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, placement.lease_slots),
+        store, name, layout, schema, mode=mode, bounds=placement.lease_bounds(min_lease_slots),
         fill=source.fill, check=source.check,
     )  # fmt: skip
     join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=speculation)
@@ -216,7 +216,7 @@ def from_config(
     kernel = choose_kernel(model, experts_kernel, requested)
     placement = _placed(mode, model, layout, schema, memory, cache_shape)
     opened = open_experts(
-        store, name or config.model_type, layout, schema, mode=mode, min_lease_slots=max(min_lease_slots, placement.lease_slots),
+        store, name or config.model_type, layout, schema, mode=mode, bounds=placement.lease_bounds(min_lease_slots),
         fill=lambda made: made.initialize(initial.values),
     )  # fmt: skip
     join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=speculation)

@@ -299,12 +299,26 @@ def test_a_served_model_keeps_the_experts_that_it_was_given_memory_for(residency
     model, stock = new_model(store, f"memory-{residency}", **given), stock_model("grouped_mm")
     slots, namespace = slots_of(model), ps.hf.namespace(model)
     assert (slots.lease_slots, slots.namespace) == (5, namespace)
-    assert namespace.lease_slots >= 5
+    assert namespace.lease_slots == 5, "no more than it was given memory for: the rest is others'"
     with torch.no_grad():
         for seed in range(4):
             prompt = tokens(seed=seed)[:1, :2]
             assert torch.equal(model(prompt).logits, stock(prompt).logits)
     assert slots.counts.evicted > 0
+
+
+def test_as_many_models_fit_as_the_memory_that_they_name(address: str) -> None:
+    with ps.connect(address) as store:
+        expert_count = len(ps.hf.namespace(new_model(store, "shared", mode="infer")).keys())
+    with ps.connect(address) as store:
+        given: dict[str, Any] = {"mode": "infer", "expert_memory": expert_count // 4}
+        models = [new_model(store, "shared", **given) for _ in range(4)]
+        assert [ps.hf.namespace(model).lease_slots for model in models] == [expert_count // 4] * 4
+        with torch.no_grad():
+            logits = [model(tokens()).logits for model in models]
+        assert all(torch.equal(logits[0], other) for other in logits)
+        with pytest.raises(ps.CapacityError, match="0 of its"):
+            new_model(store, "shared", mode="infer", expert_memory=1)
 
 
 def test_what_stands_gives_way_to_who_leases_through_the_handle_and_to_the_next_reader(address: str) -> None:
