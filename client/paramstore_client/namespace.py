@@ -218,15 +218,16 @@ class Namespace(Updates, Residency, Steps):
     # --- leases that stand ---
 
     def let_stand(self, keeper: LeaseKeeper) -> HandleLoans | None:
-        """Notes that `keeper` keeps leases beyond their use, for as long as it lives: it is asked to give them back where `acquire`
-        finds none left, and when the session ends. Returns where it may borrow slots; None where nothing may stand: in debug mode a
-        lease ends when its user says so, and a daemon that speaks an older protocol than 1.4 promises no slots."""
+        """Notes that `keeper` keeps leases beyond their use, for as long as it lives, or until it leaves: it is asked to give them
+        back where `acquire` finds none left, and when the session ends. Returns where it may borrow slots; None where nothing may
+        stand: in debug mode a lease ends when its user says so, and a daemon that speaks an older protocol than 1.4 promises no
+        slots."""
         if not all(callable(getattr(keeper, name, None)) for name in ("give_back", "let_go")):
             raise wrong("keeper", keeper, "who has give_back() and let_go()")
         if self._is_debug or self._connection.minor < messages.PROMISE_MINOR:
             return None
-        self._connection.segments.add_keeper(self._handle, keeper)
-        return HandleLoans(self._connection, self._handle, name=self.name, is_reader=self.mode == "read")
+        leave = self._connection.segments.add_keeper(self._handle, keeper)
+        return HandleLoans(self._connection, self._handle, name=self.name, is_reader=self.mode == "read", leave=leave)
 
     def check_usable(self) -> None:
         """Returns while the handle is open, in its own process; else raises UnknownNamespace, StoreUnavailable or ForkedClient."""
