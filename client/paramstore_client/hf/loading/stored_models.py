@@ -32,6 +32,7 @@ from paramstore_client.hf.compat.refusals import check_arguments, check_config
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.loading.namespaces import is_committed, open_experts
+from paramstore_client.hf.loading.newest_step import take_dense
 from paramstore_client.hf.loading.placement import CacheShape, Placement, check_shape, make_tier
 from paramstore_client.hf.model import experts_function
 from paramstore_client.hf.model.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
@@ -79,15 +80,16 @@ class _Source:
             self.directory(), namespace, self.model, progress=self.progress, rank=namespace.rank, world_size=namespace.world_size
         )
 
-    def check(self, namespace: Namespace) -> None:
-        """Raises CheckpointError where a committed namespace still holds what was imported from another checkpoint."""
+    def check(self, namespace: Namespace) -> bool:
+        """Returns whether a committed namespace is known to hold what was imported from this checkpoint, or was trained from it.
+        Raises CheckpointError where it was another one."""
         from paramstore_client.hf.import_checkpoint import check_imported
 
         try:
             directory = self.directory()
         except CheckpointError:
-            return  # in a format whose experts could not have been imported either
-        check_imported(directory, namespace, self.model)
+            return False  # in a format whose experts could not have been imported either
+        return check_imported(directory, namespace, self.model)
 
 
 def from_pretrained(
@@ -116,6 +118,8 @@ def from_pretrained(
     reader. A namespace that is not committed yet is made from the checkpoint first: for training with master weights and the
     states of `optimizer` ("adamw", "sgd", "adagrad"; `updates` as in the schema functions), for inference with the checkpoint's
     own bytes.
+    In mode "infer" the dense weights are those of the experts' step where that names a whole file of them
+    (`experts.commit(step, dense=...)`), else those of `path`; where these are known to be of another step, it warns.
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
     model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as for `open_namespace`.
     expert_memory: in mode "infer", how many experts stay leased across forwards, or their size, as in "12GiB": so many slots are
@@ -161,11 +165,12 @@ def from_pretrained(
     name = name or _name_of(path)
     if not is_committed(store, name):
         source.look(layout)
-    opened = open_experts(
-        store, name, layout, schema, mode=mode, bounds=placement.lease_bounds(min_lease_slots),
-        fill=source.fill, check=source.check,
-    )  # fmt: skip
+    bounds = placement.lease_bounds(min_lease_slots)
+    with memory.named(placement.slots):
+        opened = open_experts(store, name, layout, schema, mode=mode, bounds=bounds, fill=source.fill, check=source.check)
     join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=speculation)
+    if mode == "infer":
+        _take_dense(model, opened, source)
     return loaded
 
 
@@ -215,10 +220,11 @@ def from_config(
     schema = layout.schema(optimizer if mode == "train" else None, updates=updates, **(schema_options or {}))
     kernel = choose_kernel(model, experts_kernel, requested)
     placement = _placed(mode, model, layout, schema, memory, cache_shape)
-    opened = open_experts(
-        store, name or config.model_type, layout, schema, mode=mode, bounds=placement.lease_bounds(min_lease_slots),
-        fill=lambda made: made.initialize(initial.values),
-    )  # fmt: skip
+    bounds, name = placement.lease_bounds(min_lease_slots), name or config.model_type
+    with memory.named(placement.slots):
+        opened = open_experts(
+            store, name, layout, schema, mode=mode, bounds=bounds, fill=lambda made: made.initialize(initial.values)
+        )
     join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=speculation)
     return model
 
@@ -301,6 +307,15 @@ def join(
         anchor = None if sentinel is None else sentinel.anchor
         stored = ModelExperts(source, anchor=anchor, is_poisoned=namespace.is_debug, speculates=speculates)
         bind(model, stored, kernel=kernel)
+    except BaseException:
+        namespace.close()
+        raise
+
+
+def _take_dense(model: nn.Module, namespace: Namespace, source: _Source) -> None:
+    """Gives a served model the dense weights of its experts' step, where that names them; closes the namespace where that fails."""
+    try:
+        take_dense(model, namespace, source.path, is_imported_from=lambda: source.check(namespace))
     except BaseException:
         namespace.close()
         raise
